@@ -1,0 +1,35 @@
+"""dct_kernels: fused kernels for Dynamic Communication Thresholding (arXiv 2010.08899).
+
+The ops live in `torch.ops.dct`; the functions here are the same ops behind argument checks.
+"""
+
+from . import _schemas, _load, _fakes, _autograd  # noqa: F401, I001  (registration order)
+
+_load.setup()
+
+from .layout import PayloadInfo, PayloadLayout, payload_info, payload_layout  # noqa: E402
+from .ops import (  # noqa: E402
+    mask_pack,
+    row_gather,
+    row_pack,
+    row_unpack,
+    sample_threshold,
+    scatter_unpack,
+    track_threshold,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PayloadInfo",
+    "PayloadLayout",
+    "mask_pack",
+    "payload_info",
+    "payload_layout",
+    "row_gather",
+    "row_pack",
+    "row_unpack",
+    "sample_threshold",
+    "scatter_unpack",
+    "track_threshold",
+]

@@ -1,0 +1,21 @@
+"""`python -m dct_kernels`: versions, backends found, and why the others are not there."""
+
+import platform
+
+import torch
+
+from . import __version__, _load
+
+
+def main() -> None:
+    cuda = torch.version.cuda or "none"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    print(f"dct_kernels {__version__}")
+    print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, GPU {gpu}")
+    print(f"DCT_BACKEND: {_load.REQUESTED or 'not set'}")
+    for name, reason in _load.available().items():
+        print(f"  {name:6} {'no: ' + reason if reason else 'yes'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What each op demands of its arguments: one function per op, same name, same arguments.
+
+The public functions call these before the op, the eager backend inside it, so that a mistake reads
+the same whichever way an op is reached. Metadata checks trace under torch.compile; addresses and
+contents are looked at only when the op really runs.
+"""
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from . import _checks as checks
+from . import _rows, layout
+
+INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
+PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
+
+
+def _runs(tensor: torch.Tensor) -> bool:
+    return not torch.compiler.is_compiling() and not is_fake(tensor)
+
+
+def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+    op, like = "sample_threshold", ("x", x)
+    checks.require_tensor(op, "x", x, checks.FLOATS)
+    if residual is not None:
+        checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
+        checks.require_numel(op, "residual", residual, x.numel(), "x")
+    checks.require_segments(op, segments, like)
+    checks.require_density(op, density)
+    checks.require_int(op, "max_samples", max_samples, 1, 2**31 - 1)
+    checks.require_int(op, "seed", seed, -(2**63), 2**63 - 1)
+    checks.require_scale(op, "inv_scale", inv_scale, like)
+    if _runs(x):
+        checks.memory(op, {}, {}, (segments, x.numel()))
+
+
+def track_threshold(threshold, seen, target, reference):
+    op, like = "track_threshold", ("threshold", threshold)
+    checks.require_tensor(op, "threshold", threshold, FLOAT32)
+    read = {"seen": seen, "target": target, "reference": reference}
+    for name, tensor in read.items():
+        checks.require_tensor(op, name, tensor, INT32 if name == "seen" else FLOAT32, like=like)
+        checks.require_numel(op, name, tensor, threshold.numel(), "threshold")
+    if _runs(threshold):
+        checks.memory(op, {"threshold": threshold}, read)
+
+
+def mask_pack(
+    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+):
+    op, like = "mask_pack", ("residual", residual)
+    checks.require_tensor(op, "residual", residual, FLOAT32)
+    if grad is not None:
+        checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
+        checks.require_numel(op, "grad", grad, residual.numel(), "residual")
+    checks.require_segments(op, segments, like)
+    checks.require_tensor(op, "threshold", threshold, FLOAT32, like=like)
+    checks.require_numel(op, "threshold", threshold, segments.numel() - 1, "the segments")
+    checks.require_tensor(op, "payload", payload, UINT8, (1, 2), like)
+    checks.require_tensor(op, "seen", seen, INT32, like=like)
+    checks.require_numel(op, "seen", seen, segments.numel() - 1, "the segments")
+    checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
+    checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
+    checks.require_scale(op, "inv_scale", inv_scale, like)
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    _payload_bytes(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
+    if _runs(residual):
+        checks.memory(
+            op,
+            {"residual": residual, "payload": payload, "seen": seen},
+            {"grad": grad, "segments": segments, "threshold": threshold, "inv_scale": inv_scale},
+            (segments, residual.numel()),
+            ("payload", payload),
+        )
+
+
+def scatter_unpack(
+    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+):
+    op, like = "scatter_unpack", ("out", out)
+    checks.require_tensor(op, "out", out, checks.FLOATS)
+    checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
+    checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
+    checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
+    checks.require_scale(op, "out_scale", out_scale, like)
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    _payload_bytes(op, "payloads", payloads, out.numel(), capacity, value_dtype, ranges)
+    if _runs(out):
+        checks.memory(
+            op,
+            {"out": out},
+            {"payloads": payloads, "out_scale": out_scale},
+            aligned=("payloads", payloads),
+        )
+
+
+def row_pack(x, k, value_dtype):
+    op = "row_pack"
+    checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
+    checks.require_int(op, "k", k, 1, x.shape[1])
+    checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
+
+
+def row_gather(x, positions, k, value_dtype):
+    op = "row_gather"
+    checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
+    checks.require_int(op, "k", k, 1, x.shape[1])
+    checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
+    _positions(op, positions, x.shape[0], x.shape[1], k, ("x", x))
+
+
+def row_unpack(values, positions, width, dtype):
+    op = "row_unpack"
+    checks.require_tensor(op, "values", values, checks.FLOATS, (2,))
+    checks.require_int(op, "width", width, 1, 2**31 - 1)
+    checks.require_int(op, "values.shape[1]", values.shape[1], 1, width)
+    checks.require_dtype(op, "dtype", dtype, checks.FLOATS)
+    _positions(op, positions, values.shape[0], width, values.shape[1], ("values", values))
+
+
+def _payload_bytes(op, arg, payload, numel, capacity, value_dtype, ranges):
+    if ranges < 1:
+        checks.fail(op, arg, "of at least 1 range", ranges)
+    nbytes = layout.payload_layout(numel, capacity, value_dtype, ranges).nbytes
+    if payload.shape[-1] != nbytes:
+        rule = f"of {nbytes} bytes a range for {numel} elements and capacity {capacity}"
+        checks.fail(op, arg, rule, payload.shape[-1])
+
+
+def _positions(op, positions, rows, width, k, like):
+    checks.require_tensor(op, "positions", positions, UINT8, (2,), like)
+    row_bytes = _rows.position_bytes(width, k)
+    if positions.shape[0] != rows or positions.shape[1] != row_bytes:
+        rule = f"[{rows}, {row_bytes}] for width {width} and k {k}"
+        checks.fail(op, "positions", rule, list(positions.shape))

@@ -1,0 +1,115 @@
+"""The payload: the fixed-size message that mask_pack writes and scatter_unpack reads.
+
+    header (64 bytes) | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]
+
+All little-endian; each section begins at a multiple of 16 bytes. `starts[b]` is the index of the
+first entry of block b (16,384 elements), so a reader finds any block without a search.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from ._checks import fail, require_int
+
+BLOCK = 16384
+HEADER_BYTES = 64
+MAGIC = 0x31544344  # "DCT1"
+VERSION = 1
+FLAG_OVERFLOW = 1
+FLAG_NON_FINITE = 2
+VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
+
+
+class PayloadLayout(NamedTuple):
+    """Byte offsets of one range's sections, and its size."""
+
+    nbytes: int  # a multiple of 16
+    starts: int
+    positions: int
+    values: int
+
+
+class PayloadInfo(NamedTuple):
+    """What a payload's header says."""
+
+    value_dtype: torch.dtype
+    numel: int
+    capacity: int
+    count: int
+    overflow: bool
+    non_finite: bool
+
+
+def range_blocks(numel: int, ranges: int) -> int:
+    """Blocks that one of `ranges` equal ranges owns; the last ranges may own fewer, or none."""
+    blocks = (numel + BLOCK - 1) // BLOCK
+    return (blocks + ranges - 1) // ranges
+
+
+def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
+    """First and past-the-last element of range `index`."""
+    length = range_blocks(numel, ranges) * BLOCK
+    return min(index * length, numel), min((index + 1) * length, numel)
+
+
+def payload_layout(
+    numel: int, capacity: int, value_dtype: torch.dtype, ranges: int = 1
+) -> PayloadLayout:
+    """Size and section offsets of a payload for `numel` elements.
+
+    With `ranges` R > 1 the payload tensor is [R, nbytes] and the layout is that of every row.
+
+    Args:
+        numel: elements of the tensor that is packed (of all ranges together), >= 0.
+        capacity: entries of room in each range, 1 to 2**32 - 1.
+        value_dtype: torch.float32 or torch.bfloat16.
+        ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+
+    >>> payload_layout(1_000_000, 6_250, torch.bfloat16)
+    PayloadLayout(nbytes=25344, starts=64, positions=320, values=12832)
+    """
+    require_int("payload_layout", "numel", numel, 0, 2**63 - 1)
+    require_int("payload_layout", "capacity", capacity, 1, 2**32 - 1)
+    require_int("payload_layout", "ranges", ranges, 1, 2**31 - 1)
+    if value_dtype not in VALUE_DTYPE_CODES:
+        fail("payload_layout", "value_dtype", "float32 or bfloat16", value_dtype, TypeError)
+    positions = _align16(HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1))
+    values = _align16(positions + 2 * capacity)
+    nbytes = _align16(values + value_dtype.itemsize * capacity)
+    return PayloadLayout(nbytes, HEADER_BYTES, positions, values)
+
+
+def payload_info(payload: torch.Tensor) -> PayloadInfo:
+    """Read the header of one payload ([nbytes] uint8). Copies 64 bytes to the host: it synchronises.
+
+    Raises:
+        ValueError, TypeError: not a payload; the text says what is wrong.
+    """
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
+        got = f"{payload.dtype} {list(payload.shape)}"
+        fail("payload_info", "payload", f"uint8 [nbytes >= {HEADER_BYTES}]", got)
+    raw = bytes(payload[:HEADER_BYTES].tolist())
+    magic, version, code, flags, numel, capacity, count, _ = HEADER.unpack(raw)
+    dtypes = {code: dtype for dtype, code in VALUE_DTYPE_CODES.items()}
+    if (magic, version) != (MAGIC, VERSION) or code not in dtypes:
+        got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
+        fail("payload_info", "payload", f"a DCT payload of version {VERSION}", got)
+    return PayloadInfo(
+        value_dtype=dtypes[code],
+        numel=numel,
+        capacity=capacity,
+        count=count,
+        overflow=bool(flags & FLAG_OVERFLOW),
+        non_finite=bool(flags & FLAG_NON_FINITE),
+    )
+
+
+def _align16(offset: int) -> int:
+    return (offset + 15) // 16 * 16

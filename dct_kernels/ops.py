@@ -1,0 +1,259 @@
+"""The public functions: the ops of `torch.ops.dct` behind checks that explain mistakes.
+
+Common to all of them
+---------------------
+- Tensors are contiguous and on one device; arguments must not overlap in memory.
+- Every backend gives bitwise the same answer, run to run, whatever the number of threads.
+- No host synchronisation, no data-dependent shape, current stream: safe in CUDA graphs and in
+  torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
+  synchronise.
+- numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf have the meaning given.
+- `segments` is int64[S + 1], ascending from 0 to numel: one segment per parameter of a flat buffer.
+  Its contents are checked on the CPU; on CUDA any content is memory-safe.
+- `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
+  without `.item()`.
+- Errors: TypeError for a wrong type or dtype, ValueError for a wrong value, worded
+  `dct::<op>: <argument> must be <rule>, got <value>`. Nothing is written before the checks pass.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _contract
+
+
+def sample_threshold(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Tensor,
+    density: float,
+    max_samples: int = 65536,
+    seed: int = 0,
+    inv_scale: Tensor | None = None,
+) -> Tensor:
+    """Per segment, the magnitude that a fraction `density` of the entries reaches.
+
+    Looks at |residual + x * inv_scale|, or |x * inv_scale| without a residual. A segment of up to
+    `max_samples` elements gives its exact k-th largest magnitude, k = clamp(ceil(density*n), 1, n);
+    a longer one is sampled, one hashed pick in each of `max_samples` equal strata. The density that
+    the sampled threshold selects is off by a relative sqrt((1 - p) / (max_samples * p)), one sigma.
+
+    Args:
+        x: float32, bfloat16 or float16 [numel].
+        residual: float32 [numel] or None.
+        segments: int64 [S + 1].
+        density: fraction to select, in (0, 1].
+        max_samples: samples per segment, 1 to 2**31 - 1.
+        seed: of the picks, taken modulo 2**32. Frozen by a CUDA graph.
+        inv_scale: float32, one element, or None.
+
+    Returns:
+        float32 [S]. NaN ranks as infinity; an empty segment gives +inf.
+
+    Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps; sampling it is DGC's
+    idea (arXiv 1712.01887), the stratified hash ours.
+
+    >>> sample_threshold(torch.arange(10.0), None, torch.tensor([0, 10]), density=0.2)
+    tensor([8.])
+    """
+    args = (x, residual, segments, density, max_samples, seed, inv_scale)
+    _contract.sample_threshold(*args)
+    return torch.ops.dct.sample_threshold.default(*args)
+
+
+def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
+    """Nudge each threshold so that the number of entries that pass stays near its target.
+
+    threshold *= 1 + clip(0.05 * (seen - target) / max(target, 1), -0.05, 0.25), then it is kept
+    within [1/4, 64] x reference; float32, each operation rounded. A negative threshold (segment
+    skipped) stays as it is, and so does zero at reference zero. Mutates `threshold`.
+
+    Args:
+        threshold: float32 [S], written.
+        seen: int32 [S], what passed in the last mask_pack.
+        target: float32 [S], how many should pass.
+        reference: float32 [S], the last sampled threshold.
+
+    Source: our reconstruction; the paper keeps the threshold fixed between samples.
+
+    >>> tau = torch.tensor([1.0])
+    >>> track_threshold(tau, torch.tensor([30], dtype=torch.int32), torch.tensor([10.0]), tau.clone())
+    >>> tau
+    tensor([1.1000])
+    """
+    args = (threshold, seen, target, reference)
+    _contract.track_threshold(*args)
+    torch.ops.dct.track_threshold.default(*args)
+
+
+def mask_pack(
+    residual: Tensor,
+    grad: Tensor | None,
+    segments: Tensor,
+    threshold: Tensor,
+    payload: Tensor,
+    seen: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """Error feedback, threshold mask and compaction in one pass over memory.
+
+    acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not
+    (|acc| < threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The
+    first `capacity` entries that pass go into the payload in ascending order; the residual becomes
+    acc - value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every
+    finite acc: what does not fit is late, never lost. Where acc is not finite the residual keeps its
+    old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
+    packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
+
+    Args:
+        residual: float32 [numel], read and written.
+        grad: float32, bfloat16 or float16 [numel], or None.
+        segments: int64 [S + 1].
+        threshold: float32 [S].
+        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. With R
+            rows the tensor is cut into R equal ranges of whole blocks, each with its own header,
+            count and room for `capacity` entries. Bytes past the entries stay as they were.
+        seen: int32 [S], written: how many passed, packed or not.
+        capacity: entries of room in each range, 1 to 2**32 - 1.
+        value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round to
+            infinity saturates).
+        inv_scale: float32, one element, or None.
+
+    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+
+    >>> residual, grad = torch.zeros(4), torch.tensor([0.1, -3.0, 0.2, 5.0])
+    >>> layout = payload_layout(4, capacity=2, value_dtype=torch.float32)
+    >>> payload = torch.empty(layout.nbytes, dtype=torch.uint8)
+    >>> seen = torch.empty(1, dtype=torch.int32)
+    >>> mask_pack(residual, grad, torch.tensor([0, 4]), torch.tensor([1.0]), payload, seen, 2,
+    ...           torch.float32)
+    >>> residual, seen
+    (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
+    """
+    args = (
+        residual,
+        grad,
+        segments,
+        threshold,
+        payload,
+        seen,
+        capacity,
+        value_dtype,
+        inv_scale,
+    )
+    _contract.mask_pack(*args)
+    torch.ops.dct.mask_pack.default(*args)
+
+
+def scatter_unpack(
+    payloads: Tensor,
+    out: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    """Sum P ranks' payloads into a dense tensor, in rank order: every rank computes the same bits.
+
+    out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
+    float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's dtype.
+    If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN, so that a
+    GradScaler skips the step on every rank. Mutates `out` (every element is written).
+
+    Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
+    adds nothing, and no content causes an access out of bounds.
+
+    Args:
+        payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
+        out: float32, bfloat16 or float16 [numel], written.
+        capacity, value_dtype: as given to mask_pack.
+        scale: 1 / P for a mean. Rounded to float32 once.
+        accumulate: add to `out` instead of overwriting it.
+        out_scale: float32, one element, or None.
+
+    Returns:
+        status int32 [P]: 0, or the sum of 1 (header wrong: all of it ignored), 2 (block starts not
+        ascending or past the count) and 4 (positions not ascending or outside their block).
+
+    >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
+    >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
+    tensor([1], dtype=torch.int32)
+    """
+    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    _contract.scatter_unpack(*args)
+    return torch.ops.dct.scatter_unpack.default(*args)
+
+
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
+
+    Exactly k a row (ties: the lower column; NaN ranks as infinity), in column order, so no sizes
+    need exchanging. The gradient is `row_unpack` at the same positions.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d].
+        k: entries kept a row, 1 to d.
+        value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
+
+    Returns:
+        values [B, k], and positions uint8 [B, w]: the smallest of a bitmap (ceil(d / 8) bytes, least
+        significant bit first), uint8 columns (d <= 256) and little-endian uint16 columns
+        (d <= 65,536), the first of these on a tie, by (d, k) alone.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
+
+    >>> row_pack(torch.tensor([[0.0, -2.0, 1.0, 3.0]]), 2, torch.float32)
+    (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
+    """
+    _contract.row_pack(x, k, value_dtype)
+    return torch.ops.dct.row_pack.default(x, k, value_dtype)
+
+
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
+    """The entries of x at the positions of an earlier `row_pack`. Differentiable in x.
+
+    What the backward message carries: the gradient at the forward pass's mask, no positions.
+    Positions are not trusted: a column that is not above every column accepted before it in its row,
+    or is >= d, gathers 0; bits past the k-th are ignored.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d].
+        positions: uint8 [B, w] for this d and k.
+        k: entries a row, 1 to d.
+        value_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [B, k] of value_dtype.
+
+    >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
+    ...            torch.float32)
+    tensor([[5., 7.]])
+    """
+    _contract.row_gather(x, positions, k, value_dtype)
+    return torch.ops.dct.row_gather.default(x, positions, k, value_dtype)
+
+
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Put packed rows back in place, zeros elsewhere. Differentiable in values.
+
+    Positions are not trusted, as in `row_gather`: what cannot be accepted scatters nothing. The
+    gradient is `row_gather` at the same positions.
+
+    Args:
+        values: float32, bfloat16 or float16 [B, k].
+        positions: uint8 [B, w] for this width and k.
+        width: d, at least k.
+        dtype: of the result, float32, bfloat16 or float16.
+
+    Returns:
+        [B, width] of dtype.
+
+    >>> row_unpack(torch.tensor([[5.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 4,
+    ...            torch.float32)
+    tensor([[0., 5., 0., 7.]])
+    """
+    _contract.row_unpack(values, positions, width, dtype)
+    return torch.ops.dct.row_unpack.default(values, positions, width, dtype)

@@ -1,0 +1,33 @@
+"""The eager backend: every op in clear PyTorch. It defines what is right, on any device.
+
+It may synchronise; the other backends never do.
+"""
+
+import functools
+
+from .. import _contract
+from .._schemas import OPS
+from . import payload, rows, thresholds
+
+
+def _checked(function):
+    """`function`, after the contract's checks of its arguments."""
+    check = getattr(_contract, function.__name__)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+sample_threshold = _checked(thresholds.sample_threshold)
+track_threshold = _checked(thresholds.track_threshold)
+mask_pack = _checked(payload.mask_pack)
+scatter_unpack = _checked(payload.scatter_unpack)
+row_pack = _checked(rows.row_pack)
+row_gather = _checked(rows.row_gather)
+row_unpack = _checked(rows.row_unpack)
+
+__all__ = list(OPS)

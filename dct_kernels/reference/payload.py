@@ -1,0 +1,143 @@
+"""Eager mask_pack and scatter_unpack."""
+
+import torch
+
+from .. import layout
+from .rounding import round_to
+from .thresholds import accumulated
+
+
+def mask_pack(
+    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+):
+    numel = residual.numel()
+    tau = threshold.repeat_interleave(segments.diff(), output_size=numel)
+    active = ~(tau < 0)
+    acc = accumulated(residual, grad, inv_scale)
+    finite = acc.isfinite()
+    kept = active & ~(acc.abs() < tau) & (acc != 0)
+
+    running = torch.cat([segments.new_zeros(1), kept.cumsum(0)])
+    seen.copy_(running[segments].diff().clamp(max=2**31 - 1))
+
+    value = round_to(acc, value_dtype, saturate=True)
+    packed = torch.zeros_like(kept)
+    rows = payload.view(-1, payload.shape[-1])
+    for r, row in enumerate(rows):
+        low, high = layout.range_bounds(numel, len(rows), r)
+        passed = kept[low:high].nonzero().flatten()
+        index = passed[:capacity]
+        packed[low + index] = True
+        flags = layout.FLAG_OVERFLOW if passed.numel() > capacity else 0
+        if bool((active & ~finite)[low:high].any()):
+            flags |= layout.FLAG_NON_FINITE
+        offsets = layout.payload_layout(numel, capacity, value_dtype, len(rows))
+        _write(row, offsets, high - low, capacity, value_dtype, flags, index, value[low + index])
+
+    old = torch.where(residual.isfinite(), residual, 0.0)
+    left = torch.where(packed, acc - value.to(torch.float32), acc)
+    residual.copy_(torch.where(active, torch.where(finite, left, old), residual))
+
+
+def _write(row, offsets, numel, capacity, value_dtype, flags, index, values):
+    header = layout.HEADER.pack(
+        layout.MAGIC,
+        layout.VERSION,
+        layout.VALUE_DTYPE_CODES[value_dtype],
+        flags,
+        numel,
+        capacity,
+        index.numel(),
+        bytes(40),
+    )
+    edges = torch.arange(0, numel + layout.BLOCK, layout.BLOCK, device=row.device)[
+        : layout.range_blocks(numel, 1) + 1
+    ]
+    starts = torch.searchsorted(index, edges)
+    sections = [
+        (0, torch.tensor(list(header), dtype=torch.uint8, device=row.device)),
+        (offsets.starts, starts.to(torch.uint32)),
+        (offsets.positions, (index % layout.BLOCK).to(torch.uint16)),
+        (offsets.values, values),
+    ]
+    for offset, section in sections:
+        raw = section.view(torch.uint8)
+        row[offset : offset + raw.numel()] = raw
+
+
+def scatter_unpack(
+    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+):
+    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
+    rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
+    ranges = rows.shape[1]
+    offsets = layout.payload_layout(out.numel(), capacity, value_dtype, ranges)
+    status = torch.zeros(ranks, dtype=torch.int32, device=out.device)
+    total = torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+    for p in range(ranks):
+        for r in range(ranges):
+            low, high = layout.range_bounds(out.numel(), ranges, r)
+            status[p] |= _add(total[low:high], rows[p, r], offsets, capacity, value_dtype)
+    factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
+    if out_scale is not None:
+        factor = factor * out_scale.reshape(())
+    base = out.to(torch.float32) if accumulate else torch.zeros_like(total)
+    out.copy_(round_to(base + factor * total, out.dtype))
+    return status
+
+
+def _add(total, row, offsets, capacity, value_dtype) -> int:
+    """Validate one rank's payload of one range, add what is sound to `total`, return its status."""
+    numel = total.numel()
+    raw = bytes(row[: layout.HEADER_BYTES].tolist())
+    magic, version, code, flags, *sizes, count, reserved = layout.HEADER.unpack(raw)
+    known = layout.FLAG_OVERFLOW | layout.FLAG_NON_FINITE
+    if (
+        (magic, version, code) != (layout.MAGIC, layout.VERSION, _code(value_dtype))
+        or sizes != [numel, capacity]
+        or count > min(capacity, numel)
+        or flags & ~known
+        or any(reserved)
+    ):
+        return 1
+    if numel == 0:
+        return 0 if int(_section(row, offsets.starts, 1, torch.uint32)[0]) == 0 else 2
+
+    blocks = layout.range_blocks(numel, 1)
+    starts = _section(row, offsets.starts, blocks + 1, torch.uint32).to(torch.int64)
+    first, end = starts[:-1], starts[1:]
+    bad_starts = (first > end) | (end > count)
+    bad_starts[0] |= first[0] != 0
+    bad_starts[-1] |= end[-1] != count
+
+    block = torch.arange(blocks, device=row.device)
+    length = (numel - block * layout.BLOCK).clamp(max=layout.BLOCK)
+    # More entries than elements cannot ascend strictly: bad without looking.
+    bad_positions = ~bad_starts & (end - first > length)
+    block = block[~bad_starts & ~bad_positions]
+    entries = (end - first)[block]
+    owner = block.repeat_interleave(entries)
+    place = torch.arange(owner.numel(), device=row.device)
+    place -= (entries.cumsum(0) - entries).repeat_interleave(entries)
+    entry = first[owner] + place
+    position = _section(row, offsets.positions, count, torch.uint16).to(torch.int64)[entry]
+    ascending = torch.ones_like(position, dtype=torch.bool)
+    ascending[1:] = (position[1:] > position[:-1]) | (owner[1:] != owner[:-1])
+    bad_positions[owner[~ascending | (position >= length[owner])]] = True
+
+    sound = ~bad_positions[owner]
+    index = owner[sound] * layout.BLOCK + position[sound]
+    values = _section(row, offsets.values, count, value_dtype)[entry[sound]]
+    total[index] = total[index] + values.to(torch.float32)
+    if flags == known:
+        total[0] = torch.nan
+    return 2 * int(bad_starts.any()) | 4 * int(bad_positions.any())
+
+
+def _code(value_dtype) -> int:
+    return layout.VALUE_DTYPE_CODES[value_dtype]
+
+
+def _section(row, offset, count, dtype):
+    # Cloned, so that any view of a payload can be reinterpreted, whatever its storage offset.
+    return row[offset : offset + count * dtype.itemsize].clone().view(dtype)

@@ -1,0 +1,65 @@
+"""Eager sample_threshold and track_threshold."""
+
+import math
+
+import torch
+
+from .rounding import magnitude_key
+
+
+def accumulated(residual, grad, inv_scale):
+    """residual + grad * inv_scale in float32, product and sum rounded separately."""
+    if grad is None:
+        return residual
+    scaled = grad.to(torch.float32)
+    if inv_scale is not None:
+        scaled = scaled * inv_scale.reshape(())
+    return scaled if residual is None else residual + scaled
+
+
+def hash32(seed: int, segment: int, index: torch.Tensor) -> torch.Tensor:
+    """The published hash, a uint32 in int64."""
+    mask = 0xFFFFFFFF
+    start = ((seed * 0x9E3779B1) ^ (segment * 0x85EBCA77)) & mask
+    x = ((index * 0xC2B2AE3D) & mask) ^ start
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & mask
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & mask
+    return x ^ (x >> 16)
+
+
+def stratified_picks(
+    numel: int, picks: int, seed: int, segment: int, device: torch.device
+) -> torch.Tensor:
+    """One hashed index in each of `picks` strata [j*n/m, (j+1)*n/m) of [0, numel)."""
+    j = torch.arange(picks + 1, dtype=torch.int64, device=device)
+    # Equal to j * numel // picks without its 64-bit overflow.
+    bounds = j * (numel // picks) + j * (numel % picks) // picks
+    start, length = bounds[:-1], bounds[1:] - bounds[:-1]
+    hashed = hash32(seed & 0xFFFFFFFF, segment, j[:-1])
+    # (hashed * length) >> 32, likewise: the two halves of hashed are multiplied apart.
+    return start + (((hashed >> 16) * length + (((hashed & 0xFFFF) * length) >> 16)) >> 16)
+
+
+def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+    bounds = segments.tolist()
+    threshold = torch.full((len(bounds) - 1,), math.inf, dtype=torch.float32, device=x.device)
+    for s, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if low == high:
+            continue
+        sampled = slice(low, high)
+        if high - low > max_samples:
+            sampled = low + stratified_picks(high - low, max_samples, seed, s, x.device)
+        history = None if residual is None else residual[sampled]
+        keys = magnitude_key(accumulated(history, x[sampled], inv_scale))
+        k = min(max(math.ceil(float(density) * keys.numel()), 1), keys.numel())
+        threshold[s] = keys.topk(k).values[-1].view(torch.float32)
+    return threshold
+
+
+def track_threshold(threshold, seen, target, reference):
+    excess = 0.05 * (seen.to(torch.float32) - target) / target.clamp(min=1.0)
+    moved = threshold * (1.0 + excess.clamp(-0.05, 0.25))
+    moved = torch.minimum(torch.maximum(moved, 0.25 * reference), 64.0 * reference)
+    threshold.copy_(torch.where(threshold < 0, threshold, moved))

@@ -1,0 +1,22 @@
+"""For tests and benches: every backend's seven ops side by side in one process."""
+
+from types import SimpleNamespace
+
+import torch
+
+from . import _load, reference
+from ._schemas import OPS
+
+
+def backends() -> dict[str, SimpleNamespace]:
+    """{name: its seven callables, and `.device`, the device whose tensors they take}.
+
+    Only what this process can run. `eager` takes any device and is listed on the CPU.
+    """
+    compiled = {"cpp": "cpu", "cuda": "cuda"}
+    found = {"eager": SimpleNamespace(**{op: getattr(reference, op) for op in OPS}, device="cpu")}
+    for name, device in compiled.items():
+        if not _load.available()[name] and (device == "cpu" or torch.cuda.is_available()):
+            ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
+            found[name] = SimpleNamespace(**ops, device=device)
+    return found
