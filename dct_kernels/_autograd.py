@@ -1,8 +1,8 @@
 """Autograd: gradients of the row ops, version counters of the ops that write their arguments.
 
-The row ops are linear once the positions are chosen, and their gradients are the row ops themselves:
+The row ops are linear once the positions are chosen, and their gradients are the row ops again:
 pack and gather go back through unpack, unpack through gather, always at the same positions. So the
-backward message carries k values a row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
+backward message is k values a row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
 """
 
 import torch

@@ -87,7 +87,7 @@ def payload_layout(
 
 
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
-    """Read the header of one payload ([nbytes] uint8). Copies 64 bytes to the host: it synchronises.
+    """Read the header of one payload, uint8 [nbytes]. Copies 64 bytes to the host: a sync.
 
     Raises:
         ValueError, TypeError: not a payload; the text says what is wrong.

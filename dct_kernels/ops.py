@@ -7,7 +7,7 @@ Common to all of them
 - No host synchronisation, no data-dependent shape, current stream: safe in CUDA graphs and in
   torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
   synchronise.
-- numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf have the meaning given.
+- numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
 - `segments` is int64[S + 1], ascending from 0 to numel: one segment per parameter of a flat buffer.
   Its contents are checked on the CPU; on CUDA any content is memory-safe.
 - `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
@@ -76,8 +76,8 @@ def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: 
 
     Source: our reconstruction; the paper keeps the threshold fixed between samples.
 
-    >>> tau = torch.tensor([1.0])
-    >>> track_threshold(tau, torch.tensor([30], dtype=torch.int32), torch.tensor([10.0]), tau.clone())
+    >>> tau, seen = torch.tensor([1.0]), torch.tensor([30], dtype=torch.int32)
+    >>> track_threshold(tau, seen, target=torch.tensor([10.0]), reference=torch.tensor([1.0]))
     >>> tau
     tensor([1.1000])
     """
@@ -103,8 +103,8 @@ def mask_pack(
     (|acc| < threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The
     first `capacity` entries that pass go into the payload in ascending order; the residual becomes
     acc - value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every
-    finite acc: what does not fit is late, never lost. Where acc is not finite the residual keeps its
-    old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
+    finite acc: what does not fit is late, never lost. Where acc is not finite the residual keeps
+    its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
     packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
 
     Args:
@@ -112,13 +112,13 @@ def mask_pack(
         grad: float32, bfloat16 or float16 [numel], or None.
         segments: int64 [S + 1].
         threshold: float32 [S].
-        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. With R
-            rows the tensor is cut into R equal ranges of whole blocks, each with its own header,
+        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. With
+            R rows the tensor is cut into R equal ranges of whole blocks, each with its own header,
             count and room for `capacity` entries. Bytes past the entries stay as they were.
         seen: int32 [S], written: how many passed, packed or not.
         capacity: entries of room in each range, 1 to 2**32 - 1.
-        value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round to
-            infinity saturates).
+        value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
+            to infinity saturates).
         inv_scale: float32, one element, or None.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
@@ -159,9 +159,9 @@ def scatter_unpack(
     """Sum P ranks' payloads into a dense tensor, in rank order: every rank computes the same bits.
 
     out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
-    float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's dtype.
-    If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN, so that a
-    GradScaler skips the step on every rank. Mutates `out` (every element is written).
+    float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
+    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN,
+    so that a GradScaler skips the step on every rank. Mutates `out` (every element is written).
 
     Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
     adds nothing, and no content causes an access out of bounds.
@@ -199,8 +199,8 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
         value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
 
     Returns:
-        values [B, k], and positions uint8 [B, w]: the smallest of a bitmap (ceil(d / 8) bytes, least
-        significant bit first), uint8 columns (d <= 256) and little-endian uint16 columns
+        values [B, k], and positions uint8 [B, w]: the smallest of a bitmap (ceil(d / 8) bytes,
+        least significant bit first), uint8 columns (d <= 256) and little-endian uint16 columns
         (d <= 65,536), the first of these on a tie, by (d, k) alone.
 
     Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
@@ -216,8 +216,8 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     """The entries of x at the positions of an earlier `row_pack`. Differentiable in x.
 
     What the backward message carries: the gradient at the forward pass's mask, no positions.
-    Positions are not trusted: a column that is not above every column accepted before it in its row,
-    or is >= d, gathers 0; bits past the k-th are ignored.
+    Positions are not trusted: a column that is not above every column accepted before it in its
+    row, or is >= d, gathers 0; bits past the k-th are ignored.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].

@@ -1,5 +1,6 @@
 """Eager sample_threshold and track_threshold."""
 
+import itertools
 import math
 
 import torch
@@ -45,7 +46,7 @@ def stratified_picks(
 def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
     bounds = segments.tolist()
     threshold = torch.full((len(bounds) - 1,), math.inf, dtype=torch.float32, device=x.device)
-    for s, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for s, (low, high) in enumerate(itertools.pairwise(bounds)):
         if low == high:
             continue
         sampled = slice(low, high)
