@@ -45,7 +45,7 @@ def _load_extension() -> None:
     if REQUESTED not in (None, *_KEYS):
         reason = f"DCT_BACKEND={REQUESTED}"
     elif not files:
-        reason = "the compiled extension was not built"
+        reason = f"no compiled extension in {Path(__file__).parent}"
     else:
         try:
             torch.ops.load_library(files[0])
