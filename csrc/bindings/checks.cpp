@@ -1,0 +1,174 @@
+#include "checks.h"
+
+#include <torch/csrc/stable/device.h>
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+
+namespace dct {
+namespace {
+
+using torch::headeronly::DeviceType;
+
+// The names Python shows.
+std::string name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+std::string names(std::initializer_list<ScalarType> dtypes) {
+  std::string text;
+  for (const ScalarType& dtype : dtypes) {
+    if (!text.empty()) text += &dtype + 1 == dtypes.end() ? " or " : ", ";
+    text += name(dtype);
+  }
+  return text;
+}
+
+std::string name(torch::stable::Device device) {
+  switch (device.type()) {
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::CUDA:
+      return "cuda:" + std::to_string(device.index());
+    case DeviceType::Meta:
+      return "meta";
+    default:
+      return "device type " + std::to_string(static_cast<int>(device.type()));
+  }
+}
+
+std::string number(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+}
+
+DType to_dtype(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 ? DType::kBFloat16
+         : dtype == ScalarType::Half   ? DType::kFloat16
+                                       : DType::kFloat32;
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
+  const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());
+  const uint8_t* end_a = start_a + a.numel() * a.element_size();
+  const uint8_t* end_b = start_b + b.numel() * b.element_size();
+  return start_a != end_a && start_b != end_b && start_a < end_b && start_b < end_a;
+}
+
+}  // namespace
+
+void Checks::require_int(const char* arg, int64_t value, int64_t low, int64_t high) const {
+  if (value < low || value > high) {
+    fail(arg, "in [" + std::to_string(low) + ", " + std::to_string(high) + "]", value);
+  }
+}
+
+void Checks::require_density(double density) const {
+  if (!(density > 0 && density <= 1)) fail("density", "in (0, 1]", number(density));
+}
+
+DType Checks::require_dtype(const char* arg, ScalarType dtype,
+                            std::initializer_list<ScalarType> allowed) const {
+  if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
+    fail(arg, names(allowed), name(dtype));
+  }
+  return to_dtype(dtype);
+}
+
+DType Checks::require_tensor(const Arg& arg, std::initializer_list<ScalarType> dtypes,
+                             std::initializer_list<int64_t> dims, const Arg& like) const {
+  const Tensor& tensor = *arg.tensor;
+  const DType dtype = require_dtype(arg.name, tensor.scalar_type(), dtypes);
+  if (std::find(dims.begin(), dims.end(), tensor.dim()) == dims.end()) {
+    std::string rule;
+    for (int64_t dim : dims) rule += (rule.empty() ? "" : " or ") + std::to_string(dim) + "-D";
+    fail(arg.name, rule, std::to_string(tensor.dim()) + "-D");
+  }
+  if (tensor.device() != like.tensor->device()) {
+    fail(arg.name, "on " + name(like.tensor->device()) + " like " + like.name,
+         name(tensor.device()));
+  }
+  if (!tensor.is_contiguous()) {
+    std::string strides;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      strides += (dim > 0 ? ", " : "") + std::to_string(tensor.stride(dim));
+    }
+    fail(arg.name, "contiguous", "strides (" + strides + (tensor.dim() == 1 ? ",)" : ")"));
+  }
+  return dtype;
+}
+
+void Checks::require_numel(const Arg& arg, int64_t numel, const char* like) const {
+  if (arg.tensor->numel() != numel) {
+    fail(arg.name, "of " + std::to_string(numel) + " elements like " + like, arg.tensor->numel());
+  }
+}
+
+const float* Checks::require_scale(const Arg& arg, const Arg& like) const {
+  if (arg.tensor == nullptr) return nullptr;
+  require_tensor(arg, {ScalarType::Float}, {0, 1}, like);
+  if (arg.tensor->numel() != 1) fail(arg.name, "one element", arg.tensor->numel());
+  return arg.tensor->const_data_ptr<float>();
+}
+
+void Checks::require_segments(const Tensor& segments, const Arg& like) const {
+  require_tensor({"segments", segments}, {ScalarType::Long}, {1}, like);
+  if (segments.numel() < 1) fail("segments", "of at least 1 element", 0);
+}
+
+void Checks::require_aligned(const Arg& arg) const {
+  const auto rest = reinterpret_cast<uintptr_t>(arg.tensor->const_data_ptr()) % 16;
+  if (rest != 0) fail(arg.name, "16-byte aligned", "address % 16 = " + std::to_string(rest));
+}
+
+void Checks::require_apart(std::initializer_list<Arg> written,
+                           std::initializer_list<Arg> read) const {
+  for (const Arg& arg : written) {
+    auto check = [&](const Arg& other) {
+      if (other.tensor != nullptr && overlap(*arg.tensor, *other.tensor)) {
+        fail(other.name, std::string("apart from ") + arg.name + " in memory", "an overlap");
+      }
+    };
+    std::for_each(&arg + 1, written.end(), check);
+    std::for_each(read.begin(), read.end(), check);
+  }
+}
+
+void Checks::require_ascending(const Tensor& segments, int64_t numel) const {
+  const int64_t* bounds = segments.const_data_ptr<int64_t>();
+  const int64_t size = segments.numel();
+  if (bounds[0] == 0 && bounds[size - 1] == numel && std::is_sorted(bounds, bounds + size)) return;
+  std::string text;
+  for (int64_t i = 0; i < std::min<int64_t>(size, 8); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(bounds[i]);
+  }
+  fail("segments", "ascending from 0 to " + std::to_string(numel),
+       "[" + text + (size > 8 ? ", ...]" : "]"));
+}
+
+}  // namespace dct

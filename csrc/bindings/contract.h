@@ -1,0 +1,43 @@
+#pragma once
+
+// What each op demands of its arguments, and those arguments as kernels take them: one function per
+// op, for every dispatch key. The demands and their order are those of dct_kernels/_contract.py.
+// What is left to the caller: the results an op allocates, and on the CPU the contents of segments.
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "../common/ops.h"
+#include "checks.h"
+
+namespace dct {
+
+using OptionalTensor = std::optional<Tensor>;
+
+SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor& residual,
+                                          const Tensor& segments, double density,
+                                          int64_t max_samples, int64_t seed,
+                                          const OptionalTensor& inv_scale);
+
+TrackThresholdArgs track_threshold_args(const Tensor& threshold, const Tensor& seen,
+                                        const Tensor& target, const Tensor& reference);
+
+MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
+                            const Tensor& segments, const Tensor& threshold, const Tensor& payload,
+                            const Tensor& seen, int64_t capacity, ScalarType value_dtype,
+                            const OptionalTensor& inv_scale);
+
+ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
+                                      ScalarType value_dtype, double scale, bool accumulate,
+                                      const OptionalTensor& out_scale);
+
+RowPackArgs row_pack_args(const Tensor& x, int64_t k, ScalarType value_dtype);
+
+RowGatherArgs row_gather_args(const Tensor& x, const Tensor& positions, int64_t k,
+                              ScalarType value_dtype);
+
+RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int64_t width,
+                              ScalarType dtype);
+
+}  // namespace dct

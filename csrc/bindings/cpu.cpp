@@ -1,0 +1,110 @@
+// The ops for CPU tensors: check, allocate what the op returns, call the kernel on torch's threads.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../common/rows.h"
+#include "../cpu/mask_pack.h"
+#include "../cpu/row_gather.h"
+#include "../cpu/row_pack.h"
+#include "../cpu/row_unpack.h"
+#include "../cpu/sample_threshold.h"
+#include "../cpu/scatter_unpack.h"
+#include "../cpu/track_threshold.h"
+#include "contract.h"
+
+namespace dct {
+namespace {
+
+using cpu::FunctionRef;
+using cpu::Parallel;
+using torch::stable::new_empty;
+
+// torch's thread pool, and as many tasks as torch.set_num_threads allows.
+Parallel torch_parallel() {
+  static constexpr auto run = [](int64_t tasks, FunctionRef<void(int64_t)> body) {
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) body(task);
+    });
+  };
+  return {torch::stable::get_num_threads(), run};
+}
+
+Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const Tensor& segments,
+                        double density, int64_t max_samples, int64_t seed,
+                        const OptionalTensor& inv_scale) {
+  SampleThresholdArgs args =
+      sample_threshold_args(x, residual, segments, density, max_samples, seed, inv_scale);
+  Checks("sample_threshold").require_ascending(segments, x.numel());
+  Tensor threshold = new_empty(x, {args.num_segments}, ScalarType::Float);
+  args.threshold = threshold.mutable_data_ptr<float>();
+  cpu::sample_threshold(args, torch_parallel());
+  return threshold;
+}
+
+void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& target,
+                     const Tensor& reference) {
+  cpu::track_threshold(track_threshold_args(threshold, seen, target, reference), torch_parallel());
+}
+
+void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
+               const Tensor& threshold, const Tensor& payload, const Tensor& seen,
+               int64_t capacity, ScalarType value_dtype, const OptionalTensor& inv_scale) {
+  const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
+                                           capacity, value_dtype, inv_scale);
+  Checks("mask_pack").require_ascending(segments, args.numel);
+  cpu::mask_pack(args, torch_parallel());
+}
+
+Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
+                      ScalarType value_dtype, double scale, bool accumulate,
+                      const OptionalTensor& out_scale) {
+  ScatterUnpackArgs args = scatter_unpack_args(payloads, out, capacity, value_dtype, scale,
+                                               accumulate, out_scale);
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  cpu::scatter_unpack(args, torch_parallel());
+  return status;
+}
+
+std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
+  RowPackArgs args = row_pack_args(x, k, value_dtype);
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  Tensor positions =
+      new_empty(x, {args.rows, position_bytes(args.width, k)}, ScalarType::Byte);
+  args.values = values.mutable_data_ptr();
+  args.positions = positions.mutable_data_ptr<uint8_t>();
+  cpu::row_pack(args, torch_parallel());
+  return {values, positions};
+}
+
+Tensor row_gather(const Tensor& x, const Tensor& positions, int64_t k, ScalarType value_dtype) {
+  RowGatherArgs args = row_gather_args(x, positions, k, value_dtype);
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  args.values = values.mutable_data_ptr();
+  cpu::row_gather(args, torch_parallel());
+  return values;
+}
+
+Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, ScalarType dtype) {
+  RowUnpackArgs args = row_unpack_args(values, positions, width, dtype);
+  Tensor out = new_empty(values, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  cpu::row_unpack(args, torch_parallel());
+  return out;
+}
+
+}  // namespace
+}  // namespace dct
+
+STABLE_TORCH_LIBRARY_IMPL(dct, CPU, m) {
+  m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
+  m.impl("track_threshold", TORCH_BOX(&dct::track_threshold));
+  m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
+  m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
+  m.impl("row_pack", TORCH_BOX(&dct::row_pack));
+  m.impl("row_gather", TORCH_BOX(&dct::row_gather));
+  m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
+}

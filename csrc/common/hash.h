@@ -1,0 +1,37 @@
+#pragma once
+
+// Where sample_threshold looks: one hashed pick in each of `picks` equal strata of a segment.
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace dct {
+
+DCT_HOST_DEVICE inline uint32_t hash32(uint32_t seed, uint32_t segment, uint32_t index) {
+  uint32_t x = (seed * 0x9E3779B1u) ^ (segment * 0x85EBCA77u) ^ (index * 0xC2B2AE3Du);
+  x ^= x >> 16;
+  x *= 0x7FEB352Du;
+  x ^= x >> 15;
+  x *= 0x846CA68Bu;
+  x ^= x >> 16;
+  return x;
+}
+
+// floor(index * numel / picks) for index <= picks < 2^31, without the product's overflow.
+DCT_HOST_DEVICE inline int64_t stratum_start(int64_t index, int64_t numel, int64_t picks) {
+  return index * (numel / picks) + index * (numel % picks) / picks;
+}
+
+// The element that stratum `index` of a segment of `numel` elements contributes.
+DCT_HOST_DEVICE inline int64_t stratified_pick(int64_t index, int64_t numel, int64_t picks,
+                                               uint32_t seed, uint32_t segment) {
+  const int64_t start = stratum_start(index, numel, picks);
+  const uint64_t length = stratum_start(index + 1, numel, picks) - start;
+  const uint64_t hash = hash32(seed, segment, static_cast<uint32_t>(index));
+  // (hash * length) >> 32; the halves of hash apart keep both products within 64 bits.
+  const uint64_t offset = ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
+  return start + static_cast<int64_t>(offset);
+}
+
+}  // namespace dct

@@ -1,0 +1,97 @@
+#pragma once
+
+// The arguments of the ops as kernels see them: raw pointers and sizes, already checked. Shared by
+// the CPU and the CUDA functions of the same names; pointers are to the memory of that device.
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace dct {
+
+struct SampleThresholdArgs {
+  const void* x;  // [segments[num_segments]] of x_dtype
+  DType x_dtype;
+  const float* residual;    // like x, or null
+  const int64_t* segments;  // [num_segments + 1], ascending from 0
+  int64_t num_segments;
+  double density;  // in (0, 1]
+  int64_t max_samples;
+  uint32_t seed;
+  const float* inv_scale;  // one element, or null for 1
+  float* threshold;        // out: [num_segments]
+};
+
+struct TrackThresholdArgs {
+  float* threshold;        // in and out: [num_segments]
+  const int32_t* seen;     // [num_segments]
+  const float* target;     // [num_segments]
+  const float* reference;  // [num_segments]
+  int64_t num_segments;
+};
+
+struct MaskPackArgs {
+  float* residual;   // in and out: [numel]
+  const void* grad;  // [numel] of grad_dtype, or null
+  DType grad_dtype;
+  int64_t numel;
+  const int64_t* segments;  // [num_segments + 1], ascending from 0 to numel
+  const float* threshold;   // [num_segments]; negative: the segment is skipped
+  int32_t* seen;            // out: [num_segments]
+  int64_t num_segments;
+  uint8_t* payload;  // out: [ranges, payload_layout(...).nbytes], 16-byte aligned
+  int64_t ranges;
+  int64_t capacity;
+  DType value_dtype;
+  const float* inv_scale;  // one element, or null for 1
+};
+
+struct ScatterUnpackArgs {
+  const uint8_t* payloads;  // [ranks, ranges, payload_layout(...).nbytes], 16-byte aligned
+  int64_t ranks;
+  int64_t ranges;
+  int64_t capacity;
+  DType value_dtype;
+  void* out;  // out (in, too, with accumulate): [numel] of out_dtype
+  DType out_dtype;
+  int64_t numel;
+  float scale;
+  bool accumulate;
+  const float* out_scale;  // one element, or null for 1
+  int32_t* status;         // out: [ranks]
+};
+
+struct RowPackArgs {
+  const void* x;  // [rows, width] of x_dtype
+  DType x_dtype;
+  int64_t rows;
+  int64_t width;
+  int64_t k;
+  void* values;  // out: [rows, k] of value_dtype
+  DType value_dtype;
+  uint8_t* positions;  // out: [rows, position_bytes(width, k)]
+};
+
+struct RowGatherArgs {
+  const void* x;  // [rows, width] of x_dtype
+  DType x_dtype;
+  const uint8_t* positions;  // [rows, position_bytes(width, k)]
+  int64_t rows;
+  int64_t width;
+  int64_t k;
+  void* values;  // out: [rows, k] of value_dtype
+  DType value_dtype;
+};
+
+struct RowUnpackArgs {
+  const void* values;  // [rows, k] of value_dtype
+  DType value_dtype;
+  const uint8_t* positions;  // [rows, position_bytes(width, k)]
+  int64_t rows;
+  int64_t width;
+  int64_t k;
+  void* out;  // out: [rows, width] of out_dtype
+  DType out_dtype;
+};
+
+}  // namespace dct

@@ -1,0 +1,83 @@
+#pragma once
+
+// The payload: header | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]. One per
+// range; docs/payload.md describes it.
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "host_device.h"
+
+namespace dct {
+
+constexpr int64_t kBlock = 16384;  // elements; positions inside a block fit 16 bits
+
+constexpr uint32_t kPayloadMagic = 0x31544344;  // "DCT1"
+constexpr uint16_t kPayloadVersion = 1;
+constexpr uint8_t kFlagOverflow = 1;
+constexpr uint8_t kFlagNonFinite = 2;
+
+constexpr int32_t kStatusHeader = 1;
+constexpr int32_t kStatusStarts = 2;
+constexpr int32_t kStatusPositions = 4;
+
+struct PayloadHeader {
+  uint32_t magic;
+  uint16_t version;
+  uint8_t value_dtype;
+  uint8_t flags;
+  uint64_t numel;  // of the range
+  uint32_t capacity;
+  uint32_t count;  // entries packed
+  uint64_t reserved[5];
+};
+static_assert(sizeof(PayloadHeader) == 64, "the header is 64 bytes without padding");
+
+// Byte offsets of one range's sections, and its size.
+struct PayloadLayout {
+  int64_t starts, positions, values, nbytes;
+};
+
+// Elements [begin, end).
+struct Range {
+  int64_t begin, end;
+};
+
+DCT_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+DCT_HOST_DEVICE constexpr int64_t align16(int64_t offset) { return (offset + 15) / 16 * 16; }
+
+DCT_HOST_DEVICE constexpr int64_t num_blocks(int64_t numel) { return ceil_div(numel, kBlock); }
+
+// Blocks that one of `ranges` equal ranges owns; the last ranges may own fewer, or none.
+DCT_HOST_DEVICE constexpr int64_t range_blocks(int64_t numel, int64_t ranges) {
+  return ceil_div(num_blocks(numel), ranges);
+}
+
+DCT_HOST_DEVICE constexpr Range range_bounds(int64_t numel, int64_t ranges, int64_t index) {
+  const int64_t length = range_blocks(numel, ranges) * kBlock;
+  const int64_t begin = index * length, end = begin + length;
+  return {begin < numel ? begin : numel, end < numel ? end : numel};
+}
+
+DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t capacity,
+                                                       DType value_dtype, int64_t ranges) {
+  const int64_t starts = sizeof(PayloadHeader);
+  const int64_t positions = align16(starts + 4 * (range_blocks(numel, ranges) + 1));
+  const int64_t values = align16(positions + 2 * capacity);
+  return {starts, positions, values, align16(values + itemsize(value_dtype) * capacity)};
+}
+
+// Whether a payload that came from elsewhere is one for this range.
+DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel, int64_t capacity,
+                                      DType value_dtype) {
+  uint64_t reserved = 0;
+  for (uint64_t word : header.reserved) reserved |= word;
+  return header.magic == kPayloadMagic && header.version == kPayloadVersion &&
+         header.value_dtype == static_cast<uint8_t>(value_dtype) &&
+         (header.flags & ~(kFlagOverflow | kFlagNonFinite)) == 0 &&
+         header.numel == static_cast<uint64_t>(numel) && header.capacity == capacity &&
+         header.count <= header.capacity && header.count <= header.numel && reserved == 0;
+}
+
+}  // namespace dct

@@ -1,0 +1,101 @@
+#pragma once
+
+// Bit-exact conversions, by integer arithmetic: hardware casts differ in what they do to NaNs, and
+// between backends in what they do to subnormals. Free of branches, so that loops over them vectorise.
+
+#include <cstdint>
+#include <cstring>
+
+#include "dtype.h"
+#include "host_device.h"
+
+namespace dct {
+
+constexpr uint32_t kFloat32Nan = 0x7fc00000;  // the one NaN that leaves a kernel
+constexpr uint32_t kFloat32Infinity = 0x7f800000;
+
+DCT_HOST_DEVICE inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+DCT_HOST_DEVICE inline float bits_to_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+DCT_HOST_DEVICE inline bool is_finite(float x) {
+  return (float_to_bits(x) & kFloat32Infinity) != kFloat32Infinity;
+}
+
+// Orders float32 by magnitude; NaN ranks as infinity.
+DCT_HOST_DEVICE inline int32_t magnitude_key(float x) {
+  const int32_t magnitude = float_to_bits(x) & 0x7fffffff;
+  constexpr int32_t infinity = kFloat32Infinity;
+  return magnitude < infinity ? magnitude : infinity;
+}
+
+DCT_HOST_DEVICE inline float to_float(float x) { return x; }
+
+DCT_HOST_DEVICE inline float to_float(BFloat16 x) { return bits_to_float(uint32_t{x.bits} << 16); }
+
+DCT_HOST_DEVICE inline float to_float(Float16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16;
+  const uint32_t shifted = (x.bits & 0x7fffu) << 13;  // exponent and mantissa, in float32's places
+  const uint32_t exponent = shifted & 0x0f800000u;
+  const uint32_t normal = shifted + (112u << 23);  // 112 = 127 - 15, the difference of the biases
+  const uint32_t special = shifted + (224u << 23);
+  // A subnormal is mantissa * 2^-24: made the low bits of a float in [2^-14, 2^-13), less 2^-14.
+  const float subnormal = bits_to_float(shifted + (113u << 23)) - bits_to_float(113u << 23);
+  const uint32_t finite = exponent == 0 ? float_to_bits(subnormal) : normal;
+  return bits_to_float(sign | (exponent == 0x0f800000u ? special : finite));
+}
+
+// Rounds to nearest even; what is too large becomes infinity, every NaN the positive quiet NaN.
+template <typename T>
+DCT_HOST_DEVICE T round_to(float x);
+
+template <>
+DCT_HOST_DEVICE inline float round_to<float>(float x) {
+  return bits_to_float(x != x ? kFloat32Nan : float_to_bits(x));
+}
+
+template <>
+DCT_HOST_DEVICE inline BFloat16 round_to<BFloat16>(float x) {
+  const uint32_t bits = float_to_bits(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(x != x ? kFloat32Nan >> 16 : rounded)};
+}
+
+template <>
+DCT_HOST_DEVICE inline Float16 round_to<Float16>(float x) {
+  const uint32_t bits = float_to_bits(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Below 2^-14 the unit is 2^-24, the last place of 0.5: adding 0.5 rounds to it.
+  const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
+  rounded = magnitude >= 0x477ff000u ? 0x7c00u : rounded;  // 65520 and above: infinity
+  return {static_cast<uint16_t>(x != x ? 0x7e00u : sign | rounded)};
+}
+
+// As round_to, but a finite x stays finite: it saturates at the largest finite value.
+template <typename T>
+DCT_HOST_DEVICE T round_saturating(float x);
+
+template <>
+DCT_HOST_DEVICE inline float round_saturating<float>(float x) {
+  return round_to<float>(x);
+}
+
+template <>
+DCT_HOST_DEVICE inline BFloat16 round_saturating<BFloat16>(float x) {
+  const uint16_t rounded = round_to<BFloat16>(x).bits;
+  const bool overflowed = (rounded & 0x7fff) == 0x7f80 && is_finite(x);
+  return {static_cast<uint16_t>(rounded - overflowed)};
+}
+
+}  // namespace dct

@@ -1,0 +1,68 @@
+#pragma once
+
+// One loop in plain C++, compiled for several instruction sets, the best chosen at run time.
+//
+// vectorise([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into three
+// functions that differ in their target attribute, and the compiler vectorises each; elsewhere it
+// is called as it is. No intrinsics, no flags per file, and only this file knows instruction sets.
+// Loops get vector code if every iteration does the same work on arrays: no early exit, no calls
+// that cannot be inlined, selects rather than branches.
+
+#include <cstdlib>
+#include <cstring>
+
+namespace dct::cpu {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// The processor's best, unless torch's own switch ATEN_CPU_CAPABILITY asks for less.
+inline Isa isa() {
+  static const Isa best = [] {
+    const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
+    const bool avx512 = wanted == nullptr || std::strcmp(wanted, "avx512") == 0;
+    const bool avx2 = avx512 || std::strcmp(wanted, "avx2") == 0;
+    if (avx512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return Isa::kAvx512;
+    }
+    return avx2 && __builtin_cpu_supports("avx2") ? Isa::kAvx2 : Isa::kBaseline;
+  }();
+  return best;
+}
+
+// flatten inlines the loop, and all it calls, into a function of the wanted target.
+template <typename Loop>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), flatten, noinline)) void run_avx512(
+    const Loop& loop) {
+  loop();
+}
+
+template <typename Loop>
+__attribute__((target("avx2"), flatten, noinline)) void run_avx2(const Loop& loop) {
+  loop();
+}
+
+template <typename Loop>
+void vectorise(const Loop& loop) {
+  switch (isa()) {
+    case Isa::kAvx512:
+      return run_avx512(loop);
+    case Isa::kAvx2:
+      return run_avx2(loop);
+    default:
+      return loop();
+  }
+}
+
+#else
+
+template <typename Loop>
+void vectorise(const Loop& loop) {
+  loop();
+}
+
+#endif
+
+}  // namespace dct::cpu
