@@ -1,0 +1,143 @@
+"""mask_pack: capacity, and payloads of several ranges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conformance import bits, calls, samples
+from oracle import payload
+
+value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=bits.name)
+
+
+def spread(numel, count, seed=0):
+    """[numel] of small values with `count` ones among them, and where they are."""
+    where = np.sort(np.random.default_rng(seed).choice(numel, count, replace=False))
+    residual = torch.full((numel,), 0.25)
+    residual[torch.from_numpy(where)] = 1.0
+    return residual, where
+
+
+@value_dtypes
+@pytest.mark.parametrize("capacity", [1, 36, 37, 38, 1000])
+def test_capacity_around_the_count(backend, capacity, value_dtype):
+    residual, where = spread(40000, 37)
+    packed = calls.mask_pack(
+        backend, residual, None, [1.0], capacity=capacity, value_dtype=value_dtype
+    )
+    content = packed.contents[0]
+    assert content.flags == (payload.OVERFLOW if capacity < 37 else 0)
+    assert content.count == min(capacity, 37)
+    assert packed.seen.tolist() == [37]
+    assert payload.indices(content) == where[:capacity].tolist()
+    # What did not fit is late, not lost.
+    late = where[capacity:]
+    assert packed.residual[torch.from_numpy(late)].tolist() == [1.0] * len(late)
+
+
+@value_dtypes
+@pytest.mark.parametrize("short_of", [1, 50, 51, 16384])
+def test_everything_passes_and_overflows(backend, short_of, value_dtype):
+    numel = 2 * 16384 + 50
+    residual = samples.patterns(numel)
+    residual[residual == 0] = 1.0
+    capacity = numel - short_of
+    packed = calls.mask_pack(
+        backend, residual, None, [0.0], capacity=capacity, value_dtype=value_dtype
+    )
+    assert packed.contents[0].starts == [0, 16384, min(32768, capacity), capacity]
+    assert packed.seen.tolist() == [numel]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.5])
+def test_nothing_passes(backend, value):
+    residual = torch.full((20000,), value)
+    packed = calls.mask_pack(backend, residual, None, [1.0], capacity=10)
+    content = packed.contents[0]
+    assert (content.count, content.flags, content.starts) == (0, 0, [0, 0, 0])
+    assert bits.raw(packed.residual).tolist() == bits.raw(residual).tolist()
+
+
+def test_seen_counts_what_overflowed_per_segment(backend):
+    residual = torch.ones(30000)
+    packed = calls.mask_pack(backend, residual, None, [0.5, 2.0, 1.0], [0, 100, 200, 30000], 50)
+    assert packed.seen.tolist() == [100, 0, 29800]
+    assert packed.contents[0].positions == list(range(50))
+
+
+def test_the_non_finite_flag_covers_what_did_not_fit(backend):
+    residual = torch.ones(100)
+    residual[99] = math.inf
+    packed = calls.mask_pack(backend, residual, None, [0.5], capacity=5)
+    assert packed.contents[0].flags == payload.OVERFLOW | payload.NON_FINITE
+    assert packed.residual[99] == 0
+
+
+@value_dtypes
+@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 5, 16384, 16385, 3 * 16384, 3 * 16384 + 7, 5 * 16384 + 1])
+def test_ranges(backend, numel, ranges, value_dtype):
+    residual, grad = samples.hard(numel), samples.hard(numel, torch.bfloat16, seed=1)
+    packed = calls.mask_pack(
+        backend, residual, grad, [0.75], capacity=3000, value_dtype=value_dtype, ranges=ranges
+    )
+    assert sum(content.numel for content in packed.contents) == numel
+
+
+def test_five_ranges_of_two_blocks_three_of_them_empty(backend):
+    packed = calls.mask_pack(backend, torch.ones(16385), None, [1.0], ranges=5)
+    assert [content.numel for content in packed.contents] == [16384, 1, 0, 0, 0]
+    assert [content.starts for content in packed.contents] == [[0, 16384], [0, 1], [0], [0], [0]]
+
+
+def test_ranges_overflow_one_by_one(backend):
+    """Flags and capacity are a range's own; segments run across ranges and seen counts them all."""
+    numel = 4 * 16384 + 100
+    residual = torch.zeros(numel)
+    residual[10:15] = 1.0
+    residual[40000:40006] = 1.0
+    residual[numel - 1] = math.nan
+    segments = [0, 12, 40003, numel]
+    packed = calls.mask_pack(
+        backend, residual, None, [0.5, 0.5, 0.5], segments, capacity=5, ranges=3
+    )
+    assert [content.flags for content in packed.contents] == [0, 1, 2]
+    assert [content.count for content in packed.contents] == [5, 5, 1]
+    assert [content.numel for content in packed.contents] == [32768, 32768, 100]
+    assert packed.seen.tolist() == [2, 6, 4]
+
+
+@pytest.mark.parametrize("ranges", [None, 2, 7])
+def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
+    numel = 40 * 16384 + 123
+    residual, grad = samples.normal(numel), samples.normal(numel, torch.float16, seed=1)
+    segments = samples.segments(numel, 30)
+    thresholds = np.random.default_rng(0).choice([0.5, 2.0, 3.0, -1.0], 30)
+    calls.mask_pack(
+        backend,
+        residual,
+        grad,
+        thresholds,
+        segments,
+        capacity=20011,
+        value_dtype=torch.bfloat16,
+        ranges=ranges,
+        inv_scale=torch.tensor(0.125),
+    )
+
+
+def test_a_row_of_one_range_is_the_flat_payload(backend):
+    residual, grad = samples.hard(20000), samples.hard(20000, seed=1)
+    flat = calls.mask_pack(backend, residual, grad, [1.0], capacity=300)
+    row = calls.mask_pack(backend, residual, grad, [1.0], capacity=300, ranges=1)
+    assert flat.rows == row.rows
+
+
+def test_the_second_call_sends_what_the_first_could_not(backend):
+    residual, where = spread(50000, 30)
+    first = calls.mask_pack(backend, residual, None, [1.0], capacity=20)
+    second = calls.mask_pack(backend, first.residual, None, [1.0], capacity=20)
+    sent = payload.indices(first.contents[0]) + payload.indices(second.contents[0])
+    assert sent == where.tolist()
+    assert torch.equal(second.residual, torch.where(residual == 1.0, 0.0, residual))

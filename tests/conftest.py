@@ -1,0 +1,24 @@
+"""Shared by every test: seeds, hypothesis settings, and the backends under test."""
+
+import hypothesis
+import pytest
+import torch
+
+from dct_kernels import testing
+
+BACKENDS = testing.backends()
+
+# Derandomised: a run means the same on every machine. Timing is never asserted.
+hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("dct")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request):
+    """The seven callables of one backend, and `.device`, where its tensors live."""
+    return BACKENDS[request.param]

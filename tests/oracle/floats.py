@@ -1,0 +1,61 @@
+"""Float formats: rounding float32 to 16 bits, and the one NaN that goes on the wire."""
+
+import numpy as np
+
+BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+NAN = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}
+
+
+def widen(bits, dtype):
+    """Raw bits -> the float32 numbers they mean."""
+    bits = np.ascontiguousarray(bits, BITS[dtype])
+    if dtype == "float32":
+        return bits.view(np.float32)
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
+
+
+def narrow(x, dtype, saturate=False):
+    """float32 numbers -> raw bits, rounded to nearest even; every NaN becomes `NAN[dtype]`."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype == "float32":
+        bits = x.view(np.uint32).copy()
+    elif dtype == "bfloat16":
+        bits = _nearest_bfloat16(x, saturate)
+    else:
+        with np.errstate(over="ignore"):
+            bits = x.astype(np.float16).view(np.uint16)
+    bits[np.isnan(x)] = NAN[dtype]
+    return bits
+
+
+def _nearest_bfloat16(x, saturate):
+    """By the float64 distance to the two neighbours; the one past the last is 2**128, or inf."""
+    bits = x.view(np.uint32)
+    magnitude = np.where(np.isfinite(x), bits & 0x7FFFFFFF, 0)
+    below = (magnitude >> 16).astype(np.uint16)
+    exact = magnitude.astype(np.uint32).view(np.float32).astype(np.float64)
+    to_below, to_above = exact - _number(below), _number(below + np.uint16(1)) - exact
+    up = (to_above < to_below) | ((to_above == to_below) & (below % 2 == 1))
+    code = below + up.astype(np.uint16)
+    if saturate:
+        code[code == 0x7F80] = 0x7F7F
+    code[np.isinf(x)] = 0x7F80
+    return code | ((bits >> 16) & 0x8000).astype(np.uint16)
+
+
+def _number(code):
+    return np.where(code == 0x7F80, 2.0**128, widen(code, "bfloat16").astype(np.float64))
+
+
+def accumulate(residual, grad, inv_scale):
+    """residual + grad * inv_scale in float32, product and sum rounded on their own.
+
+    `grad` and `inv_scale` may be None (no gradient, no scale), and so may `residual`.
+    """
+    if grad is None:
+        return residual
+    with np.errstate(all="ignore"):
+        scaled = grad if inv_scale is None else grad * np.float32(inv_scale)
+        return scaled if residual is None else residual + scaled

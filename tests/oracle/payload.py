@@ -1,0 +1,157 @@
+"""The payload's bytes, by the published offsets: header | starts | positions | values."""
+
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import floats
+
+BLOCK = 16384
+HEADER = struct.Struct("<4sHBBQII40s")
+MAGIC = b"DCT1"
+CODES = {"float32": 0, "bfloat16": 1}
+OVERFLOW, NON_FINITE = 1, 2
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What sender and receiver agree on: enough to find every byte."""
+
+    numel: int
+    capacity: int
+    dtype: str
+    ranges: int = 1
+
+    @property
+    def range_blocks(self):
+        return _ceil_div(_ceil_div(self.numel, BLOCK), self.ranges)
+
+    def bounds(self, r):
+        length = self.range_blocks * BLOCK
+        return min(r * length, self.numel), min((r + 1) * length, self.numel)
+
+    def blocks(self, r):
+        low, high = self.bounds(r)
+        return _ceil_div(high - low, BLOCK)
+
+    @property
+    def itemsize(self):
+        return np.dtype(floats.BITS[self.dtype]).itemsize
+
+    @property
+    def starts(self):
+        return 64
+
+    @property
+    def positions(self):
+        return _align16(self.starts + 4 * (self.range_blocks + 1))
+
+    @property
+    def values(self):
+        return _align16(self.positions + 2 * self.capacity)
+
+    @property
+    def nbytes(self):
+        return _align16(self.values + self.itemsize * self.capacity)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one range's payload says; `starts`, `positions`, `values` (raw bits) are lists."""
+
+    numel: int
+    capacity: int
+    count: int
+    starts: list
+    positions: list
+    values: list
+    flags: int = 0
+    dtype_code: int = 0
+    magic: bytes = MAGIC
+    version: int = 1
+    reserved: bytes = bytes(40)
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+
+def read(row, geometry, r):
+    """The content of range r's bytes; no more entries than there is room for."""
+    magic, version, code, flags, numel, capacity, count, reserved = HEADER.unpack_from(row)
+    entries = min(count, geometry.capacity)
+    value_format = "I" if geometry.itemsize == 4 else "H"
+    return Content(
+        numel=numel,
+        capacity=capacity,
+        count=count,
+        starts=_list(row, geometry.starts, geometry.blocks(r) + 1, "I"),
+        positions=_list(row, geometry.positions, entries, "H"),
+        values=_list(row, geometry.values, entries, value_format),
+        flags=flags,
+        dtype_code=code,
+        magic=magic,
+        version=version,
+        reserved=reserved,
+    )
+
+
+def write(row, geometry, content):
+    """Put `content` into the bytearray `row`, and leave its other bytes as they are."""
+    HEADER.pack_into(
+        row,
+        0,
+        content.magic,
+        content.version,
+        content.dtype_code,
+        content.flags,
+        content.numel,
+        content.capacity,
+        content.count,
+        content.reserved,
+    )
+    _put(row, geometry.starts, content.starts, "I")
+    _put(row, geometry.positions, content.positions, "H")
+    _put(row, geometry.values, content.values, "I" if geometry.itemsize == 4 else "H")
+
+
+def content(geometry, r, indices, values, flags=0):
+    """The content that says: these ascending indices into range r hold these raw values."""
+    low, high = geometry.bounds(r)
+    edges = [b * BLOCK for b in range(geometry.blocks(r))]
+    starts = [int(np.searchsorted(indices, edge)) for edge in edges] + [len(indices)]
+    return Content(
+        numel=high - low,
+        capacity=geometry.capacity,
+        count=len(indices),
+        starts=starts,
+        positions=[int(i) % BLOCK for i in indices],
+        values=[int(v) for v in values],
+        flags=flags,
+        dtype_code=CODES[geometry.dtype],
+    )
+
+
+def indices(content):
+    """Index into the range of every entry of a sound payload."""
+    found = []
+    for b in range(len(content.starts) - 1):
+        for entry in range(content.starts[b], content.starts[b + 1]):
+            found.append(b * BLOCK + content.positions[entry])
+    return found
+
+
+def _list(row, offset, count, code):
+    return list(struct.unpack_from(f"<{count}{code}", row, offset))
+
+
+def _put(row, offset, numbers, code):
+    struct.pack_into(f"<{len(numbers)}{code}", row, offset, *numbers)
+
+
+def _ceil_div(a, b):
+    return -(-a // b)
+
+
+def _align16(offset):
+    return _ceil_div(offset, 16) * 16

@@ -1,0 +1,65 @@
+"""scatter_unpack: validation of untrusted payloads, and the sum in rank order."""
+
+import numpy as np
+
+from . import floats, payload
+
+
+def scatter_unpack(
+    payloads, out, geometry, out_dtype, scale=1.0, accumulate=False, out_scale=None
+):
+    """Raw bits of the new `out` and the status of every rank.
+
+    `payloads[p][r]` are bytes, `out` the old content as float32 numbers.
+    """
+    total = np.zeros(geometry.numel, np.float32)
+    status = np.zeros(len(payloads), np.int32)
+    with np.errstate(all="ignore"):
+        for p, rows in enumerate(payloads):
+            for r, row in enumerate(rows):
+                low, high = geometry.bounds(r)
+                status[p] |= _add(total[low:high], payload.read(row, geometry, r), geometry)
+        factor = np.float32(scale)
+        if out_scale is not None:
+            factor = factor * np.float32(out_scale)
+        base = out if accumulate else np.zeros_like(total)
+        return floats.narrow(base + factor * total, out_dtype), status
+
+
+def _add(total, content, geometry):
+    """Add the sound blocks of one rank's payload of one range to `total`; its status."""
+    numel, count = len(total), content.count
+    if (
+        content.magic != payload.MAGIC
+        or content.version != 1
+        or content.dtype_code != payload.CODES[geometry.dtype]
+        or content.flags not in (0, 1, 2, 3)
+        or content.numel != numel
+        or content.capacity != geometry.capacity
+        or count > min(content.capacity, numel)
+        or content.reserved != bytes(40)
+    ):
+        return 1
+    values = floats.widen(np.array(content.values), geometry.dtype)
+    status, blocks = 0, len(content.starts) - 1
+    for b in range(blocks):
+        first, end = content.starts[b], content.starts[b + 1]
+        if (
+            first > end
+            or end > count
+            or (b == 0 and first != 0)
+            or (b == blocks - 1 and end != count)
+        ):
+            status |= 2
+            continue
+        positions = content.positions[first:end]
+        length = min(payload.BLOCK, numel - b * payload.BLOCK)
+        ascending = all(a < b for a, b in zip(positions, positions[1:], strict=False))
+        if not ascending or any(position >= length for position in positions):
+            status |= 4
+            continue
+        for position, value in zip(positions, values[first:end], strict=True):
+            total[b * payload.BLOCK + position] += value
+    if content.flags == payload.OVERFLOW | payload.NON_FINITE and numel > 0:
+        total[0] += np.float32(np.nan)
+    return status
