@@ -1,0 +1,149 @@
+"""One bucket of DDP's: its large parameters compressed, its small ones dense, in place."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER, HEADER_BYTES
+
+from .compressor import Compressor
+from .exchange import dense_mean
+from .plan import BucketPlan
+from .readback import Readback
+
+
+class Report(NamedTuple):
+    """What the host learns of a bucket one step later; undamaged, the same on every rank."""
+
+    damaged: dict[int, int]  # rank -> status of the payload that this rank received from it
+    non_finite: bool  # a NaN or Inf in any rank's gradient
+    payloads: int  # received, one from each rank
+    overflowed: int  # of them: too small for what passed
+    packed: int  # entries in them
+
+
+class Bucket:
+    """The compressor, the transport and the dense remainder of one bucket.
+
+    Args:
+        plan: names and sizes, in the bucket's order.
+        group: the ranks to average over.
+        device: of the gradients.
+        step: compressed steps taken so far, where the refresh schedule goes on.
+        states: {name: `Compressor.segment_state`} to start from; missing names start from zero.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        step: int,
+        states: dict[str, dict[str, Tensor]],
+    ) -> None:
+        self.plan = plan
+        self._group = group
+        self._fresh = False  # a `reduce` has not been reported yet
+        spans = [torch.arange(plan.bounds[i], plan.bounds[i + 1]) for i in sorted(plan.dense)]
+        self._dense_index = torch.cat(spans).to(device) if spans else None
+        self._mean = Readback()
+        self.compressor = None
+        if plan.compressed_numel:
+            self.compressor = _compressor(plan, device, step, states)
+            self._transport = plan.settings.transport(self.compressor, group)
+            self._received = Readback()
+
+    def reduce(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> Tensor | None:
+        """Replace this rank's gradients in `buffer` by their mean over the group.
+
+        Args:
+            buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
+            scale, inv_scale: a GradScaler's scale and its inverse, or None.
+
+        Returns:
+            status of the payloads received, int32 [P]; None if the whole bucket goes dense.
+        """
+        mean = status = None
+        if self._dense_index is not None:  # first, because unpacking overwrites the whole bucket
+            small = buffer.index_select(0, self._dense_index)
+            mean = dense_mean(small, self.plan.settings.value_dtype, self._group)
+        if self.compressor is not None:
+            payload = self.compressor.pack(buffer, inv_scale)
+            status = self._transport.reduce(payload, buffer, scale)
+            headers = self._transport.payloads[:, :HEADER_BYTES]
+            self._received.post(status, headers, self.compressor.seen, self.compressor.threshold)
+        if mean is not None:
+            buffer.index_copy_(0, self._dense_index, mean.to(buffer.dtype))
+            self._mean.post(mean)
+        self._fresh = True
+        return status
+
+    def take_report(self) -> Report | None:
+        """What the last `reduce` left to be known, once; None if there is nothing new.
+
+        To be called before the next `reduce`, which overwrites what is read here.
+        """
+        if not self._fresh:
+            return None
+        self._fresh = False
+        damaged: dict[int, int] = {}
+        payloads = flags = overflowed = packed = 0
+        if self.compressor is not None:
+            status, headers, seen, threshold = self._received.wait()
+            self.compressor.watch(seen, threshold)
+            damaged = {rank: code for rank, code in enumerate(status.tolist()) if code}
+            payloads = len(status)
+            for rank, header in enumerate(HEADER.iter_unpack(bytes(headers.flatten().tolist()))):
+                _, _, _, rank_flags, _, _, count, _ = header
+                if rank not in damaged:
+                    flags |= rank_flags
+                    overflowed += bool(rank_flags & FLAG_OVERFLOW)
+                    packed += count
+        finite = all(bool(mean.isfinite().all()) for mean in self._mean.wait())
+        return Report(
+            damaged=damaged,
+            non_finite=bool(flags & FLAG_NON_FINITE) or not finite,
+            payloads=payloads,
+            overflowed=overflowed,
+            packed=packed,
+        )
+
+    def take_back(self) -> None:
+        """Return what the last `reduce` sent to the residual, for a step that was not applied."""
+        if self.compressor is not None:
+            self.compressor.take_back()
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """{name: `Compressor.segment_state`} of the compressed parameters."""
+        if self.compressor is None:
+            return {}
+        return {
+            name: self.compressor.segment_state(index)
+            for index, name in enumerate(self.plan.names)
+            if index not in self.plan.dense
+        }
+
+
+def _compressor(
+    plan: BucketPlan, device: torch.device, step: int, states: dict[str, dict[str, Tensor]]
+) -> Compressor:
+    compressor = Compressor(
+        plan.bounds[-1],
+        plan.bounds,
+        plan.settings.density,
+        refresh_every=plan.settings.refresh_every,
+        policy=plan.settings.policy,
+        value_dtype=plan.settings.value_dtype,
+        skip=plan.dense,
+        capacity=plan.capacity,
+        device=device,
+    )
+    compressor.step = step
+    for index, name in enumerate(plan.names):
+        if name in states:
+            compressor.load_segment(index, states[name])
+    return compressor

@@ -1,0 +1,40 @@
+"""How the last steps went."""
+
+import warnings
+from collections import deque
+
+RECENT_STEPS = 100
+# Gradients of one batch are now larger, now smaller, so that with tracked thresholds and a quarter
+# of headroom some 10 to 30 % of payloads overflow, for a step or two. Beyond half it is the rule.
+OVERFLOW_WARNING = 0.5
+
+
+class History:
+    """Density and overflow of the last 100 steps; warns once if most payloads overflowed."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        self._warned = False
+
+    def add(self, density: float, overflow: float) -> None:
+        """Note a step: the fraction of entries sent, and of payloads too small for what passed."""
+        self._steps.append((density, overflow))
+        often = self.overflow > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS
+        if often and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"DCT: {self.overflow:.0%} of the payloads of the last {RECENT_STEPS} steps were "
+                "too small for what passed the thresholds. The rest is sent late, latest at a "
+                "bucket's end: use policy 'tracked', a smaller refresh_every or a higher density.",
+                stacklevel=2,
+            )
+
+    @property
+    def density(self) -> float | None:
+        """Mean fraction of entries sent; None before the first step."""
+        return sum(d for d, _ in self._steps) / len(self._steps) if self._steps else None
+
+    @property
+    def overflow(self) -> float:
+        """Fraction of payloads that were too small for what passed."""
+        return sum(o for _, o in self._steps) / max(len(self._steps), 1)

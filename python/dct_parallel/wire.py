@@ -1,0 +1,110 @@
+"""How many bytes this rank sends, counted where a collective is called."""
+
+import functools
+import inspect
+import threading
+from types import TracebackType
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a ring all-reduce of `nbytes`: reduce-scatter, then all-gather."""
+    return 2 * (world_size - 1) * nbytes // world_size
+
+
+def all_gather_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in an all-gather to which it contributes `nbytes`."""
+    return (world_size - 1) * nbytes
+
+
+def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a ring reduce-scatter of `nbytes`."""
+    return (world_size - 1) * nbytes // world_size
+
+
+def broadcast_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes a rank sends in a broadcast of `nbytes`, averaged over ranks: all but one receive."""
+    return (world_size - 1) * nbytes // world_size
+
+
+def _all_to_all_bytes(call: dict, world_size: int) -> int:
+    """What goes to other ranks: everything but the split that stays here."""
+    sent: Tensor = call["input"]
+    splits = call["input_split_sizes"]
+    if not splits:
+        return (world_size - 1) * sent.nbytes // world_size
+    own = splits[dist.get_rank(call["group"])]
+    return (sum(splits) - own) * (sent.nbytes // sent.shape[0] if sent.shape[0] else 0)
+
+
+# {function of torch.distributed: bytes of one call, from its arguments and the world size}. What a
+# torch version does not have is left out.
+_COUNTERS = {
+    "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
+    "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
+    "all_gather_into_tensor": lambda call, p: all_gather_bytes(call["input_tensor"].nbytes, p),
+    "all_gather_single": lambda call, p: all_gather_bytes(call["input_tensor"].nbytes, p),
+    "reduce_scatter_tensor": lambda call, p: reduce_scatter_bytes(call["input"].nbytes, p),
+    "reduce_scatter_single": lambda call, p: reduce_scatter_bytes(call["input"].nbytes, p),
+    "all_to_all_single": _all_to_all_bytes,
+    "broadcast": lambda call, p: broadcast_bytes(call["tensor"].nbytes, p),
+}
+
+
+class WireMeter:
+    """Counts the bytes that this rank sends through `torch.distributed`, whatever the method.
+
+    While active, the module's collectives are replaced by wrappers that count and call on. So it
+    sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
+    hooks of torch.distributed.algorithms.ddp_comm_hooks. It does not see DDP's built-in all-reduce,
+    which is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
+    assumed. Meters nest; leave them in reverse order.
+
+    >>> with WireMeter() as meter:
+    ...     step()
+    ...     bytes_of_first_step = meter.take()
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._originals: dict = {}
+
+    def take(self) -> int:
+        """Bytes sent since the meter started or was last taken."""
+        with self._lock:
+            taken, self._bytes = self._bytes, 0
+        return taken
+
+    def __enter__(self) -> "WireMeter":
+        for name, count in _COUNTERS.items():
+            if hasattr(dist, name):
+                self._originals[name] = getattr(dist, name)
+                setattr(dist, name, self._counting(self._originals[name], count))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals.clear()
+
+    def _counting(self, collective, count):
+        signature = inspect.signature(collective)
+
+        @functools.wraps(collective)
+        def counting(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            sent = count(bound.arguments, dist.get_world_size(bound.arguments["group"]))
+            with self._lock:
+                self._bytes += sent
+            return collective(*args, **kwargs)
+
+        return counting

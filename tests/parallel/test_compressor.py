@@ -1,0 +1,217 @@
+"""The compressor alone: no network, several payloads made in one process."""
+
+import math
+
+import pytest
+import torch
+from dct_parallel import Compressor
+
+from dct_kernels import payload_info
+
+
+def grads(numel, seed, scale=1.0):
+    return scale * torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def sent_by(compressor):
+    """What the last payload holds, dense."""
+    out = torch.empty(compressor.residual.numel())
+    assert compressor.unpack(compressor.payload.unsqueeze(0), out).tolist() == [0]
+    return out
+
+
+def test_thresholds_are_sampled_at_0_1_2_4_to_512_then_every_refresh_every():
+    c = Compressor(64, [0, 64], density=0.25, refresh_every=300)
+    sampled = []
+    for step in range(1000):
+        before = c.reference.clone()
+        c.pack(grads(64, step))
+        if not torch.equal(before, c.reference):
+            sampled.append(step)
+    assert sampled == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 512, 600, 900]
+
+
+def test_a_sample_is_the_magnitude_that_density_reaches_per_segment():
+    c = Compressor(3000, [0, 1000, 3000], density=0.01)
+    grad = torch.cat([grads(1000, 0), grads(2000, 1, scale=100.0)])
+    c.pack(grad)
+    expected = [grad[:1000].abs().sort().values[-10], grad[1000:].abs().sort().values[-20]]
+    assert c.threshold.tolist() == [t.item() for t in expected]
+    assert c.seen.tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capacity", [None, 7], ids=["default", "overflowing"])
+def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
+    c = Compressor(500, [0, 200, 500], density=0.1, value_dtype=value_dtype, capacity=capacity)
+    total, sent = torch.zeros(500), torch.zeros(500)
+    overflowed = False
+    for step in range(60):
+        grad = (64 * grads(500, step)).round()  # integers: every sum below is exact in float32
+        payload = c.pack(grad)
+        overflowed |= payload_info(payload).overflow
+        sent += sent_by(c)
+        total += grad
+        assert torch.equal(sent + c.residual, total)
+    assert sent.count_nonzero() > 100
+    assert overflowed or capacity is None
+
+
+def test_default_capacity_is_five_quarters_of_the_density_of_what_is_compressed():
+    assert Compressor(100_000, [0, 20_000, 100_000], density=0.01, skip=[0]).capacity == 1000
+    assert Compressor(1000, [0, 1000], density=0.0001).capacity == 1
+    assert Compressor(1000, [0, 1000], density=0.9).capacity == 1000
+
+
+def test_tracked_holds_the_density_when_gradients_shrink_and_fixed_starves():
+    passed = {}
+    for policy in ("tracked", "fixed"):
+        c = Compressor(20_000, [0, 20_000], density=0.01, refresh_every=10**6, policy=policy)
+        for step in range(900):
+            c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.4))
+            passed.setdefault(policy, []).append(int(c.seen) / 200)
+    late = {policy: sum(p[800:]) / 100 for policy, p in passed.items()}
+    before = {policy: sum(p[400:600]) / 200 for policy, p in passed.items()}
+    assert 0.95 < before["tracked"] < 1.05
+    assert before["fixed"] > 1.1
+    assert 0.8 < late["tracked"] < 1.2
+    assert late["fixed"] < 0.3
+
+
+def test_a_non_finite_sample_is_discarded():
+    c = Compressor(100, [0, 100], density=0.1)
+    c.pack(torch.full((100,), math.nan))
+    assert c.threshold.tolist() == [0.0]
+    assert c.residual.abs().max() == 0
+    c.pack(grads(100, 0))
+    tau = c.threshold.clone()
+    assert tau.item() == grads(100, 0).abs().sort().values[-10].item()
+    c.pack(torch.full((100,), math.inf))
+    assert torch.equal(c.threshold, tau)
+    assert torch.equal(c.reference, tau)
+
+
+def test_a_sample_of_zero_stays_until_more_than_its_share_passes():
+    c = Compressor(1000, [0, 1000], density=0.1, capacity=1000, value_dtype=torch.float32)
+    rare = torch.zeros(1000)
+    rare[:20] = 1.0
+    for _ in range(3):
+        c.pack(rare)
+        c.watch(c.seen, c.threshold)
+    assert c.threshold.tolist() == [0.0]
+    assert c.seen.tolist() == [20]  # fewer than 100: all of them
+    dense = grads(1000, 0)
+    c.pack(dense)  # step 3: no sample is due
+    assert c.threshold.tolist() == [0.0]
+    assert c.seen.tolist() == [1000]
+    c.watch(c.seen, c.threshold)
+    assert c.step == 4
+    c.step = 5  # no sample due here either
+    c.pack(dense)
+    assert c.threshold.item() == dense.abs().sort().values[-100].item()
+
+
+def test_skipped_segments_are_left_alone():
+    c = Compressor(300, [0, 100, 300], density=0.1, skip=[0])
+    c.residual[:100] = 7.0
+    for step in range(4):
+        c.pack(grads(300, step))
+    assert c.threshold[0] == -1
+    assert c.seen[0] == 0
+    assert torch.equal(c.residual[:100], torch.full((100,), 7.0))
+    assert sent_by(c)[:100].count_nonzero() == 0
+    assert sent_by(c)[100:].count_nonzero() > 0
+
+
+def test_density_one_sends_everything_and_never_samples():
+    c = Compressor(1000, [0, 400, 1000], density=1, value_dtype=torch.float32)
+    assert c.capacity == 1000
+    for step in range(5):
+        grad = grads(1000, step)
+        c.pack(grad)
+        assert torch.equal(sent_by(c), grad)
+        assert c.threshold.tolist() == c.reference.tolist() == [0.0, 0.0]
+        assert c.residual.count_nonzero() == 0
+
+
+def test_unpack_writes_the_mean_in_the_units_of_out_scale():
+    ranks = [Compressor(50, [0, 50], density=1, value_dtype=torch.float32) for _ in range(3)]
+    payloads = torch.stack([c.pack(grads(50, rank)) for rank, c in enumerate(ranks)])
+    total = torch.zeros(50)
+    for rank in range(3):
+        total = total + grads(50, rank)
+    factor = torch.tensor(1 / 3) * torch.tensor(1024.0)
+    out = torch.full((50,), math.nan)
+    status = ranks[0].unpack(payloads, out, torch.tensor(1024.0))
+    assert status.tolist() == [0, 0, 0]
+    assert torch.equal(out, total * factor)
+
+
+def test_scaled_gradients_pack_like_unscaled_ones():
+    plain, scaled = (Compressor(500, [0, 500], density=0.1) for _ in range(2))
+    for step in range(4):
+        a = plain.pack(grads(500, step)).clone()
+        b = scaled.pack(grads(500, step) * 4096, torch.tensor(1 / 4096))
+        assert torch.equal(a, b)
+        assert torch.equal(plain.residual, scaled.residual)
+        assert torch.equal(plain.threshold, scaled.threshold)
+
+
+def test_take_back_undoes_the_sending_exactly():
+    c = Compressor(200, [0, 200], density=0.1, capacity=20)
+    c.pack(grads(200, 0))
+    history = c.residual.clone()
+    grad = grads(200, 1, scale=10.0)
+    grad[3], grad[7] = math.inf, math.nan
+    c.threshold.zero_()
+    c.step = 3  # no sample: everything passes, which is more than there is room for
+    info = payload_info(c.pack(grad))
+    assert info.overflow and info.non_finite and info.count == 20
+    assert c.residual[0] != history[0] + grad[0]  # element 0 was sent
+    c.take_back()
+    expected = torch.where(grad.isfinite(), history + grad, history)
+    assert torch.equal(c.residual, expected)
+    c.take_back()
+    assert torch.equal(c.residual, expected)
+
+
+def test_segment_state_goes_on_in_another_layout():
+    a = Compressor(300, [0, 100, 300], density=0.1)
+    for step in range(4):
+        a.pack(grads(300, step))
+    b = Compressor(300, [0, 200, 300], density=0.1)
+    b.load_segment(0, a.segment_state(1))
+    b.load_segment(1, a.segment_state(0))
+    b.step = a.step
+    grad = grads(300, 9)
+    a.pack(grad)
+    b.pack(torch.cat([grad[100:], grad[:100]]))
+    assert torch.equal(a.residual, torch.cat([b.residual[200:], b.residual[:200]]))
+    assert torch.equal(a.threshold, b.threshold.flip(0))
+    assert torch.equal(a.seen, b.seen.flip(0))
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, text",
+    [
+        ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
+        ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
+        ({"density": "1"}, TypeError, "density must be a number, got str"),
+        ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
+        ({"policy": "fast"}, ValueError, "policy must be 'tracked' or 'fixed', got 'fast'"),
+        ({"value_dtype": torch.float16}, TypeError, "value_dtype must be float32 or bfloat16"),
+        (
+            {"segments": [0, 5]},
+            ValueError,
+            r"segments must be ascending from 0 to 10, got \[0, 5\]",
+        ),
+        ({"segments": [0, 7, 5, 10]}, ValueError, "segments must be ascending"),
+        ({"skip": [3]}, ValueError, r"skip must be in \[0, 0\], got 3"),
+        ({"capacity": 0}, ValueError, "capacity must be in"),
+        ({"max_samples": 0}, ValueError, "max_samples must be in"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_explained(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        Compressor(**{"numel": 10, "segments": [0, 10], **kwargs})

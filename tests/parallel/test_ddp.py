@@ -1,0 +1,254 @@
+"""What training with the hook computes: bit for bit, on 2 and 4 ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dct_parallel import DCTState, dct_hook, exchange
+from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _dense_in_rank_order(state, bucket):
+    """What density 1 must equal: bfloat16 for two steps, then a float32 sum in rank order / P."""
+    buffer, ranks = bucket.buffer(), dist.get_world_size()
+    if state["step"] < 2:
+        mean = buffer.to(torch.bfloat16).div_(ranks)
+        dist.all_reduce(mean)
+        buffer.copy_(mean)
+    else:
+        total = torch.zeros_like(buffer)
+        for part in gathered(buffer):
+            total = total + part
+        buffer.copy_(total * torch.tensor(1 / ranks, dtype=torch.float32))
+    state["step"] += bucket.is_last()
+    future = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _train(rank, make_state, hook, steps):
+    model = ddp(mlp())
+    model.register_comm_hook(make_state(model), hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        train_step(model, optimizer, *batch(step, rank))
+    return weights(model)
+
+
+def _density_one(rank):
+    def lossless(model):
+        return DCTState(model, density=1, value_dtype=torch.float32)
+
+    dct = _train(rank, lossless, dct_hook, 12)
+    dense = _train(rank, lambda model: {"step": 0}, _dense_in_rank_order, 12)
+    return torch.equal(dct, dense), torch.equal(dct, weights(mlp()))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_density_one_in_float32_trains_bit_equal_to_dense(world_size):
+    assert run_ranks(_density_one, world_size) == [(True, False)] * world_size
+
+
+def _sleepy(rank, steps):
+    """Every rank dawdles at other moments, on both sides of every collective."""
+    dice = random.Random(rank)
+    model = ddp(mlp(depth=6))
+    state = DCTState(model, density=0.1)
+    indices = []
+
+    def hook(state, bucket):
+        indices.append(bucket.index())
+        time.sleep(dice.random() * 0.004)
+        return dct_hook(state, bucket)
+
+    gather = exchange.all_gather
+
+    def slow_gather(*args):
+        time.sleep(dice.random() * 0.004)
+        gather(*args)
+
+    exchange.all_gather = slow_gather
+    model.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        train_step(model, optimizer, *batch(step, rank))
+        dist.all_reduce(torch.ones(1))  # on the default group, beside ours
+    assert max(indices) >= 2, "fewer than 3 buckets"
+    every = gathered(weights(model))
+    return all(torch.equal(w, every[0]) for w in every), weights(model).isfinite().all().item()
+
+
+@pytest.mark.parametrize("world_size, steps", [(2, 200), (4, 60)])
+def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps):
+    assert run_ranks(_sleepy, world_size, steps) == [(True, True)] * world_size
+
+
+SIZES = (2000, 30, 5000, 1023, 1024, 700)
+
+
+def _integers(step, rank, limit):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in SIZES]
+
+
+def _conservation(rank, start_step):
+    """All gradients are integers, so that every sum and mean below is exact."""
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05, start_step=start_step)
+    model.register_comm_hook(state, dct_hook)
+    applied = [torch.zeros(n) for n in SIZES]
+    total = [torch.zeros(n) for n in SIZES]
+    layouts = set()
+    for step in range(25):
+        model.zero_grad()
+        grads = _integers(step, rank, limit=60)
+        model(*grads).backward()
+        for index, parameter in enumerate(model.module.p):
+            applied[index] += parameter.grad
+            total[index] += grads[index]
+        layouts.add(tuple(bucket.plan.names for bucket in state._buckets.values()))
+    parameters = state.state_dict()["parameters"]
+    for index, name in enumerate(f"p.{i}" for i in range(len(SIZES))):
+        left = parameters[name]["residual"] if name in parameters else torch.zeros(SIZES[index])
+        dist.all_reduce(left)
+        dist.all_reduce(total[index])
+        assert torch.equal(applied[index] * dist.get_world_size() + left, total[index]), name
+        assert not torch.equal(applied[index], torch.zeros(SIZES[index])), name
+    return sorted(parameters), len(layouts)
+
+
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_what_was_applied_and_what_is_left_is_every_gradient(start_step):
+    # start_step 0 compresses before DDP has rebuilt its buckets: residuals move to the new layout.
+    compressed = ["p.0", "p.2", "p.4"]
+    layouts = {0: 2, 2: 2}[start_step]  # with 2: none yet, then the rebuilt one
+    assert run_ranks(_conservation, 2, start_step) == [(compressed, layouts)] * 2
+
+
+def _small(rank, value_dtype):
+    model = ddp(Dictated(SIZES))
+    model.register_comm_hook(DCTState(model, 0.05, value_dtype=value_dtype), dct_hook)
+    for step in range(4):
+        model.zero_grad()
+        every = [_integers(step, r, limit=60) for r in range(dist.get_world_size())]
+        model(*every[rank]).backward()
+        for index, parameter in enumerate(model.module.p):
+            mean = sum(grads[index] for grads in every) / dist.get_world_size()
+            dense = step < 2 or SIZES[index] < 1024
+            assert torch.equal(parameter.grad, mean) == dense, (step, index)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_below_1024_elements_get_the_exact_mean(world_size):
+    run_ranks(_small, world_size, torch.bfloat16)
+
+
+def _only_small(rank):
+    model = DistributedDataParallel(Dictated([10, 20]))
+    state = DCTState(model, 0.05)
+    model.register_comm_hook(state, dct_hook)
+    for step in range(4):
+        model.zero_grad()
+        model(torch.full((10,), rank + step), torch.full((20,), 2.0 * rank)).backward()
+    assert torch.equal(model.module.p[0].grad, torch.full((10,), 3.5))
+    assert torch.equal(model.module.p[1].grad, torch.full((20,), 1.0))
+    return state.stats()["density"], state.state_dict()["parameters"]
+
+
+def test_a_model_of_small_parameters_only_is_averaged_densely():
+    assert run_ranks(_only_small, 2) == [(0.0, {})] * 2
+
+
+def _alone(rank):
+    model = ddp(mlp())
+    state = DCTState(model, density=0.05)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = [train_step(model, optimizer, *batch(step % 4, rank)).item() for step in range(60)]
+    return losses[0], sum(losses[-4:]) / 4, state.stats()["wire_bytes"], "nothing" in state.plan()
+
+
+def test_one_rank_alone_trains_and_sends_nothing():
+    ((first, last, sent, said),) = run_ranks(_alone, 1)
+    assert last < first
+    assert sent == 0 and said
+
+
+def _halves(rank, dtype):
+    """Small integers are exact in every dtype, and so is a density of 1."""
+    model = ddp(Dictated(SIZES).to(dtype))
+    model.register_comm_hook(DCTState(model, density=1), dct_hook)
+    for step in range(4):
+        model.zero_grad()
+        every = [_integers(step, r, limit=16) for r in range(2)]
+        model(*(g.to(dtype) for g in every[rank])).backward()
+        for index, parameter in enumerate(model.module.p):
+            assert parameter.grad.dtype == dtype
+            assert torch.equal(parameter.grad, ((every[0][index] + every[1][index]) / 2).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_models(dtype):
+    run_ranks(_halves, 2, dtype)
+
+
+def _subgroups(rank):
+    """Two groups of two ranks, each with its own DDP and state: nothing crosses between them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    whole = ddp(Dictated(SIZES))
+    inner = ddp(Dictated(SIZES), process_group=group)
+    states = [DCTState(whole, 1, process_group=group), DCTState(inner, 1)]
+    for model, state in zip((whole, inner), states, strict=True):
+        model.register_comm_hook(state, dct_hook)
+        for _ in range(4):
+            model.zero_grad()
+            model(*(torch.full((n,), float(rank)) for n in SIZES)).backward()
+        for parameter in model.module.p:
+            mean = 0.5 if rank < 2 else 2.5
+            assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
+
+
+def test_process_group_limits_the_averaging():
+    run_ranks(_subgroups, 4)
+
+
+def _non_finite(rank):
+    """Without a GradScaler a NaN reaches the weights' gradients, as it would without the hook."""
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05)
+    model.register_comm_hook(state, dct_hook)
+    for step in range(4):
+        model.zero_grad()
+        grads = _integers(step, rank, limit=60)
+        if step == 3 and rank == 0:
+            grads[2][11] = torch.nan
+        model(*grads).backward()
+    bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
+    residual = torch.cat([s["residual"] for s in state.state_dict()["parameters"].values()])
+    return bad, residual.isfinite().all().item()
+
+
+def test_a_nan_is_passed_on_but_not_kept():
+    assert run_ranks(_non_finite, 2) == [([[], [], [11], [], [], []], True)] * 2
+
+
+def _compiled(rank):
+    results = []
+    for wrap in (torch.compile, lambda model, backend: model):
+        model = DistributedDataParallel(mlp())
+        model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+        wrapped = wrap(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(6):
+            train_step(wrapped, optimizer, *batch(step, rank))
+        results.append(weights(model))
+    torch.testing.assert_close(results[0], results[1])
+    return torch.equal(results[0], weights(mlp()))
+
+
+def test_a_compiled_model_trains_like_an_eager_one():
+    assert run_ranks(_compiled, 2) == [False] * 2

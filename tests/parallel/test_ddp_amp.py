@@ -1,0 +1,106 @@
+"""A GradScaler in front of the hook: its scale never enters the residual, its skipped steps leave
+nothing behind."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dct_parallel import DCTState, dct_hook
+from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, weights
+
+SIZES = (2000, 30, 5000)
+COMPRESSED = {"p.0": 0, "p.2": 2}
+
+
+def _gradients(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _residuals(state):
+    return {name: s["residual"] for name, s in state.state_dict()["parameters"].items()}
+
+
+def _skipped(rank, poison):
+    """Integer gradients and a power of two as scale: everything below is exact."""
+    model = ddp(Dictated(SIZES))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    state = DCTState(model, density=0.05, grad_scaler=scaler)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    world_size, last, bad_step = dist.get_world_size(), 12, 6
+    total = [torch.zeros(n) for n in SIZES]
+    for step in range(last):
+        before = weights(model)
+        residuals, scale = _residuals(state), scaler.get_scale()
+        grads = _gradients(step, rank)
+        if step == bad_step and rank == 0:
+            for parameter, index in poison:
+                grads[parameter][index] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(model(*grads)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        finite = [torch.where(g.isfinite(), g, 0.0) for g in grads]
+        if step == bad_step:
+            assert scaler.get_scale() == scale / 2
+            assert torch.equal(weights(model), before)
+            for name, index in COMPRESSED.items():
+                assert torch.equal(_residuals(state)[name], residuals[name] + finite[index]), name
+            finite[1].zero_()  # dense, so that step is gone for it
+        else:
+            assert scaler.get_scale() >= scale
+            assert not torch.equal(weights(model), before)
+        for index, grad in enumerate(finite):
+            total[index] += grad
+    for index, parameter in enumerate(model.module.p):
+        left = _residuals(state).get(f"p.{index}", torch.zeros(SIZES[index]))
+        dist.all_reduce(left)
+        dist.all_reduce(total[index])
+        assert torch.equal(left - world_size * parameter.detach(), total[index]), index
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        [(2, 17)],  # one entry that a payload has room for
+        [(2, index) for index in range(1, 5000)],  # more than it has room for
+        [(1, 3)],  # in a parameter that goes dense: the payload itself is sound
+    ],
+    ids=["one", "flood", "dense"],
+)
+def test_a_skipped_step_leaves_the_residual_as_if_its_payload_had_come_back(poison):
+    first, second = run_ranks(_skipped, 2, poison)
+    assert first == second != 1024.0
+
+
+def _autocast(rank):
+    """float16 autocast whose first scales overflow: several steps in a row are skipped."""
+    model = ddp(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
+    state = DCTState(model, density=0.1, grad_scaler=scaler, start_step=0)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, skipped = [], 0
+    for step in range(60):
+        x, y = batch(step % 4, rank)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(x) - y).square().mean()
+        scale = scaler.get_scale()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < scale
+        losses.append(loss.item())
+    assert skipped >= 3
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+    assert all(torch.equal(w, weights(model)) for w in gathered(weights(model)))
+    assert weights(model).isfinite().all()
+    for residual in _residuals(state).values():
+        assert residual.isfinite().all()
+        assert residual.abs().max() < 10  # in units of the gradient, not of the scale
+
+
+def test_float16_autocast_trains_through_overflowing_first_steps():
+    run_ranks(_autocast, 2)

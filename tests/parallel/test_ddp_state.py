@@ -1,0 +1,204 @@
+"""The state around training: checkpoints, plan, statistics, and what users get wrong."""
+
+import io
+import math
+
+import pytest
+import torch
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.history import History
+from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIZES = (2000, 30, 5000)
+
+
+def _through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _make(density=0.8, **kwargs):
+    # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
+    model = ddp(mlp())
+    state = DCTState(model, density=density, **kwargs)
+    model.register_comm_hook(state, dct_hook)
+    return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _resume(rank, policy):
+    model, state, optimizer = _make(policy=policy)
+    for step in range(12):
+        if step == 7:
+            saved = _through_a_file(
+                [model.module.state_dict(), optimizer.state_dict(), state.state_dict()]
+            )
+        train_step(model, optimizer, *batch(step, rank))
+    resumed, resumed_state, resumed_optimizer = _make(policy=policy)
+    resumed.module.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed_state.load_state_dict(saved[2])
+    assert resumed_state.state_dict()["step"] == 7
+    for step in range(7, 12):
+        train_step(resumed, resumed_optimizer, *batch(step, rank))
+    assert torch.equal(weights(model), weights(resumed))
+    ours, theirs = state.state_dict(), resumed_state.state_dict()
+    assert ours["step"] == theirs["step"] == 12
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    moved = 0
+    for name, parameter in ours["parameters"].items():
+        for key, value in parameter.items():
+            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
+        moved += int(parameter["residual"].count_nonzero())
+    assert moved > 1000  # there was something to lose
+    return True
+
+
+@pytest.mark.parametrize("policy", ["tracked", "fixed"])
+def test_a_checkpoint_goes_on_bit_equal(policy):
+    assert run_ranks(_resume, 2, policy) == [True, True]
+
+
+def _gradients(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _run(rank, steps, saved, silent):
+    """The mean gradient applied over `steps`, in all, and this rank's state after them."""
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05)
+    model.register_comm_hook(state, dct_hook)
+    if saved is not None:
+        state.load_state_dict(saved)
+    applied = [torch.zeros(n) for n in SIZES]
+    for step in range(steps):
+        model.zero_grad()
+        grads = _gradients(step, rank)
+        model(*(torch.zeros_like(g) if silent else g for g in grads)).backward()
+        for total, parameter in zip(applied, model.module.p, strict=True):
+            total += parameter.grad
+    return applied, state.state_dict()
+
+
+def test_the_mean_of_the_residuals_carries_over_to_another_world_size():
+    (applied, first), (_, second) = run_ranks(_run, 2, 9, None, False)
+    merged = {**first, "parameters": {}}
+    for name, ours in first["parameters"].items():
+        theirs = second["parameters"][name]
+        merged["parameters"][name] = {key: (ours[key] + theirs[key]) / 2 for key in ours}
+    ((later, last),) = run_ranks(_run, 1, 9, merged, True)
+    for index, name in ((0, "p.0"), (2, "p.2")):
+        total = sum(sum(_gradients(step, rank)[index] for rank in range(2)) for step in range(9))
+        left = last["parameters"][name]["residual"]
+        assert later[index].count_nonzero() > 0
+        assert torch.equal(applied[index] + later[index] + left, total / 2)
+
+
+def _misfits(rank):
+    model, state, optimizer = _make()
+    for step in range(4):
+        train_step(model, optimizer, *batch(step, rank))
+    good = state.state_dict()
+    other = {"0.weight": good["parameters"]["0.weight"]}
+    short = {k: {**v, "residual": v["residual"][:-1]} for k, v in good["parameters"].items()}
+    for change, text in [
+        ({"version": 2}, "version must be 1, got 2"),
+        ({"density": 0.1}, r"density must be 0.8, as this state was made with, got 0.1"),
+        ({"parameters": other}, "parameters must be those .* got a difference in 2.weight, 4"),
+        ({"parameters": short}, r"residual of .*weight must be \[4096\], got \[4095\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
+            state.load_state_dict({**good, **change})
+    state.load_state_dict(good)
+    for step in range(4, 6):
+        train_step(model, optimizer, *batch(step, rank))
+    assert torch.equal(*gathered(weights(model)))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused():
+    run_ranks(_misfits, 2)
+
+
+def _plan(rank):
+    model, state, optimizer = _make(density=0.01)
+    before = state.plan()
+    for step in range(6):
+        train_step(model, optimizer, *batch(step, rank))
+    return before, state.plan(), state.stats()
+
+
+def test_plan_and_stats_tell_what_a_step_costs():
+    for before, after, stats in run_ranks(_plan, 2):
+        assert "buckets: 1" in before and "auto: the only one" in before
+        assert "buckets: 1" not in after
+        rows = {line.split()[0]: line.split() for line in after.splitlines()}
+        # 1.25 * 0.01 * 4096 entries of 2 + 2 bytes, once to the other rank
+        assert rows["0.weight"] == ["0.weight", "4,096", "DCT", "52", "208"]
+        assert rows["0.bias"] == ["0.bias", "64", "dense", "-", "128"]
+        assert rows["total"] == ["total", "16,705", f"{stats['wire_bytes']:,}"]
+        assert rows["float32"][-1] == f"{16_705 * 4:,}"
+        assert stats["step"] == 6
+        assert 0.009 < stats["density"] <= 0.0127
+        assert 0 <= stats["overflow"] <= 1
+
+
+def test_overflow_as_a_rule_warns_once():
+    history = History()
+    for _ in range(300):
+        history.add(0.01, 0.25)
+    assert history.overflow == 0.25
+    history = History()
+    with pytest.warns(UserWarning, match="51% of the payloads of the last 100 steps") as caught:
+        for step in range(300):
+            history.add(0.01, float(step % 100 < 51))
+    assert len(caught) == 1
+    assert history.density == pytest.approx(0.01)
+
+
+def _mistakes(rank):
+    model = ddp(Dictated(SIZES))
+    for kwargs, error, text in [
+        ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
+        ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
+        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
+        ({"policy": "adaptive"}, ValueError, "policy must be 'tracked' or 'fixed', got 'adaptive'"),
+        ({"transport": "ring"}, ValueError, "transport must be 'auto' or 'gather', got 'ring'"),
+        ({"transport": "shard"}, ValueError, "got 'shard', which is not available in this version"),
+        ({"value_dtype": torch.int8}, TypeError, "value_dtype must be float32 or bfloat16"),
+        ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
+        ({"start_step": -1}, ValueError, "start_step must be in"),
+        ({"grad_scaler": 2.0}, TypeError, "grad_scaler must be a torch.amp.GradScaler, got float"),
+        ({"ddp": model.module}, TypeError, "ddp must be a DistributedDataParallel, got Dictated"),
+    ]:
+        with pytest.raises(error, match=f"dct::DCTState: .*{text}"):
+            DCTState(**{"ddp": model, **kwargs})
+
+
+def test_mistakes_are_explained():
+    run_ranks(_mistakes, 1)
+
+
+def _wrong_model(rank):
+    model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
+    other.register_comm_hook(DCTState(model), dct_hook)
+    with pytest.raises(ValueError, match="state must be made from the DDP that the hook is"):
+        other(*_gradients(0, rank)).backward()
+
+
+def test_a_state_of_another_model_is_refused_at_once():
+    run_ranks(_wrong_model, 2)
+
+
+def _sparse(rank):
+    model = DistributedDataParallel(nn.EmbeddingBag(100, 16, sparse=True))
+    model.register_comm_hook(DCTState(model), dct_hook)
+    with pytest.raises(ValueError, match="gradient must be dense, got a sparse one"):
+        model(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_sparse_gradients_are_refused():
+    run_ranks(_sparse, 2)
