@@ -8,7 +8,6 @@ OTHER_TORCH ?= torch==2.14.1
 
 BIN     := $(VENV)/bin
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
-SANITIZED_TESTS := tests/conformance
 
 .PHONY: help train test lint native sanitize abi check-all clean
 .DEFAULT_GOAL := help
@@ -38,11 +37,13 @@ train: $(VENV)/built
 test: $(VENV)/built native
 	$(BIN)/python -m pytest
 
+NATIVE   ?= build/native
+SANITIZE ?=
 native: $(VENV)/installed
-	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DCMAKE_BUILD_TYPE=Release --log-level=WARNING
-	$(BIN)/cmake --build build/native
-	$(BIN)/ctest --test-dir build/native --output-on-failure
+	$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCMAKE_BUILD_TYPE=Release -DDCT_SANITIZE=$(SANITIZE) --log-level=WARNING
+	$(BIN)/cmake --build $(NATIVE)
+	$(BIN)/ctest --test-dir $(NATIVE) --output-on-failure
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -50,5 +51,27 @@ lint: $(VENV)/installed
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 
+# The binary built against TORCH, loaded unchanged by OTHER_TORCH: the op tests, with no build there.
+abi: $(VENV)/built
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	test -d $(VENV)-abi || $(PYTHON) -m venv $(VENV)-abi
+	$(VENV)-abi/bin/pip install --quiet $(OTHER_TORCH) expecttest hypothesis numpy pytest
+	$(VENV)-abi/bin/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	cd tests && ../$(VENV)-abi/bin/python -c "import dct_kernels; print(dct_kernels.__file__)" \
+	  && ../$(VENV)-abi/bin/python -m dct_kernels && ../$(VENV)-abi/bin/pytest conformance
+
+sanitize: $(VENV)/installed
+	$(MAKE) native NATIVE=build/native-asan SANITIZE=address,undefined
+	setarch -R $(MAKE) native NATIVE=build/native-tsan SANITIZE=thread
+	rm -rf build/asan && mkdir -p build/asan && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python build/asan/
+	cd build/asan && DCT_SANITIZE=address,undefined $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  PYTHONPATH=build/asan $(BIN)/python -m pytest tests/conformance -k cpp
+
+check-all: test lint abi sanitize
+	$(BIN)/python -m pytest -m large
+
 clean:
-	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV)
+	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi

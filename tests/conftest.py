@@ -18,7 +18,7 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=list(BACKENDS))
+@pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
     """The seven callables of one backend, and `.device`, where its tensors live."""
     return BACKENDS[request.param]

@@ -37,10 +37,10 @@ void require_positions(const Checks& checks, const Tensor& positions, int64_t ro
     return "[" + std::to_string(a) + ", " + std::to_string(b) + "]";
   };
   if (positions.size(0) != rows || positions.size(1) != bytes) {
-    checks.fail("positions",
-                shape(rows, bytes) + " for width " + std::to_string(width) + " and k " +
-                    std::to_string(k),
-                shape(positions.size(0), positions.size(1)));
+    checks.fail(
+        "positions",
+        shape(rows, bytes) + " for width " + std::to_string(width) + " and k " + std::to_string(k),
+        shape(positions.size(0), positions.size(1)));
   }
 }
 
@@ -115,10 +115,9 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
   args.inv_scale = checks.require_scale({"inv_scale", inv_scale}, like);
   args.ranges = require_payload(checks, bytes, 2, args.numel, capacity, args.value_dtype);
   checks.require_aligned(bytes);
-  checks.require_apart({like, bytes, counts}, {{"grad", grad},
-                                               {"segments", segments},
-                                               {"threshold", threshold},
-                                               {"inv_scale", inv_scale}});
+  checks.require_apart(
+      {like, bytes, counts},
+      {{"grad", grad}, {"segments", segments}, {"threshold", threshold}, {"inv_scale", inv_scale}});
   args.residual = residual.mutable_data_ptr<float>();
   args.segments = segments.const_data_ptr<int64_t>();
   args.threshold = threshold.const_data_ptr<float>();

@@ -50,8 +50,8 @@ void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& 
 }
 
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
-               const Tensor& threshold, const Tensor& payload, const Tensor& seen,
-               int64_t capacity, ScalarType value_dtype, const OptionalTensor& inv_scale) {
+               const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
+               ScalarType value_dtype, const OptionalTensor& inv_scale) {
   const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
                                            capacity, value_dtype, inv_scale);
   Checks("mask_pack").require_ascending(segments, args.numel);
@@ -61,8 +61,8 @@ void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor&
 Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
                       ScalarType value_dtype, double scale, bool accumulate,
                       const OptionalTensor& out_scale) {
-  ScatterUnpackArgs args = scatter_unpack_args(payloads, out, capacity, value_dtype, scale,
-                                               accumulate, out_scale);
+  ScatterUnpackArgs args =
+      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, accumulate, out_scale);
   Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
   args.status = status.mutable_data_ptr<int32_t>();
   cpu::scatter_unpack(args, torch_parallel());
@@ -72,8 +72,7 @@ Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacit
 std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
   RowPackArgs args = row_pack_args(x, k, value_dtype);
   Tensor values = new_empty(x, {args.rows, k}, value_dtype);
-  Tensor positions =
-      new_empty(x, {args.rows, position_bytes(args.width, k)}, ScalarType::Byte);
+  Tensor positions = new_empty(x, {args.rows, position_bytes(args.width, k)}, ScalarType::Byte);
   args.values = values.mutable_data_ptr();
   args.positions = positions.mutable_data_ptr<uint8_t>();
   cpu::row_pack(args, torch_parallel());

@@ -1,7 +1,8 @@
 #pragma once
 
 // Bit-exact conversions, by integer arithmetic: hardware casts differ in what they do to NaNs, and
-// between backends in what they do to subnormals. Free of branches, so that loops over them vectorise.
+// between backends in what they do to subnormals. Free of branches, so that loops over them
+// vectorise.
 
 #include <cstdint>
 #include <cstring>

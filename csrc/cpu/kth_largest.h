@@ -24,8 +24,8 @@ inline int32_t kth_largest(const int32_t* keys, int64_t n, int64_t k) {
 
   // Always: count(>= low) >= k > count(>= high).
   int32_t low = 0, high = largest + 1;
-  // The k-th is mostly within a few powers of two of the largest (2^23 each): look there first, then
-  // further down in growing steps.
+  // The k-th is mostly within a few powers of two of the largest (2^23 each): look there first,
+  // then further down in growing steps.
   for (int64_t step = int64_t{1} << 24; low == 0 && step < high; step *= 4) {
     const int32_t bound = high - static_cast<int32_t>(step);
     (count_at_least(keys, n, bound) >= k ? low : high) = bound;

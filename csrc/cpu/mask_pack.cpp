@@ -1,8 +1,8 @@
 // The tensor is cut into one chunk of whole blocks per thread. A chunk is packed in one pass over
-// memory, strip by strip: a vector loop stores acc where nothing passes and flags what does; the few
-// flagged elements then go through scalar code one by one. The first chunk of a range packs straight
-// into the payload, the others into scratch, from where finish() moves the packed bytes into place
-// once it is known how many entries come before them.
+// memory, strip by strip: a vector loop stores acc where nothing passes and flags what does; the
+// few flagged elements then go through scalar code one by one. The first chunk of a range packs
+// straight into the payload, the others into scratch, from where finish() moves the packed bytes
+// into place once it is known how many entries come before them.
 
 #include "mask_pack.h"
 
@@ -28,14 +28,14 @@ void add_saturating(int32_t* total, int64_t n) {
   int32_t old = __atomic_load_n(total, __ATOMIC_RELAXED), sum;
   do {
     sum = static_cast<int32_t>(std::min<int64_t>(old + n, INT32_MAX));
-  } while (!__atomic_compare_exchange_n(total, &old, sum, true, __ATOMIC_RELAXED,
-                                        __ATOMIC_RELAXED));
+  } while (
+      !__atomic_compare_exchange_n(total, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
 // Stores acc where an element stays; leaves alone, and flags in `bits`, those that pass.
 template <typename Grad>
-void mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale,
-                float tau, uint64_t* bits) {
+void mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float tau,
+                uint64_t* bits) {
   vectorise([=] {
     alignas(64) uint8_t flags[kStrip];
     for (int64_t i = 0; i < n; ++i) {
@@ -149,8 +149,7 @@ class Packer {
     }
   }
 
-  void pack_strip(Chunk<Value>& chunk, int64_t block, int64_t begin, int64_t end,
-                  float tau) const {
+  void pack_strip(Chunk<Value>& chunk, int64_t block, int64_t begin, int64_t end, float tau) const {
     uint64_t bits[bitmask_words(kStrip)];
     const Grad* grad = grad_ == nullptr ? nullptr : grad_ + begin;
     mask_strip(args_.residual + begin, grad, end - begin, inv_scale_, tau, bits);
@@ -190,8 +189,8 @@ class Packer {
       header.magic = kPayloadMagic;
       header.version = kPayloadVersion;
       header.value_dtype = static_cast<uint8_t>(args_.value_dtype);
-      header.flags = (passed > args_.capacity ? kFlagOverflow : 0) |
-                     (non_finite ? kFlagNonFinite : 0);
+      header.flags =
+          (passed > args_.capacity ? kFlagOverflow : 0) | (non_finite ? kFlagNonFinite : 0);
       header.numel = range.end - range.begin;
       header.capacity = static_cast<uint32_t>(args_.capacity);
       header.count = static_cast<uint32_t>(std::min(passed, args_.capacity));
@@ -203,8 +202,7 @@ class Packer {
   // Moves a chunk's entries to their place in the payload; those that do not fit go back into the
   // residual: value + residual is acc again, exactly.
   void finish(const Chunk<Value>& chunk) const {
-    const int64_t fits =
-        std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
+    const int64_t fits = std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
     if (fits > 0 && chunk.positions != positions(chunk.range)) {
       std::memcpy(positions(chunk.range) + chunk.before, chunk.positions, fits * sizeof(uint16_t));
       std::memcpy(values(chunk.range) + chunk.before, chunk.values, fits * sizeof(Value));

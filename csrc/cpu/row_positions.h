@@ -1,6 +1,7 @@
 #pragma once
 
-// Reading and writing one row's positions in their three encodings. Rows of bytes have no alignment.
+// Reading and writing one row's positions in their three encodings. Rows of bytes have no
+// alignment.
 
 #include <cstdint>
 #include <cstring>
@@ -21,11 +22,11 @@ inline void store_uint16(uint8_t* bytes, int64_t value) {
   std::memcpy(bytes, &narrow, sizeof(narrow));
 }
 
-// Calls function(slot, column) for every accepted slot of a row: its column is below `width` and above
-// every column accepted before. Positions come from a peer and may be anything.
+// Calls function(slot, column) for every accepted slot of a row: its column is below `width` and
+// above every column accepted before. Positions come from a peer and may be anything.
 template <typename Function>
-void for_each_position(const uint8_t* positions, PositionEncoding encoding, int64_t width, int64_t k,
-                       Function&& function) {
+void for_each_position(const uint8_t* positions, PositionEncoding encoding, int64_t width,
+                       int64_t k, Function&& function) {
   if (encoding == PositionEncoding::kBitmap) {
     int64_t slot = 0;
     for (int64_t column = 0; column < width && slot < k; column += 64) {
@@ -41,9 +42,8 @@ void for_each_position(const uint8_t* positions, PositionEncoding encoding, int6
   }
   int64_t lowest = 0;  // acceptable column
   for (int64_t slot = 0; slot < k; ++slot) {
-    const int64_t column = encoding == PositionEncoding::kUint8
-                               ? positions[slot]
-                               : load_uint16(positions + 2 * slot);
+    const int64_t column =
+        encoding == PositionEncoding::kUint8 ? positions[slot] : load_uint16(positions + 2 * slot);
     if (column < lowest || column >= width) continue;
     function(slot, column);
     lowest = column + 1;

@@ -1,5 +1,5 @@
-// First the keys of all segments' samples are gathered into one array, in parallel over the samples;
-// then each segment's k-th largest key is found, in parallel over the segments.
+// First the keys of all segments' samples are gathered into one array, in parallel over the
+// samples; then each segment's k-th largest key is found, in parallel over the segments.
 
 #include "sample_threshold.h"
 
@@ -17,7 +17,7 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kBatch = 256;  // picks whose cache misses overlap
+constexpr int64_t kBatch = 256;   // picks whose cache misses overlap
 constexpr int64_t kGrain = 8192;  // samples worth a task of their own
 
 template <typename X>

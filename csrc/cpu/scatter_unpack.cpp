@@ -1,5 +1,5 @@
-// Output is built block by block: a block's sum in a buffer, rank after rank, then out written once.
-// Payloads are not trusted: a block of a payload is validated before any of it is added.
+// Output is built block by block: a block's sum in a buffer, rank after rank, then out written
+// once. Payloads are not trusted: a block of a payload is validated before any of it is added.
 
 #include "scatter_unpack.h"
 
@@ -56,8 +56,7 @@ class Unpacker {
       for (int64_t r = 0; r < args_.ranges; ++r) {
         const Range range = range_bounds(args_.numel, args_.ranges, r);
         const int64_t numel = range.end - range.begin;
-        const bool ok =
-            header_ok(header(payload(p, r)), numel, args_.capacity, args_.value_dtype);
+        const bool ok = header_ok(header(payload(p, r)), numel, args_.capacity, args_.value_dtype);
         header_ok_[p * args_.ranges + r] = ok;
         if (!ok) {
           args_.status[p] |= kStatusHeader;
@@ -152,9 +151,8 @@ class Unpacker {
 
 void scatter_unpack(const ScatterUnpackArgs& args, const Parallel& parallel) {
   dispatch_payload_value(args.value_dtype, [&](auto value) {
-    dispatch(args.out_dtype, [&](auto out) {
-      Unpacker<decltype(value), decltype(out)>(args).run(parallel);
-    });
+    dispatch(args.out_dtype,
+             [&](auto out) { Unpacker<decltype(value), decltype(out)>(args).run(parallel); });
   });
 }
 

@@ -128,6 +128,17 @@ class Bucket:
         }
 
 
+def describe_damage(step: int, reports: dict[int, Report]) -> str:
+    """The error that every rank raises; it names what was damaged, if this rank received it."""
+    here = [
+        f"status {code} from rank {rank} in bucket {index}"
+        for index, report in sorted(reports.items())
+        for rank, code in report.damaged.items()
+    ]
+    got = "; ".join(here) if here else "damage that another rank reports"
+    return f"dct::dct_hook: every payload of step {step} must be intact, got {got}"
+
+
 def _compressor(
     plan: BucketPlan, device: torch.device, step: int, states: dict[str, dict[str, Tensor]]
 ) -> Compressor:

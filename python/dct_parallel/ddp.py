@@ -21,7 +21,7 @@ from dct_kernels import _checks
 
 from . import checkpoint
 from . import plan as planning
-from .bucket import Bucket, Report
+from .bucket import Bucket, describe_damage
 from .compressor import check_settings
 from .exchange import dense_mean, resolve_transport, worst_status
 from .history import History
@@ -39,7 +39,8 @@ class DCTState:
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
     in that time. Then parameters of 1,024 elements and more are compressed, smaller ones averaged
     densely in `value_dtype` (at density 1 all are compressed). State belongs to parameters, by
-    name: should the buckets change later, it moves along.
+    name: should the buckets change later, it moves along. Memory: 4 bytes per parameter, and each
+    bucket's payload once per rank.
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
@@ -238,7 +239,7 @@ class DCTState:
         reports = {index: report for index, report in taken.items() if report is not None}
         (worst,) = self._worst.wait()
         if int(worst):
-            self._failure = _damage(self.step - 1, reports)
+            self._failure = describe_damage(self.step - 1, reports)
             raise RuntimeError(self._failure)
         if self._grad_scaler is not None and any(r.non_finite for r in reports.values()):
             for bucket in self._buckets.values():
@@ -288,13 +289,3 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
             raises. The weights took that step without the damaged parts: go back to a checkpoint.
     """
     return state._reduce(bucket)
-
-
-def _damage(step: int, reports: dict[int, Report]) -> str:
-    here = [
-        f"status {code} from rank {rank} in bucket {index}"
-        for index, report in sorted(reports.items())
-        for rank, code in report.damaged.items()
-    ]
-    got = "; ".join(here) if here else "damage that another rank reports"
-    return f"dct::dct_hook: every payload of step {step} must be intact, got {got}"

@@ -115,13 +115,16 @@ def table(plans: Sequence[BucketPlan], world_size: int, transport_reason: str) -
     rows.append(("headers, rounding, status", "", "", "", f"{total - entries_bytes:,}"))
     rows.append(("total", f"{numel:,}", "", "", f"{total:,}"))
     dense = wire.all_reduce_bytes(4 * numel, world_size)
-    ratio = f"{dense / total:.1f}x as many" if total else "nothing crosses a network"
     rows.append(("float32 ring all-reduce", "", "", "", f"{dense:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [heading]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
-    lines.append(f"The all-reduce sends {ratio}. A capacity is {HEADROOM} x density x numel,")
-    lines.append("shared by the parameters of a bucket; bytes are set by it, not by what passes.")
+    if total:
+        lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
+    lines.append(
+        f"Capacity is {HEADROOM} x density x numel, shared by a bucket's parameters, and it"
+    )
+    lines.append("sets the bytes, whatever passes.")
     return "\n".join(lines)

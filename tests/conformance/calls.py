@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from conformance import bits
-from conformance.memory import Arena
 from oracle import mask_pack as mask_pack_oracle
 from oracle import payload as payload_bytes
 from oracle import scatter_unpack as scatter_unpack_oracle
+
+from conformance import bits
+from conformance.memory import Arena
 
 PREFILL = 0x5A  # what payloads hold before the op: bytes it must not touch keep it
 

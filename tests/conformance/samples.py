@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from conformance import bits
 
 # Around blocks of 16,384, vectors of 8 to 64, and tails of every kind.

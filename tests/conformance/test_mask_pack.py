@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conformance import bits, calls, samples
 from oracle import floats, payload
+
+from conformance import bits, calls, samples
 
 NO_GRAD_AND_FLOATS = (None, *bits.FLOATS)
 grad_dtypes = pytest.mark.parametrize("grad_dtype", NO_GRAD_AND_FLOATS, ids=lambda d: bits.name(d))

@@ -1,11 +1,11 @@
-"""The oracle itself: against brute force, and the layout functions against the published offsets."""
+"""The oracle itself: against brute force, and payload_layout against the published offsets."""
 
 import numpy as np
 import pytest
 import torch
-from conformance import bits, samples
 from oracle import floats, payload, thresholds
 
+from conformance import bits, samples
 from dct_kernels import payload_info, payload_layout
 
 

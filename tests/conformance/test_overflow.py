@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conformance import bits, calls, samples
 from oracle import payload
+
+from conformance import bits, calls, samples
 
 value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=bits.name)
 

@@ -34,7 +34,9 @@ def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=Non
         flags = payload.OVERFLOW if len(through) > geometry.capacity else 0
         if (active & ~finite)[low:high].any():
             flags |= payload.NON_FINITE
-        payload.write(row, geometry, payload.content(geometry, r, packed - low, values[packed], flags))
+        payload.write(
+            row, geometry, payload.content(geometry, r, packed - low, values[packed], flags)
+        )
         kept = packed[finite[packed]]
         new[kept] = acc[kept] - floats.widen(values[kept], geometry.dtype)
     return new, seen

@@ -1,13 +1,13 @@
 """scatter_unpack: validation of untrusted payloads, and the sum in rank order."""
 
+import itertools
+
 import numpy as np
 
 from . import floats, payload
 
 
-def scatter_unpack(
-    payloads, out, geometry, out_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+def scatter_unpack(payloads, out, geometry, out_dtype, scale=1.0, accumulate=False, out_scale=None):
     """Raw bits of the new `out` and the status of every rank.
 
     `payloads[p][r]` are bytes, `out` the old content as float32 numbers.
@@ -54,7 +54,7 @@ def _add(total, content, geometry):
             continue
         positions = content.positions[first:end]
         length = min(payload.BLOCK, numel - b * payload.BLOCK)
-        ascending = all(a < b for a, b in zip(positions, positions[1:], strict=False))
+        ascending = all(a < b for a, b in itertools.pairwise(positions))
         if not ascending or any(position >= length for position in positions):
             status |= 4
             continue

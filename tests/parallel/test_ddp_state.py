@@ -141,6 +141,7 @@ def test_plan_and_stats_tell_what_a_step_costs():
         assert rows["0.bias"] == ["0.bias", "64", "dense", "-", "128"]
         assert rows["total"] == ["total", "16,705", f"{stats['wire_bytes']:,}"]
         assert rows["float32"][-1] == f"{16_705 * 4:,}"
+        assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
         assert stats["step"] == 6
         assert 0.009 < stats["density"] <= 0.0127
         assert 0 <= stats["overflow"] <= 1

@@ -1,0 +1,176 @@
+"""The command line of dct-train."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dct_parallel.compressor import POLICIES
+
+from .modes import MODES, START_STEP
+
+DESCRIPTION = """\
+Train DLRM, a click model, data-parallel with several ways of averaging gradients, and compare
+quality, bytes on the wire and step time. All modes of a seed start from the same weights and see
+the same batches. At the end of a run the weights of all ranks must be equal, bit for bit.
+"""
+EPILOG = """\
+examples:
+  dct-train
+      rows from the generator, 2 local ranks, dense beside DCT
+  dct-train --modes dense,bf16,powersgd,dct --density 0.01 --seeds 3 --out runs/one-percent
+      every mode, mean and spread of 3 seeds
+  dct-train --data train.txt.gz --hash-size 100000
+      Criteo's file
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+      -m dct_dlrm.train --data train.txt.gz
+      the same on the ranks that torchrun starts
+
+DIR receives summary.json (results), history.json (per step) and curves.png.
+"""
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; exits with status 2 and a text that names argument, rule and value."""
+    parser = argparse.ArgumentParser(
+        prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter
+    )
+    count = _number(int, lambda n: n >= 1, "an integer >= 1")
+    fraction = _number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
+
+    data = parser.add_argument_group("data")
+    source = data.add_mutually_exclusive_group()
+    source.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="rows in Criteo's layout, tab-separated: label, 13 integers, 26 categoricals, empty = "
+        "missing; gzip-compressed if the name ends in .gz. Every rank reads the file and keeps its "
+        "share in memory, 157 bytes a row",
+    )
+    source.add_argument(
+        "--rows",
+        type=count,
+        default=1_000_000,
+        metavar="N",
+        help="without FILE: rows to generate, training and test together",
+    )
+    data.add_argument(
+        "--test-fraction",
+        type=fraction,
+        default=0.2,
+        metavar="F",
+        help="fraction of the rows kept for the test, chosen by a hash of the row number",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--ranks", type=count, default=2, help="local processes; under torchrun, torchrun's count"
+    )
+    training.add_argument("--epochs", type=count, default=1, help="passes over the training rows")
+    training.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
+    training.add_argument(
+        "--lr",
+        type=_number(float, lambda x: 0 < x < math.inf, "a number > 0"),
+        default=0.1,
+        help="learning rate of SGD",
+    )
+    training.add_argument(
+        "--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1"
+    )
+
+    exchange = parser.add_argument_group("gradient exchange")
+    exchange.add_argument(
+        "--modes",
+        type=_modes,
+        default="dense,dct",
+        help=f"some of {','.join(MODES)}: float32 all-reduce, bfloat16 all-reduce, PowerSGD of "
+        f"rank 1, DCT; the last two compress from step {START_STEP} on",
+    )
+    exchange.add_argument(
+        "--density",
+        type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        default=0.005,
+        help="DCT: fraction of each large parameter's entries sent per step",
+    )
+    exchange.add_argument(
+        "--refresh-every",
+        type=count,
+        default=1000,
+        metavar="L",
+        help="DCT: steps between samples of the thresholds (also at 0, 1, 2, 4, ... 512)",
+    )
+    exchange.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="DCT: thresholds between samples follow what passed, or stay as in the paper",
+    )
+    exchange.add_argument(
+        "--bucket-mb",
+        type=count,
+        default=1024,
+        metavar="MB",
+        help="DDP's bucket size in MiB, for all modes; the default makes one bucket, because "
+        "PowerSGD can hang on gloo with several",
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--hash-size",
+        type=_number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)"),
+        default=4000,
+        help="rows of an embedding table at most; with fewer values, one row per value",
+    )
+    model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
+    model.add_argument(
+        "--bottom",
+        type=_widths,
+        default="512-256-64",
+        help="hidden widths of the bottom MLP, between the 13 integers and EMBEDDING_DIM",
+    )
+    model.add_argument(
+        "--top",
+        type=_widths,
+        default="512-256",
+        help="hidden widths of the top MLP, before its one output",
+    )
+
+    parser.add_argument(
+        "--out", type=Path, default="runs/dlrm", metavar="DIR", help="folder for the results"
+    )
+    return parser.parse_args(arguments)
+
+
+def _number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
+    def parse_number(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return parse_number
+
+
+def _widths(text: str) -> list[int]:
+    widths = text.split("-")
+    if not all(width.isdecimal() and int(width) for width in widths):
+        rule = "integers >= 1 joined by '-', such as 512-256"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return [int(width) for width in widths]
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    if not set(modes) <= set(MODES) or len(set(modes)) < len(modes):
+        rule = f"different ones of {', '.join(MODES)} joined by ','"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return modes

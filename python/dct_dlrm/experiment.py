@@ -1,0 +1,73 @@
+"""All runs of a comparison, on one rank."""
+
+import argparse
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from . import plot, progress, report
+from .dataset import Dataset, load
+from .loop import Run, gather_rows, run, score
+
+PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run every mode from every seed; rank 0 reports and writes the results. Collective."""
+    console = _console() if dist.get_rank() == 0 else None
+    data = load(options)
+    if console is not None:
+        if data.warning is not None:
+            console.print(data.warning, style="yellow", markup=False)
+        console.print(_heading(data), markup=False)
+    runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
+    for seed in range(options.seeds):
+        for mode in options.modes:
+            steps = options.epochs * data.description["steps_per_epoch"]
+            with progress.bar(console, f"{mode} seed {seed}", steps) as on_step:
+                result = run(mode, seed, data, options, on_step)
+            runs[mode].append(result)
+            if console is not None:
+                console.print(report.line(mode, result), markup=False, highlight=False)
+    bayes = _bayes(data)
+    if console is not None:
+        report.write_summary(options.out, _config(options), data.description, runs, bayes)
+        report.write_history(options.out, runs)
+        plot.write_curves(options.out, runs)
+        report.print_table(console, runs, bayes)
+        console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")
+
+
+def _bayes(data: Dataset) -> report.Bayes | None:
+    """What the true probabilities score on the test rows, on rank 0; None elsewhere."""
+    if data.probability is None:
+        return None
+    gathered = gather_rows(np.stack([data.test.labels.numpy(), data.probability], axis=1))
+    return None if gathered is None else score(gathered[:, 0], gathered[:, 1])
+
+
+def _config(options: argparse.Namespace) -> dict[str, object]:
+    config = {
+        key: str(value) if key in ("data", "out") and value is not None else value
+        for key, value in vars(options).items()
+    }
+    return config | {
+        "ranks": dist.get_world_size(),
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _heading(data: Dataset) -> str:
+    counts = data.description
+    return (
+        f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
+        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps an epoch"
+    )
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)

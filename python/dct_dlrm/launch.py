@@ -1,0 +1,67 @@
+"""Starts the ranks: those torchrun gives, or local processes."""
+
+import os
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+
+from .features import DataError
+
+
+class WorkerError(Exception):
+    """A local rank failed; the text is its message."""
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one rank of several that were already started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
+    """Call `work(*args)` on every rank, in a gloo process group.
+
+    Under torchrun this process is one rank and `ranks` is ignored. Otherwise `ranks` local
+    processes are started and waited for; `work` must then be importable and `args` picklable.
+    Each rank computes with cores / local ranks threads.
+
+    Raises:
+        WorkerError: a local rank failed. The others are ended, so a failure never hangs.
+    """
+    if under_torchrun():
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        _join("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_ranks)
+        work(*args)
+        dist.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_local_rank, (ranks, f"file://{folder}/rendezvous", work, args), nprocs=ranks)
+        except ProcessRaisedException as error:
+            raise WorkerError(_message(error)) from None
+        except ProcessExitedException as error:
+            raise WorkerError(f"rank {error.error_index} failed: {error.msg}") from None
+
+
+def _local_rank(
+    rank: int, ranks: int, rendezvous: str, work: Callable[..., None], args: tuple
+) -> None:
+    _join(rendezvous, rank, ranks, ranks)
+    work(*args)
+    # Not in a `finally`: a failed rank that left the group first would make the others fail too,
+    # and their message could hide the cause.
+    dist.destroy_process_group()
+
+
+def _message(error: ProcessRaisedException) -> str:
+    """What the user needs of a rank's traceback: all of it, unless it is about the data."""
+    last = error.msg.strip().splitlines()[-1]
+    _, about_data, text = last.partition(f"{DataError.__qualname__}: ")
+    return text if about_data else f"rank {error.error_index} failed:\n{error.msg.strip()}"
+
+
+def _join(rendezvous: str, rank: int, ranks: int, local_ranks: int) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)

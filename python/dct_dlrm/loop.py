@@ -1,0 +1,176 @@
+"""One run: train one model in one mode from one seed, then test it."""
+
+import argparse
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from dct_parallel import WireMeter
+from dct_parallel.history import RECENT_STEPS
+from sklearn.metrics import log_loss, roc_auc_score
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
+
+from .dataset import Dataset
+from .features import Rows, table_rows
+from .model import DLRM
+from .modes import FIXED_DENSITY, MODES, START_STEP
+
+TEST_BATCH = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run gave; scores on rank 0 only.
+
+    Attributes:
+        seed: of weights and batches.
+        auc, log_loss: on the test rows.
+        density_mean: entries sent over entries compressed, over the compressed steps; None for a
+            mode that sends none.
+        loss: float64 [steps], mean over ranks of the training loss.
+        step_ms: float64 [steps], this rank's time from batch to updated weights.
+        wire_bytes: int64 [steps], sent by this rank in all collectives.
+        density: (step, mean since the step before it in this list) pairs.
+    """
+
+    seed: int
+    auc: float | None
+    log_loss: float | None
+    density_mean: float | None
+    loss: np.ndarray
+    step_ms: np.ndarray
+    wire_bytes: np.ndarray
+    density: list[tuple[int, float]]
+
+    def summary(self) -> dict[str, object]:
+        """The numbers of this run, from the steps after compression starts; JSON."""
+        return {
+            "seed": self.seed,
+            "auc": self.auc,
+            "log_loss": self.log_loss,
+            "step_ms_median": float(np.median(self.step_ms[START_STEP:])),
+            "wire_bytes_per_step_per_rank": float(np.mean(self.wire_bytes[START_STEP:])),
+            "density_mean": self.density_mean,
+            "ranks_equal": True,  # a run in which they differ raises
+        }
+
+
+def run(
+    mode: str,
+    seed: int,
+    data: Dataset,
+    options: argparse.Namespace,
+    on_step: Callable[[float], None],
+) -> Run:
+    """Train and test. Collective: every rank calls it with the same arguments but its own rows.
+
+    Runs of one seed start from the same weights and see the same batches, whatever the mode.
+
+    Args:
+        on_step: called with this rank's loss after every step.
+
+    Raises:
+        RuntimeError: the ranks' weights differ in the end.
+    """
+    torch.manual_seed(seed)
+    model = DLRM(table_rows(options.hash_size), options.embedding_dim, options.bottom, options.top)
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
+    )
+    state = MODES[mode](ddp, options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr, fused=True)
+    steps_per_epoch = data.description["steps_per_epoch"]
+    total = options.epochs * steps_per_epoch
+    losses, step_ms, wire_bytes = np.empty((3, total))
+    density: list[tuple[int, float]] = []
+    batches = _batches(data.train, seed, steps_per_epoch, options)
+    with WireMeter() as meter:
+        for step, batch in enumerate(batches):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            logits = ddp(batch.ints, batch.ids)
+            loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
+            loss.backward()
+            optimizer.step()
+            step_ms[step] = 1e3 * (time.perf_counter() - start)
+            # Windows that end with the last step, so that their means make up the mean of all.
+            if state is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
+                density.append((step + 1, state.stats()["density"]))
+            wire_bytes[step] = meter.take()
+            losses[step] = loss.item()
+            on_step(losses[step])
+    _check_equal(model)
+    auc, bce = _test(model, data.test)
+    return Run(
+        seed,
+        auc,
+        bce,
+        FIXED_DENSITY.get(mode) if state is None else _mean_density(density),
+        _mean_over_ranks(losses),
+        step_ms,
+        wire_bytes,
+        density,
+    )
+
+
+def score(labels: np.ndarray, probability: np.ndarray) -> tuple[float, float]:
+    """(AUC, log loss) of probabilities of label 1."""
+    return float(roc_auc_score(labels, probability)), float(log_loss(labels, probability))
+
+
+def gather_rows(local: np.ndarray) -> np.ndarray | None:
+    """Every rank's rows behind one another, on rank 0; None elsewhere. Collective."""
+    first = dist.get_rank() == 0
+    parts = [None] * dist.get_world_size() if first else None
+    dist.gather_object(local, parts, dst=0)
+    return np.concatenate(parts) if first else None
+
+
+def _batches(
+    train: Rows, seed: int, steps_per_epoch: int, options: argparse.Namespace
+) -> Iterator[Rows]:
+    """The rank's rows in another order every epoch, a last incomplete batch left out."""
+    generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    for _ in range(options.epochs):
+        order = torch.randperm(len(train), generator=generator)
+        for index in order.split(options.batch_size)[:steps_per_epoch]:
+            yield train.take(index)
+
+
+def _mean_density(windows: list[tuple[int, float]]) -> float:
+    ends = [START_STEP, *(end for end, _ in windows)]
+    return float(np.average([density for _, density in windows], weights=np.diff(ends)))
+
+
+def _mean_over_ranks(values: np.ndarray) -> np.ndarray:
+    mean = torch.from_numpy(values.copy())
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).numpy()
+
+
+def _check_equal(model: torch.nn.Module) -> None:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    digests = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise RuntimeError(f"weights must be equal on all ranks, got others on ranks {different}")
+
+
+@torch.no_grad()
+def _test(model: DLRM, test: Rows) -> tuple[float | None, float | None]:
+    """(AUC, log loss) over the test rows of all ranks, on rank 0; None elsewhere."""
+    logits = [torch.empty(0)]
+    for index in torch.arange(len(test)).split(TEST_BATCH):
+        rows = test.take(index)
+        logits.append(model(rows.ints, rows.ids))
+    probability = torch.sigmoid(torch.cat(logits).double())
+    gathered = gather_rows(torch.stack([test.labels, probability], dim=1).numpy())
+    return (None, None) if gathered is None else score(gathered[:, 0], gathered[:, 1])

@@ -1,0 +1,55 @@
+"""How gradients are averaged: torch's own DDP hooks as baselines, and DCT."""
+
+import argparse
+from collections.abc import Callable
+
+import torch.distributed as dist
+from dct_parallel import DCTState, dct_hook
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
+
+
+def _dense(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+    # DDP looks at the name and refuses torch's bf16_compress_hook off the GPU, where it works too.
+    def hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    ddp.register_comm_hook(None, hook)
+
+
+def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=START_STEP
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
+    state = DCTState(
+        ddp,
+        density=options.density,
+        refresh_every=options.refresh_every,
+        start_step=START_STEP,
+        policy=options.policy,
+    )
+    ddp.register_comm_hook(state, dct_hook)
+    return state
+
+
+# Each registers its hook and returns its state, if that knows what was sent.
+MODES: dict[str, Callable[[DistributedDataParallel, argparse.Namespace], DCTState | None]] = {
+    "dense": _dense,
+    "bf16": _bf16,
+    "powersgd": _powersgd,
+    "dct": _dct,
+}
+# Fraction of entries sent, where a mode sends a fixed one (PowerSGD sends no entries).
+FIXED_DENSITY: dict[str, float] = {"dense": 1.0, "bf16": 1.0}

@@ -1,0 +1,38 @@
+"""Progress on the terminal: a bar per run, or nothing but a line at its end."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_SMOOTHING = 0.98
+
+
+@contextlib.contextmanager
+def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[float], None]]:
+    """A function to be called with the loss after every step; it moves a bar on a terminal.
+
+    Args:
+        console: None on ranks that are to be silent.
+    """
+    if console is None or not console.is_terminal:
+        yield lambda loss: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=steps, loss=float("nan"))
+        smooth = None
+
+        def on_step(loss: float) -> None:
+            nonlocal smooth
+            smooth = loss if smooth is None else _SMOOTHING * smooth + (1 - _SMOOTHING) * loss
+            progress.update(task, advance=1, loss=smooth)
+
+        yield on_step

@@ -1,0 +1,99 @@
+"""What is left of a training: summary.json, history.json and a table."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .loop import Run
+
+Runs = dict[str, list[Run]]  # by mode
+Bayes = tuple[float, float]  # AUC and log loss of the true probabilities
+
+
+def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bayes | None) -> None:
+    """summary.json: {"config", "data", "modes": {mode: [one object per seed]}, "bayes"}.
+
+    "bayes", what no model can beat on these test rows, is there for generated data only.
+    """
+    summary = {"config": config, "data": data}
+    summary["modes"] = {mode: [run.summary() for run in of_mode] for mode, of_mode in runs.items()}
+    if bayes is not None:
+        summary["bayes"] = {"auc": bayes[0], "log_loss": bayes[1]}
+    _write(folder / "summary.json", summary)
+
+
+def write_history(folder: Path, runs: Runs) -> None:
+    """history.json: {mode: [per seed: per-step "loss", "step_ms", "wire_bytes"; "density"]}.
+
+    "density" holds [step, mean density of the up to 100 steps before it] pairs. A byte count may
+    belong to the neighbouring step by the 4 bytes with which DCT's ranks agree on a step's status.
+    """
+    history = {
+        mode: [
+            {
+                "seed": run.seed,
+                "loss": run.loss.round(5).tolist(),
+                "step_ms": run.step_ms.round(3).tolist(),
+                "wire_bytes": run.wire_bytes.astype(int).tolist(),
+                "density": run.density,
+            }
+            for run in of_mode
+        ]
+        for mode, of_mode in runs.items()
+    }
+    _write(folder / "history.json", history)
+
+
+def line(mode: str, run: Run) -> str:
+    """One run in one line."""
+    result = run.summary()
+    return (
+        f"{mode} seed {run.seed}: AUC {result['auc']:.4f}, log loss {result['log_loss']:.4f}, "
+        f"{result['wire_bytes_per_step_per_rank']:,.0f} bytes and "
+        f"{result['step_ms_median']:.1f} ms per step"
+    )
+
+
+def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
+    """Modes side by side: mean and standard deviation over seeds; bytes per rank."""
+    table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("AUC", "log loss", "bytes/step", "fewer by", "ms/step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    dense = _mean(runs, "dense", "wire_bytes_per_step_per_rank") if "dense" in runs else 0
+    for mode in runs:
+        sent = _mean(runs, mode, "wire_bytes_per_step_per_rank")
+        table.add_row(
+            mode,
+            _spread(runs, mode, "auc"),
+            _spread(runs, mode, "log_loss"),
+            f"{sent:,.0f}",
+            f"{dense / sent:.1f}x" if dense and sent else "-",
+            f"{_mean(runs, mode, 'step_ms_median'):.1f}",
+        )
+    if bayes is not None:
+        table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}", "", "", "")
+        table.caption = "Bayes: the true probabilities, which no model beats"
+    console.print(table)
+
+
+def _values(runs: Runs, mode: str, key: str) -> list[float]:
+    return [run.summary()[key] for run in runs[mode]]
+
+
+def _mean(runs: Runs, mode: str, key: str) -> float:
+    return float(np.mean(_values(runs, mode, key)))
+
+
+def _spread(runs: Runs, mode: str, key: str) -> str:
+    values = _values(runs, mode, key)
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+
+
+def _write(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,151 @@
+"""Rows like Criteo's, made by a known teacher, so that the best possible score is known.
+
+Every row is a function of (seed, row number) alone, whatever the chunk or the rank. Its label is 1
+with probability sigmoid(logit); the logit sums an effect of every categorical value, interactions
+of some pairs of values (dot products of latent vectors), and a weighted sum of log(1 + integer).
+"""
+
+import gzip
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from . import hashing
+from .features import CARDINALITIES, INTS, TABLES, encode_ints
+
+# Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
+MAX_CARDINALITY = 4000
+EXPONENT = 1.5  # of the power law
+PAIRS = ((1, 4), (0, 7), (10, 17), (12, 18), (13, 22), (2, 24))  # of tables that interact
+LATENT_DIM = 4
+VALUES_SHARE, PAIRS_SHARE, INTS_SHARE = 0.60, 0.15, 0.25  # of the logit's variance
+# Of a normal logit these give a click rate of 0.25 and a best possible AUC of 0.80.
+LOGIT_MEAN, LOGIT_STD = -1.45, 1.35
+MAX_INT = 10**6
+PILOT_ROWS = 2**15
+
+# Streams of random numbers, a thousand for each kind.
+_VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING = range(0, 6000, 1000)
+
+
+class Block(NamedTuple):
+    """Generated rows, -1 where missing.
+
+    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26]; probability: float64 [n], the
+    true one of label 1.
+    """
+
+    labels: np.ndarray
+    ints: np.ndarray
+    values: np.ndarray
+    probability: np.ndarray
+
+
+class Generator:
+    """Criteo-shaped rows with a planted teacher.
+
+    Value v of a column has a probability of about (v + 1)^-1.5, a power law; log(1 + integer) is
+    about exponential; up to 40 % of a column are missing.
+
+    Args:
+        seed: integer >= 0, of the teacher and of the rows.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        columns, ints = np.arange(TABLES), np.arange(INTS)
+        # One of the values that a cardinality counts is "missing".
+        self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
+        self.missing = 0.4 * hashing.uniform(seed, _SETTING, columns) ** 2
+        self._int_missing = 0.4 * hashing.uniform(seed, _SETTING + 1, ints) ** 2
+        self._int_scale = 0.5 + 1.5 * hashing.uniform(seed, _SETTING + 2, ints)
+        self._int_weight = _of_norm(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
+        value_weight = _of_norm(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
+        self._effect = [value_weight[t] * self._drawn(t, _EFFECT + t) for t in columns]
+        self._latent = [
+            [self._vectors(t, _LATENT + LATENT_DIM * (2 * p + side)) for side, t in enumerate(pair)]
+            for p, pair in enumerate(PAIRS)
+        ]
+        self._mean, self._std = 0.0, 1.0
+        pilot = self._score(*self._features(np.arange(PILOT_ROWS)))
+        self._mean, self._std = pilot.mean(), pilot.std()
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        """The rows of these numbers (integers [n], >= 0)."""
+        ints, values = self._features(numbers)
+        score = (self._score(ints, values) - self._mean) / self._std
+        probability = 1 / (1 + np.exp(-(LOGIT_MEAN + LOGIT_STD * score)))
+        labels = hashing.uniform(self.seed, _LABEL, numbers) < probability
+        return Block(labels.astype(np.int64), ints, values, probability)
+
+    def probabilities(self, table: int) -> np.ndarray:
+        """How often a column holds each value: [missing, value 0, value 1, ...], summing to 1."""
+        count, missing = self.counts[table], self.missing[table]
+        below = (1 - np.arange(1, count + 2) ** (1 - EXPONENT)) / (
+            1 - (count + 1) ** (1 - EXPONENT)
+        )
+        return np.concatenate([[missing], (1 - missing) * np.diff(below)])
+
+    def _features(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ints = np.empty((len(numbers), INTS), dtype=np.int64)
+        for j in range(INTS):
+            u, missing = self._present(_INTEGER + j, numbers, self._int_missing[j])
+            drawn = np.floor(np.expm1(-self._int_scale[j] * np.log(u)))
+            ints[:, j] = np.where(missing, -1, np.minimum(drawn, MAX_INT))
+        values = np.empty((len(numbers), TABLES), dtype=np.int64)
+        for t, count in enumerate(self.counts):
+            u, missing = self._present(_VALUE + t, numbers, self.missing[t])
+            largest = (count + 1) ** (1 - EXPONENT)
+            drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - EXPONENT))) - 1
+            values[:, t] = np.where(missing, -1, np.minimum(drawn, count - 1))
+        return ints, values
+
+    def _present(
+        self, stream: int, numbers: np.ndarray, missing: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A uniform number in (0, 1) for each row that is present, and which rows are missing."""
+        u = hashing.uniform(self.seed, stream, numbers)
+        return np.where(u <= missing, 0.5, (u - missing) / (1 - missing)), u <= missing
+
+    def _score(self, ints: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """The teacher's logit up to an affine map: float64 [n]."""
+        # Column by column: a matrix product may round a row by its place in the array.
+        score = np.zeros(len(ints))
+        for j in range(INTS):
+            score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
+        for t in range(TABLES):
+            score += self._effect[t][values[:, t] + 1]
+        for (left, right), (u, v) in zip(PAIRS, self._latent, strict=True):
+            score += np.einsum("nd,nd->n", u[values[:, left] + 1], v[values[:, right] + 1])
+        return score
+
+    def _drawn(self, table: int, stream: int) -> np.ndarray:
+        """A number per value of a column, missing first: mean 0 and variance 1 over its rows."""
+        share = self.probabilities(table)
+        drawn = hashing.normal(self.seed, stream, np.arange(len(share)))
+        drawn -= share @ drawn
+        return drawn / np.sqrt(share @ drawn**2)
+
+    def _vectors(self, table: int, stream: int) -> np.ndarray:
+        """A latent vector per value of a column, [values + 1, 4]."""
+        # The dot product of two of these then has variance PAIRS_SHARE / len(PAIRS).
+        scale = (PAIRS_SHARE / len(PAIRS) / LATENT_DIM) ** 0.25
+        parts = [self._drawn(table, stream + k) for k in range(LATENT_DIM)]
+        return scale * np.stack(parts, axis=1)
+
+
+def write_tsv(path: Path, seed: int, rows: int) -> None:
+    """Write rows 0 ... rows - 1 in Criteo's layout, gzip-compressed if the name ends in .gz."""
+    block = Generator(seed).rows(np.arange(rows))
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+        for label, ints, values in zip(block.labels, block.ints, block.values, strict=True):
+            fields = [str(label)]
+            fields += ["" if x < 0 else str(x) for x in ints]
+            fields += ["" if v < 0 else f"{v:08x}" for v in values]
+            file.write("\t".join(fields) + "\n")
+
+
+def _of_norm(weights: np.ndarray, square: float) -> np.ndarray:
+    """`weights` scaled so that their squares sum to `square`."""
+    return weights * np.sqrt(square / np.sum(weights**2))

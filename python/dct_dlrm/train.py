@@ -1,0 +1,35 @@
+"""dct-train: compare ways of averaging gradients on DLRM."""
+
+import sys
+from collections.abc import Sequence
+
+from . import criteo
+from .arguments import parse
+from .experiment import compare
+from .features import DataError
+from .launch import WorkerError, launch
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console command: its exit status, with a message on stderr if that is not 0."""
+    options = parse(arguments)
+    try:
+        if options.data is not None:
+            criteo.check_file(options.data)
+        _make_folder(options.out)
+        launch(compare, options.ranks, options)
+    except (DataError, WorkerError) as error:
+        print(f"dct-train: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _make_folder(path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out must be a folder that can be written to, got: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Sound arguments of every op, to be made wrong one at a time, and what an error must look like."""
+
+import pytest
+import torch
+
+import dct_kernels
+
+PUBLIC = (ValueError, TypeError)
+U8, I32, I64 = torch.uint8, torch.int32, torch.int64
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+OPS = ("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack")
+OPS += ("row_pack", "row_gather", "row_unpack")
+NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
+NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32).nbytes
+
+
+def segments():
+    return torch.tensor([0, 40, NUMEL])
+
+
+def arguments(op):
+    """Sound arguments by name; every call makes new tensors."""
+    f32 = torch.ones(NUMEL)
+    if op == "sample_threshold":
+        return {
+            "x": f32,
+            "residual": torch.zeros(NUMEL),
+            "segments": segments(),
+            "density": 0.1,
+            "max_samples": 50,
+            "seed": 0,
+            "inv_scale": torch.tensor(1.0),
+        }
+    if op == "track_threshold":
+        return {
+            "threshold": torch.ones(2),
+            "seen": torch.tensor([1, 2], dtype=I32),
+            "target": torch.ones(2),
+            "reference": torch.ones(2),
+        }
+    if op == "mask_pack":
+        return {
+            "residual": f32,
+            "grad": torch.ones(NUMEL),
+            "segments": segments(),
+            "threshold": torch.ones(2),
+            "payload": torch.full((NBYTES,), 7, dtype=U8),
+            "seen": torch.full((2,), -1, dtype=I32),
+            "capacity": CAPACITY,
+            "value_dtype": F32,
+            "inv_scale": torch.tensor(1.0),
+        }
+    if op == "scatter_unpack":
+        return {
+            "payloads": torch.full((2, NBYTES), 7, dtype=U8),
+            "out": f32,
+            "capacity": CAPACITY,
+            "value_dtype": F32,
+            "scale": 1.0,
+            "accumulate": False,
+            "out_scale": torch.tensor(1.0),
+        }
+    # 50 columns, 4 of them: 4 bytes of columns beat 7 bytes of bitmap.
+    x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
+    if op == "row_pack":
+        return {"x": x, "k": K, "value_dtype": F32}
+    if op == "row_gather":
+        return {"x": x, "positions": positions, "k": K, "value_dtype": F32}
+    values = torch.ones(ROWS, K)
+    return {"values": values, "positions": positions, "width": WIDTH, "dtype": F32}
+
+
+def placed(value, device):
+    """A tensor on the device with the strides and the alignment that it has."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    storage = value.untyped_storage()
+    memory = torch.empty(0, dtype=U8).set_(storage).to(device).view(value.dtype)
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def snapshot(args):
+    """The bytes of every tensor, NaN or not."""
+    return [t.clone().contiguous().view(U8) for t in tensors(args)]
+
+
+def tensors(args):
+    return [a for a in args.values() if isinstance(a, torch.Tensor) and not a.is_meta and a.dim()]
+
+
+def raises(call, args, op, named, error):
+    """The text of the error, which names the argument; no tensor has changed."""
+    before = snapshot(args)
+    with pytest.raises(error) as caught:
+        call(**args)
+    for was, now in zip(before, snapshot(args), strict=True):
+        assert torch.equal(was, now)
+    text = str(caught.value)
+    prefix = f"dct::{op}: {named} must be "
+    assert prefix in text
+    assert ", got " in text
+    return text

@@ -1,0 +1,137 @@
+"""Gradients of the row ops, and what autograd is told about the ops that write."""
+
+import pytest
+import torch
+from oracle import rows as oracle
+
+from conformance import bits, samples
+from conformance.arguments import OPS, arguments
+from dct_kernels import row_gather, row_pack, row_unpack
+
+# (d, k): a bitmap, uint8 columns, uint16 columns.
+SHAPES = [(40, 6), (40, 3), (600, 5)]
+shapes = pytest.mark.parametrize(("width", "k"), SHAPES)
+dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
+value_dtypes = pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
+
+
+def separated(rows, width):
+    """Magnitudes too far apart for a small step to change which ones are the largest."""
+    order = torch.rand(rows, width).argsort(1)
+    signs = torch.where(torch.rand(rows, width) < 0.5, -1.0, 1.0)
+    return (signs * (order + 1) / 4).requires_grad_()
+
+
+# The ops take no float64, so gradcheck works in float32, with a step to match.
+@pytest.mark.filterwarnings("ignore:Input .* requires gradient and is not a double")
+@pytest.mark.parametrize(("width", "k"), [(12, 3), (40, 3), (300, 2)])
+def test_gradcheck(width, k):
+    x = separated(1, width)
+    _, positions = row_pack(x, k, torch.float32)
+    values = torch.randn(1, k, requires_grad=True)
+    for function, argument in [
+        (lambda x: row_pack(x, k, torch.float32)[0], x),
+        (lambda x: row_gather(x, positions, k, torch.float32), x),
+        (lambda v: row_unpack(v, positions, width, torch.float32), values),
+    ]:
+        assert torch.autograd.gradcheck(function, (argument,), eps=1e-2, atol=1e-2, rtol=1e-2)
+
+
+@dtypes
+@value_dtypes
+@shapes
+def test_the_backward_ops_are_the_row_ops(width, k, dtype, value_dtype):
+    """At the same positions, rounded to the dtype of the argument."""
+    x = samples.normal(7 * width, dtype).view(7, width).requires_grad_()
+    grad = samples.normal(7 * k, value_dtype, seed=1).view(7, k)
+    values, positions = row_pack(x, k, value_dtype)
+    assert values.requires_grad
+    assert not positions.requires_grad
+    (dx,) = torch.autograd.grad(values, x, grad)
+    expected = oracle.row_unpack(bits.numbers(grad), positions.numpy(), width, bits.name(dtype))
+    bits.assert_floats(dx, expected, "gradient of row_pack")
+
+    (dx,) = torch.autograd.grad(row_gather(x, positions, k, value_dtype), x, grad)
+    bits.assert_floats(dx, expected, "gradient of row_gather")
+
+    values = values.detach().requires_grad_()
+    grad = samples.normal(7 * width, dtype, seed=2).view(7, width)
+    (dv,) = torch.autograd.grad(row_unpack(values, positions, width, dtype), values, grad)
+    expected = oracle.row_gather(bits.numbers(grad), positions.numpy(), k, bits.name(value_dtype))
+    bits.assert_floats(dv, expected, "gradient of row_unpack")
+
+
+@shapes
+def test_one_mask_forward_and_backward(width, k):
+    """DCT's model-parallel rule: the gradient passes where the activation passed."""
+    x = samples.normal(9 * width).view(9, width).requires_grad_()
+    y = row_unpack(*row_pack(x, k, torch.float32), width, torch.float32)
+    grad = samples.normal(9 * width, seed=3).view(9, width)
+    y.backward(grad)
+    mask = y.detach() != 0
+    assert torch.equal(mask.sum(1), torch.full((9,), k))
+    assert torch.equal(x.grad, torch.where(mask, grad, 0.0))
+
+
+def test_expanded_gradients():
+    """Of a sum, of stride 0: not contiguous, so the backward op must not be given them as is."""
+    x = samples.normal(90).view(3, 30).requires_grad_()
+    values, positions = row_pack(x, 4, torch.float32)
+    mask = row_unpack(torch.ones(3, 4), positions, 30, torch.float32)
+    values.sum().backward()
+    assert torch.equal(x.grad, mask)
+    x.grad = None
+    row_gather(x, positions, 4, torch.float32).mean().backward()
+    assert torch.equal(x.grad, mask / 12)
+    values = values.detach().requires_grad_()
+    row_unpack(values, positions, 30, torch.float32).sum().backward()
+    assert torch.equal(values.grad, torch.ones(3, 4))
+
+
+def test_double_backward():
+    x = samples.normal(60).view(2, 30).requires_grad_()
+    values, positions = row_pack(x, 4, torch.float32)
+    (dx,) = torch.autograd.grad((values**2).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    assert torch.equal(ddx, 2 * row_unpack(torch.ones(2, 4), positions, 30, torch.float32))
+
+
+def test_no_gradient_where_none_is_asked_for():
+    x = samples.normal(60).view(2, 30).requires_grad_()
+    with torch.no_grad():
+        assert not row_pack(x, 4, torch.float32)[0].requires_grad
+    assert not row_pack(x.detach(), 4, torch.float32)[0].requires_grad
+
+
+WRITTEN = {
+    "track_threshold": {"threshold"},
+    "mask_pack": {"residual", "payload", "seen"},
+    "scatter_unpack": {"out"},
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_version_counters_tell_what_was_written(op):
+    """Autograd and torch.compile rely on them; only the arguments that the schema marks move."""
+    args = arguments(op)
+    tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    getattr(torch.ops.dct, op).default(**args)
+    bumped = {name for name, tensor in tensors.items() if tensor._version > before[name]}
+    assert bumped == WRITTEN.get(op, set())
+
+
+def test_a_tensor_saved_for_backward_must_not_be_written():
+    weight = torch.ones(100, requires_grad=True)
+    args = arguments("mask_pack")
+    loss = (weight * args["residual"]).sum()
+    torch.ops.dct.mask_pack.default(**args)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(op, mode):
+    with mode():
+        getattr(torch.ops.dct, op).default(**arguments(op))

@@ -1,0 +1,145 @@
+"""torch.compile(fullgraph=True): equal results, equal writes, one compilation for all sizes."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from conformance import samples
+from dct_kernels import (
+    mask_pack,
+    payload_layout,
+    row_gather,
+    row_pack,
+    row_unpack,
+    sample_threshold,
+    scatter_unpack,
+    track_threshold,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(residual, grad, segments, threshold, payload, seen, out, capacity, target):
+    """A whole data-parallel step of one rank: all four 1-D ops, all their writes."""
+    reference = sample_threshold(grad, residual, segments, 0.02, max_samples=100)
+    mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.bfloat16)
+    track_threshold(threshold, seen, target, reference)
+    status = scatter_unpack(payload.unsqueeze(0), out, capacity, torch.bfloat16, 0.5)
+    return reference, status, residual.sum() + out.sum()
+
+
+def step_arguments(numel, capacity, count):
+    nbytes = payload_layout(numel, capacity, torch.bfloat16).nbytes
+    return (
+        samples.normal(numel),
+        samples.normal(numel, torch.bfloat16, seed=1),
+        samples.segments(numel, count),
+        torch.ones(count),
+        torch.zeros(nbytes, dtype=torch.uint8),
+        torch.zeros(count, dtype=torch.int32),
+        torch.zeros(numel),
+        capacity,
+        torch.full((count,), 20.0),
+    )
+
+
+def rows(x, grad, k):
+    """Pack, unpack and the backward pass of both."""
+    values, positions = row_pack(x, k, torch.bfloat16)
+    y = row_unpack(values, positions, x.shape[1], torch.float32)
+    back = row_gather(grad, positions, k, torch.bfloat16)
+    return values, positions, y, back
+
+
+def assert_same(compiled, function, args):
+    """Results and every written tensor."""
+    eager_args = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+    expected = function(*eager_args)
+    actual = compiled(*args)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+    for a, e in zip(args, eager_args, strict=True):
+        assert torch.equal(a, e) if isinstance(a, torch.Tensor) else a == e
+
+
+def test_a_step_compiles_once_for_every_size():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for numel, capacity, count in [(5000, 100, 4), (20000, 300, 9), (50021, 77, 5), (999, 3, 2)]:
+        assert_same(compiled, step, step_arguments(numel, capacity, count))
+    assert counter.frame_count == 1
+
+
+def test_row_ops_compile_once_for_every_size():
+    """As long as the encoding is the same one: it decides a shape."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rows, fullgraph=True, dynamic=True, backend=counter)
+    for batch, width, k in [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]:
+        x, grad = (samples.normal(batch * width, seed=s).view(batch, width) for s in (0, 1))
+        assert_same(compiled, rows, (x, grad, k))
+    assert counter.frame_count == 1
+
+
+def test_without_a_gradient_and_into_ranges():
+    def send(residual, segments, threshold, payload, seen, out, capacity):
+        mask_pack(residual, None, segments, threshold, payload, seen, capacity, torch.float32)
+        status = scatter_unpack(payload.unsqueeze(0), out, capacity, torch.float32)
+        return (status,)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(send, fullgraph=True, dynamic=True, backend=counter)
+    for numel, capacity in [(40000, 50), (70001, 90)]:
+        nbytes = payload_layout(numel, capacity, torch.float32, ranges=2).nbytes
+        residual = samples.normal(numel)
+        payload, seen = torch.zeros(2, nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        segments = torch.tensor([0, numel])
+        out = torch.zeros(numel)
+        args = (residual, segments, torch.tensor([2.0]), payload, seen, out, capacity)
+        assert_same(compiled, send, args)
+        assert seen.item() > 0
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_forward_and_backward(backend):
+    """Here Inductor compiles for real; x is used before and after, so nothing may be reused."""
+
+    def model(x, k):
+        values, positions = row_pack(torch.tanh(x), k, torch.float32)
+        return row_unpack(2 * values, positions, x.shape[1], torch.float32).square().sum()
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    x = (torch.arange(256.0).view(4, 64) % 37) / 8 - 2
+    gradients = []
+    for function in (model, compiled):
+        leaf = x.clone().requires_grad_()
+        function(leaf, 5).backward()
+        gradients.append(leaf.grad)
+    # Inductor's tanh is not torch's, so values are close; the mask is the same one.
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert torch.equal(gradients[1] != 0, gradients[0] != 0)
+
+
+def test_inductor_runs_a_whole_step():
+    """Writes happen in order and in place, though Inductor functionalises them first."""
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="inductor")
+    args = step_arguments(20000, 300, 9)
+    eager_args = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+    expected, actual = step(*eager_args), compiled(*args)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    for a, e in zip(args, eager_args, strict=True):
+        assert torch.equal(a, e) if isinstance(a, torch.Tensor) else a == e
+
+
+def test_checks_hold_while_tracing():
+    def wrong(x):
+        return row_pack(x, 99, torch.float32)
+
+    with pytest.raises(Exception, match=r"dct::row_pack: k must be in \[1, 10\], got 99"):
+        torch.compile(wrong, fullgraph=True, backend="aot_eager")(torch.ones(3, 10))

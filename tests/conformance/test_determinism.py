@@ -1,0 +1,70 @@
+"""The same bits whatever the number of threads, and call after call."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from conformance import samples
+from dct_kernels import payload_layout
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def everything(backend):
+    """Every op once, on sizes that split into many pieces; all results, as bytes."""
+    device, numel, capacity, ranges = backend.device, 40 * 16384 + 77, 9000, 3
+    residual = samples.normal(numel).to(device)
+    grad = samples.hard(numel, torch.bfloat16, non_finite=False).to(device)
+    segments = samples.segments(numel, 50).to(device)
+    threshold = backend.sample_threshold(grad, residual, segments, 0.02, max_samples=5000)
+    nbytes = payload_layout(numel, capacity, torch.bfloat16, ranges).nbytes
+    payload = torch.zeros(ranges, nbytes, dtype=torch.uint8, device=device)
+    seen = torch.empty(50, dtype=torch.int32, device=device)
+    backend.mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.bfloat16)
+    out = samples.normal(numel, seed=5).to(device)
+    payloads = torch.stack([payload, payload.flip(0), payload])
+    status = backend.scatter_unpack(payloads, out, capacity, torch.bfloat16, 1 / 3, True)
+    x = samples.normal(2000 * 200).view(2000, 200).to(device)
+    values, positions = backend.row_pack(x, 9, torch.float16)
+    gathered = backend.row_gather(x.flip(1), positions, 9, torch.float32)
+    dense = backend.row_unpack(values, positions, 200, torch.bfloat16)
+    tracked = threshold.clone()
+    backend.track_threshold(tracked, seen, torch.full_like(tracked, 99.0), threshold)
+    results = (threshold, payload, seen, residual, out, status, values, positions)
+    results += (gathered, dense, tracked)
+    return [result.cpu().contiguous().view(torch.uint8) for result in results]
+
+
+def test_threads_and_repetition(backend, threads):
+    threads(1)
+    first = everything(backend)
+    for count, _ in product((1, 2, 3, 8), range(2)):
+        threads(count)
+        for now, before in zip(everything(backend), first, strict=True):
+            assert torch.equal(now, before)
+
+
+def test_backends_agree(backend):
+    """Implied by agreement with the oracle, and shown here on one long chain of ops."""
+    from conftest import BACKENDS
+
+    reference = everything(BACKENDS["eager"])
+    for now, expected in zip(everything(backend), reference, strict=True):
+        assert torch.equal(now, expected)
+
+
+def test_two_streams_of_calls_do_not_disturb_each_other(backend):
+    """No state survives a call: a call in between, of other sizes, changes nothing."""
+    first = everything(backend)
+    x = samples.normal(3000).view(30, 100).to(backend.device)
+    backend.row_pack(x, 50, torch.float32)
+    segments = torch.tensor([0, 3000], device=backend.device)
+    backend.sample_threshold(x.flatten(), None, segments, 0.5)
+    for now, before in zip(everything(backend), first, strict=True):
+        assert torch.equal(now, before)

@@ -1,0 +1,160 @@
+"""Arguments that share memory, live on another device, or are of another Python type."""
+
+import pytest
+import torch
+
+import dct_kernels
+from conformance.arguments import (
+    F16,
+    F32,
+    I32,
+    I64,
+    NBYTES,
+    NUMEL,
+    OPS,
+    PUBLIC,
+    U8,
+    arguments,
+    placed,
+    raises,
+)
+
+# (op, the argument to name, {argument: (dtype, first byte, elements) of one shared memory}).
+VECTOR = (F32, 0, NUMEL)
+OVERLAPS = [
+    ("mask_pack", "grad", {"residual": VECTOR, "grad": VECTOR}),
+    ("mask_pack", "grad", {"residual": VECTOR, "grad": (F32, 4 * NUMEL - 4, NUMEL)}),
+    ("mask_pack", "payload", {"residual": VECTOR, "payload": (U8, 384, NBYTES)}),
+    ("mask_pack", "grad", {"payload": (U8, 384, NBYTES), "grad": VECTOR}),
+    ("mask_pack", "seen", {"residual": VECTOR, "seen": (I32, 4 * NUMEL - 4, 2)}),
+    ("mask_pack", "threshold", {"seen": (I32, 0, 2), "threshold": (F32, 4, 2)}),
+    ("mask_pack", "segments", {"seen": (I32, 16, 2), "segments": (I64, 0, 3)}),
+    ("mask_pack", "inv_scale", {"residual": VECTOR, "inv_scale": (F32, 200, 1)}),
+    ("scatter_unpack", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * NBYTES)}),
+    ("scatter_unpack", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
+    ("track_threshold", "seen", {"threshold": (F32, 0, 2), "seen": (I32, 0, 2)}),
+    ("track_threshold", "target", {"threshold": (F32, 0, 2), "target": (F32, 4, 2)}),
+    ("track_threshold", "reference", {"threshold": (F32, 4, 2), "reference": (F32, 0, 2)}),
+]
+
+
+def sharing(op, windows, device="cpu"):
+    """Sound arguments, these of them in one memory."""
+    memory = torch.zeros(4096, dtype=U8, device=device)
+    args = {name: placed(value, device) for name, value in arguments(op).items()}
+    for name, (dtype, start, count) in windows.items():
+        window = memory[start : start + count * dtype.itemsize].view(dtype).view(args[name].shape)
+        args[name] = window.copy_(args[name])
+    return args
+
+
+@pytest.mark.parametrize(("op", "named", "windows"), OVERLAPS)
+def test_overlapping_arguments(backend, op, named, windows):
+    args = sharing(op, windows)
+    text = raises(getattr(dct_kernels, op), args, op, named, ValueError)
+    args = sharing(op, windows, backend.device)
+    assert text in raises(getattr(backend, op), args, op, named, (RuntimeError, *PUBLIC))
+
+
+def test_neighbours_in_memory_do_not_overlap(backend):
+    end = 4 * NUMEL
+    windows = {"residual": VECTOR, "grad": (F32, end, NUMEL), "seen": (I32, 2 * end, 2)}
+    windows |= {"threshold": (F32, 2 * end + 8, 2), "payload": (U8, 2 * end + 16, NBYTES)}
+    args = sharing("mask_pack", windows, backend.device)
+    backend.mask_pack(**args)
+    assert args["seen"].tolist() == [40, 60]
+
+
+def test_read_only_arguments_may_share_memory(backend):
+    args = sharing("sample_threshold", {"x": VECTOR, "residual": VECTOR}, backend.device)
+    assert backend.sample_threshold(**args).tolist() == [0.0, 0.0]
+
+
+DEVICES = [
+    ("sample_threshold", "x", ("residual", "segments", "inv_scale")),
+    ("track_threshold", "threshold", ("seen", "target", "reference")),
+    ("mask_pack", "residual", ("grad", "segments", "threshold", "payload", "seen", "inv_scale")),
+    ("scatter_unpack", "out", ("payloads", "out_scale")),
+    ("row_gather", "x", ("positions",)),
+    ("row_unpack", "values", ("positions",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "first", "other"), [(op, first, arg) for op, first, args in DEVICES for arg in args]
+)
+def test_arguments_on_two_devices(op, first, other):
+    args = arguments(op)
+    args[other] = args[other].to("meta")
+    text = raises(getattr(dct_kernels, op), args, op, other, ValueError)
+    assert text == f"dct::{op}: {other} must be on cpu like {first}, got meta"
+
+
+@pytest.mark.parametrize(
+    ("op", "arg", "value"),
+    [
+        ("sample_threshold", "x", [1.0]),
+        ("sample_threshold", "segments", [0, NUMEL]),
+        ("sample_threshold", "density", "0.1"),
+        ("sample_threshold", "density", None),
+        ("sample_threshold", "max_samples", 1.0),
+        ("sample_threshold", "max_samples", True),
+        ("sample_threshold", "seed", 0.5),
+        ("sample_threshold", "inv_scale", 1.0),
+        ("mask_pack", "residual", None),
+        ("mask_pack", "grad", 1.0),
+        ("mask_pack", "payload", b""),
+        ("mask_pack", "capacity", 10.0),
+        ("mask_pack", "value_dtype", "float32"),
+        ("mask_pack", "inv_scale", 0.5),
+        ("scatter_unpack", "payloads", [b""]),
+        ("scatter_unpack", "out_scale", 2.0),
+        ("row_pack", "x", [[1.0]]),
+        ("row_pack", "k", 4.0),
+        ("row_pack", "k", False),
+        ("row_gather", "positions", None),
+        ("row_gather", "value_dtype", None),
+        ("row_unpack", "width", "50"),
+    ],
+)
+def test_values_of_another_type(op, arg, value):
+    raises(getattr(dct_kernels, op), arguments(op) | {arg: value}, op, arg, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "error"),
+    [
+        ({"numel": -1}, "numel", ValueError),
+        ({"numel": 1.0}, "numel", TypeError),
+        ({"capacity": 0}, "capacity", ValueError),
+        ({"capacity": 2**32}, "capacity", ValueError),
+        ({"ranges": 0}, "ranges", ValueError),
+        ({"value_dtype": F16}, "value_dtype", TypeError),
+    ],
+)
+def test_payload_layout(change, named, error):
+    sound = {"numel": 10, "capacity": 5, "value_dtype": F32, "ranges": 1}
+    raises(dct_kernels.payload_layout, sound | change, "payload_layout", named, error)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        torch.zeros(63, dtype=U8),
+        torch.zeros(2, 64, dtype=U8),
+        torch.zeros(64),
+        torch.zeros(64, dtype=U8),
+    ],
+    ids=["short", "2-D", "dtype", "zeros"],
+)
+def test_payload_info(payload):
+    call = dct_kernels.payload_info
+    raises(call, {"payload": payload}, "payload_info", "payload", (ValueError, TypeError))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_sound_arguments_are_sound(backend, op):
+    """Without this every test above could pass for the wrong reason."""
+    args = {name: placed(value, backend.device) for name, value in arguments(op).items()}
+    getattr(backend, op)(**args)
+    getattr(dct_kernels, op)(**arguments(op))

@@ -1,0 +1,134 @@
+"""torch.library.opcheck of the registered ops: schema, fake, autograd registration, AOT dynamic.
+
+It compares no values with the contract; the other files do. The ops run on whatever backend the
+dispatcher picks for the CPU; test_backends.py runs this file once more with eager forced.
+"""
+
+import pytest
+import torch
+
+import dct_kernels
+from conformance import bits, samples
+from conformance.arguments import OPS, arguments
+
+floats = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
+
+
+def check(op, args):
+    torch.library.opcheck(getattr(torch.ops.dct, op).default, (), args)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contiguous(op):
+    check(op, arguments(op))
+
+
+ABSENT = {
+    "sample_threshold": {"residual": None, "inv_scale": None},
+    "mask_pack": {"grad": None, "inv_scale": None},
+    "scatter_unpack": {"out_scale": None},
+}
+
+
+@pytest.mark.parametrize("op", ABSENT)
+def test_without_the_optional_tensors(op):
+    check(op, arguments(op) | ABSENT[op])
+
+
+def test_mask_pack_into_ranges():
+    nbytes = dct_kernels.payload_layout(40000, 50, torch.bfloat16, ranges=2).nbytes
+    check(
+        "mask_pack",
+        {
+            "residual": samples.normal(40000),
+            "grad": None,
+            "segments": torch.tensor([0, 0, 30000, 40000]),
+            "threshold": torch.tensor([1.0, 2.0, -1.0]),
+            "payload": torch.zeros(2, nbytes, dtype=torch.uint8),
+            "seen": torch.zeros(3, dtype=torch.int32),
+            "capacity": 50,
+            "value_dtype": torch.bfloat16,
+        },
+    )
+
+
+@floats
+def test_scatter_unpack_of_ranges_accumulating(dtype):
+    nbytes = dct_kernels.payload_layout(40000, 50, torch.bfloat16, ranges=2).nbytes
+    check(
+        "scatter_unpack",
+        {
+            "payloads": torch.zeros(3, 2, nbytes, dtype=torch.uint8),
+            "out": samples.normal(40000, dtype),
+            "capacity": 50,
+            "value_dtype": torch.bfloat16,
+            "scale": 0.5,
+            "accumulate": True,
+        },
+    )
+
+
+EMPTY = {
+    "sample_threshold": {"x": torch.empty(0), "residual": None, "segments": torch.tensor([0])},
+    "track_threshold": {
+        **dict.fromkeys(("threshold", "target", "reference"), torch.empty(0)),
+        "seen": torch.empty(0, dtype=torch.int32),
+    },
+    "mask_pack": {
+        "residual": torch.empty(0),
+        "grad": torch.empty(0),
+        "segments": torch.tensor([0]),
+        "threshold": torch.empty(0),
+        "payload": torch.zeros(
+            dct_kernels.payload_layout(0, 10, torch.float32).nbytes, dtype=torch.uint8
+        ),
+        "seen": torch.empty(0, dtype=torch.int32),
+    },
+    "scatter_unpack": {
+        "out": torch.empty(0),
+        "payloads": torch.zeros(
+            2, dct_kernels.payload_layout(0, 10, torch.float32).nbytes, dtype=torch.uint8
+        ),
+    },
+    "row_pack": {"x": torch.empty(0, 50)},
+    "row_gather": {"x": torch.empty(0, 50), "positions": torch.empty(0, 4, dtype=torch.uint8)},
+    "row_unpack": {"values": torch.empty(0, 4), "positions": torch.empty(0, 4, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_empty(op):
+    check(op, arguments(op) | EMPTY[op])
+
+
+@pytest.mark.parametrize(("width", "k"), [(50, 4), (50, 20), (600, 5)])
+@pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
+@floats
+def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
+    x = samples.normal(5 * width, dtype).view(5, width)
+    values, positions = dct_kernels.row_pack(x, k, value_dtype)
+    x.requires_grad_()
+    values.requires_grad_()
+    check("row_pack", {"x": x, "k": k, "value_dtype": value_dtype})
+    check("row_gather", {"x": x, "positions": positions, "k": k, "value_dtype": value_dtype})
+    check("row_unpack", {"values": values, "positions": positions, "width": width, "dtype": dtype})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors_give_the_shapes(op):
+    """The fakes run without memory: as large as anybody likes."""
+    real = arguments(op)
+    meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in real.items()}
+    packet = getattr(torch.ops.dct, op).default
+    expected, shapes = packet(**real), packet(**meta)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    for tensor, shape in zip(expected, shapes, strict=True):
+        if tensor is None:
+            assert shape is None
+        else:
+            assert (shape.shape, shape.dtype, shape.stride()) == (
+                tensor.shape,
+                tensor.dtype,
+                tensor.stride(),
+            )

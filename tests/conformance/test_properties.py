@@ -1,0 +1,125 @@
+"""Laws that hold for any input, searched with hypothesis; no oracle but the laws themselves."""
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracle import floats, payload
+from oracle import rows as oracle_rows
+
+from conformance import bits, calls
+
+any_float = st.floats(width=32)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = st.lists(any_float, max_size=70)
+thresholds = st.floats(width=32)
+value_dtypes = st.sampled_from(bits.PAYLOAD_VALUES)
+
+
+@settings(max_examples=150)
+@given(
+    values=vectors,
+    tau=thresholds,
+    capacity=st.integers(1, 80),
+    value_dtype=value_dtypes,
+    grads=st.lists(any_float, min_size=70, max_size=70),
+)
+def test_mask_pack(backend, values, tau, capacity, value_dtype, grads):
+    """Against the oracle, and by its laws: nothing small is packed, nothing is lost."""
+    residual = torch.tensor(values, dtype=torch.float32)
+    grad = torch.tensor(grads[: len(values)], dtype=torch.float32)
+    packed = calls.mask_pack(
+        backend, residual, grad, [tau], capacity=capacity, value_dtype=value_dtype
+    )
+    content = packed.contents[0]
+    acc = floats.accumulate(residual.numpy(), grad.numpy(), None)
+    if tau < 0:
+        assert content.count == 0
+        return
+    indices = payload.indices(content)
+    assert indices == sorted(set(indices))
+    assert content.count == min(capacity, packed.seen.item())
+    sent = np.zeros(len(values), np.float32)
+    sent[indices] = floats.widen(content.values, bits.name(value_dtype))
+    for i, a in enumerate(acc):
+        if np.isfinite(a):
+            assert sent[i] + packed.residual[i].item() == a
+        else:
+            assert not math.isnan(packed.residual[i])
+        if i in indices:
+            assert a != 0
+            assert not abs(a) < tau
+
+
+@settings(max_examples=80)
+@given(
+    ranks=st.lists(st.lists(finite, min_size=20, max_size=20), min_size=1, max_size=4),
+    value_dtype=value_dtypes,
+)
+def test_what_every_rank_packs_is_what_unpack_sums(backend, ranks, value_dtype):
+    """sum over ranks of (acc - new residual) arrives, in rank order, and nothing else."""
+    rows, expected = [], np.zeros(20, np.float32)
+    for values in ranks:
+        acc = torch.tensor(values)
+        packed = calls.mask_pack(backend, acc, None, [1.0], value_dtype=value_dtype)
+        rows.append(packed.rows)
+        geometry = packed.geometry
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = expected + (acc.numpy() - packed.residual.numpy())
+    out, status = calls.scatter_unpack(backend, rows, geometry)
+    assert status == [0] * len(ranks)
+    assert np.array_equal(out.numpy(), expected, equal_nan=True)
+
+
+@settings(max_examples=100)
+@given(values=st.lists(any_float, min_size=1, max_size=60), density=st.floats(1e-6, 1.0))
+def test_sample_threshold(backend, values, density):
+    """At least k entries reach the threshold, and fewer than k exceed it."""
+    x = torch.tensor(values, dtype=torch.float32)
+    segments = torch.tensor([0, len(values)], device=backend.device)
+    tau = backend.sample_threshold(x.to(backend.device), None, segments, density).item()
+    k = min(max(math.ceil(density * len(values)), 1), len(values))
+    magnitudes = [math.inf if math.isnan(v) else abs(v) for v in x.tolist()]
+    assert sum(m >= tau for m in magnitudes) >= k
+    assert sum(m > tau for m in magnitudes) < k
+    assert tau in magnitudes
+
+
+@settings(max_examples=100)
+@given(data=st.data(), width=st.integers(1, 300), dtype=st.sampled_from(bits.FLOATS))
+def test_row_pack_and_unpack(backend, data, width, dtype):
+    """Whatever was dropped is no larger than whatever was kept."""
+    k = data.draw(st.integers(1, width))
+    seed = data.draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+    raw = rng.choice(rng.integers(0, 2**16, 20, dtype=np.uint16), (2, width))
+    x = bits.from_raw(raw if dtype.itemsize == 2 else raw.astype(np.uint32) << 16, dtype)
+    values, positions = backend.row_pack(x.to(backend.device), k, dtype)
+    dense = backend.row_unpack(values, positions, width, dtype).cpu()
+    for row, bytes_, unpacked in zip(x, positions.cpu(), dense, strict=True):
+        columns = oracle_rows.decode(bytes_.numpy().tobytes(), width, k)
+        assert None not in columns
+        magnitudes = bits.numbers(row.nan_to_num(math.inf, math.inf, math.inf).abs())
+        dropped = [magnitudes[c] for c in range(width) if c not in columns]
+        assert max(dropped, default=-1) <= min(magnitudes[columns])
+        expected = torch.zeros(width, dtype=dtype)
+        expected[columns] = row[columns]
+        assert torch.equal(unpacked.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@settings(max_examples=100)
+@given(
+    tau=st.floats(0, 2**60, width=32),
+    seen=st.integers(0, 2**31 - 1),
+    target=st.floats(0, 2**40, width=32),
+    reference=st.floats(0, 2**60, width=32),
+)
+def test_track_threshold_stays_in_its_bounds(backend, tau, seen, target, reference):
+    assume(reference == 0 or reference > 1e-30)
+    arguments = [torch.tensor([v], device=backend.device) for v in (tau, target, reference)]
+    threshold, target, reference = arguments
+    seen = torch.tensor([seen], dtype=torch.int32, device=backend.device)
+    backend.track_threshold(threshold, seen, target, reference)
+    assert reference.item() / 4 <= threshold.item() <= reference.item() * 64

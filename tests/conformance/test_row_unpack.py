@@ -1,0 +1,198 @@
+"""row_gather and row_unpack, of sound positions and of whatever a peer sent."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import rows as oracle
+
+from conformance import bits, samples
+from conformance.memory import Arena
+from conformance.test_row_pack import SHAPES, WIDE, hard_rows
+
+x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
+out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
+
+
+def positions_of(columns, width, k):
+    """uint8 [B, w] of these lists of columns."""
+    raw = b"".join(oracle.encode(row, width, k) for row in columns)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(len(columns), -1)
+
+
+def random_columns(rows, width, k, seed=0):
+    rng = np.random.default_rng([seed, rows, width, k])
+    return [sorted(rng.choice(width, k, replace=False).tolist()) for _ in range(rows)]
+
+
+def check(backend, width, k, positions, x_dtype, out_dtype, offset=0):
+    """Hold both ops against the oracle at these positions."""
+    rows = len(positions)
+    gather = check_gather(backend, hard_rows(rows, width, x_dtype), k, positions, out_dtype, offset)
+    values = hard_rows(rows, k, x_dtype)
+    return gather, check_unpack(backend, values, width, positions, out_dtype, offset)
+
+
+def check_gather(backend, x, k, positions, value_dtype, offset=0):
+    arena = Arena(backend.device, offset)
+    result = backend.row_gather(arena.read(x), arena.read(positions), k, value_dtype)
+    arena.check()
+    expected = oracle.row_gather(bits.numbers(x), positions.numpy(), k, bits.name(value_dtype))
+    assert result.dtype == value_dtype
+    assert result.is_contiguous()
+    bits.assert_floats(result, expected, "gathered")
+    return result.cpu()
+
+
+def check_unpack(backend, values, width, positions, dtype, offset=0):
+    arena = Arena(backend.device, offset)
+    result = backend.row_unpack(arena.read(values), arena.read(positions), width, dtype)
+    arena.check()
+    expected = oracle.row_unpack(bits.numbers(values), positions.numpy(), width, bits.name(dtype))
+    assert result.dtype == dtype
+    assert result.is_contiguous()
+    bits.assert_floats(result, expected, "unpacked")
+    return result.cpu()
+
+
+@x_dtypes
+@out_dtypes
+@pytest.mark.parametrize(("width", "k"), SHAPES)
+def test_shapes_and_dtypes(backend, width, k, dtype, out_dtype):
+    positions = positions_of(random_columns(9, width, k), width, k)
+    check(backend, width, k, positions, dtype, out_dtype)
+
+
+@pytest.mark.parametrize(("width", "k"), WIDE)
+def test_wide_rows(backend, width, k):
+    positions = positions_of(random_columns(2, width, k), width, k)
+    check(backend, width, k, positions, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000])
+def test_rows(backend, rows):
+    for width, k in [(40, 3), (40, 20), (600, 5)]:
+        nbytes = oracle.encoding(width, k)[1]
+        positions = torch.zeros(0, nbytes, dtype=torch.uint8)
+        if rows:
+            positions = positions_of(random_columns(rows, width, k), width, k)
+        check(backend, width, k, positions, torch.float32, torch.float16)
+
+
+@x_dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, dtype):
+    """Of x, values and positions: uint16 columns at an odd address, too."""
+    for width, k in [(32, 3), (33, 10), (512, 20)]:
+        positions = positions_of(random_columns(20, width, k), width, k)
+        check(backend, width, k, positions, dtype, torch.float32, offset)
+
+
+def test_by_hand(backend):
+    x = torch.tensor([[10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]])
+    bitmap = torch.tensor([[0b00100110]], dtype=torch.uint8)
+    assert check_gather(backend, x, 3, bitmap, torch.float32).tolist() == [[11.0, 12.0, 15.0]]
+    values = torch.tensor([[1.0, -0.0, math.nan]])
+    out = check_unpack(backend, values, 8, bitmap, torch.float32)
+    assert bits.raw(out).tolist() == [[0, 0x3F800000, 0x80000000, 0, 0, 0x7FC00000, 0, 0]]
+
+
+@out_dtypes
+@x_dtypes
+def test_rounding_is_that_of_a_cast(backend, dtype, out_dtype):
+    values = hard_rows(50, 20, dtype)
+    positions = positions_of([list(range(20))] * 50, 20, 20)
+    out = check_unpack(backend, values, 20, positions, out_dtype)
+    nan = values.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert torch.equal(out[~nan], values.to(out_dtype)[~nan])
+
+
+UINT8 = (100, 4)  # width, k
+UINT16 = (1000, 4)
+BITMAP = (20, 4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "accepted"),
+    [
+        ([1, 5, 5, 9], [1, 5, None, 9]),
+        ([5, 1, 3, 6], [5, None, None, 6]),
+        ([3, 200, 4, 5], [3, None, 4, 5]),
+        ([99, 0, 1, 2], [99, None, None, None]),
+        ([0, 0, 0, 0], [0, None, None, None]),
+        ([100, 255, 7, 8], [None, None, 7, 8]),
+        ([255, 254, 253, 100], [None] * 4),
+    ],
+)
+def test_a_list_column_that_cannot_be_accepted(backend, columns, accepted):
+    """It gathers 0 and scatters nothing, and the slots after it keep their own values."""
+    width, k = UINT8
+    positions = torch.tensor([columns], dtype=torch.uint8)
+    x = torch.arange(1.0, width + 1).view(1, width)
+    gathered = check_gather(backend, x, k, positions, torch.float32)
+    assert gathered.tolist() == [[0.0 if c is None else c + 1.0 for c in accepted]]
+    out = check_unpack(
+        backend, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), width, positions, torch.float32
+    )
+    expected = {c: j + 1.0 for j, c in enumerate(accepted) if c is not None}
+    assert {c: out[0, c].item() for c in out[0].nonzero().flatten().tolist()} == expected
+
+
+def test_uint16_columns_that_cannot_be_accepted(backend):
+    width, k = UINT16
+    columns = [[5, 1000, 6, 999], [65535, 1, 0, 2], [999, 999, 998, 65535], [0, 256, 1, 257]]
+    raw = np.array(columns, "<u2").view(np.uint8)
+    gathered, _ = check(
+        backend, width, k, torch.from_numpy(raw.copy()), torch.float32, torch.float32
+    )
+    assert gathered[0, 1] == 0
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "accepted"),
+    [
+        ([0b00000011, 0, 0], [0, 1, None, None]),
+        ([0, 0, 0], [None] * 4),
+        ([0, 0, 0b11110000], [None] * 4),
+        ([0b11111111, 0, 0], [0, 1, 2, 3]),
+        ([0b1, 0b1, 0b11111001], [0, 8, 16, 19]),
+        ([255, 255, 255], [0, 1, 2, 3]),
+    ],
+)
+def test_a_bitmap_of_too_few_or_too_many_bits(backend, bytes_, accepted):
+    """Bits past the k-th or past the width are ignored; a missing one gathers 0."""
+    width, k = BITMAP
+    positions = torch.tensor([bytes_], dtype=torch.uint8)
+    x = torch.arange(1.0, width + 1).view(1, width)
+    gathered = check_gather(backend, x, k, positions, torch.float32)
+    assert gathered.tolist() == [[0.0 if c is None else c + 1.0 for c in accepted]]
+    check_unpack(backend, torch.ones(1, k), width, positions, torch.float32)
+
+
+@pytest.mark.parametrize(("width", "k"), [*SHAPES, *WIDE])
+def test_garbage_positions(backend, width, k):
+    """Random bytes, random small columns, all zeros and all ones."""
+    nbytes = oracle.encoding(width, k)[1]
+    rng = np.random.default_rng([width, k])
+    rows = 40 if width < 2000 else 2
+    garbage = rng.integers(0, 256, (rows, nbytes), dtype=np.uint8)
+    sparse = np.where(rng.random((rows, nbytes)) < 0.5, garbage, 0).astype(np.uint8)
+    for raw in (garbage, sparse, garbage[:1] * 0, garbage[:1] * 0 + np.uint8(255)):
+        check(backend, width, k, torch.from_numpy(raw.copy()), torch.float32, torch.float32)
+
+
+@x_dtypes
+@pytest.mark.parametrize(("width", "k"), SHAPES)
+def test_round_trip_keeps_the_largest_and_zeroes_the_rest(backend, width, k, dtype):
+    x = samples.normal(20 * width, dtype).view(20, width)
+    on_device = x.to(backend.device)
+    values, positions = backend.row_pack(on_device, k, dtype)
+    dense = backend.row_unpack(values, positions, width, dtype).cpu()
+    kept = dense != 0
+    assert torch.equal(kept.sum(1), torch.full((20,), k))
+    assert torch.equal(dense[kept], x[kept])
+    dropped = torch.where(kept, 0.0, x.abs().float()).amax(1)
+    assert bool((torch.where(kept, x.abs().float(), math.inf).amin(1) >= dropped).all())
+    assert torch.equal(backend.row_gather(on_device, positions, k, dtype), values)

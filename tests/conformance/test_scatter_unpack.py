@@ -1,0 +1,200 @@
+"""scatter_unpack of sound payloads: the sum in rank order, factor, base, one rounding."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import payload
+from oracle.payload import Geometry
+
+from conformance import bits, calls, samples
+
+value_dtypes = pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
+
+
+def payloads(geometry, ranks, density=0.02, non_finite=True):
+    dtype = getattr(torch, geometry.dtype)
+    pool = samples.hard(5000, dtype, non_finite=non_finite)
+    return [calls.random_payload(geometry, density, seed, pool) for seed in range(ranks)]
+
+
+def entries(geometry, indices, values, flags=0):
+    """One rank's payload of one range with these float values (exact in the value dtype)."""
+    row = bytearray([calls.PREFILL]) * geometry.nbytes
+    raw = bits.raw(torch.tensor(values, dtype=getattr(torch, geometry.dtype)))
+    content = payload.content(geometry, 0, np.array(indices), raw, flags)
+    payload.write(row, geometry, content)
+    return [bytes(row)]
+
+
+@value_dtypes
+@out_dtypes
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", samples.SIZES)
+def test_sizes_and_dtypes(backend, numel, accumulate, out_dtype, value_dtype):
+    geometry = Geometry(numel, max(1, numel // 50), value_dtype)
+    out = samples.hard(numel, out_dtype, seed=2)
+    calls.scatter_unpack(backend, payloads(geometry, 3), geometry, out, 0.25, accumulate)
+
+
+@value_dtypes
+def test_a_million_elements(backend, value_dtype):
+    geometry = Geometry(samples.LARGE, 5000, value_dtype)
+    calls.scatter_unpack(backend, payloads(geometry, 2), geometry, scale=0.5)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full_payloads(backend, density):
+    geometry = Geometry(2 * 16384 + 33, 2 * 16384 + 33, "float32")
+    calls.scatter_unpack(backend, payloads(geometry, 2, density), geometry)
+
+
+@value_dtypes
+@pytest.mark.parametrize("ranks", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+def test_ranks_and_ranges(backend, ranges, ranks, value_dtype):
+    for numel in (0, 5, 16384, 16385, 3 * 16384 + 7):
+        geometry = Geometry(numel, 400, value_dtype, ranges)
+        sound = payloads(geometry, ranks)
+        _, status = calls.scatter_unpack(backend, sound, geometry, scale=0.125, three_dims=True)
+        assert status == [0] * ranks
+
+
+def test_the_sum_by_hand(backend):
+    """In rank order, in float32: 1e8 + 1 - 1e8 is 0, whatever else would be more exact."""
+    geometry = Geometry(6, 4, "float32")
+    ranks = [
+        entries(geometry, [0, 2, 3], [1e8, 1.5, -0.0]),
+        entries(geometry, [0, 4], [1.0, 7.0]),
+        entries(geometry, [0, 2], [-1e8, 2.0]),
+    ]
+    out, status = calls.scatter_unpack(backend, ranks, geometry, scale=2.0)
+    assert bits.raw(out).tolist() == bits.raw(torch.tensor([0.0, 0, 7, 0, 14, 0])).tolist()
+    assert status == [0, 0, 0]
+    out, _ = calls.scatter_unpack(backend, ranks[::-1], geometry)
+    assert out[0] == 0.0
+    out, _ = calls.scatter_unpack(backend, [ranks[0], ranks[2], ranks[1]], geometry)
+    assert out[0] == 1.0
+
+
+def test_the_order_of_eight_ranks_shows_in_the_bits(backend):
+    geometry = Geometry(1000, 1000, "float32")
+    ranks = payloads(geometry, 8, density=1.0, non_finite=False)
+    pool = samples.normal(5000)
+    ranks = [calls.random_payload(geometry, 1.0, seed, pool) for seed in range(8)]
+    forward, _ = calls.scatter_unpack(backend, ranks, geometry)
+    backward, _ = calls.scatter_unpack(backend, ranks[::-1], geometry)
+    assert not torch.equal(forward, backward)
+
+
+SCALES = (1.0, 1 / 3, 0.1, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_scale_is_rounded_to_float32_once(backend, scale, accumulate):
+    """Infinity times the zero of an element nobody sent is NaN: every element is computed."""
+    geometry = Geometry(3000, 500, "float32")
+    out = samples.hard(3000, seed=2)
+    calls.scatter_unpack(
+        backend, payloads(geometry, 3, 0.1), geometry, out, scale, accumulate=accumulate
+    )
+
+
+@pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
+@out_dtypes
+def test_out_scale(backend, out_scale, out_dtype):
+    """factor = float32(scale) * out_scale is rounded before it meets the sum."""
+    geometry = Geometry(20000, 3000, "bfloat16")
+    ranks = [
+        calls.random_payload(geometry, 0.1, seed, samples.normal(3000, torch.bfloat16))
+        for seed in range(3)
+    ]
+    out = samples.normal(20000, out_dtype)
+    for accumulate in (False, True):
+        calls.scatter_unpack(
+            backend, ranks, geometry, out, 1 / 3, accumulate, torch.tensor(out_scale)
+        )
+    calls.scatter_unpack(backend, ranks, geometry, out, 0.1, out_scale=torch.tensor([out_scale]))
+
+
+@out_dtypes
+def test_one_rounding_to_the_dtype_of_out(backend, out_dtype):
+    """Ties, subnormals, and overflow to infinity (packing saturates, summing does not)."""
+    geometry = Geometry(20000, 20000, "float32")
+    pool = samples.patterns(5000)
+    out = samples.hard(20000, out_dtype, non_finite=False)
+    for values in (samples.hard(5000, non_finite=False), pool, pool.to(out_dtype).float()):
+        ranks = [calls.random_payload(geometry, 1.0, 0, values)]
+        calls.scatter_unpack(backend, ranks, geometry, out)
+        calls.scatter_unpack(backend, ranks, geometry, out, accumulate=True)
+
+
+def test_overflow_of_out_becomes_infinity(backend):
+    geometry = Geometry(3, 3, "float32")
+    ranks = [entries(geometry, [0, 1, 2], [3.4028235e38, -65520.0, 65519.0])]
+    out, _ = calls.scatter_unpack(backend, ranks, geometry, torch.bfloat16)
+    assert out.tolist()[0] == math.inf
+    out, _ = calls.scatter_unpack(backend, ranks, geometry, torch.float16)
+    assert out.tolist() == [math.inf, -math.inf, 65504.0]
+
+
+@out_dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_out(backend, offset, out_dtype):
+    geometry = Geometry(16500, 300, "bfloat16")
+    out = samples.hard(16500, out_dtype)
+    for accumulate in (False, True):
+        calls.scatter_unpack(
+            backend, payloads(geometry, 2), geometry, out, 0.5, accumulate, offset=offset
+        )
+
+
+def test_accumulate_keeps_no_negative_zero(backend):
+    geometry = Geometry(100, 1, "float32")
+    out = torch.full((100,), -0.0)
+    empty = [entries(geometry, [], [])]
+    result, _ = calls.scatter_unpack(backend, empty, geometry, out, accumulate=True)
+    assert bits.raw(result).tolist() == [0] * 100
+    result, _ = calls.scatter_unpack(backend, empty, geometry, out, -1.0, accumulate=True)
+    assert bits.raw(result).tolist() == [0x80000000] * 100
+
+
+@pytest.mark.parametrize("flags", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_non_finite_and_overflow_together_give_nan(backend, flags, accumulate):
+    """Element 0 of the payload's range, whether or not an entry sits there."""
+    geometry = Geometry(40000, 50, "float32", ranges=2)
+    pool = torch.tensor([1.0, 2.0])
+    sound = calls.random_payload(geometry, 0.001, 0, pool)
+    marked = calls.random_payload(geometry, 0.001, 1, pool, flags)
+    out, status = calls.scatter_unpack(
+        backend,
+        [sound, [sound[0], marked[1]], sound],
+        geometry,
+        torch.ones(40000),
+        accumulate=accumulate,
+    )
+    assert status == [0, 0, 0]
+    expected = [32768] if flags == 3 else []
+    assert out.isnan().nonzero().flatten().tolist() == expected
+
+
+def test_flags_of_an_empty_range_mark_nothing(backend):
+    geometry = Geometry(10, 2, "float32", ranges=3)
+    marked = calls.random_payload(geometry, 0.0, 0, torch.ones(1), flags=3)
+    sound = calls.random_payload(geometry, 0.0, 0, torch.ones(1))
+    out, status = calls.scatter_unpack(backend, [[sound[0], *marked[1:]]], geometry)
+    assert status == [0]
+    assert out.tolist() == [0.0] * 10
+
+
+def test_an_entry_that_is_not_finite_arrives(backend):
+    geometry = Geometry(5, 5, "bfloat16")
+    ranks = [entries(geometry, [1, 2, 3], [math.inf, math.nan, math.inf])]
+    ranks.append(entries(geometry, [1, 3], [1.0, -math.inf]))
+    out, _ = calls.scatter_unpack(backend, ranks, geometry)
+    assert out[1] == math.inf
+    assert out.isnan().tolist() == [False, False, True, True, False]

@@ -1,0 +1,265 @@
+"""scatter_unpack of payloads that a faulty or hostile peer sent: same status, same out, no stray
+access. The bad payload always stands between two sound ones."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import payload
+from oracle.payload import Geometry
+
+from conformance import calls, samples
+
+value_dtypes = pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+BLOCKS_AND_A_BIT = 3 * 16384 + 100
+
+
+def sound(geometry, seed=0):
+    pool = samples.normal(1000, getattr(torch, geometry.dtype))
+    return calls.random_payload(geometry, 0.002, seed, pool)
+
+
+def between_sound_ones(backend, geometry, rows):
+    """Status of the payload `rows` of one rank, after comparison of everything else."""
+    ranks = [sound(geometry, 1), rows, sound(geometry, 2)]
+    out = torch.full((geometry.numel,), 0.5)
+    _, (before, status, after) = calls.scatter_unpack(
+        backend, ranks, geometry, out, accumulate=True
+    )
+    assert (before, after) == (0, 0)
+    return status
+
+
+def rewritten(geometry, r=0, **changes):
+    """A sound payload with these fields of range r's content changed."""
+    rows = [bytearray(row) for row in sound(geometry)]
+    content = payload.read(rows[r], geometry, r)
+    changes = {name: f(content) if callable(f) else f for name, f in changes.items()}
+    payload.write(rows[r], geometry, content.but(**changes))
+    return [bytes(row) for row in rows]
+
+
+WRONG_HEADERS = {
+    "magic": {"magic": b"DCT2"},
+    "magic reversed": {"magic": b"1TCD"},
+    "version 0": {"version": 0},
+    "version 2": {"version": 2},
+    "version 257": {"version": 257},
+    "the other value dtype": {"dtype_code": lambda c: 1 - c.dtype_code},
+    "value dtype 2": {"dtype_code": 2},
+    "value dtype 255": {"dtype_code": 255},
+    "flag 4": {"flags": 4},
+    "flag 128 beside known ones": {"flags": 0x83},
+    "numel one less": {"numel": lambda c: c.numel - 1},
+    "numel one more": {"numel": lambda c: c.numel + 1},
+    "numel with a high bit": {"numel": lambda c: c.numel + 2**32},
+    "numel all ones": {"numel": 2**64 - 1},
+    "numel 0": {"numel": 0},
+    "capacity one less": {"capacity": lambda c: c.capacity - 1},
+    "capacity one more": {"capacity": lambda c: c.capacity + 1},
+    "capacity 0": {"capacity": 0},
+    "capacity all ones": {"capacity": 2**32 - 1},
+    "count past capacity": {"count": lambda c: c.capacity + 1},
+    "count all ones": {"count": 2**32 - 1},
+    "count with the sign bit": {"count": 2**31},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_HEADERS.values(), ids=WRONG_HEADERS)
+@pytest.mark.parametrize("ranges", [1, 2])
+@value_dtypes
+def test_a_wrong_header_voids_the_payload(backend, value_dtype, ranges, changes):
+    geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype, ranges)
+    assert between_sound_ones(backend, geometry, rewritten(geometry, **changes)) == 1
+
+
+@pytest.mark.parametrize("byte", [0, 1, 7, 8, 20, 31, 32, 38, 39])
+def test_a_reserved_byte(backend, byte):
+    geometry = Geometry(20000, 50, "float32")
+    for value in (1, 0x80):
+        reserved = bytes(byte) + bytes([value]) + bytes(39 - byte)
+        assert between_sound_ones(backend, geometry, rewritten(geometry, reserved=reserved)) == 1
+
+
+def test_count_above_numel(backend):
+    """There is room for ten entries, but the range has only three elements."""
+    geometry = Geometry(3, 10, "float32")
+    content = payload.content(geometry, 0, np.array([0, 1, 2]), [0] * 3)
+    row = bytearray(geometry.nbytes)
+    payload.write(row, geometry, content.but(count=4, starts=[0, 4], positions=[0, 1, 2, 3]))
+    assert between_sound_ones(backend, geometry, [bytes(row)]) == 1
+
+
+def test_only_the_range_with_the_wrong_header_is_ignored(backend):
+    geometry = Geometry(BLOCKS_AND_A_BIT, 120, "float32", ranges=2)
+    rows = rewritten(geometry, r=1, version=9)
+    out, status = calls.scatter_unpack(backend, [rows], geometry)
+    assert status == [1]
+    assert out[: 2 * 16384].count_nonzero() > 0
+    assert out[2 * 16384 :].count_nonzero() == 0
+
+
+def test_a_wrong_header_with_both_flags_marks_nothing(backend):
+    geometry = Geometry(20000, 50, "float32")
+    assert between_sound_ones(backend, geometry, rewritten(geometry, flags=3, version=2)) == 1
+
+
+def start(b, value):
+    """Start b replaced: by a number, or by a function of the content."""
+
+    def change(content):
+        starts = list(content.starts)
+        starts[b] = value(content) % 2**32 if callable(value) else value
+        return starts
+
+    return {"starts": change}
+
+
+# The payload's blocks hold 33, 33, 33 and 0 entries or so; three of the starts can be anything.
+WRONG_STARTS = {
+    "first not 0": start(0, 1),
+    "first all ones": start(0, 2**32 - 1),
+    "last below count": start(-1, lambda c: c.count - 1),
+    "last past count": start(-1, lambda c: c.count + 1),
+    "last all ones": start(-1, 2**32 - 1),
+    "last with the sign bit": start(-1, 2**31),
+    "descending": start(2, lambda c: c.starts[1] - 1),
+    "past count": start(1, lambda c: c.count + 1),
+    "far past count": start(1, 2**31 - 1),
+    "all ones": start(2, 2**32 - 1),
+    "0 in the middle": start(2, 0),
+    "all zero": {"starts": lambda c: [0] * len(c.starts)},
+    "all count": {"starts": lambda c: [c.count] * len(c.starts)},
+    "reversed": {"starts": lambda c: c.starts[::-1]},
+    "count 0": {"count": 0},
+    "count one less": {"count": lambda c: c.count - 1},
+    "count one more": {"count": lambda c: c.count + 1},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_STARTS.values(), ids=WRONG_STARTS)
+@value_dtypes
+def test_wrong_starts_void_their_blocks(backend, value_dtype, changes):
+    geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype)
+    status = between_sound_ones(backend, geometry, rewritten(geometry, **changes))
+    assert status & 2
+    assert not status & 1
+
+
+def test_the_other_blocks_still_add(backend):
+    """A start that descends: the block before it and the block it ends are bad, the rest is not."""
+    geometry = Geometry(4 * 16384, 100, "float32")
+    indices = np.array([5, 6, 16384, 16390, 32768 + 3, 49152])
+    content = payload.content(geometry, 0, indices, [0x3F800000] * 6)
+    assert content.starts == [0, 2, 4, 5, 6]
+    row = bytearray(geometry.nbytes)
+    payload.write(row, geometry, content.but(starts=[0, 2, 1, 5, 6]))
+    out, status = calls.scatter_unpack(backend, [[bytes(row)]], geometry)
+    # Block 1 descends. Block 2 now spans entries 1 to 5, whose positions do not ascend.
+    assert status == [2 | 4]
+    assert out.nonzero().flatten().tolist() == [5, 6, 49152]
+
+
+def place(entry, value):
+    def change(content):
+        positions = list(content.positions)
+        positions[entry] = value(content) if callable(value) else value
+        return positions
+
+    return {"positions": change}
+
+
+WRONG_POSITIONS = {
+    "duplicate": place(1, lambda c: c.positions[0]),
+    "descending": place(1, 0),
+    "past the block": place(5, 16384),
+    "far past the block": place(5, 65535),
+    "swapped": {"positions": lambda c: [c.positions[1], c.positions[0], *c.positions[2:]]},
+    "all zero": {"positions": lambda c: [0] * len(c.positions)},
+    "all ones": {"positions": lambda c: [65535] * len(c.positions)},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_POSITIONS.values(), ids=WRONG_POSITIONS)
+@value_dtypes
+def test_wrong_positions_void_their_block(backend, value_dtype, changes):
+    geometry = Geometry(BLOCKS_AND_A_BIT, 120, value_dtype)
+    assert between_sound_ones(backend, geometry, rewritten(geometry, **changes)) == 4
+
+
+@pytest.mark.parametrize(("position", "status"), [(99, 0), (100, 4), (16383, 4), (65535, 4)])
+def test_the_last_block_is_short(backend, position, status):
+    geometry = Geometry(16384 + 100, 10, "float32")
+    content = payload.content(geometry, 0, np.array([3, 16384 + 50]), [0x3F800000] * 2)
+    row = bytearray(geometry.nbytes)
+    payload.write(row, geometry, content.but(positions=[3, position]))
+    assert between_sound_ones(backend, geometry, [bytes(row)]) == status
+
+
+def test_more_entries_than_a_block_has_elements(backend):
+    """They cannot all ascend, however the positions wrap."""
+    geometry = Geometry(2 * 16384, 2 * 16384, "float32")
+    count = 16384 + 20
+    row = bytearray(geometry.nbytes)
+    content = payload.content(geometry, 0, np.arange(count), [0x3F800000] * count)
+    content = content.but(starts=[0, count, count], positions=list(range(count)))
+    payload.write(row, geometry, content)
+    assert between_sound_ones(backend, geometry, [bytes(row)]) == 4
+
+
+def test_a_bad_first_block_does_not_silence_the_flags(backend):
+    geometry = Geometry(BLOCKS_AND_A_BIT, 120, "float32")
+    rows = rewritten(geometry, flags=3, **WRONG_POSITIONS["duplicate"])
+    out, status = calls.scatter_unpack(backend, [rows], geometry)
+    assert status == [4]
+    assert out[0].isnan()
+
+
+@pytest.mark.parametrize("ranges", [1, 2])
+@value_dtypes
+def test_random_bits_flipped(backend, value_dtype, ranges):
+    """Header, starts and positions are hit more often than their share of the bytes."""
+    geometry = Geometry(40000, 60, value_dtype, ranges)
+    rng = np.random.default_rng(ranges)
+    rows = sound(geometry)
+    for _ in range(150):
+        hit = [bytearray(row) for row in rows]
+        for _ in range(rng.integers(1, 4)):
+            row = hit[rng.integers(ranges)]
+            end = rng.choice([64, geometry.positions, geometry.values, geometry.nbytes])
+            row[rng.integers(end)] ^= 1 << rng.integers(8)
+        between_sound_ones(backend, geometry, [bytes(row) for row in hit])
+
+
+@value_dtypes
+def test_garbage_behind_a_sound_header(backend, value_dtype):
+    """Half of the time the starts are sound, and half of the time the positions mostly ascend."""
+    geometry = Geometry(BLOCKS_AND_A_BIT, 30, value_dtype)
+    rng = np.random.default_rng(0)
+    statuses = set()
+    for _ in range(100):
+        count = int(rng.integers(0, 31))
+        starts = [0, *np.sort(rng.integers(0, count + 1, 3)).tolist(), count]
+        if rng.random() < 0.5:
+            starts[rng.integers(5)] = int(rng.integers(0, 32))
+        # The last block has 100 elements.
+        positions = np.sort(rng.integers(0, 100, 30))
+        if rng.random() < 0.5:
+            positions = np.arange(30) * 3
+        if rng.random() < 0.5:
+            positions[rng.integers(30)] = rng.integers(2**16)
+        row = bytearray(rng.bytes(geometry.nbytes))
+        content = payload.content(geometry, 0, np.array([], int), [])
+        content = content.but(count=count, starts=starts, positions=positions.tolist())
+        payload.write(row, geometry, content)
+        statuses.add(between_sound_ones(backend, geometry, [bytes(row)]))
+    assert statuses == {0, 2, 4, 6}
+
+
+@settings(max_examples=60)
+@given(data=st.binary(min_size=160, max_size=160))
+def test_nothing_but_garbage(backend, data):
+    geometry = Geometry(30, 10, "float32")
+    assert geometry.nbytes == len(data)
+    assert between_sound_ones(backend, geometry, [data]) == 1

@@ -1,0 +1,81 @@
+"""The command line: a wrong argument is named with its rule and its value; the help teaches."""
+
+import pytest
+from dct_dlrm import arguments
+from dct_dlrm.train import main
+
+COUNT = "must be an integer >= 1, got"
+FRACTION = "must be a number in (0, 1), got"
+WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
+MODES = "must be different ones of dense, bf16, powersgd, dct joined by ',', got"
+
+
+@pytest.mark.parametrize(
+    "argument, value, rule",
+    [
+        ("--density", "0", "must be a number in (0, 1], got '0'"),
+        ("--density", "1.5", "must be a number in (0, 1], got '1.5'"),
+        ("--density", "nan", "must be a number in (0, 1], got 'nan'"),
+        ("--ranks", "0", f"{COUNT} '0'"),
+        ("--ranks", "two", f"{COUNT} 'two'"),
+        ("--rows", "-5", f"{COUNT} '-5'"),
+        ("--epochs", "0.5", f"{COUNT} '0.5'"),
+        ("--batch-size", "0", f"{COUNT} '0'"),
+        ("--seeds", "0", f"{COUNT} '0'"),
+        ("--refresh-every", "0", f"{COUNT} '0'"),
+        ("--bucket-mb", "0", f"{COUNT} '0'"),
+        ("--embedding-dim", "0", f"{COUNT} '0'"),
+        ("--hash-size", "1", "must be an integer in [2, 2^31), got '1'"),
+        ("--lr", "0", "must be a number > 0, got '0'"),
+        ("--lr", "inf", "must be a number > 0, got 'inf'"),
+        ("--test-fraction", "0", f"{FRACTION} '0'"),
+        ("--test-fraction", "1", f"{FRACTION} '1'"),
+        ("--bottom", "512,256", f"{WIDTHS} '512,256'"),
+        ("--top", "512-0", f"{WIDTHS} '512-0'"),
+        ("--modes", "dense,sparse", f"{MODES} 'dense,sparse'"),
+        ("--modes", "dct,dct", f"{MODES} 'dct,dct'"),
+        ("--policy", "loose", "invalid choice: 'loose'"),
+    ],
+)
+def test_a_wrong_argument(capsys, argument, value, rule):
+    with pytest.raises(SystemExit) as exit_info:
+        main([f"{argument}={value}"])
+    assert exit_info.value.code == 2
+    assert f"argument {argument}: {rule}" in capsys.readouterr().err
+
+
+def test_file_and_generated_rows_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        main(["--data", "rows.tsv", "--rows", "10"])
+    assert "not allowed with argument --data" in capsys.readouterr().err
+
+
+def test_a_missing_file(tmp_path, capsys):
+    assert main(["--data", str(tmp_path / "none.tsv"), "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"dct-train: {tmp_path / 'none.tsv'} must be a file, got nothing\n"
+    )
+
+
+def test_results_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "taken").write_text("a file")
+    assert main(["--out", str(tmp_path / "taken")]) == 1
+    assert "--out must be a folder that can be written to" in capsys.readouterr().err
+
+
+def test_values_of_the_paper_setup():
+    options = arguments.parse(["--modes", "dense,bf16", "--bottom", "512-256-64"])
+    assert (options.embedding_dim, options.lr) == (16, 0.1)
+    assert options.modes == ["dense", "bf16"]
+    assert options.bottom == [512, 256, 64] and options.top == [512, 256]
+
+
+def test_help_has_examples_units_and_defaults(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "examples:" in text and "torchrun" in text
+    assert "rows per rank and step (default: 128)" in " ".join(text.split())
+    for action in ("--data", "--rows", "--density", "--refresh-every", "--policy", "--out"):
+        assert action in text

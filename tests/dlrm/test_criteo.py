@@ -1,0 +1,143 @@
+"""The reader of Criteo's layout: values, missing values, malformed lines, compression, shares."""
+
+import gzip
+import math
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from criteo_lines import INTS, line
+from dct_dlrm import criteo, synthetic
+from dct_dlrm.features import CARDINALITIES, DataError, Rows, table_rows
+
+ROWS = table_rows(100)
+
+
+def _write(tmp_path, *lines, name="rows.tsv"):
+    path = tmp_path / name
+    content = "".join(text + "\n" for text in lines)
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    return path
+
+
+def test_values_of_a_row(tmp_path):
+    rows, numbers, report = criteo.read(_write(tmp_path, line(label="1")), ROWS)
+    assert rows.labels.tolist() == [1] and numbers.tolist() == [0]
+    assert (report.rows, report.malformed, report.examples) == (1, 0, [])
+    expected = [math.log1p(max(int(x), 0)) if x else 0.0 for x in INTS]
+    assert rows.ints.dtype == torch.float32
+    assert rows.ints[0].tolist() == pytest.approx(expected, rel=1e-6)
+    # Row 0 is missing; otherwise 1 + number % (rows - 1), in tables of min(cardinality, 100) rows.
+    ids = rows.ids[0].tolist()
+    assert ids[0] == 1 + 1
+    assert ids[1] == 0
+    assert ids[2] == 1 + 11
+    assert ids[3] == 1 + 0xDEADBEEF % 99
+    assert ids[4] == 1 + zlib.crc32(b"not-hex") % 99
+    assert ids[5:] == [1 + 42 % (min(n, 100) - 1) for n in CARDINALITIES[5:]]
+
+
+def test_a_column_with_few_values_fits_its_table(tmp_path):
+    many = [line(categoricals=[f"{7919 * i:08x}"] * 26) for i in range(300)]
+    rows, _, _ = criteo.read(_write(tmp_path, *many), ROWS)
+    assert rows.ids.min() == 1
+    assert rows.ids.max(dim=0).values.tolist() == [n - 1 for n in ROWS]
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "must have 40 fields, got 1"),
+        (line() + "\t", "must have 40 fields, got 41"),
+        (line(label="2"), "label must be 0 or 1, got '2'"),
+        (line(label=""), "label must be 0 or 1, got ''"),
+        (line(ints=["1.5", *INTS[1:]]), "field 1 must be an integer, got '1.5'"),
+        (line(ints=[*INTS[:12], "x" * 99]), f"field 13 must be an integer, got '{'x' * 20}'"),
+    ],
+    ids=["blank", "too many", "label", "no label", "fraction", "word"],
+)
+def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
+    path = _write(tmp_path, line(label="0"), text, line(label="1"))
+    rows, numbers, report = criteo.read(path, ROWS)
+    assert rows.labels.tolist() == [0, 1] and numbers.tolist() == [0, 2]
+    assert (report.rows, report.malformed) == (2, 1)
+    assert report.examples == [(2, reason)]
+    assert report.describe() == (f"1 of 3 lines malformed and left out (line 2: {reason})")
+
+
+def test_only_the_first_malformed_lines_are_described(tmp_path):
+    path = _write(tmp_path, *["junk"] * 20, line())
+    parts = [criteo.read(path, ROWS, rank, 3)[2] for rank in range(3)]
+    whole = criteo.ReadReport.merge(parts)
+    assert (whole.rows, whole.malformed) == (1, 20)
+    assert [number for number, _ in whole.examples] == [1, 2, 3, 4, 5]
+
+
+def test_a_huge_integer_stays_finite(tmp_path):
+    path = _write(tmp_path, line(ints=["9" * 400, *INTS[1:]]))
+    rows, _, report = criteo.read(path, ROWS)
+    assert report.malformed == 0
+    assert rows.ints[0, 0].item() == pytest.approx(math.log(2**62))
+
+
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_the_generator_writes_is_read_back(tmp_path, monkeypatch, name, world_size):
+    """Through a file or directly: the same rows; every rank gets its own, in chunks of any size."""
+    monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
+    path = tmp_path / name
+    synthetic.write_tsv(path, seed=5, rows=500)
+    block = synthetic.Generator(5).rows(np.arange(500))
+    whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
+    for rank in range(world_size):
+        rows, numbers, report = criteo.read(path, ROWS, rank, world_size)
+        own = torch.arange(rank, 500, world_size)
+        assert numbers.tolist() == own.tolist() and report.malformed == 0
+        assert torch.equal(rows.labels, whole.labels[own])
+        assert torch.equal(rows.ints, whole.ints[own])
+        assert torch.equal(rows.ids, whole.ids[own])
+
+
+def test_windows_line_ends(tmp_path):
+    unix, windows = tmp_path / "unix.tsv", tmp_path / "windows.tsv"
+    unix.write_bytes(line().encode() + b"\n")
+    windows.write_bytes(line().encode() + b"\r\n")
+    assert torch.equal(criteo.read(unix, ROWS)[0].ids, criteo.read(windows, ROWS)[0].ids)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    empty = _write(tmp_path)
+    with pytest.raises(DataError, match=r"rows\.tsv must have rows, got an empty file"):
+        criteo.check_file(empty)
+    with pytest.raises(DataError, match=r"none\.tsv must be a file, got nothing"):
+        criteo.check_file(tmp_path / "none.tsv")
+    with pytest.raises(DataError, match="must be a file, got a folder"):
+        criteo.check_file(tmp_path)
+    not_gzip = tmp_path / "plain.gz"
+    not_gzip.write_text(line() + "\n")
+    with pytest.raises(DataError, match=r"plain\.gz must be readable to its end, got: Not a gzip"):
+        criteo.check_file(not_gzip)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "corrupt"])
+def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
+    path = tmp_path / "rows.tsv.gz"
+    synthetic.write_tsv(path, seed=0, rows=300)
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
+    path.write_bytes(content)
+    criteo.check_file(path)  # its beginning is fine
+    with pytest.raises(DataError, match="must be readable to its end"):
+        criteo.read(path, ROWS)
+
+
+def test_tokens_are_stable_numbers():
+    tokens = {b"0": 0, b"ff": 255, b"FF": 255, b"deadbeef": 0xDEADBEEF}
+    assert {token: criteo.token_value(token) for token in tokens} == tokens
+    assert criteo.token_value(b"f" * 40) == (16**40 - 1) % 2**63
+    assert criteo.token_value(b"hello world") == 0x0D4A1185  # its CRC-32
+    assert 0 <= criteo.token_value("\u00e9t\u00e9".encode("latin-1")) < 2**32

@@ -1,0 +1,47 @@
+"""Starting ranks: a failure of one ends the others and arrives with its message."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from dct_dlrm.launch import WorkerError, launch
+
+
+def _sum_of_ranks(path, threads):
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    assert torch.get_num_threads() == threads
+    if dist.get_rank() == 0:
+        path.write_text(str(total.item()))
+
+
+def _fail_on_rank_one(error):
+    if dist.get_rank() == 1:
+        raise error
+    dist.barrier()  # rank 0 would wait here for ever
+
+
+def _die_on_rank_one():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_every_rank_works(tmp_path):
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    launch(_sum_of_ranks, 2, tmp_path / "total", threads)
+    assert (tmp_path / "total").read_text() == "3"
+
+
+def test_an_error_of_a_rank_arrives_with_its_traceback():
+    with pytest.raises(WorkerError) as failure:
+        launch(_fail_on_rank_one, 2, RuntimeError("no such luck"))
+    text = str(failure.value)
+    assert text.startswith("rank 1 failed:") and text.endswith("RuntimeError: no such luck")
+    assert "_fail_on_rank_one" in text
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(WorkerError, match="rank 1 failed: process 1 terminated with exit code 7"):
+        launch(_die_on_rank_one, 2)

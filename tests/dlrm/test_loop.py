@@ -1,0 +1,118 @@
+"""One run: equal batches in every mode, scores by their definition, unequal ranks caught."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from dct_dlrm import arguments, dataset, loop
+from dct_dlrm.features import DataError
+from dct_dlrm.launch import WorkerError, launch
+from dct_dlrm.modes import MODES
+
+SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
+SMALL += ["--bottom", "8", "--top", "32"]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def _run(mode, seed=0, *arguments_):
+    options = arguments.parse([*SMALL, *arguments_])
+    seen = []
+    result = loop.run(mode, seed, dataset.load(options), options, seen.append)
+    return result, seen
+
+
+def test_modes_of_a_seed_share_weights_and_batches():
+    """With weights that stand still, equal losses mean equal batches."""
+    still = ("--lr", "1e-12", "--epochs", "2")
+    losses = {mode: _run(mode, 0, *still)[0].loss for mode in MODES}
+    assert len(losses["dense"]) == 2 * 18
+    for mode in MODES:
+        np.testing.assert_allclose(losses[mode], losses["dense"], rtol=1e-6)
+    first, second = losses["dense"].reshape(2, -1)
+    assert not np.isclose(first, second).any()  # another order in the second epoch
+    assert not np.isclose(_run("dense", 1, *still)[0].loss, losses["dense"]).any()
+
+
+def test_training_learns():
+    result, seen = _run("dense", 0, "--epochs", "12", "--lr", "0.3")
+    np.testing.assert_array_equal(result.loss, seen)
+    assert result.loss[-18:].mean() < 0.93 * result.loss[:18].mean()
+    assert result.auc > 0.55
+
+
+def test_density_is_the_mean_over_all_compressed_steps():
+    result, _ = _run("dct", 0, "--epochs", "12", "--density", "0.03")
+    steps = len(result.loss)
+    assert steps == 216
+    ends = [end for end, _ in result.density]
+    assert ends == [16, 116, 216]
+    means = [density for _, density in result.density]
+    expected = (14 * means[0] + 100 * means[1] + 100 * means[2]) / 214
+    assert result.density_mean == pytest.approx(expected)
+    assert 0.01 < result.density_mean <= 0.0375
+    assert _run("dense")[0].density_mean == 1.0 and _run("bf16")[0].density_mean == 1.0
+    assert _run("powersgd")[0].density_mean is None
+
+
+def test_score_against_its_definition():
+    rng = np.random.default_rng(0)
+    labels, p = rng.integers(0, 2, 60), rng.random(60).round(1) * 0.98 + 0.01
+    pairs = [(a > b) + 0.5 * (a == b) for a in p[labels == 1] for b in p[labels == 0]]
+    loss = -np.mean(np.where(labels == 1, np.log(p), np.log(1 - p)))
+    assert loop.score(labels, p) == pytest.approx((np.mean(pairs), loss))
+
+
+def test_scores_are_those_of_the_test_rows(monkeypatch):
+    taken = []
+    monkeypatch.setattr(loop, "score", lambda y, p: taken.append((y, p)) or (0.5, 0.5))
+    monkeypatch.setattr(loop, "TEST_BATCH", 7)
+    options = arguments.parse(SMALL)
+    data = dataset.load(options)
+    loop.run("dense", 0, data, options, lambda loss: None)
+    ((labels, probability),) = taken
+    np.testing.assert_array_equal(labels, data.test.labels.numpy())
+    assert len(probability) == len(labels) and 0 < probability.min() < probability.max() < 1
+
+
+def _differ_in_a_sign_of_zero():
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+        loop._check_equal(layer)
+        layer.bias[1] = -0.0 if dist.get_rank() == 1 else 0.0
+    loop._check_equal(layer)
+
+
+def test_ranks_with_other_weights_are_caught():
+    with pytest.raises(WorkerError, match=r"equal on all ranks, got others on ranks \[1\]"):
+        launch(_differ_in_a_sign_of_zero, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments_, text",
+    [
+        (["--batch-size", "5000"], r"--batch-size must be at most the training rows .* got 5000"),
+        (["--rows", "150"], r"a run must take more than 2 steps, got 1"),
+        (["--test-fraction", "0.00001"], r"the test rows must have labels 0 and 1, got 0 ones"),
+    ],
+)
+def test_too_few_rows(arguments_, text):
+    with pytest.raises(DataError, match=text):
+        dataset.load(arguments.parse([*SMALL, *arguments_]))
+
+
+def test_the_split_is_stable_and_of_the_right_size():
+    numbers = np.arange(50_000)
+    whole = dataset.is_test(numbers, 0.2)
+    assert whole.mean() == pytest.approx(0.2, abs=0.01)
+    np.testing.assert_array_equal(dataset.is_test(numbers[1::3], 0.2), whole[1::3])
+    assert dataset.is_test(numbers, 0.3)[whole].all()

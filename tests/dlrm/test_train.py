@@ -1,0 +1,170 @@
+"""dct-train end to end, as a user starts it: every mode, results, bytes by formula, failures."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from criteo_lines import line
+from dct_dlrm import synthetic
+from dct_dlrm.features import table_rows
+
+SMALL = ["--hash-size", "50", "--embedding-dim", "4", "--bottom", "16", "--top", "64"]
+DENSITY = 0.02
+DCT_TRAIN = ["-m", "dct_dlrm.train"]
+
+
+def _start(*arguments, launcher=()):
+    # As if in a terminal of their own: not under a torchrun that may have started the tests.
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, *launcher, *DCT_TRAIN, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Two seeds of every mode on 2 ranks: (output, folder, summary)."""
+    folder = tmp_path_factory.mktemp("runs") / "new" / "folder"
+    done = _start(
+        *("--rows", 1500, "--batch-size", 64, "--modes", "dense,bf16,powersgd,dct"),
+        *("--seeds", 2, "--density", DENSITY, "--out", folder, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder, json.loads((folder / "summary.json").read_text())
+
+
+def test_summary(results):
+    _, _, summary = results
+    assert set(summary) == {"config", "data", "modes", "bayes"}
+    assert summary["config"]["ranks"] == 2 and summary["config"]["density"] == DENSITY
+    assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 1500
+    assert set(summary["bayes"]) == {"auc", "log_loss"}
+    assert list(summary["modes"]) == ["dense", "bf16", "powersgd", "dct"]
+    for runs in summary["modes"].values():
+        assert [run["seed"] for run in runs] == [0, 1]
+        for run in runs:
+            assert set(run) == {
+                *("seed", "auc", "log_loss", "step_ms_median", "wire_bytes_per_step_per_rank"),
+                *("density_mean", "ranks_equal"),
+            }
+            assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1
+            assert run["step_ms_median"] > 0 and run["ranks_equal"] is True
+
+
+def _shapes():
+    """Weights (out, in) of the model that SMALL describes; a bias belongs to each Linear."""
+    tables = [(rows, 4) for rows in table_rows(50)]
+    linears = [(16, 13), (4, 16), (64, 4 + 27 * 26 // 2), (1, 64)]
+    return tables + linears, [out for out, _ in linears]
+
+
+def test_bytes_by_formula(results):
+    """On 2 ranks a ring all-reduce sends as many bytes as the tensor has, an all-gather as well."""
+    _, _, summary = results
+    weights, biases = _shapes()
+    numel = sum(n * m for n, m in weights) + sum(biases)
+    # PowerSGD compresses a matrix where its two factors are less than half as large.
+    powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + sum(biases)
+    # DCT: parameters of 1,024 elements and more; room for 1.25 x density; 4 bytes an entry.
+    large = sum(n * m for n, m in weights if n * m >= 1024)
+    capacity = -(-int(large * DENSITY * 125) // 100)
+    blocks = -(-numel // 16384)
+
+    def aligned(nbytes):
+        return -(-nbytes // 16) * 16
+
+    payload = aligned(64 + 4 * (blocks + 1)) + 2 * aligned(2 * capacity)
+    status = 4
+    expected = {
+        "dense": 4 * numel,
+        "bf16": 2 * numel,
+        "powersgd": 4 * powersgd,
+        "dct": payload + 2 * (numel - large) + status,
+    }
+    for mode, runs in summary["modes"].items():
+        assert {run["wire_bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
+
+
+def test_densities(results):
+    _, _, summary = results
+    assert {run["density_mean"] for run in summary["modes"]["dense"]} == {1.0}
+    assert {run["density_mean"] for run in summary["modes"]["bf16"]} == {1.0}
+    assert {run["density_mean"] for run in summary["modes"]["powersgd"]} == {None}
+    for run in summary["modes"]["dct"]:
+        assert 0.3 * DENSITY < run["density_mean"] <= 1.26 * DENSITY
+
+
+def test_history_and_plot(results):
+    _, folder, summary = results
+    history = json.loads((folder / "history.json").read_text())
+    steps = summary["data"]["steps_per_epoch"]
+    for mode, runs in history.items():
+        for run, result in zip(runs, summary["modes"][mode], strict=True):
+            assert len(run["loss"]) == len(run["step_ms"]) == len(run["wire_bytes"]) == steps
+            sent = sum(run["wire_bytes"][2:]) / (steps - 2)
+            assert sent == pytest.approx(result["wire_bytes_per_step_per_rank"])
+    # Every mode starts from the same weights and the same batch.
+    for seed in range(2):
+        assert len({history[mode][seed]["loss"][0] for mode in history}) == 1
+    assert history["dct"][0]["density"][-1][0] == steps
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_output_without_a_terminal(results):
+    """A line per run, a table, no control characters."""
+    output, _, summary = results
+    for mode, runs in summary["modes"].items():
+        for run in runs:
+            assert f"{mode} seed {run['seed']}: AUC {run['auc']:.4f}" in output
+    assert "Bayes" in output and "\u00b1" in output and "\x1b" not in output
+    dense, dct = (summary["modes"][m][0]["wire_bytes_per_step_per_rank"] for m in ("dense", "dct"))
+    assert f"{dense / dct:.1f}x" in output
+
+
+def test_a_file_with_malformed_lines(tmp_path):
+    path = tmp_path / "rows.tsv.gz"
+    synthetic.write_tsv(path, seed=1, rows=400)
+    content = gzip.decompress(path.read_bytes()).decode()
+    path.write_bytes(gzip.compress(("a header\n" + content + line("7") + "\n").encode()))
+    done = _start(
+        *("--data", path, "--ranks", 1, "--modes", "dense"),
+        *("--batch-size", 32, "--out", tmp_path, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 of 402 lines malformed and left out (line 1: must have 40 fields" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["data"]["malformed"] == 2
+    assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 400
+    assert "bayes" not in summary
+
+
+@pytest.mark.parametrize(
+    "name, content, rule",
+    [
+        ("junk.tsv", b"no rows\n" * 50, "must have a row in Criteo's layout: 50 of 50 lines"),
+        ("cut.tsv.gz", gzip.compress(bytes(100_000))[:-20], "must be readable to its end, got:"),
+    ],
+    ids=["junk", "cut"],
+)
+def test_a_file_without_rows_ends_the_command(tmp_path, name, content, rule):
+    path = tmp_path / name
+    path.write_bytes(content)
+    done = _start("--data", path, "--ranks", 1, "--out", tmp_path, *SMALL)
+    assert done.returncode == 1
+    assert f"dct-train: {path} {rule}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_under_torchrun_its_ranks_count(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = _start(
+        *("--ranks", 5, "--rows", 600, "--batch-size", 32, "--modes", "dct", "--out", tmp_path),
+        *SMALL,
+        launcher=torchrun,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["config"]["ranks"] == 2
+    assert done.stdout.count("dct seed 0") == 1  # only rank 0 speaks

@@ -1,0 +1,113 @@
+// The row ops against a stable sort and a column-by-column reader of positions.
+
+#include "../../csrc/common/rows.h"
+#include "../../csrc/cpu/row_gather.h"
+#include "../../csrc/cpu/row_pack.h"
+#include "../../csrc/cpu/row_unpack.h"
+#include "support.h"
+
+using namespace dct;
+using namespace dct::test;
+
+namespace {
+
+template <typename T>
+constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
+                         : std::is_same_v<T, BFloat16> ? DType::kBFloat16
+                                                       : DType::kFloat32;
+
+// The column of each slot, -1 where none is accepted.
+std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, int64_t k) {
+  std::vector<int64_t> columns(k, -1);
+  const int64_t bytes = position_bytes(width, k), bitmap = (width + 7) / 8;
+  if (bytes == bitmap) {
+    int64_t slot = 0;
+    for (int64_t c = 0; c < width; ++c) {
+      if ((positions[c / 8] >> (c % 8) & 1) != 0 && slot < k) columns[slot++] = c;
+    }
+    return columns;
+  }
+  int64_t highest = -1;
+  for (int64_t slot = 0; slot < k; ++slot) {
+    const int64_t c =
+        bytes == k ? positions[slot] : positions[2 * slot] + 256 * positions[2 * slot + 1];
+    if (c < width && c > highest) columns[slot] = highest = c;
+  }
+  return columns;
+}
+
+template <typename X, typename Value>
+void run(Random& random, int64_t rows, int64_t width, int64_t k) {
+  const int64_t bytes = position_bytes(width, k);
+  std::vector<X> x = random.reals<X>(rows * width);
+  if (random.chance(0.3)) {  // many ties
+    for (X& v : x) v = make<X>(static_cast<double>(random.integer(-2, 2)));
+  }
+  std::vector<Value> values(rows * k), gathered(rows * k);
+  std::vector<X> out(rows * width);
+  std::vector<uint8_t> positions(rows * bytes + 1);
+  uint8_t* odd = positions.data() + 1;  // rows of bytes have no alignment
+  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
+    cpu::row_pack({x.data(), kDType<X>, rows, width, k, values.data(), kDType<Value>, odd}, p);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<int64_t> order(width);
+    for (int64_t c = 0; c < width; ++c) order[c] = c;
+    auto magnitude = [&](int64_t c) {
+      const double v = std::fabs(value(x[row * width + c]));
+      return std::isnan(v) ? HUGE_VAL : v;
+    };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return magnitude(a) > magnitude(b); });
+    std::sort(order.begin(), order.begin() + k);
+    const std::vector<int64_t> columns = columns_of(odd + row * bytes, width, k);
+    for (int64_t slot = 0; slot < k; ++slot) {
+      CHECK(columns[slot] == order[slot],
+            "row_pack width %ld, k %ld, slot %ld: column %ld, got %ld", long(width), long(k),
+            long(slot), long(order[slot]), long(columns[slot]));
+      const double expected = value(x[row * width + order[slot]]);
+      CHECK(bits(values[row * k + slot]) == encode<Value>(expected), "row_pack value %g", expected);
+    }
+    if (bytes == (width + 7) / 8 && width % 8 != 0) {
+      CHECK(odd[(row + 1) * bytes - 1] >> (width % 8) == 0, "bits past the width must be 0");
+    }
+  }
+
+  // What a peer may send instead.
+  for (int64_t hits = random.integer(0, 20); hits > 0 && rows > 0; --hits) {
+    odd[random.integer(0, rows * bytes - 1)] = static_cast<uint8_t>(random.integer(0, 255));
+  }
+  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
+    cpu::row_gather({x.data(), kDType<X>, odd, rows, width, k, gathered.data(), kDType<Value>}, p);
+    cpu::row_unpack({values.data(), kDType<Value>, odd, rows, width, k, out.data(), kDType<X>}, p);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::vector<int64_t> columns = columns_of(odd + row * bytes, width, k);
+    std::vector<uint32_t> dense(width, 0);
+    for (int64_t slot = 0; slot < k; ++slot) {
+      const int64_t c = columns[slot];
+      const uint32_t expected = c < 0 ? 0 : encode<Value>(value(x[row * width + c]));
+      CHECK(bits(gathered[row * k + slot]) == expected, "row_gather slot %ld", long(slot));
+      if (c >= 0) dense[c] = encode<X>(value(values[row * k + slot]));
+    }
+    for (int64_t c = 0; c < width; ++c) {
+      CHECK(bits(out[row * width + c]) == dense[c], "row_unpack column %ld", long(c));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  Random random(4);
+  for (int64_t width : {1, 7, 8, 9, 63, 64, 65, 128, 255, 256, 257, 1000, 65536, 65537}) {
+    for (int64_t k : {int64_t{1}, width / 20, width / 9, width / 2, width}) {
+      if (k < 1 || k > width) continue;
+      const int64_t rows = width > 2000 ? 1 : random.pick<int64_t>({0, 1, 5, 17});
+      run<float, float>(random, rows, width, k);
+      run<float, Float16>(random, rows, width, k);
+      run<BFloat16, BFloat16>(random, rows, width, k);
+      run<Float16, float>(random, rows, width, k);
+    }
+  }
+}

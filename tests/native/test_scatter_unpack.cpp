@@ -1,0 +1,163 @@
+// scatter_unpack against a reader that follows docs/payload.md to the letter, on payloads sound,
+// damaged and random.
+
+#include "../../csrc/common/payload.h"
+#include "../../csrc/cpu/scatter_unpack.h"
+#include "support.h"
+
+using namespace dct;
+using namespace dct::test;
+
+namespace {
+
+// A sound payload of some entries of [0, numel).
+template <typename Value>
+void fill(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t numel,
+          int64_t capacity, bool alarm) {
+  std::vector<uint32_t> starts;
+  uint32_t count = 0;
+  const double density = random.pick({0.001, 0.02, 1.0});
+  for (int64_t i = 0; i < numel; ++i) {
+    if (i % kBlock == 0) starts.push_back(count);
+    if (count == capacity || !random.chance(density)) continue;
+    const auto position = static_cast<uint16_t>(i % kBlock);
+    const auto value = make<Value>(random.real());
+    std::memcpy(out + layout.positions + 2 * int64_t{count}, &position, 2);
+    std::memcpy(out + layout.values + sizeof(Value) * count, &value, sizeof(Value));
+    ++count;
+  }
+  starts.push_back(count);
+  std::memcpy(out + layout.starts, starts.data(), 4 * starts.size());
+  PayloadHeader header{};
+  header.magic = kPayloadMagic;
+  header.version = kPayloadVersion;
+  header.value_dtype = sizeof(Value) == 4 ? 0 : 1;
+  header.flags = alarm ? 3 : static_cast<uint8_t>(random.integer(0, 2));
+  header.numel = numel;
+  header.capacity = static_cast<uint32_t>(capacity);
+  header.count = count;
+  std::memcpy(out, &header, 64);
+}
+
+void damage(Random& random, uint8_t* out, const PayloadLayout& layout) {
+  if (random.chance(0.05)) {
+    for (int64_t i = 0; i < layout.nbytes; ++i)
+      out[i] = static_cast<uint8_t>(random.integer(0, 255));
+    return;
+  }
+  const int64_t ends[] = {0, layout.starts, layout.positions, layout.values};
+  for (int64_t hits = random.integer(0, 3); hits > 0; --hits) {
+    const int64_t section = random.integer(0, 2);
+    const int64_t at = random.integer(ends[section], ends[section + 1] - 1);
+    out[at] = static_cast<uint8_t>(random.chance(0.5) ? random.integer(0, 255)
+                                                      : out[at] ^ (1 << random.integer(0, 7)));
+  }
+}
+
+// Adds one payload to `sum` as the format's description says; returns its status.
+template <typename Value>
+int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int64_t capacity,
+             float* sum) {
+  auto number = [&](int64_t offset, int bytes) {
+    uint64_t n = 0;
+    std::memcpy(&n, in + offset, bytes);
+    return static_cast<int64_t>(n);
+  };
+  const int64_t count = number(20, 4), code = sizeof(Value) == 4 ? 0 : 1;
+  bool ok = std::memcmp(in, "DCT1", 4) == 0 && number(4, 2) == 1 && number(6, 1) == code &&
+            number(7, 1) < 4 && number(8, 8) == numel && number(16, 4) == capacity &&
+            count <= capacity && count <= numel;
+  for (int i = 24; i < 64; ++i) ok = ok && in[i] == 0;
+  if (!ok) return 1;
+  const int64_t blocks = (numel + kBlock - 1) / kBlock;
+  int32_t status = 0;
+  if (blocks == 0 && number(layout.starts, 4) != 0) status |= 2;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = number(layout.starts + 4 * b, 4);
+    const int64_t end = number(layout.starts + 4 * b + 4, 4);
+    if (first > end || end > count || (b == 0 && first != 0) || (b + 1 == blocks && end != count)) {
+      status |= 2;
+      continue;
+    }
+    const int64_t length = std::min(kBlock, numel - b * kBlock);
+    bool ascending = true;
+    for (int64_t e = first, last = -1; e < end; ++e) {
+      const int64_t position = number(layout.positions + 2 * e, 2);
+      ascending = ascending && position > last && position < length;
+      last = position;
+    }
+    if (!ascending) status |= 4;
+    for (int64_t e = first; ascending && e < end; ++e) {
+      const auto pattern =
+          static_cast<uint32_t>(number(layout.values + sizeof(Value) * e, sizeof(Value)));
+      float& target = sum[b * kBlock + number(layout.positions + 2 * e, 2)];
+      target = add(target, static_cast<float>(decode<Value>(pattern)));
+    }
+  }
+  if (numel > 0 && number(7, 1) == 3) sum[0] = NAN;
+  return status;
+}
+
+template <typename Value, typename Out>
+void run(Random& random, int64_t numel) {
+  const int64_t ranks = random.integer(0, 4), ranges = random.pick({1, 1, 2, 5});
+  const int64_t capacity = random.pick<int64_t>({1, 40, numel / 50 + 1, numel + 3});
+  const PayloadLayout layout = payload_layout(
+      numel, capacity, sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16, ranges);
+  AlignedBytes payloads(ranks * ranges * layout.nbytes, 0xA5);
+  std::vector<float> sum(numel, 0.0f);
+  std::vector<int32_t> expected(ranks, 0), status(ranks, -1);
+  for (int64_t p = 0; p < ranks; ++p) {
+    for (int64_t r = 0; r < ranges; ++r) {
+      uint8_t* payload = payloads.data() + (p * ranges + r) * layout.nbytes;
+      const Range range = range_bounds(numel, ranges, r);
+      fill<Value>(random, payload, layout, range.end - range.begin, capacity, random.chance(0.1));
+      if (random.chance(0.4)) damage(random, payload, layout);
+      expected[p] |=
+          read<Value>(payload, layout, range.end - range.begin, capacity, sum.data() + range.begin);
+    }
+  }
+  const float out_scale = random.pick({1.0f, 65536.0f, NAN});
+  std::vector<Out> out = random.reals<Out>(numel);
+  const std::vector<Out> before = out;
+
+  ScatterUnpackArgs args{};
+  args.payloads = payloads.data();
+  args.ranks = ranks;
+  args.ranges = ranges;
+  args.capacity = capacity;
+  args.value_dtype = sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16;
+  args.out = out.data();
+  args.out_dtype = std::is_same_v<Out, Float16>    ? DType::kFloat16
+                   : std::is_same_v<Out, BFloat16> ? DType::kBFloat16
+                                                   : DType::kFloat32;
+  args.numel = numel;
+  args.scale = random.pick({1.0f, 1.0f / 3, -0.5f});
+  args.accumulate = random.chance(0.5);
+  args.out_scale = random.chance(0.5) ? &out_scale : nullptr;
+  args.status = status.data();
+  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) { cpu::scatter_unpack(args, p); });
+
+  CHECK(status == expected, "status");
+  const float factor = args.out_scale != nullptr ? multiply(args.scale, out_scale) : args.scale;
+  for (int64_t i = 0; i < numel; ++i) {
+    const float base = args.accumulate ? static_cast<float>(value(before[i])) : 0.0f;
+    const Out wanted = make<Out>(add(base, multiply(factor, sum[i])));
+    CHECK(bits(out[i]) == bits(wanted), "out[%ld]: expected %g, got %g", long(i), value(wanted),
+          value(out[i]));
+  }
+}
+
+}  // namespace
+
+int main() {
+  Random random(2);
+  for (int64_t numel : {0, 1, 2, 2047, 2048, 2049, 16383, 16384, 16385, 32768, 60000}) {
+    for (int repeat = 0; repeat < 6; ++repeat) {
+      run<float, float>(random, numel);
+      run<float, Float16>(random, numel);
+      run<BFloat16, float>(random, numel);
+      run<BFloat16, BFloat16>(random, numel);
+    }
+  }
+}

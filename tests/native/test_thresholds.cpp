@@ -1,0 +1,82 @@
+// sample_threshold against a sort, track_threshold against the rule in double.
+
+#include <functional>
+
+#include "../../csrc/common/hash.h"
+#include "../../csrc/cpu/sample_threshold.h"
+#include "../../csrc/cpu/track_threshold.h"
+#include "support.h"
+
+using namespace dct;
+using namespace dct::test;
+
+namespace {
+
+template <typename X>
+void sample(Random& random, int64_t numel, DType dtype) {
+  const auto x = random.reals<X>(numel);
+  const auto residual = random.reals<float>(numel);
+  const auto segments = random.segments(numel);
+  const float inv_scale = random.pick({1.0f, 0.3f, 1.0f / 65536});
+  std::vector<float> threshold(segments.size() - 1, -1.0f);
+  SampleThresholdArgs args{};
+  args.x = x.data();
+  args.x_dtype = dtype;
+  args.residual = random.chance(0.5) ? residual.data() : nullptr;
+  args.segments = segments.data();
+  args.num_segments = static_cast<int64_t>(threshold.size());
+  args.density = random.pick({1e-6, 0.001, 0.07, 0.5, 1.0});
+  args.max_samples = random.pick<int64_t>({1, 100, 65536, INT32_MAX});
+  args.seed = static_cast<uint32_t>(random.integer(0, UINT32_MAX));
+  args.inv_scale = random.chance(0.5) ? &inv_scale : nullptr;
+  args.threshold = threshold.data();
+  with_threads(random.integer(1, 4),
+               [&](const cpu::Parallel& p) { cpu::sample_threshold(args, p); });
+
+  for (size_t s = 0; s < threshold.size(); ++s) {
+    const int64_t n = segments[s + 1] - segments[s], m = std::min(n, args.max_samples);
+    std::vector<float> magnitudes;
+    for (int64_t j = 0; j < m; ++j) {
+      const int64_t i =
+          segments[s] +
+          (n <= args.max_samples ? j : stratified_pick(j, n, m, args.seed, uint32_t(s)));
+      float acc = multiply(static_cast<float>(value(x[i])), args.inv_scale ? inv_scale : 1.0f);
+      if (args.residual != nullptr) acc = add(residual[i], acc);
+      magnitudes.push_back(std::isnan(acc) ? HUGE_VALF : std::fabs(acc));
+    }
+    std::sort(magnitudes.begin(), magnitudes.end(), std::greater<float>());
+    const auto k = std::clamp<int64_t>(int64_t(std::ceil(args.density * double(m))), 1, m);
+    const float expected = m == 0 ? HUGE_VALF : magnitudes[k - 1];
+    CHECK(bits(threshold[s]) == bits(expected), "n %ld, k %ld: expected %g, got %g", long(n),
+          long(k), expected, threshold[s]);
+  }
+}
+
+void track() {
+  //                     skipped  low    high    far off  zero  at the floor
+  float threshold[] = {-1.0f, 1.0f, 1.0f, 1.0f, 0.0f, 0.25f};
+  const int32_t seen[] = {5, 8, 12, 100000, 7, 0};
+  const float target[] = {10, 10, 10, 10, 0, 10};
+  const float reference[] = {1, 1, 1, 1, 0, 1};
+  const double expected[] = {-1, 0.99, 1.01, 1.25, 0, 0.25};
+  with_threads(1, [&](const cpu::Parallel& p) {
+    cpu::track_threshold({threshold, seen, target, reference, 6}, p);
+  });
+  for (int s = 0; s < 6; ++s) {
+    CHECK(std::fabs(threshold[s] - expected[s]) < 1e-6, "segment %d: %g", s, threshold[s]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  Random random(3);
+  for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16385, 70000}) {
+    for (int repeat = 0; repeat < 8; ++repeat) {
+      sample<float>(random, numel, DType::kFloat32);
+      sample<BFloat16>(random, numel, DType::kBFloat16);
+      sample<Float16>(random, numel, DType::kFloat16);
+    }
+  }
+  track();
+}
