@@ -25,4 +25,4 @@ def test_block(index, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if "plan()" in BLOCKS[index]:
-        assert "transport gather" in done.stdout
+        assert "transport: gather" in done.stdout

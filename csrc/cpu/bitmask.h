@@ -7,6 +7,8 @@ namespace dct::cpu {
 
 constexpr int64_t bitmask_words(int64_t n) { return (n + 63) / 64; }
 
+constexpr int64_t kSpareIndices = 4;  // see bit_indices
+
 // Bit i of `bits` = flags[i], which is 0 or 1. The flags have room for whole words: the last one is
 // filled up with zeros. Call it inside vectorise().
 inline void pack_bits(uint8_t* flags, int64_t n, uint64_t* bits) {
@@ -24,14 +26,26 @@ inline void pack_bits(uint8_t* flags, int64_t n, uint64_t* bits) {
   }
 }
 
-// Calls function(i) for every set bit i, ascending.
-template <typename Function>
-void for_each_bit(const uint64_t* bits, int64_t words, Function&& function) {
+// Writes every set bit's index, ascending, and returns how many there are. A loop over each word's
+// bits would mispredict once per word, because how many there are follows no pattern: so the first
+// four of a word are written whether they are there or not, and what follows overwrites them.
+// `indices` needs room for kSpareIndices more than there are bits. Call it inside vectorise().
+template <typename Index>
+int64_t bit_indices(const uint64_t* bits, int64_t words, Index* indices) {
+  constexpr uint64_t kLast = uint64_t{1} << 63;  // for ctz to find in an empty word
+  int64_t n = 0;
   for (int64_t w = 0; w < words; ++w) {
-    for (uint64_t word = bits[w]; word != 0; word &= word - 1) {
-      function(w * 64 + __builtin_ctzll(word));
+    uint64_t word = bits[w];
+    const int64_t count = __builtin_popcountll(word);
+    for (int64_t i = 0; i < kSpareIndices; ++i, word &= word - 1) {
+      indices[n + i] = static_cast<Index>(w * 64 + __builtin_ctzll(word | kLast));
     }
+    for (int64_t i = kSpareIndices; i < count; ++i, word &= word - 1) {
+      indices[n + i] = static_cast<Index>(w * 64 + __builtin_ctzll(word));
+    }
+    n += count;
   }
+  return n;
 }
 
 }  // namespace dct::cpu

@@ -32,11 +32,13 @@ void add_saturating(int32_t* total, int64_t n) {
       !__atomic_compare_exchange_n(total, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
-// Stores acc where an element stays; leaves alone, and flags in `bits`, those that pass.
+// Stores acc where an element stays; leaves alone those that pass, and lists them. Returns how
+// many.
 template <typename Grad>
-void mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float tau,
-                uint64_t* bits) {
-  vectorise([=] {
+int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float tau,
+                   uint16_t* passing) {
+  int64_t count = 0;
+  vectorise([&count, residual, grad, n, inv_scale, tau, passing] {
     alignas(64) uint8_t flags[kStrip];
     for (int64_t i = 0; i < n; ++i) {
       const float acc = accumulate(residual[i], grad, i, inv_scale);
@@ -44,8 +46,11 @@ void mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, f
       if constexpr (!std::is_same_v<Grad, NoGrad>) residual[i] = passes ? residual[i] : acc;
       flags[i] = passes;
     }
+    uint64_t bits[bitmask_words(kStrip)];
     pack_bits(flags, n, bits);
+    count = bit_indices(bits, bitmask_words(n), passing);
   });
+  return count;
 }
 
 // Whole blocks of one range, packed by one task. Entries beyond `room` cannot fit the payload
@@ -150,11 +155,11 @@ class Packer {
   }
 
   void pack_strip(Chunk<Value>& chunk, int64_t block, int64_t begin, int64_t end, float tau) const {
-    uint64_t bits[bitmask_words(kStrip)];
+    uint16_t passing[kStrip + kSpareIndices];
     const Grad* grad = grad_ == nullptr ? nullptr : grad_ + begin;
-    mask_strip(args_.residual + begin, grad, end - begin, inv_scale_, tau, bits);
-    for_each_bit(bits, bitmask_words(end - begin),
-                 [&](int64_t bit) { pack_entry(chunk, block, begin + bit); });
+    const int64_t count =
+        mask_strip(args_.residual + begin, grad, end - begin, inv_scale_, tau, passing);
+    for (int64_t i = 0; i < count; ++i) pack_entry(chunk, block, begin + passing[i]);
   }
 
   void pack_entry(Chunk<Value>& chunk, int64_t block, int64_t i) const {

@@ -11,7 +11,7 @@
 #include "../common/hash.h"
 #include "../common/rounding.h"
 #include "accumulate.h"
-#include "kth_largest.h"
+#include "largest.h"
 #include "vectorise.h"
 
 namespace dct::cpu {
@@ -29,30 +29,38 @@ class Sampler {
         inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
         first_(args.num_segments + 1) {
     for (int64_t s = 0; s < args.num_segments; ++s) {
-      first_[s + 1] = first_[s] + std::min(numel(s), args.max_samples);
+      first_[s + 1] = first_[s] + padded_keys(samples(s));
     }
     keys_.reset(new int32_t[first_.back()]);
   }
 
   void run(const Parallel& parallel) {
-    const int64_t samples = first_.back();
-    const int64_t tasks = std::min(parallel.threads, (samples + kGrain - 1) / kGrain);
-    parallel.run(tasks, [&](int64_t task) { gather(share(samples, tasks, task)); });
+    const int64_t keys = first_.back();
+    const int64_t tasks = std::min(parallel.threads, (keys + kGrain - 1) / kGrain);
+    parallel.run(tasks, [&](int64_t task) { gather(share(keys, tasks, task)); });
     parallel.run(args_.num_segments, [&](int64_t s) { select(s); });
   }
 
  private:
   int64_t numel(int64_t s) const { return args_.segments[s + 1] - args_.segments[s]; }
+  int64_t samples(int64_t s) const { return std::min(numel(s), args_.max_samples); }
 
   void gather(Share mine) const {
     int64_t s = std::upper_bound(first_.begin(), first_.end(), mine.begin) - first_.begin() - 1;
     for (int64_t i = mine.begin, end; i < mine.end; i = end, ++s) {
       end = std::min(mine.end, first_[s + 1]);
-      if (numel(s) <= args_.max_samples) {
-        gather_all(args_.segments[s] + i - first_[s], end - i, keys_.get() + i);
-      } else {
-        gather_picks(s, i - first_[s], end - first_[s], keys_.get() + i);
-      }
+      const int64_t begin = i - first_[s];
+      const int64_t n = std::min(end - first_[s], samples(s)) - begin;
+      if (n > 0) gather(s, begin, n, keys_.get() + i);
+    }
+  }
+
+  // The keys of samples [begin, begin + n) of segment s.
+  void gather(int64_t s, int64_t begin, int64_t n, int32_t* keys) const {
+    if (numel(s) <= args_.max_samples) {
+      gather_all(args_.segments[s] + begin, n, keys);
+    } else {
+      gather_picks(s, begin, begin + n, keys);
     }
   }
 
@@ -82,7 +90,8 @@ class Sampler {
   }
 
   void select(int64_t s) const {
-    const int64_t n = first_[s + 1] - first_[s];
+    const int64_t n = samples(s);
+    std::fill(keys_.get() + first_[s] + n, keys_.get() + first_[s + 1], kNoKey);
     int32_t key = kFloat32Infinity;
     if (n > 0) {
       const double wanted = std::ceil(args_.density * static_cast<double>(n));

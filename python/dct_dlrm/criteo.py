@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .features import INTS, TABLES, DataError, Rows
+from .features import INTS, TABLES, Rows, UsageError
 
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
@@ -55,11 +55,11 @@ def check_file(path: Path) -> None:
     """Fail early on a file that can never be read.
 
     Raises:
-        DataError: it is absent, not readable, empty, or not the gzip file that its name says.
+        UsageError: it is absent, not readable, empty, or not the gzip file that its name says.
     """
     with _opened(path) as file:
         if not _guarded(path, lambda: file.read(1)):
-            raise DataError(f"{path} must have rows, got an empty file")
+            raise UsageError(f"{path} must have rows, got an empty file")
 
 
 def read(
@@ -78,7 +78,7 @@ def read(
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
 
     Raises:
-        DataError: the file cannot be opened or unpacked. Malformed lines are reported only.
+        UsageError: the file cannot be opened or unpacked. Malformed lines are reported only.
     """
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
@@ -143,7 +143,7 @@ def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[int, list[bytes]]]:
 
 def _opened(path: Path) -> BinaryIO:
     if not path.is_file():
-        raise DataError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
+        raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
     return _guarded(path, lambda: (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
 
 
@@ -151,7 +151,7 @@ def _guarded(path: Path, operation):
     try:
         return operation()
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
-        raise DataError(f"{path} must be readable to its end, got: {error}") from error
+        raise UsageError(f"{path} must be readable to its end, got: {error}") from error
 
 
 def _shown(field: bytes) -> str:

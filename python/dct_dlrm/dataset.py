@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import criteo, hashing
-from .features import DataError, Rows, table_rows
+from .features import Rows, UsageError, table_rows
 from .modes import START_STEP
 from .synthetic import Generator
 
@@ -48,7 +48,7 @@ def load(options: argparse.Namespace) -> Dataset:
     """This rank's rows, from `options.data` or, without one, from the generator. Collective.
 
     Raises:
-        DataError: on every rank, if the rows cannot be used.
+        UsageError: on every rank, if the rows cannot be used.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rows = table_rows(options.hash_size)
@@ -59,7 +59,7 @@ def load(options: argparse.Namespace) -> Dataset:
         source = {"file": str(options.data), "malformed": report.malformed}
         warning = report.describe() if report.malformed else None
         if not report.rows:
-            raise DataError(f"{options.data} must have a row in Criteo's layout: {warning}")
+            raise UsageError(f"{options.data} must have a row in Criteo's layout: {warning}")
     else:
         numbers = np.arange(rank, options.rows, world_size)
         encoded, probability = _generate(numbers, rows)
@@ -91,18 +91,18 @@ def _check(train: Rows, test: Rows, options: argparse.Namespace) -> dict[str, ob
     shares = _from_all_ranks((len(train), len(test), int(test.labels.sum())))
     train_counts, test_counts, clicks = zip(*shares, strict=True)
     if min(train_counts) < options.batch_size:
-        raise DataError(
+        raise UsageError(
             f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
             f"got {options.batch_size}"
         )
     if not 0 < sum(clicks) < sum(test_counts):
-        raise DataError(
+        raise UsageError(
             f"the test rows must have labels 0 and 1, got {sum(clicks)} ones in {sum(test_counts)}"
             " rows: raise --test-fraction"
         )
     steps_per_epoch = min(train_counts) // options.batch_size
     if options.epochs * steps_per_epoch <= START_STEP:
-        raise DataError(
+        raise UsageError(
             f"a run must take more than {START_STEP} steps, got {options.epochs * steps_per_epoch}:"
             " raise --epochs or lower --batch-size"
         )

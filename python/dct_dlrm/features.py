@@ -17,8 +17,8 @@ TABLES = len(CARDINALITIES)
 MISSING_ID = 0
 
 
-class DataError(Exception):
-    """Training data that cannot be used; the text says which and why."""
+class UsageError(Exception):
+    """What the user gave cannot be used; the text says what and why."""
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:

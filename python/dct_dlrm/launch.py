@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
-from .features import DataError
+from .features import UsageError
 
 
 class WorkerError(Exception):
@@ -56,12 +56,14 @@ def _local_rank(
 
 
 def _message(error: ProcessRaisedException) -> str:
-    """What the user needs of a rank's traceback: all of it, unless it is about the data."""
+    """What the user needs of a rank's traceback: all of it, unless the user is at fault."""
     last = error.msg.strip().splitlines()[-1]
-    _, about_data, text = last.partition(f"{DataError.__qualname__}: ")
-    return text if about_data else f"rank {error.error_index} failed:\n{error.msg.strip()}"
+    _, known, text = last.partition(f"{UsageError.__qualname__}: ")
+    return text if known else f"rank {error.error_index} failed:\n{error.msg.strip()}"
 
 
 def _join(rendezvous: str, rank: int, ranks: int, local_ranks: int) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // local_ranks))
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 from .dataset import Dataset
-from .features import Rows, table_rows
+from .features import Rows, UsageError, table_rows
 from .model import DLRM
 from .modes import FIXED_DENSITY, MODES, START_STEP
 
@@ -34,7 +34,7 @@ class Run:
             mode that sends none.
         loss: float64 [steps], mean over ranks of the training loss.
         step_ms: float64 [steps], this rank's time from batch to updated weights.
-        wire_bytes: int64 [steps], sent by this rank in all collectives.
+        wire_bytes: float64 [steps], sent by this rank in all collectives.
         density: (step, mean since the step before it in this list) pairs.
     """
 
@@ -75,6 +75,7 @@ def run(
         on_step: called with this rank's loss after every step.
 
     Raises:
+        UsageError: the loss became infinite or NaN.
         RuntimeError: the ranks' weights differ in the end.
     """
     torch.manual_seed(seed)
@@ -103,6 +104,9 @@ def run(
                 density.append((step + 1, state.stats()["density"]))
             wire_bytes[step] = meter.take()
             losses[step] = loss.item()
+            if not np.isfinite(losses[step]):
+                got = f"{options.lr}: {losses[step]} at step {step}, {mode}, seed {seed}"
+                raise UsageError(f"--lr must be so small that the loss stays finite, got {got}")
             on_step(losses[step])
     _check_equal(model)
     auc, bce = _test(model, data.test)

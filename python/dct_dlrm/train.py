@@ -1,12 +1,14 @@
 """dct-train: compare ways of averaging gradients on DLRM."""
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import criteo
 from .arguments import parse
 from .experiment import compare
-from .features import DataError
+from .features import UsageError
 from .launch import WorkerError, launch
 
 
@@ -18,17 +20,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             criteo.check_file(options.data)
         _make_folder(options.out)
         launch(compare, options.ranks, options)
-    except (DataError, WorkerError) as error:
+    except (UsageError, WorkerError) as error:
         print(f"dct-train: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _make_folder(path) -> None:
+def _make_folder(path: Path) -> None:
+    """Before the training, not after it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out must be a folder that can be written to, got: {error}") from error
+        writable = os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise UsageError(f"--out must be a folder that can be written to, got {path}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ class Report(NamedTuple):
     """What the host learns of a bucket one step later; undamaged, the same on every rank."""
 
     damaged: dict[int, int]  # rank -> status of the payload that this rank received from it
+    damaged_anywhere: bool  # some rank received a damaged payload; the same on every rank
     non_finite: bool  # a NaN or Inf in any rank's gradient
     payloads: int  # received, one from each rank
     overflowed: int  # of them: too small for what passed
@@ -47,7 +48,8 @@ class Bucket:
         self._group = group
         self._fresh = False  # a `reduce` has not been reported yet
         spans = [torch.arange(plan.bounds[i], plan.bounds[i + 1]) for i in sorted(plan.dense)]
-        self._dense_index = torch.cat(spans).to(device) if spans else None
+        none = torch.empty(0, dtype=torch.int64)
+        self._dense_index = torch.cat([none, *spans]).to(device)
         self._mean = Readback()
         self.compressor = None
         if plan.compressed_numel:
@@ -57,30 +59,27 @@ class Bucket:
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> Tensor | None:
+    ) -> None:
         """Replace this rank's gradients in `buffer` by their mean over the group.
 
         Args:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
 
-        Returns:
-            status of the payloads received, int32 [P]; None if the whole bucket goes dense.
         """
-        mean = status = None
-        if self._dense_index is not None:  # first, because unpacking overwrites the whole bucket
-            small = buffer.index_select(0, self._dense_index)
-            mean = dense_mean(small, self.plan.settings.value_dtype, self._group)
+        small = buffer.index_select(0, self._dense_index)  # before unpacking overwrites the bucket
+        damage = small.new_zeros(1)
         if self.compressor is not None:
             payload = self.compressor.pack(buffer, inv_scale)
             status = self._transport.reduce(payload, buffer, scale)
+            damage = status.count_nonzero().view(1).to(small.dtype)
             headers = self._transport.payloads[:, :HEADER_BYTES]
             self._received.post(status, headers, self.compressor.seen, self.compressor.threshold)
-        if mean is not None:
-            buffer.index_copy_(0, self._dense_index, mean.to(buffer.dtype))
-            self._mean.post(mean)
+        # One element more tells every rank whether any of them received a damaged payload.
+        mean = dense_mean(torch.cat([small, damage]), self.plan.settings.value_dtype, self._group)
+        buffer.index_copy_(0, self._dense_index, mean[:-1].to(buffer.dtype))
+        self._mean.post(mean)
         self._fresh = True
-        return status
 
     def take_report(self) -> Report | None:
         """What the last `reduce` left to be known, once; None if there is nothing new.
@@ -103,10 +102,11 @@ class Bucket:
                     flags |= rank_flags
                     overflowed += bool(rank_flags & FLAG_OVERFLOW)
                     packed += count
-        finite = all(bool(mean.isfinite().all()) for mean in self._mean.wait())
+        (mean,) = self._mean.wait()
         return Report(
             damaged=damaged,
-            non_finite=bool(flags & FLAG_NON_FINITE) or not finite,
+            damaged_anywhere=bool(mean[-1] != 0),
+            non_finite=bool(flags & FLAG_NON_FINITE) or not bool(mean.isfinite().all()),
             payloads=payloads,
             overflowed=overflowed,
             packed=packed,

@@ -4,8 +4,8 @@
     ddp.register_comm_hook(state, dct_hook)
 
 In a step every bucket is packed, exchanged and unpacked beside the backward pass, in bucket order
-on every rank. After the last bucket the ranks agree, in 4 bytes, on whether any of them received a
-damaged payload; nobody waits for that before the next step, whose first hook raises it everywhere.
+on every rank. One element more in the dense part tells every rank whether any of them received a
+damaged payload; nobody looks at it before the next step, whose first hook raises it everywhere.
 """
 
 from functools import partial
@@ -23,11 +23,10 @@ from . import checkpoint
 from . import plan as planning
 from .bucket import Bucket, describe_damage
 from .compressor import check_settings
-from .exchange import dense_mean, resolve_transport, worst_status
+from .exchange import dense_mean, resolve_transport
 from .history import History
 from .lanes import lane_for
 from .plan import BucketPlan, Settings
-from .readback import Readback
 
 
 class DCTState:
@@ -113,9 +112,6 @@ class DCTState:
         self._next_index = 0
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, dict[str, Tensor]] = {}  # states waiting for their bucket
-        self._statuses: list[Tensor] = []
-        self._agreement: Future[Tensor] | None = None
-        self._worst = Readback()
         self._failure: str | None = None
         self._history = History()
 
@@ -166,9 +162,6 @@ class DCTState:
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         compressed = {n: size for n, size in sizes.items() if not self.settings.is_dense(size)}
         checkpoint.check(state, self.settings.density, compressed)
-        if self._agreement is not None:
-            self._agreement.wait()
-            self._agreement = None
         self._failure = None
         self.step = state["step"]
         self._buckets.clear()
@@ -195,8 +188,6 @@ class DCTState:
         self._next_index = index + 1
         if bucket.is_last():
             self._next_index = 0
-            if self.step >= self.start_step:
-                self._agreement = self._lane.submit(self._agree)
             self.step += 1
         return result
 
@@ -206,21 +197,13 @@ class DCTState:
         return buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
 
     def _reduce_compressed(self, bucket: Bucket, buffer: Tensor) -> Tensor:
-        status = bucket.reduce(buffer, self._scale, self._inv_scale)
-        if status is not None:
-            self._statuses.append(status)
+        bucket.reduce(buffer, self._scale, self._inv_scale)
         return buffer
-
-    def _agree(self) -> Tensor:
-        worst = worst_status(self._statuses, self._device, self._group)
-        self._worst.post(worst)
-        return worst
 
     # On the thread of the backward pass:
 
     def _begin_step(self) -> None:
         self._settle()
-        self._statuses = []
         self._scale = self._inv_scale = None
         if self._grad_scaler is not None:
             self._scale = self._grad_scaler._scale  # on the device; get_scale() would synchronise
@@ -231,14 +214,11 @@ class DCTState:
         """Learn how the last step went; raise on every rank if a payload of it was damaged."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        if self._agreement is None:
-            return
-        self._agreement.wait()
-        self._agreement = None
         taken = {index: bucket.take_report() for index, bucket in self._buckets.items()}
         reports = {index: report for index, report in taken.items() if report is not None}
-        (worst,) = self._worst.wait()
-        if int(worst):
+        if not reports:
+            return
+        if any(report.damaged_anywhere for report in reports.values()):
             self._failure = describe_damage(self.step - 1, reports)
             raise RuntimeError(self._failure)
         if self._grad_scaler is not None and any(r.non_finite for r in reports.values()):

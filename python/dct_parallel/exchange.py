@@ -4,8 +4,6 @@ Collectives are called as `torch.distributed.<name>`, where a `WireMeter` can se
 their caller (gloo) or the current stream (NCCL) until they are done.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,18 +31,6 @@ def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> 
     mean = tensor.to(dtype, copy=True).div_(group.size())
     dist.all_reduce(mean, group=group)
     return mean
-
-
-def worst_status(
-    statuses: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup
-) -> Tensor:
-    """The largest status of all ranks, 0 if there is none: int32 [1], the same on every rank."""
-    if statuses:
-        worst = torch.cat(list(statuses)).amax(dim=0, keepdim=True)
-    else:
-        worst = torch.zeros(1, dtype=torch.int32, device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    return worst
 
 
 class Gather:

@@ -13,7 +13,6 @@ from .compressor import HEADROOM, default_capacity
 from .exchange import Gather
 
 DENSE_BELOW = 1024
-STATUS_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +77,15 @@ class BucketPlan:
 
     def wire_bytes(self, world_size: int) -> int:
         """Bytes a rank sends for this bucket in a step."""
-        dense_bytes = self.dense_numel * self.settings.value_dtype.itemsize
+        # With one element more: whether a payload was damaged.
+        dense_bytes = (self.dense_numel + 1) * self.settings.value_dtype.itemsize
         payload = self.settings.transport.wire_bytes(self.payload_bytes, world_size)
         return payload + wire.all_reduce_bytes(dense_bytes, world_size)
 
 
 def step_bytes(plans: Sequence[BucketPlan], world_size: int) -> int:
-    """Bytes a rank sends in a compressed step: every bucket, and the agreement on the status."""
-    status = wire.all_reduce_bytes(STATUS_BYTES, world_size)
-    return sum(plan.wire_bytes(world_size) for plan in plans) + status
+    """Bytes a rank sends in a compressed step."""
+    return sum(plan.wire_bytes(world_size) for plan in plans)
 
 
 def table(plans: Sequence[BucketPlan], world_size: int, transport_reason: str) -> str:

@@ -1,9 +1,8 @@
 """The same bits whatever the number of threads, and call after call."""
 
-from itertools import product
-
 import pytest
 import torch
+from conftest import BACKENDS
 
 from conformance import samples
 from dct_kernels import payload_layout
@@ -18,7 +17,7 @@ def threads():
 
 def everything(backend):
     """Every op once, on sizes that split into many pieces; all results, as bytes."""
-    device, numel, capacity, ranges = backend.device, 40 * 16384 + 77, 9000, 3
+    device, numel, capacity, ranges = backend.device, 20 * 16384 + 77, 5000, 3
     residual = samples.normal(numel).to(device)
     grad = samples.hard(numel, torch.bfloat16, non_finite=False).to(device)
     segments = samples.segments(numel, 50).to(device)
@@ -44,27 +43,15 @@ def everything(backend):
 def test_threads_and_repetition(backend, threads):
     threads(1)
     first = everything(backend)
-    for count, _ in product((1, 2, 3, 8), range(2)):
+    for count in (1, 2, 5):
         threads(count)
         for now, before in zip(everything(backend), first, strict=True):
             assert torch.equal(now, before)
 
 
-def test_backends_agree(backend):
+def test_backends_agree():
     """Implied by agreement with the oracle, and shown here on one long chain of ops."""
-    from conftest import BACKENDS
-
-    reference = everything(BACKENDS["eager"])
-    for now, expected in zip(everything(backend), reference, strict=True):
-        assert torch.equal(now, expected)
-
-
-def test_two_streams_of_calls_do_not_disturb_each_other(backend):
-    """No state survives a call: a call in between, of other sizes, changes nothing."""
-    first = everything(backend)
-    x = samples.normal(3000).view(30, 100).to(backend.device)
-    backend.row_pack(x, 50, torch.float32)
-    segments = torch.tensor([0, 3000], device=backend.device)
-    backend.sample_threshold(x.flatten(), None, segments, 0.5)
-    for now, before in zip(everything(backend), first, strict=True):
-        assert torch.equal(now, before)
+    reference, *others = [everything(backend) for backend in BACKENDS.values()]
+    for other in others:
+        for now, expected in zip(other, reference, strict=True):
+            assert torch.equal(now, expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from criteo_lines import INTS, line
 from dct_dlrm import criteo, synthetic
-from dct_dlrm.features import CARDINALITIES, DataError, Rows, table_rows
+from dct_dlrm.features import CARDINALITIES, Rows, UsageError, table_rows
 
 ROWS = table_rows(100)
 
@@ -108,15 +108,15 @@ def test_windows_line_ends(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     empty = _write(tmp_path)
-    with pytest.raises(DataError, match=r"rows\.tsv must have rows, got an empty file"):
+    with pytest.raises(UsageError, match=r"rows\.tsv must have rows, got an empty file"):
         criteo.check_file(empty)
-    with pytest.raises(DataError, match=r"none\.tsv must be a file, got nothing"):
+    with pytest.raises(UsageError, match=r"none\.tsv must be a file, got nothing"):
         criteo.check_file(tmp_path / "none.tsv")
-    with pytest.raises(DataError, match="must be a file, got a folder"):
+    with pytest.raises(UsageError, match="must be a file, got a folder"):
         criteo.check_file(tmp_path)
     not_gzip = tmp_path / "plain.gz"
     not_gzip.write_text(line() + "\n")
-    with pytest.raises(DataError, match=r"plain\.gz must be readable to its end, got: Not a gzip"):
+    with pytest.raises(UsageError, match=r"plain\.gz must be readable to its end, got: Not a gzip"):
         criteo.check_file(not_gzip)
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
         content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
     path.write_bytes(content)
     criteo.check_file(path)  # its beginning is fine
-    with pytest.raises(DataError, match="must be readable to its end"):
+    with pytest.raises(UsageError, match="must be readable to its end"):
         criteo.read(path, ROWS)
 
 

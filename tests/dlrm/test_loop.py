@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dct_dlrm import arguments, dataset, loop
-from dct_dlrm.features import DataError
+from dct_dlrm.features import UsageError
 from dct_dlrm.launch import WorkerError, launch
 from dct_dlrm.modes import MODES
 
@@ -46,6 +46,11 @@ def test_training_learns():
     np.testing.assert_array_equal(result.loss, seen)
     assert result.loss[-18:].mean() < 0.93 * result.loss[:18].mean()
     assert result.auc > 0.55
+
+
+def test_a_learning_rate_that_diverges_is_named():
+    with pytest.raises(UsageError, match=r"--lr must be so small .* got 1e\+30: (nan|inf) at step"):
+        _run("dense", 0, "--lr", "1e30")
 
 
 def test_density_is_the_mean_over_all_compressed_steps():
@@ -106,8 +111,16 @@ def test_ranks_with_other_weights_are_caught():
     ],
 )
 def test_too_few_rows(arguments_, text):
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(UsageError, match=text):
         dataset.load(arguments.parse([*SMALL, *arguments_]))
+
+
+def test_a_file_of_malformed_lines(tmp_path):
+    (tmp_path / "junk.tsv").write_text("no row\n" * 50)
+    options = arguments.parse([*SMALL[2:], "--data", str(tmp_path / "junk.tsv")])
+    rule = "must have a row in Criteo's layout: 50 of 50 lines malformed"
+    with pytest.raises(UsageError, match=rule):
+        dataset.load(options)
 
 
 def test_the_split_is_stable_and_of_the_right_size():

@@ -1,0 +1,162 @@
+"""Which backend serves: DCT_BACKEND, what is missing, and what `python -m dct_kernels` says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dct_kernels
+from conformance.arguments import OPS, arguments
+from dct_kernels import testing
+
+PACKAGE = Path(dct_kernels.__file__).parent
+BACKENDS = ("eager", "cpp", "cuda", "triton")
+
+
+def python(*args, backend=None, package=PACKAGE):
+    """A fresh Python that imports `package`; DCT_BACKEND is `backend` or not set."""
+    environment = {name: value for name, value in os.environ.items() if name != "DCT_BACKEND"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(package.parent), *sys.path])
+    if backend is not None:
+        environment["DCT_BACKEND"] = backend
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=package.parent,  # which Python looks through first
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def found(**options):
+    """{backend: whether it is there}, as `python -m dct_kernels` tells it."""
+    result = python("-m", "dct_kernels", **options)
+    assert result.returncode == 0, result.stderr
+    lines = re.findall(r"^  (\w+) +(yes|no: .+)$", result.stdout, re.MULTILINE)
+    assert tuple(name for name, _ in lines) == BACKENDS
+    assert torch.__version__ in result.stdout
+    assert dct_kernels.__version__ in result.stdout
+    return {name: said == "yes" for name, said in lines}
+
+
+@pytest.fixture(scope="module")
+def available():
+    return found()
+
+
+@pytest.fixture(params=["without", "garbage"])
+def uncompiled(request, tmp_path):
+    """The package without its compiled library, and with one that does not load."""
+    copy = tmp_path / "dct_kernels"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if request.param == "garbage":
+        (copy / "_C.abi3.so").write_bytes(b"not a library")
+    return copy
+
+
+def test_the_command_lists_every_backend(available):
+    assert available["eager"]
+    compiled = bool(list(PACKAGE.glob("_C*.so")))
+    assert available["cpp"] == compiled
+    # What can run here is what the conformance suite runs on.
+    runnable = {name for name, there in available.items() if there}
+    if not torch.cuda.is_available():
+        runnable.discard("cuda")
+    assert set(testing.backends()) & set(BACKENDS) == runnable
+
+
+def test_a_backend_is_seven_callables_and_a_device():
+    for backend in testing.backends().values():
+        assert set(vars(backend)) == {*OPS, "device"}
+        torch.empty(0, device=backend.device)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forcing_a_backend(available, name):
+    """It serves, or importing fails and says why; nothing else steps in."""
+    result = python("-c", "import dct_kernels; print('imported')", backend=name)
+    if available[name]:
+        assert result.stdout == "imported\n", result.stderr
+    else:
+        assert result.returncode != 0
+        assert f"DCT_BACKEND={name}, but that backend is not there: " in result.stderr
+
+
+@pytest.mark.parametrize("name", ["EAGER", ""])
+def test_an_unknown_backend(name):
+    result = python("-c", "import dct_kernels", backend=name)
+    assert result.returncode != 0
+    assert "DCT_BACKEND must be one of eager, cpp, cuda, triton, got " in result.stderr
+
+
+def test_without_a_compiled_library_eager_serves(uncompiled):
+    there = found(package=uncompiled)
+    assert there["eager"]
+    assert not there["cpp"]
+    assert not there["cuda"]
+    code = "import torch, dct_kernels; print(dct_kernels.row_pack(torch.ones(1, 4), 1, torch.half))"
+    result = python("-c", code, package=uncompiled)
+    assert result.stdout.startswith("(tensor([[1.]], dtype=torch.float16)"), result.stderr
+
+
+@pytest.mark.parametrize("name", ["cpp", "cuda"])
+def test_forcing_what_is_not_there_fails_loudly(uncompiled, name):
+    result = python("-c", "import dct_kernels", backend=name, package=uncompiled)
+    assert result.returncode != 0
+    assert f"ImportError: DCT_BACKEND={name}, but that backend is not there: " in result.stderr
+
+
+def test_eager_forced_is_eager():
+    """No compiled kernel is registered, and the reference is what the ops run."""
+    code = (
+        "import torch, dct_kernels;"
+        "has = torch._C._dispatch_has_kernel_for_dispatch_key;"
+        "print([has('dct::mask_pack', key) for key in ('CPU', 'CompositeExplicitAutograd')])"
+    )
+    result = python("-c", code, backend="eager")
+    assert result.stdout == "[False, True]\n", result.stderr
+
+
+def test_eager_forced_passes_opcheck_and_autograd():
+    """Elsewhere these tests run on whatever the dispatcher picks, which may be compiled."""
+    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in ("opcheck", "autograd")]
+    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, backend="eager")
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_dispatcher_runs_the_public_function(op):
+    """A public function is its op: same results from the same arguments."""
+    public, raw = arguments(op), arguments(op)
+    results = getattr(dct_kernels, op)(**public), getattr(torch.ops.dct, op).default(**raw)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
+        assert a is b is None or torch.equal(a, b)
+    for name, value in public.items():
+        assert torch.equal(value, raw[name]) if isinstance(value, torch.Tensor) else True
+
+
+def test_schemas():
+    """The contract, word for word: names, order, defaults, and what is written."""
+    expected = {
+        "sample_threshold": "(Tensor x, Tensor? residual, Tensor segments, float density, SymInt "
+        "max_samples=65536, SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
+        "track_threshold": "(Tensor(a!) threshold, Tensor seen, Tensor target, Tensor reference) "
+        "-> ()",
+        "mask_pack": "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
+        "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? "
+        "inv_scale=None) -> ()",
+        "scatter_unpack": "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType "
+        "value_dtype, float scale=1., bool accumulate=False, Tensor? out_scale=None) -> Tensor",
+        "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor "
+        "positions)",
+        "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
+        "row_unpack": "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",
+    }
+    actual = {op: str(getattr(torch.ops.dct, op).default._schema) for op in OPS}
+    assert actual == {op: f"dct::{op}{schema}" for op, schema in expected.items()}

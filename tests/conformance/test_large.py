@@ -1,0 +1,111 @@
+"""More than 2**31 elements: every index is 64 bits wide. Compiled CPU kernels only.
+
+Deselected by default (`pytest -m large`). The oracle is the position of a few planted entries: it
+needs no second tensor, and pages that are never touched take no memory.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import BACKENDS
+from oracle import floats, payload, thresholds
+
+NUMEL = 2**31 + 2**22 + 16385
+PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)
+LAST = NUMEL - 16385  # where the last two blocks begin
+
+pytestmark = pytest.mark.large
+CPP = BACKENDS.get("cpp")
+
+
+@pytest.fixture(autouse=True)
+def compiled(poisoned_memory):
+    assert CPP is not None, "the large tests need the compiled CPU kernels"
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would touch every page
+
+
+def planted(dtype):
+    """Zeros, and at every planted index its rank among them, from 1."""
+    x = torch.zeros(NUMEL, dtype=dtype)
+    x[list(PLANTED)] = torch.arange(1.0, len(PLANTED) + 1).to(dtype)
+    return x
+
+
+def test_sample_threshold():
+    """4 GB. The picks of an oracle in Python integers, and the exact k-th largest of a tail."""
+    x = planted(torch.bfloat16)
+    picks = thresholds.picks(NUMEL, 1000, seed=5, s=0)
+    assert max(picks) > 2**31
+    x[picks[-1]] = 77.0
+    whole = torch.tensor([0, NUMEL])
+    assert CPP.sample_threshold(x, None, whole, 0.001, 1000, 5).tolist() == [77.0]
+    # One stratum of more than 2**31 elements: hash * length needs more than 62 bits.
+    x[thresholds.picks(NUMEL, 1, seed=11, s=0)] = 55.0
+    assert CPP.sample_threshold(x, None, whole, 1.0, 1, 11).tolist() == [55.0]
+    tail = torch.tensor([0, LAST, NUMEL])
+    result = CPP.sample_threshold(x, None, tail, 2 / 16385, 20000, 5)
+    assert result[1] == sorted(x[LAST:].tolist())[-2]
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+def test_mask_pack_and_scatter_unpack(ranges):
+    """13 GB: float32 residual and bfloat16 gradient, which then takes the result."""
+    residual, grad = torch.zeros(NUMEL), planted(torch.bfloat16)
+    geometry = payload.Geometry(NUMEL, 20, "bfloat16", ranges)
+    packed = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
+    seen = torch.empty(2, dtype=torch.int32)
+    segments, threshold = torch.tensor([0, 2**31, NUMEL]), torch.tensor([0.5, 0.5])
+    CPP.mask_pack(residual, grad, segments, threshold, packed, seen, 20, torch.bfloat16)
+    below = sum(index < 2**31 for index in PLANTED)
+    assert seen.tolist() == [below, len(PLANTED) - below]
+    found = {}
+    for r, row in enumerate(packed.numpy()):
+        content = payload.read(row.tobytes(), geometry, r)
+        low, high = geometry.bounds(r)
+        assert (content.numel, content.flags) == (high - low, 0)
+        values = floats.widen(np.array(content.values), "bfloat16")
+        found |= dict(zip((low + i for i in payload.indices(content)), values, strict=True))
+    assert found == {index: rank for rank, index in enumerate(PLANTED, start=1)}
+    assert torch.count_nonzero(residual) == 0
+
+    status = CPP.scatter_unpack(packed.unsqueeze(0), grad, 20, torch.bfloat16, 2.0, True)
+    assert status.tolist() == [0]
+    assert grad[list(PLANTED)].tolist() == [3.0 * rank for rank in range(1, len(PLANTED) + 1)]
+    assert torch.count_nonzero(grad) == len(PLANTED)
+
+
+def test_seen_saturates_and_a_segment_overflows():
+    """9 GB. More entries pass than an int32 can count; all but one stay in the residual."""
+    residual = torch.ones(NUMEL)
+    geometry = payload.Geometry(NUMEL, 1, "float32")
+    packed, seen = (
+        torch.zeros(geometry.nbytes, dtype=torch.uint8),
+        torch.empty(1, dtype=torch.int32),
+    )
+    CPP.mask_pack(
+        residual, None, torch.tensor([0, NUMEL]), torch.ones(1), packed, seen, 1, torch.float32
+    )
+    assert seen.item() == 2**31 - 1
+    content = payload.read(packed.numpy().tobytes(), geometry, 0)
+    assert (content.count, content.flags) == (1, payload.OVERFLOW)
+    assert content.starts == [0] + [1] * (math.ceil(NUMEL / payload.BLOCK))
+    assert residual[0] == 0
+    assert torch.count_nonzero(residual) == NUMEL - 1
+
+
+def test_row_ops():
+    """4 GB. Rows that lie beyond 2**31 elements."""
+    rows, width = 2**20 + 1, 2**11 + 1
+    assert rows * width > 2**31
+    x = torch.zeros(rows, width, dtype=torch.bfloat16)
+    x[-1, -1], x[0, 0], x[2**20, 5] = 3.0, 4.0, -2.0
+    values, positions = CPP.row_pack(x, 2, torch.float32)
+    assert values[-1].tolist() == [-2.0, 3.0]
+    assert values[0].tolist() == [4.0, 0.0]
+    assert torch.equal(CPP.row_gather(x, positions, 2, torch.float32), values)
+    del x
+    dense = CPP.row_unpack(values, positions, width, torch.bfloat16)
+    assert dense[-1].nonzero().flatten().tolist() == [5, width - 1]
+    assert torch.count_nonzero(dense) == 3
