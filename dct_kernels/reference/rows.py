@@ -37,10 +37,11 @@ def _encode(columns, width):
         return columns.to(torch.uint8)
     if encoding is Encoding.UINT16:
         return columns.to(torch.uint16).view(torch.uint8)
-    bits = torch.zeros(rows, position_bytes(width, k) * 8, dtype=torch.uint8, device=columns.device)
+    nbytes = position_bytes(width, k)
+    bits = torch.zeros(rows, nbytes * 8, dtype=torch.uint8, device=columns.device)
     bits.scatter_(1, columns, 1)
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=columns.device)
-    return (bits.view(rows, -1, 8) * weights).sum(2, dtype=torch.uint8)
+    return (bits.view(rows, nbytes, 8) * weights).sum(2, dtype=torch.uint8)
 
 
 def _decode(positions, width, k):

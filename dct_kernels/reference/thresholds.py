@@ -62,5 +62,8 @@ def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, 
 def track_threshold(threshold, seen, target, reference):
     excess = 0.05 * (seen.to(torch.float32) - target) / target.clamp(min=1.0)
     moved = threshold * (1.0 + excess.clamp(-0.05, 0.25))
-    moved = torch.minimum(torch.maximum(moved, 0.25 * reference), 64.0 * reference)
+    # Not torch.maximum and minimum, which leave open what they return of -0.0 and 0.0.
+    lowest, highest = 0.25 * reference, 64.0 * reference
+    moved = torch.where(moved.isnan() | (moved > lowest), moved, lowest)
+    moved = torch.where(moved.isnan() | (moved < highest), moved, highest)
     threshold.copy_(torch.where(threshold < 0, threshold, moved))
