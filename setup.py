@@ -1,11 +1,11 @@
 """Builds dct_kernels._C, one abi3 library against the stable ABI of the torch that is installed.
 
-    pip install --no-build-isolation .         CPU kernels; CUDA kernels too with a CUDA torch and nvcc
-    DCT_CUDA=0 | 1                             never | or stop: build the CUDA kernels
-    DCT_BUILD=0                                pure Python: the eager backend, and Triton's
-    DCT_DEBUG=1                                -O0 -g
-    DCT_SANITIZE=address,undefined             instrumented; run it under LD_PRELOAD of the runtimes
-    TORCH_CUDA_ARCH_LIST="9.0"                 CUDA architectures, default 8.0;9.0;10.0+PTX
+    pip install --no-build-isolation .    CPU kernels, and CUDA's with a CUDA torch and nvcc
+    DCT_CUDA=0 or 1                       never build CUDA kernels, or stop if it cannot be done
+    DCT_BUILD=0                           pure Python: no kernels of ours, no compiler, no torch
+    DCT_DEBUG=1                           -O0 -g
+    DCT_SANITIZE=address,undefined        instrumented; runs under LD_PRELOAD of the runtimes
+    TORCH_CUDA_ARCH_LIST="9.0"            CUDA architectures; default 8.0;9.0;10.0+PTX
 
 Without a C++ compiler the result is pure Python as well, and says so. Everything else about the
 package is in pyproject.toml; the sources are listed in csrc/sources.txt.
@@ -48,17 +48,23 @@ def why_pure_python() -> str | None:
 
 def with_cuda(torch, cuda_home: str | None) -> bool:
     # Not torch.cuda.is_available(): build machines often have no GPU.
+    wanted = flag("DCT_CUDA")
     missing = []
     if torch.version.cuda is None:
         missing.append("a torch built for CUDA")
     if cuda_home is None or not Path(cuda_home, "bin", "nvcc").exists():
-        missing.append("the CUDA toolkit (nvcc; set CUDA_HOME)")
-    if not any(".cu" in source for source in sources()):
-        missing.append("CUDA sources")
-    wanted = flag("DCT_CUDA")
+        missing.append("the CUDA toolkit (nvcc; CUDA_HOME says where)")
+    if not any(map(is_cuda, sources())):
+        missing.append("CUDA sources in csrc/sources.txt")
     if wanted and missing:
-        sys.exit(f"setup.py: DCT_CUDA=1, but there is no {' and no '.join(missing)}")
+        sys.exit(f"setup.py: DCT_CUDA=1, but these are missing: {', '.join(missing)}")
+    if torch.version.cuda is not None and wanted is None and missing:
+        note(f"no CUDA kernels are built, these are missing: {', '.join(missing)}")
     return not missing if wanted is None else wanted
+
+
+def note(text: str) -> None:
+    print(f"setup.py: {text}", file=sys.stderr)
 
 
 def sources() -> list[str]:
@@ -116,7 +122,7 @@ def extension():
 
 reason = why_pure_python()
 if reason is not None:
-    print(f"setup.py: nothing is compiled, dct_kernels runs eagerly: {reason}", file=sys.stderr)
+    note(f"nothing is compiled, dct_kernels will run without kernels of its own: {reason}")
     setup()
 else:
     module, build_ext = extension()

@@ -5,7 +5,7 @@
 namespace dct::cpu {
 namespace {
 
-// As torch.maximum and torch.minimum: NaN if either is NaN.
+// NaN if either is NaN; b if they are equal, which tells zeros apart.
 float maximum(float a, float b) { return std::isnan(a) || a > b ? a : b; }
 float minimum(float a, float b) { return std::isnan(a) || a < b ? a : b; }
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
-from dct_parallel import WireMeter
-from dct_parallel.history import RECENT_STEPS
 from sklearn.metrics import log_loss, roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import WireMeter
+from dct_parallel.history import RECENT_STEPS
 
 from .dataset import Dataset
 from .features import Rows, UsageError, table_rows

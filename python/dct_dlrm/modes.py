@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Callable
 
 import torch.distributed as dist
-from dct_parallel import DCTState, dct_hook
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook
 
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 

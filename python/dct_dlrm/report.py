@@ -29,8 +29,7 @@ def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bay
 def write_history(folder: Path, runs: Runs) -> None:
     """history.json: {mode: [per seed: per-step "loss", "step_ms", "wire_bytes"; "density"]}.
 
-    "density" holds [step, mean density of the up to 100 steps before it] pairs. A byte count may
-    belong to the neighbouring step by the 4 bytes with which DCT's ranks agree on a step's status.
+    "density" holds [step, mean density of the up to 100 steps before it] pairs.
     """
     history = {
         mode: [

@@ -1,6 +1,7 @@
 """The command line: a wrong argument is named with its rule and its value; the help teaches."""
 
 import pytest
+
 from dct_dlrm import arguments
 from dct_dlrm.train import main
 

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+
 from criteo_lines import INTS, line
 from dct_dlrm import criteo, synthetic
 from dct_dlrm.features import CARDINALITIES, Rows, UsageError, table_rows

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+
 from dct_dlrm.launch import WorkerError, launch
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
 from dct_dlrm import arguments, dataset, loop
 from dct_dlrm.features import UsageError
 from dct_dlrm.launch import WorkerError, launch

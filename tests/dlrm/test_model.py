@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from dct_dlrm.features import table_rows
 from dct_dlrm.model import DLRM
 

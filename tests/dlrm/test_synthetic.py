@@ -3,10 +3,11 @@ score."""
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
+
 from dct_dlrm import hashing, synthetic
 from dct_dlrm.features import CARDINALITIES
 from dct_dlrm.loop import score
-from sklearn.metrics import roc_auc_score
 
 N = 60_000
 GENERATOR = synthetic.Generator(3)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from criteo_lines import line
 from dct_dlrm import synthetic
 from dct_dlrm.features import table_rows
@@ -76,7 +77,7 @@ def test_bytes_by_formula(results):
         return -(-nbytes // 16) * 16
 
     payload = aligned(64 + 4 * (blocks + 1)) + 2 * aligned(2 * capacity)
-    status = 4
+    status = 2  # one bfloat16 beside the small parameters
     expected = {
         "dense": 4 * numel,
         "bf16": 2 * numel,
@@ -103,8 +104,7 @@ def test_history_and_plot(results):
     for mode, runs in history.items():
         for run, result in zip(runs, summary["modes"][mode], strict=True):
             assert len(run["loss"]) == len(run["step_ms"]) == len(run["wire_bytes"]) == steps
-            sent = sum(run["wire_bytes"][2:]) / (steps - 2)
-            assert sent == pytest.approx(result["wire_bytes_per_step_per_rank"])
+            assert set(run["wire_bytes"][2:]) == {result["wire_bytes_per_step_per_rank"]}
     # Every mode starts from the same weights and the same batch.
     for seed in range(2):
         assert len({history[mode][seed]["loss"][0] for mode in history}) == 1

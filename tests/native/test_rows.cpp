@@ -43,8 +43,8 @@ void run(Random& random, int64_t rows, int64_t width, int64_t k) {
   if (random.chance(0.3)) {  // many ties
     for (X& v : x) v = make<X>(static_cast<double>(random.integer(-2, 2)));
   }
-  std::vector<Value> values(rows * k), gathered(rows * k);
-  std::vector<X> out(rows * width);
+  std::vector<Value> values(rows * k), gathered(rows * k, make<Value>(7));
+  std::vector<X> out(rows * width, make<X>(7));
   std::vector<uint8_t> positions(rows * bytes + 1);
   uint8_t* odd = positions.data() + 1;  // rows of bytes have no alignment
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
@@ -102,7 +102,7 @@ int main() {
   Random random(4);
   for (int64_t width : {1, 7, 8, 9, 63, 64, 65, 128, 255, 256, 257, 1000, 65536, 65537}) {
     for (int64_t k : {int64_t{1}, width / 20, width / 9, width / 2, width}) {
-      if (k < 1 || k > width) continue;
+      if (k < 1 || (width > 2000 && k > width / 9)) continue;
       const int64_t rows = width > 2000 ? 1 : random.pick<int64_t>({0, 1, 5, 17});
       run<float, float>(random, rows, width, k);
       run<float, Float16>(random, rows, width, k);

@@ -39,18 +39,42 @@ void fill(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t num
   std::memcpy(out, &header, 64);
 }
 
-void damage(Random& random, uint8_t* out, const PayloadLayout& layout) {
-  if (random.chance(0.05)) {
-    for (int64_t i = 0; i < layout.nbytes; ++i)
-      out[i] = static_cast<uint8_t>(random.integer(0, 255));
-    return;
-  }
-  const int64_t ends[] = {0, layout.starts, layout.positions, layout.values};
-  for (int64_t hits = random.integer(0, 3); hits > 0; --hits) {
-    const int64_t section = random.integer(0, 2);
-    const int64_t at = random.integer(ends[section], ends[section + 1] - 1);
-    out[at] = static_cast<uint8_t>(random.chance(0.5) ? random.integer(0, 255)
-                                                      : out[at] ^ (1 << random.integer(0, 7)));
+void damage(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t numel,
+            int64_t capacity) {
+  auto put = [&](int64_t offset, int64_t number, int bytes) {
+    std::memcpy(out + offset, &number, bytes);
+  };
+  const int64_t blocks = num_blocks(numel),
+                ends[] = {0, layout.starts, layout.positions, layout.values};
+  uint32_t count;
+  std::memcpy(&count, out + 20, 4);
+  for (int64_t hits = random.integer(1, 3); hits > 0; --hits) {
+    switch (random.integer(0, 5)) {
+      case 0:  // everything
+        for (int64_t i = 0; i < layout.nbytes; ++i) put(i, random.integer(0, 255), 1);
+        break;
+      case 1:  // one start
+        put(layout.starts + 4 * random.integer(0, blocks), random.integer(0, count + 2), 4);
+        break;
+      case 2: {  // a count too large, or just not
+        const int64_t wrong = random.pick({capacity, capacity + 1, numel, numel + 1});
+        put(20, wrong, 4);
+        put(layout.starts + 4 * blocks, wrong, 4);
+        break;
+      }
+      case 3:  // a position twice
+        if (count > 1) {
+          const int64_t at = layout.positions + 2 * random.integer(0, int64_t{count} - 2);
+          std::memcpy(out + at, out + at + 2, 2);
+        }
+        break;
+      default: {  // one byte or bit of a section
+        const int64_t section = random.integer(0, 2);
+        const int64_t at = random.integer(ends[section], ends[section + 1] - 1);
+        put(at, random.chance(0.5) ? random.integer(0, 255) : out[at] ^ (1 << random.integer(0, 7)),
+            1);
+      }
+    }
   }
 }
 
@@ -112,7 +136,7 @@ void run(Random& random, int64_t numel) {
       uint8_t* payload = payloads.data() + (p * ranges + r) * layout.nbytes;
       const Range range = range_bounds(numel, ranges, r);
       fill<Value>(random, payload, layout, range.end - range.begin, capacity, random.chance(0.1));
-      if (random.chance(0.4)) damage(random, payload, layout);
+      if (random.chance(0.4)) damage(random, payload, layout, range.end - range.begin, capacity);
       expected[p] |=
           read<Value>(payload, layout, range.end - range.begin, capacity, sum.data() + range.begin);
     }
@@ -152,8 +176,8 @@ void run(Random& random, int64_t numel) {
 
 int main() {
   Random random(2);
-  for (int64_t numel : {0, 1, 2, 2047, 2048, 2049, 16383, 16384, 16385, 32768, 60000}) {
-    for (int repeat = 0; repeat < 6; ++repeat) {
+  for (int64_t numel : {0, 1, 2, 2047, 2048, 2049, 16383, 16384, 16385, 32768, 100000}) {
+    for (int repeat = 0; repeat < 10; ++repeat) {
       run<float, float>(random, numel);
       run<float, Float16>(random, numel);
       run<BFloat16, float>(random, numel);

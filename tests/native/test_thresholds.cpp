@@ -52,6 +52,24 @@ void sample(Random& random, int64_t numel, DType dtype) {
   }
 }
 
+// As many non-zeros as are wanted, the least of them far below the largest.
+void sparse() {
+  const float x[] = {0, 1e-20f, 0, -1, 0, 0};
+  const int64_t segments[] = {0, 6};
+  float threshold = -1;
+  SampleThresholdArgs args{};
+  args.x = x;
+  args.segments = segments;
+  args.num_segments = 1;
+  args.max_samples = 100;
+  args.threshold = &threshold;
+  for (const auto& [density, expected] : {std::pair(2.0 / 6, 1e-20f), std::pair(3.0 / 6, 0.0f)}) {
+    args.density = density;
+    with_threads(1, [&](const cpu::Parallel& p) { cpu::sample_threshold(args, p); });
+    CHECK(threshold == expected, "density %g: got %g", density, threshold);
+  }
+}
+
 void track() {
   //                     skipped  low    high    far off  zero  at the floor
   float threshold[] = {-1.0f, 1.0f, 1.0f, 1.0f, 0.0f, 0.25f};
@@ -78,5 +96,6 @@ int main() {
       sample<Float16>(random, numel, DType::kFloat16);
     }
   }
+  sparse();
   track();
 }

@@ -1,6 +1,5 @@
 """Runs a function on several gloo ranks: every test here is a few processes that must agree."""
 
-import datetime
 import multiprocessing
 import tempfile
 import time
@@ -15,10 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["dct_parallel"])
+# Imported once, in the process that all ranks are forked from. DDP's constructor imports dynamo.
+_context.set_forkserver_preload(["dct_parallel", "pytest", "torch._dynamo"])
 
 
-def run_ranks(function, world_size, *args, timeout=60):
+def run_ranks(function, world_size, *args, timeout=120):
     """[function(rank, *args) on rank 0, 1, ...]; warnings are errors there.
 
     Raises with the traceback of every rank that failed; kills what is left after `timeout` seconds,
@@ -54,19 +54,16 @@ def _rank(function, rank, world_size, folder, args):
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/store", world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=30),
-        )
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result = function(rank, *args)
-        dist.barrier()  # nobody leaves while others still talk to it
-        dist.destroy_process_group()
         torch.save(result, f"{folder}/result{rank}")
+        # Nobody leaves while others may still talk to it; a barrier could lose its last message.
+        store.set(f"done{rank}", "")
+        store.wait([f"done{other}" for other in range(world_size)])
+        dist.destroy_process_group()
     except BaseException:
         Path(folder, f"error{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise SystemExit(1) from None

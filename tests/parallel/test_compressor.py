@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from dct_parallel import Compressor
 
 from dct_kernels import payload_info
+from dct_parallel import Compressor
 
 
 def grads(numel, seed, scale=1.0):

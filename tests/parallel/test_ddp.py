@@ -6,9 +6,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from dct_parallel import DCTState, dct_hook, exchange
 from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
-from torch.nn.parallel import DistributedDataParallel
 
 
 def _dense_in_rank_order(state, bucket):

@@ -4,6 +4,7 @@ nothing behind."""
 import pytest
 import torch
 import torch.distributed as dist
+
 from dct_parallel import DCTState, dct_hook
 from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, weights
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from dct_parallel import DCTState, dct_hook, exchange
-from ranks import Dictated, gathered, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
+from dct_parallel import DCTState, dct_hook, exchange
+from ranks import Dictated, gathered, run_ranks
 
 SIZES = (20_000, 30_000)
 STARTS = 64

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.history import History
 from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 SIZES = (2000, 30, 5000)
 

@@ -10,11 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
 from dct_parallel import DCTState, WireMeter, dct_hook, exchange
 from dct_parallel.lanes import Worker
 from ranks import Dictated, mlp, run_ranks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 
 def _both_names(rank):
