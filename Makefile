@@ -32,7 +32,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	touch $@
 
 train: $(VENV)/built
-	$(BIN)/dct-train --modes dense,dct --out runs/train
+	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train
 
 test: $(VENV)/built native
 	$(BIN)/python -m pytest

@@ -89,9 +89,10 @@ def extension():
     debug = flag("DCT_DEBUG")
     sanitizers = os.environ.get("DCT_SANITIZE", "")
     define = [f"-DTORCH_TARGET_VERSION={TARGET_TORCH}"]
-    common = [*define, "-std=c++17", *(["-O0", "-g"] if debug else ["-O3", "-g0"])]
+    common = [*define, "-std=c++17", *(["-O0", "-g"] if debug else ["-O3"])]
     cxx = [
         *common,
+        *([] if debug else ["-g0"]),
         "-Wall",
         "-Wextra",
         "-ffp-contract=off",  # equal bits on every backend: no fused multiply-add

@@ -9,13 +9,10 @@
 
 #include "../common/payload.h"
 #include "../common/rounding.h"
-#include "stream_copy.h"
 #include "vectorise.h"
 
 namespace dct::cpu {
 namespace {
-
-constexpr int64_t kTile = 2048;  // elements converted at a time, in the first-level cache
 
 template <typename Value, typename Out>
 class Unpacker {
@@ -116,25 +113,20 @@ class Unpacker {
   }
 
   void write(int64_t begin, int64_t length, const float* sum) const {
-    for (int64_t offset = 0; offset < length; offset += kTile) {
-      const int64_t n = std::min(kTile, length - offset);
-      alignas(64) Out tile[kTile];
-      if (args_.accumulate) {
-        convert<true>(sum + offset, out_ + begin + offset, n, tile);
-      } else {
-        convert<false>(sum + offset, nullptr, n, tile);
-      }
-      stream_copy(out_ + begin + offset, tile, n * sizeof(Out));
+    if (args_.accumulate) {
+      write<true>(out_ + begin, length, sum);
+    } else {
+      write<false>(out_ + begin, length, sum);
     }
   }
 
   template <bool accumulate>
-  void convert(const float* sum, const Out* base, int64_t n, Out* tile) const {
+  void write(Out* out, int64_t length, const float* sum) const {
     vectorise([=, factor = factor_] {
-      for (int64_t i = 0; i < n; ++i) {
-        float start = 0.0f;
-        if constexpr (accumulate) start = to_float(base[i]);
-        tile[i] = round_to<Out>(start + factor * sum[i]);
+      for (int64_t i = 0; i < length; ++i) {
+        float base = 0.0f;
+        if constexpr (accumulate) base = to_float(out[i]);
+        out[i] = round_to<Out>(base + factor * sum[i]);
       }
     });
   }

@@ -65,7 +65,6 @@ class Bucket:
         Args:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
-
         """
         small = buffer.index_select(0, self._dense_index)  # before unpacking overwrites the bucket
         damage = small.new_zeros(1)

@@ -17,6 +17,8 @@ from torch.futures import Future
 
 Job = Callable[[], Tensor]
 
+EXIT_SECONDS = 5  # that a lane gets to finish; longer, and it waits in a collective for dead peers
+
 
 class Worker:
     """One thread, first in first out: for CPU tensors, whose collectives block their caller."""
@@ -24,8 +26,9 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         # A daemon: a rank whose peers are gone must be able to exit from within a collective.
-        threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
 
     def submit(self, job: Job) -> Future[Tensor]:
         """A future of the job's result, or of the exception it raises."""
@@ -55,6 +58,14 @@ class SideStream:
 def lane_for(device: torch.device) -> Worker | SideStream:
     """The lane for tensors on this device."""
     return SideStream(device) if device.type == "cuda" else Worker()
+
+
+def _stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+    jobs.put(None)
+    # Python kills daemons as it exits, and the process aborts if one is in C++ just then, handing
+    # its last future to DDP. The thread itself may collect the lane: it cannot wait for itself.
+    if thread is not threading.current_thread():
+        thread.join(EXIT_SECONDS)
 
 
 def _serve(jobs: queue.SimpleQueue) -> None:

@@ -18,10 +18,10 @@ PACKAGE = Path(dct_kernels.__file__).parent
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 
 
-def python(*args, backend=None, package=PACKAGE):
+def python(*args, backend=None, package=PACKAGE, **variables):
     """A fresh Python that imports `package`; DCT_BACKEND is `backend` or not set."""
     environment = {name: value for name, value in os.environ.items() if name != "DCT_BACKEND"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(package.parent), *sys.path])
+    environment |= {"PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path]), **variables}
     if backend is not None:
         environment["DCT_BACKEND"] = backend
     return subprocess.run(
@@ -32,6 +32,13 @@ def python(*args, backend=None, package=PACKAGE):
         text=True,
         check=False,
     )
+
+
+def run_again(files, *options, **environment):
+    """These files of this suite, in a process of another environment."""
+    paths = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
+    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths, **environment)
+    assert result.returncode == 0, result.stdout[-3000:]  # 5 if nothing ran
 
 
 def found(**options):
@@ -125,9 +132,7 @@ def test_eager_forced_is_eager():
 
 def test_eager_forced_passes_opcheck_and_autograd():
     """Elsewhere these tests run on whatever the dispatcher picks, which may be compiled."""
-    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in ("opcheck", "autograd")]
-    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, backend="eager")
-    assert result.returncode == 0, result.stdout[-3000:]
+    run_again(("opcheck", "autograd"), backend="eager")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,3 +165,11 @@ def test_schemas():
     }
     actual = {op: str(getattr(torch.ops.dct, op).default._schema) for op in OPS}
     assert actual == {op: f"dct::{op}{schema}" for op, schema in expected.items()}
+
+
+@pytest.mark.skipif("cpp" not in testing.backends(), reason="no compiled CPU kernels")
+@pytest.mark.parametrize("isa", ["default", "avx2"])
+def test_older_instruction_sets(isa):
+    """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
+    ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold", "track_threshold")
+    run_again((*ops, "row_pack", "row_unpack"), "-k", "cpp", ATEN_CPU_CAPABILITY=isa)

@@ -1,4 +1,4 @@
-"""The same bits whatever the number of threads, and call after call."""
+"""The same bits whatever the number of threads, call after call, backend after backend."""
 
 import pytest
 import torch

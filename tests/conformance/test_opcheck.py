@@ -101,6 +101,14 @@ def test_empty(op):
     check(op, arguments(op) | EMPTY[op])
 
 
+def test_an_empty_batch_with_a_bitmap():
+    positions = {"positions": torch.empty(0, 7, dtype=torch.uint8)}
+    check("row_pack", {"x": torch.empty(0, 50), "k": 20, "value_dtype": torch.float32})
+    check("row_gather", arguments("row_gather") | EMPTY["row_gather"] | positions | {"k": 20})
+    values = {"values": torch.empty(0, 20)}
+    check("row_unpack", arguments("row_unpack") | values | positions)
+
+
 @pytest.mark.parametrize(("width", "k"), [(50, 4), (50, 20), (600, 5)])
 @pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
 @floats

@@ -53,7 +53,9 @@ def test_wide_rows(backend, width, k):
 @x_dtypes
 @pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000])
 def test_rows(backend, rows, dtype):
-    check(backend, hard_rows(rows, 40, dtype), 3, dtype)
+    """Of each encoding: columns, a bitmap, wide columns."""
+    for width, k in [(40, 3), (40, 20), (600, 5)]:
+        check(backend, hard_rows(rows, width, dtype), k, dtype)
 
 
 def test_every_k_of_a_width(backend):

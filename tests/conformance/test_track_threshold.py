@@ -78,12 +78,11 @@ def test_counts_above_2_24_are_rounded_to_float32(backend):
     check(backend, [1.0] * 4, seen, [1.7e7, 1.7e7, 2e9, 2.1e9], [1.0] * 4)
 
 
-# No negative zeros: the contract does not say which zero is the larger.
-HARD = (0.0, 1e-45, 1e-38, 1.0, 1e20, 3.4e38, math.inf, math.nan)
+HARD = (0.0, -0.0, 1e-45, 1e-38, 1.0, 1e20, 3.4e38, math.inf, math.nan)
 
 
 def test_hard_values(backend):
-    """NaN is passed on by every minimum and maximum."""
+    """NaN is passed on from everywhere; a bound of zero gives its own sign."""
     targets = (0.0, 1.0, 1e10, math.inf, -1.0, math.nan)
     grid = itertools.product((*HARD, -1.0, -math.inf), (0, 1, 2**31 - 1), targets, (*HARD, -1.0))
     threshold, seen, target, reference = (list(column) for column in zip(*grid, strict=True))

@@ -147,6 +147,15 @@ def test_wrong_starts_void_their_blocks(backend, value_dtype, changes):
     assert not status & 1
 
 
+def test_the_one_start_of_an_empty_range(backend):
+    """It has no block, but its first and last start is its count, 0."""
+    geometry = Geometry(10, 2, "float32", ranges=2)
+    for value, expected in [(0, 0), (1, 2), (2**32 - 1, 2)]:
+        rows = rewritten(geometry, r=1, starts=[value])
+        _, status = calls.scatter_unpack(backend, [rows], geometry)
+        assert status == [expected]
+
+
 def test_the_other_blocks_still_add(backend):
     """A start that descends: the block before it and the block it ends are bad, the rest is not."""
     geometry = Geometry(4 * 16384, 100, "float32")

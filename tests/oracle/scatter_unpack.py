@@ -42,6 +42,8 @@ def _add(total, content, geometry):
         return 1
     values = floats.widen(np.array(content.values), geometry.dtype)
     status, blocks = 0, len(content.starts) - 1
+    if blocks == 0 and content.starts[0] != 0:
+        return 2
     for b in range(blocks):
         first, end = content.starts[b], content.starts[b + 1]
         if (

@@ -60,6 +60,11 @@ def track_threshold(threshold, seen, target, reference):
             relative = error / np.maximum(target[s], f32(1.0))
             step = np.minimum(np.maximum(relative, f32(-0.05)), f32(0.25))
             moved = tau * (f32(1.0) + step)
-            floor, ceiling = f32(0.25) * reference[s], f32(64.0) * reference[s]
-            result[s] = np.minimum(np.maximum(moved, floor), ceiling)
+            for bound, inside in (
+                (f32(0.25) * reference[s], np.greater),
+                (f32(64.0) * reference[s], np.less),
+            ):
+                # NaN is passed on from either side; of two equal zeros the bound is taken.
+                moved = moved if np.isnan(moved) or inside(moved, bound) else bound
+            result[s] = moved
     return result

@@ -223,12 +223,19 @@ def _non_finite(rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model, density=0.05)
     model.register_comm_hook(state, dct_hook)
+    total, applied = torch.zeros(SIZES[0]), torch.zeros(SIZES[0])
     for step in range(4):
         model.zero_grad()
         grads = _integers(step, rank, limit=60)
         if step == 3 and rank == 0:
             grads[2][11] = torch.nan
         model(*grads).backward()
+        total += grads[0]
+        applied += model.module.p[0].grad
+    left = state.state_dict()["parameters"]["p.0"]["residual"]
+    dist.all_reduce(left)
+    dist.all_reduce(total)
+    assert torch.equal(2 * applied + left, total)  # what was sent counts: nothing skipped the step
     bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
     residual = torch.cat([s["residual"] for s in state.state_dict()["parameters"].values()])
     return bad, residual.isfinite().all().item()
