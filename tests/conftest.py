@@ -3,10 +3,12 @@
 import hypothesis
 import pytest
 import torch
+from emulation import backend as emulated
 
 from dct_kernels import testing
 
-BACKENDS = testing.backends()
+# The CUDA kernels, compiled for the CPU: they run where there is no GPU.
+BACKENDS = {**testing.backends(), "emulated": emulated.BACKEND}
 
 # Derandomised: a run means the same on every machine. Timing is never asserted.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)

@@ -61,9 +61,11 @@ std::string name(torch::stable::Device device) {
   }
 }
 
+// As Python writes it: the shortest text that reads back as `value`.
 std::string number(double value) {
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+  char buffer[32];
+  std::string text(buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr);
+  return text.find_first_not_of("-0123456789") == std::string::npos ? text + ".0" : text;
 }
 
 DType to_dtype(ScalarType dtype) {

@@ -22,6 +22,7 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kStrip = 4096;  // its residual, gradient and flags fit the first-level cache
+constexpr int64_t kParallelEntries = 1 << 18;  // fewer are moved sooner than threads are woken
 
 // Chunks that share a segment add to its count at the same time.
 void add_saturating(int32_t* total, int64_t n) {
@@ -85,7 +86,13 @@ class Packer {
     const int64_t tasks = static_cast<int64_t>(chunks_.size());
     parallel.run(tasks, [this](int64_t task) { pack(chunks_[task]); });
     write_headers();
-    parallel.run(tasks, [this](int64_t task) { finish(chunks_[task]); });
+    int64_t entries = 0;
+    for (const Chunk<Value>& chunk : chunks_) entries += chunk.stored();
+    if (entries > kParallelEntries) {
+      parallel.run(tasks, [this](int64_t task) { finish(chunks_[task]); });
+    } else {
+      for (const Chunk<Value>& chunk : chunks_) finish(chunk);
+    }
   }
 
  private:

@@ -53,6 +53,11 @@ def test_mask_pack_into_ranges():
 
 
 @floats
+def test_sample_threshold_of_every_dtype(dtype):
+    check("sample_threshold", arguments("sample_threshold") | {"x": samples.normal(100, dtype)})
+
+
+@floats
 def test_scatter_unpack_of_ranges_accumulating(dtype):
     nbytes = dct_kernels.payload_layout(40000, 50, torch.bfloat16, ranges=2).nbytes
     check(

@@ -136,4 +136,12 @@ int main() {
       run_both<Float16>(c, random);
     }
   }
+  // So many entries that they are moved in parallel, too.
+  Case large = random_case(random, 400'000);
+  large.ranges = 1;
+  large.threads = 3;
+  large.capacity = 350'000;
+  large.segments = {0, large.numel};
+  large.tau = {0.0f};
+  run_both<float>(large, random);
 }

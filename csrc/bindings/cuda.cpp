@@ -1,0 +1,137 @@
+// The ops for CUDA tensors: check, allocate what the op returns and its scratch from torch's
+// caching allocator, launch on the current stream of the tensors' device. Never synchronises.
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+#include <tuple>
+
+#include "../common/rows.h"
+#include "../cuda/mask_pack.cuh"
+#include "../cuda/row_gather.cuh"
+#include "../cuda/row_pack.cuh"
+#include "../cuda/row_unpack.cuh"
+#include "../cuda/sample_threshold.cuh"
+#include "../cuda/scatter_unpack.cuh"
+#include "../cuda/track_threshold.cuh"
+#include "contract.h"
+
+namespace dct {
+namespace {
+
+using torch::stable::new_empty;
+
+// Makes a tensor's device current, and knows that device's current stream.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& tensor)
+      : guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {}
+
+  cudaStream_t stream() const {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+    return static_cast<cudaStream_t>(stream);
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  int32_t device_;
+};
+
+void require_success(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error("dct::" + std::string(op) + ": CUDA says: " + cudaGetErrorString(error));
+}
+
+Tensor scratch_like(const Tensor& tensor, int64_t nbytes) {
+  return new_empty(tensor, {nbytes}, ScalarType::Byte);
+}
+
+Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const Tensor& segments,
+                        double density, int64_t max_samples, int64_t seed,
+                        const OptionalTensor& inv_scale) {
+  SampleThresholdArgs args =
+      sample_threshold_args(x, residual, segments, density, max_samples, seed, inv_scale);
+  const OnDeviceOf device(x);
+  Tensor threshold = new_empty(x, {args.num_segments}, ScalarType::Float);
+  args.threshold = threshold.mutable_data_ptr<float>();
+  const Tensor scratch = scratch_like(x, cuda::sample_threshold_scratch_bytes(args));
+  require_success(
+      "sample_threshold",
+      cuda::sample_threshold(args, x.numel(), scratch.mutable_data_ptr(), device.stream()));
+  return threshold;
+}
+
+void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& target,
+                     const Tensor& reference) {
+  const TrackThresholdArgs args = track_threshold_args(threshold, seen, target, reference);
+  const OnDeviceOf device(threshold);
+  require_success("track_threshold", cuda::track_threshold(args, device.stream()));
+}
+
+void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
+               const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
+               ScalarType value_dtype, const OptionalTensor& inv_scale) {
+  const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
+                                           capacity, value_dtype, inv_scale);
+  const OnDeviceOf device(residual);
+  const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args));
+  require_success("mask_pack", cuda::mask_pack(args, scratch.mutable_data_ptr(), device.stream()));
+}
+
+Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
+                      ScalarType value_dtype, double scale, bool accumulate,
+                      const OptionalTensor& out_scale) {
+  ScatterUnpackArgs args =
+      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, accumulate, out_scale);
+  const OnDeviceOf device(out);
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  require_success("scatter_unpack", cuda::scatter_unpack(args, device.stream()));
+  return status;
+}
+
+std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
+  RowPackArgs args = row_pack_args(x, k, value_dtype);
+  const OnDeviceOf device(x);
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  Tensor positions = new_empty(x, {args.rows, position_bytes(args.width, k)}, ScalarType::Byte);
+  args.values = values.mutable_data_ptr();
+  args.positions = positions.mutable_data_ptr<uint8_t>();
+  require_success("row_pack", cuda::row_pack(args, device.stream()));
+  return {values, positions};
+}
+
+Tensor row_gather(const Tensor& x, const Tensor& positions, int64_t k, ScalarType value_dtype) {
+  RowGatherArgs args = row_gather_args(x, positions, k, value_dtype);
+  const OnDeviceOf device(x);
+  Tensor values = new_empty(x, {args.rows, k}, value_dtype);
+  args.values = values.mutable_data_ptr();
+  require_success("row_gather", cuda::row_gather(args, device.stream()));
+  return values;
+}
+
+Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, ScalarType dtype) {
+  RowUnpackArgs args = row_unpack_args(values, positions, width, dtype);
+  const OnDeviceOf device(values);
+  Tensor out = new_empty(values, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  require_success("row_unpack", cuda::row_unpack(args, device.stream()));
+  return out;
+}
+
+}  // namespace
+}  // namespace dct
+
+STABLE_TORCH_LIBRARY_IMPL(dct, CUDA, m) {
+  m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
+  m.impl("track_threshold", TORCH_BOX(&dct::track_threshold));
+  m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
+  m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
+  m.impl("row_pack", TORCH_BOX(&dct::row_pack));
+  m.impl("row_gather", TORCH_BOX(&dct::row_gather));
+  m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
+}

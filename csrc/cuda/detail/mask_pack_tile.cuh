@@ -1,0 +1,220 @@
+#pragma once
+
+// The part of mask_pack that knows elements: a thread's 16 of them, the segments they lie in, the
+// thresholds, and what stays in the residual.
+
+#include "../../common/ops.h"
+#include "../../common/payload.h"
+#include "elements.cuh"
+#include "range_tiles.cuh"
+#include "warp.cuh"
+
+namespace dct::cuda {
+
+struct MaskPackPolicy {
+  static constexpr int kThreads = 256;
+  static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
+  static constexpr int kVectors = 4;  // of four elements: 32 KB in flight a block, with a gradient
+};
+constexpr int kWarps = MaskPackPolicy::kThreads / kWarpSize;
+constexpr int kVectorElements = 4;
+constexpr int kRow = kWarpSize * kVectorElements;  // what a warp reads at once
+constexpr int kTile = MaskPackPolicy::kThreads * MaskPackPolicy::kVectors * kVectorElements;
+static_assert(kBlock % kTile == 0, "a payload block begins with a tile");
+static_assert(MaskPackPolicy::kVectors <= 4, "the counts of a thread's rows share a 32-bit word");
+
+// A segment's progress: kept entries << 26 | tiles counted. One atomic tells the last tile both.
+constexpr int kSegmentTileBits = 26;
+
+struct MaskPackTile {
+  RangeTiles::Tile at;
+  int64_t first_segment, last_segment;  // that have elements in it, or in between
+  float tau;                            // of the first segment
+  bool one_segment;
+};
+
+// The 16 elements of a thread; element (j, e) is bit 4 * j + e of the masks.
+struct Elements {
+  float acc[MaskPackPolicy::kVectors][kVectorElements];
+  uint32_t owned;  // in the tensor, and in a segment that is not skipped
+  uint32_t kept;
+};
+
+// Of the first of its elements in the tile.
+__device__ inline int thread_offset() {
+  const int warp = warp_index(), lane = lane_index();
+  return warp * (kRow * MaskPackPolicy::kVectors) + lane * kVectorElements;
+}
+
+// Zeros never pass: no float but zero is below the smallest subnormal. A NaN threshold passes all
+// others, and a NaN passes any threshold.
+__device__ inline float effective(float tau) { return fmaxf(tau, bits_to_float(1)); }
+__device__ inline bool passes(float acc, float tau) { return !(fabsf(acc) < tau); }
+
+// Where segment `index` begins, within the tensor whatever the offset is.
+__device__ inline int64_t segment_begin(const MaskPackArgs& args, int64_t index) {
+  return min(max(args.segments[index], int64_t{0}), args.numel);
+}
+
+// Counts kept entries and whole tiles of a segment; the last tile to be counted writes `seen`.
+__device__ inline void add_to_segment(const MaskPackArgs& args, Word* segment_words,
+                                      int64_t segment, Word kept, Word tiles) {
+  const Word added = kept << kSegmentTileBits | tiles;
+  const Word now = atomicAdd(&segment_words[segment], added) + added;
+  if (tiles == 0) return;
+  const int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
+  const Word total_tiles = (end - 1) / kTile - begin / kTile + 1;
+  if ((now & ((Word{1} << kSegmentTileBits) - 1)) < total_tiles) return;
+  const Word seen = now >> kSegmentTileBits;
+  args.seen[segment] = static_cast<int32_t>(seen < 0x7fffffff ? seen : 0x7fffffff);
+}
+
+// By one warp: takes a ticket, so that tiles are numbered in the order in which blocks start, and
+// finds the tile's segments.
+__device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeTiles& tiles,
+                                          unsigned* ticket) {
+  unsigned work = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
+  work = __shfl_sync(kFullWarp, work, 0);
+  MaskPackTile tile;
+  tile.at = tiles.locate(work);
+  const int64_t begin = tile.at.bounds.begin, end = tile.at.bounds.end;
+  const int64_t highest = args.num_segments - 1;
+  tile.one_segment = true;
+  tile.tau = -1.0f;
+  if (begin == end || highest < 0) return tile;  // nothing to read: as if skipped
+
+  const int64_t* ends = args.segments + 1;
+  const int64_t first = warp_upper_bound(ends, args.num_segments, begin);
+  tile.first_segment = tile.last_segment = first < highest ? first : highest;
+  tile.tau = args.threshold[tile.first_segment];
+  tile.one_segment = ends[tile.first_segment] >= end;
+  if (!tile.one_segment) {
+    const int64_t last = warp_upper_bound(ends, args.num_segments, end - 1);
+    tile.last_segment = last < highest ? last : highest;
+  }
+  return tile;
+}
+
+// A whole tile of one segment: all loads are issued before the first is used.
+template <typename Grad>
+__device__ void load_whole(const MaskPackArgs& args, const MaskPackTile& tile, float scale,
+                           Elements& own) {
+  const int64_t base = tile.at.bounds.begin + thread_offset();
+  float history[MaskPackPolicy::kVectors][kVectorElements];
+  Grad gradient[MaskPackPolicy::kVectors][kVectorElements];
+#pragma unroll
+  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
+    stream_in(args.residual + base + j * kRow, history[j]);
+    stream_in(static_cast<const Grad*>(args.grad) + base + j * kRow, gradient[j]);
+  }
+  const float tau = effective(tile.tau);
+  own.owned = 0xffff;
+#pragma unroll
+  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      own.acc[j][e] = accumulate(history[j][e], gradient[j][e], scale);
+      own.kept |= uint32_t{passes(own.acc[j][e], tau)} << (4 * j + e);
+    }
+  }
+}
+
+template <typename Grad>
+__device__ Grad grad_at(const MaskPackArgs& args, int64_t i) {
+  if constexpr (std::is_same_v<Grad, NoGrad>) {
+    return {};
+  } else {
+    return static_cast<const Grad*>(args.grad)[i];
+  }
+}
+
+// The segment that a thread is in, as it walks along its elements.
+struct SegmentCursor {
+  int64_t segment;
+  int end;  // in the tile
+  float tau;
+
+  __device__ void enter(const MaskPackArgs& args, const MaskPackTile& tile, int64_t which) {
+    segment = which;
+    tau = args.threshold[which];
+    const int64_t left = segment_begin(args, which + 1) - tile.at.bounds.begin;
+    end = which == tile.last_segment || left > kTile ? kTile
+                                                     : static_cast<int>(max(left, int64_t{0}));
+  }
+};
+
+// Any tile, element by element: at the end of the tensor, across segments, or misaligned.
+template <typename Grad>
+__device__ void load_any(const MaskPackArgs& args, Word* segment_words, const MaskPackTile& tile,
+                         float scale, Elements& own) {
+  const int length = static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
+  SegmentCursor cursor;
+  cursor.enter(args, tile, tile.first_segment);
+#pragma unroll
+  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
+    const int offset = thread_offset() + j * kRow;
+    if (!tile.one_segment) {
+      const int64_t segments = tile.last_segment - tile.first_segment;
+      const int64_t* ends = args.segments + 1 + tile.first_segment;
+      const int64_t passed = upper_bound(ends, segments, tile.at.bounds.begin + offset);
+      cursor.enter(args, tile, tile.first_segment + passed);
+    }
+    int kept = 0;
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      if (offset + e >= length) continue;
+      while (offset + e >= cursor.end) {
+        if (kept > 0) add_to_segment(args, segment_words, cursor.segment, kept, 0);
+        kept = 0;
+        cursor.enter(args, tile, cursor.segment + 1);
+      }
+      if (cursor.tau < 0.0f) continue;
+      const int64_t i = tile.at.bounds.begin + offset + e;
+      own.acc[j][e] = accumulate(args.residual[i], grad_at<Grad>(args, i), scale);
+      own.owned |= 1u << (4 * j + e);
+      if (!passes(own.acc[j][e], effective(cursor.tau))) continue;
+      own.kept |= 1u << (4 * j + e);
+      ++kept;
+    }
+    if (!tile.one_segment && kept > 0) {
+      add_to_segment(args, segment_words, cursor.segment, kept, 0);
+    }
+  }
+}
+
+// Writes what stays behind if everything kept is packed, which is nearly always so: the stores need
+// not wait for the tiles before. Returns whether a kept entry is not finite.
+template <bool kHasGrad>
+__device__ bool store_residual(const MaskPackArgs& args, const MaskPackTile& tile, bool whole,
+                               const Elements& own) {
+  bool non_finite = false;
+#pragma unroll
+  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
+    const int64_t base = tile.at.bounds.begin + thread_offset() + j * kRow;
+    const uint32_t kept = own.kept >> (4 * j) & 15, owned = own.owned >> (4 * j) & 15;
+    float left[kVectorElements];
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      const float acc = left[e] = own.acc[j][e];
+      if (!(kept >> e & 1)) continue;
+      if (is_finite(acc)) {
+        left[e] = __fsub_rn(acc, through_payload(acc, args.value_dtype));
+      } else {  // the residual keeps what it had
+        const float old = args.residual[base + e];
+        left[e] = is_finite(old) ? old : 0.0f;
+        non_finite = true;
+      }
+    }
+    if (kHasGrad && whole) {
+      stream_out(args.residual + base, left);
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      if ((kHasGrad ? owned : kept) >> e & 1) args.residual[base + e] = left[e];
+    }
+  }
+  return non_finite;
+}
+
+}  // namespace dct::cuda

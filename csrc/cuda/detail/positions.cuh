@@ -1,0 +1,51 @@
+#pragma once
+
+// Reading a row's positions, which come from elsewhere and may hold anything.
+
+#include "../../common/rows.h"
+#include "scan.cuh"
+
+namespace dct::cuda {
+
+// By a group of kThreads threads: calls visit(slot, column) once for every slot in [0, k), with
+// column -1 where no column can be accepted. A list's column is accepted if it is inside the row
+// and above all accepted before it; a bitmap's j-th set bit is slot j. Accepted columns are
+// distinct.
+template <int kThreads, typename Visit>
+__device__ void for_each_slot(const uint8_t* positions, int64_t width, int64_t k,
+                              ScanStorage<kThreads>& storage, Visit visit) {
+  const int thread = thread_index() % kThreads;
+  const PositionEncoding encoding = position_encoding(width, k);
+  if (encoding != PositionEncoding::kBitmap) {
+    int highest = -1;
+    for (int64_t begin = 0; begin < k; begin += kThreads) {
+      const int64_t slot = begin + thread;
+      int column = -1;
+      if (slot < k) {
+        column = encoding == PositionEncoding::kUint8
+                     ? positions[slot]
+                     : positions[2 * slot] | positions[2 * slot + 1] << 8;
+        if (column >= width) column = -1;
+      }
+      const Scanned below = scan<kThreads>(column, Max{}, storage);
+      if (slot < k) visit(slot, column > max(highest, below.before) ? column : -1);
+      highest = max(highest, below.total);
+    }
+    return;
+  }
+  const int64_t bytes = position_bytes(width, k);
+  int64_t slots = 0;
+  for (int64_t begin = 0; begin < bytes && slots < k; begin += kThreads) {
+    const int64_t byte = begin + thread;
+    unsigned bits = byte < bytes ? positions[byte] : 0;
+    if (byte == bytes - 1) bits &= 0xffu >> (8 * bytes - width);
+    const Scanned set = scan<kThreads>(__popc(bits), Sum{}, storage);
+    for (int64_t slot = slots + set.before; bits != 0 && slot < k; bits &= bits - 1) {
+      visit(slot++, static_cast<int>(8 * byte) + __ffs(static_cast<int>(bits)) - 1);
+    }
+    slots += set.total;
+  }
+  for (int64_t slot = slots + thread; slot < k; slot += kThreads) visit(slot, -1);
+}
+
+}  // namespace dct::cuda

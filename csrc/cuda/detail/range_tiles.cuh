@@ -1,0 +1,65 @@
+#pragma once
+
+#include "../../common/payload.h"
+#include "platform.cuh"
+
+namespace dct::cuda {
+
+// Work numbers 0, 1, ... -> (range, tile of the range), for tensors cut into ranges and ranges cut
+// into tiles. Ranges begin at whole blocks, so a tile never spans two. An empty range has one empty
+// tile, because its header must still be written, or read.
+struct RangeTiles {
+  int64_t numel, tile;
+  int64_t range_length;     // elements of a range that is not cut short by the end of the tensor
+  unsigned full_ranges;     // such ranges
+  unsigned tiles_per_full;  // tiles in each of them
+  unsigned short_tiles;     // in the one range that is cut short, if any
+  int64_t total;            // tiles in all ranges
+
+  struct Tile {
+    int work;             // its number among all tiles, of which there are fewer than 2^31
+    int range, index;     // its range, and its number there
+    int64_t range_numel;  // elements of the range
+    Range bounds;         // elements of the tile
+    bool last;            // of its range
+  };
+
+  RangeTiles(int64_t numel, int64_t ranges, int64_t tile)
+      : numel(numel), tile(tile), range_length(range_blocks(numel, ranges) * kBlock) {
+    const int64_t full = range_length > 0 ? numel / range_length : 0;
+    const int64_t per_full = range_length / tile;
+    const int64_t in_short = ceil_div(numel - full * range_length, tile);
+    total = full * per_full + in_short + (ranges - full - (in_short > 0));
+    full_ranges = static_cast<unsigned>(full);
+    tiles_per_full = static_cast<unsigned>(per_full);
+    short_tiles = static_cast<unsigned>(in_short);
+  }
+
+  __device__ Tile locate(unsigned work) const {
+    const unsigned in_full = full_ranges * tiles_per_full;
+    unsigned range, index;
+    if (work < in_full) {
+      range = work / tiles_per_full;
+      index = work % tiles_per_full;
+    } else if (work - in_full < short_tiles) {
+      range = full_ranges;
+      index = work - in_full;
+    } else {
+      range = full_ranges + (short_tiles > 0) + (work - in_full - short_tiles);
+      index = 0;
+    }
+    const int64_t range_begin = min(range * range_length, numel);
+    const int64_t range_end = min(range_begin + range_length, numel);
+    Tile found;
+    found.work = static_cast<int>(work);
+    found.range = static_cast<int>(range);
+    found.index = static_cast<int>(index);
+    found.range_numel = range_end - range_begin;
+    found.bounds.begin = range_begin + index * tile;
+    found.last = range_end - found.bounds.begin <= tile;
+    found.bounds.end = found.last ? range_end : found.bounds.begin + tile;
+    return found;
+  }
+};
+
+}  // namespace dct::cuda

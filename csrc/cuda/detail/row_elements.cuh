@@ -1,0 +1,36 @@
+#pragma once
+
+// Elements of rows, of dtypes known only at run time: the same for all threads, so the branches
+// cost little, and there are few such accesses, k of them a row.
+
+#include "../../common/dtype.h"
+#include "../../common/rounding.h"
+#include "platform.cuh"
+
+namespace dct::cuda {
+
+__device__ inline float load_element(const void* data, int64_t index, DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return to_float(static_cast<const BFloat16*>(data)[index]);
+    case DType::kFloat16:
+      return to_float(static_cast<const Float16*>(data)[index]);
+    default:
+      return static_cast<const float*>(data)[index];
+  }
+}
+
+__device__ inline void store_element(void* data, int64_t index, float x, DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      static_cast<BFloat16*>(data)[index] = round_to<BFloat16>(x);
+      break;
+    case DType::kFloat16:
+      static_cast<Float16*>(data)[index] = round_to<Float16>(x);
+      break;
+    default:
+      static_cast<float*>(data)[index] = round_to<float>(x);
+  }
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,58 @@
+#pragma once
+
+#include "platform.cuh"
+
+namespace dct::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffff;
+
+__device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ inline int warp_index() { return thread_index() / kWarpSize; }
+__device__ inline int lane_index() { return thread_index() % kWarpSize; }
+
+// Sum over this lane and those below it.
+template <typename T>
+__device__ T warp_inclusive_sum(T value) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const T below = __shfl_up_sync(kFullWarp, value, distance);
+    if (lane >= distance) value += below;
+  }
+  return value;
+}
+
+// How many of the ascending `values` are <= key. By one thread.
+__device__ inline int64_t upper_bound(const int64_t* values, int64_t count, int64_t key) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (values[middle] <= key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The same by a whole warp: 32 probes at a time, so that 1,000 values cost two round trips to
+// memory. Whatever the values are, no access is out of bounds.
+__device__ inline int64_t warp_upper_bound(const int64_t* values, int64_t count, int64_t key) {
+  const int lane = lane_index();
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t stride = (high - low + kWarpSize - 1) / kWarpSize;
+    const int64_t probe = low + lane * stride;
+    const bool at_most = probe < high && values[probe] <= key;
+    const int passed = __popc(__ballot_sync(kFullWarp, at_most));
+    if (passed == 0) return low;
+    const int64_t next = low + passed * stride;
+    low = next - stride + 1;
+    high = next < high ? next : high;
+  }
+  return low;
+}
+
+}  // namespace dct::cuda

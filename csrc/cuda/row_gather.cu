@@ -1,0 +1,47 @@
+// row_gather.cu -- k values of each row, by a warp or, of rows with many, a block.
+#include "detail/launch.cuh"
+#include "detail/positions.cuh"
+#include "detail/row_elements.cuh"
+#include "row_gather.cuh"
+
+namespace dct::cuda {
+namespace {
+
+struct Policy {
+  static constexpr int kThreads = 256;
+  static constexpr int64_t kMaxWarpWidth = 4096;  // a warp reads that many bits at 16 bytes a lane
+};
+
+// A row to each kGroup threads.
+template <int kGroup>
+__global__ void __launch_bounds__(Policy::kThreads) row_gather_kernel(RowGatherArgs args) {
+  DCT_SHARED(ScanStorage<kGroup>, storage);
+  constexpr int kRows = Policy::kThreads / kGroup;
+  const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kGroup;
+  if (row >= args.rows) return;
+  const uint8_t* positions = args.positions + row * position_bytes(args.width, args.k);
+  for_each_slot<kGroup>(positions, args.width, args.k, storage, [&](int64_t slot, int column) {
+    const float x =
+        column < 0 ? 0.0f : load_element(args.x, row * args.width + column, args.x_dtype);
+    store_element(args.values, row * args.k + slot, x, args.value_dtype);
+  });
+}
+
+template <int kGroup>
+cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
+  constexpr int kRows = Policy::kThreads / kGroup;
+  const int64_t blocks = (args.rows + kRows - 1) / kRows;
+  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
+  return launch(row_gather_kernel<kGroup>, dim3(static_cast<unsigned>(blocks)), Policy::kThreads, 0,
+                stream, args);
+}
+
+}  // namespace
+
+cudaError_t row_gather(const RowGatherArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  return args.width <= Policy::kMaxWarpWidth ? run<kWarpSize>(args, stream)
+                                             : run<Policy::kThreads>(args, stream);
+}
+
+}  // namespace dct::cuda

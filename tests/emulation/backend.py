@@ -1,0 +1,146 @@
+"""The backend "emulated": the CUDA kernels on CPU tensors, with the signatures of torch.ops.dct."""
+
+import ctypes
+import functools
+from types import SimpleNamespace
+
+import torch
+
+from dct_kernels import _contract, _rows
+from dct_kernels._schemas import OPS
+
+from . import build
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build.build("module.cpp", OPS, shared=True)))
+
+
+def configure(seed: int, resident_blocks: int = 3) -> None:
+    """Choose the order of blocks and threads for all later calls; 0 runs them in order."""
+    _library().configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
+
+
+def _call(op: str, *arguments: torch.Tensor | torch.dtype | int | float | None) -> None:
+    error = getattr(_library(), op)(*map(_to_c, arguments))
+    if error:
+        raise RuntimeError(f"{op} returned cudaError_t {error}")
+
+
+def _to_c(argument):
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_int64(argument.data_ptr())
+    if isinstance(argument, torch.dtype):
+        return ctypes.c_int64(_DTYPES[argument])
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return ctypes.c_int64(0 if argument is None else int(argument))
+
+
+def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that looks unlike any result, so that what a kernel forgets to write is seen."""
+    out = torch.empty(shape, dtype=dtype)
+    out.view(torch.uint8).fill_(0xAB)
+    return out
+
+
+def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+    _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
+    threshold = _poisoned(segments.numel() - 1, dtype=torch.float32)
+    _call(
+        "sample_threshold",
+        x,
+        x.dtype,
+        x.numel(),
+        residual,
+        segments,
+        threshold.numel(),
+        float(density),
+        max_samples,
+        seed & 0xFFFFFFFF,
+        inv_scale,
+        threshold,
+    )
+    return threshold
+
+
+def track_threshold(threshold, seen, target, reference):
+    _contract.track_threshold(threshold, seen, target, reference)
+    _call("track_threshold", threshold, seen, target, reference, threshold.numel())
+
+
+def mask_pack(
+    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+):
+    _contract.mask_pack(
+        residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale
+    )
+    _call(
+        "mask_pack",
+        residual,
+        grad,
+        torch.float32 if grad is None else grad.dtype,
+        residual.numel(),
+        segments,
+        threshold,
+        seen,
+        threshold.numel(),
+        payload,
+        payload.shape[0] if payload.dim() == 2 else 1,
+        capacity,
+        value_dtype,
+        inv_scale,
+    )
+
+
+def scatter_unpack(
+    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+):
+    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    status = _poisoned(payloads.shape[0], dtype=torch.int32)
+    _call(
+        "scatter_unpack",
+        payloads,
+        payloads.shape[0],
+        payloads.shape[1] if payloads.dim() == 3 else 1,
+        capacity,
+        value_dtype,
+        out,
+        out.dtype,
+        out.numel(),
+        float(scale),
+        accumulate,
+        out_scale,
+        status,
+    )
+    return status
+
+
+def row_pack(x, k, value_dtype):
+    _contract.row_pack(x, k, value_dtype)
+    rows, width = x.shape
+    values = _poisoned(rows, k, dtype=value_dtype)
+    positions = _poisoned(rows, _rows.position_bytes(width, k), dtype=torch.uint8)
+    _call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
+    return values, positions
+
+
+def row_gather(x, positions, k, value_dtype):
+    _contract.row_gather(x, positions, k, value_dtype)
+    values = _poisoned(x.shape[0], k, dtype=value_dtype)
+    _call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
+    return values
+
+
+def row_unpack(values, positions, width, dtype):
+    _contract.row_unpack(values, positions, width, dtype)
+    rows, k = values.shape
+    out = _poisoned(rows, width, dtype=dtype)
+    _call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
+    return out
+
+
+BACKEND = SimpleNamespace(**{op: globals()[op] for op in OPS}, device="cpu")

@@ -1,0 +1,60 @@
+// emulator.h -- what the emulated CUDA headers need from the scheduler in emulator.cpp.
+//
+// One fiber per CUDA thread and one OS thread per resident block. A fiber runs until it meets a
+// barrier, a warp collective or a schedule point; which fiber runs next, and in which order blocks
+// start, follows from a seed. A deadlock, a hang or a misused collective fails the launch with a
+// report on stderr.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+// Of the CUDA thread that runs. __thread, not thread_local: a plain load, without a check for its
+// initialisation.
+extern __thread uint3 threadIdx, blockIdx;
+extern __thread dim3 blockDim, gridDim;
+
+namespace emulator {
+
+struct Options {
+  int resident_blocks = 3;  // blocks that run at the same time
+  uint32_t seed = 0;        // 0: blocks and threads in order; else shuffled by it
+};
+Options& options();
+
+// Runs `kernel` once for every thread of the grid. False if the launch failed.
+bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+            const std::function<void()>& kernel);
+
+void barrier();
+
+// What the lanes of a warp do together. Only kSync orders memory: shuffles and votes do not on a
+// GPU.
+enum class Collective { kSync, kShuffle, kShuffleUp, kShuffleXor, kBallot, kAny, kAll, kReduceAdd };
+
+// Waits for all lanes in `mask`, of which this must be one, to call the same collective. A shuffle
+// returns the value of the lane `source`.
+uint64_t collective(uint32_t mask, Collective kind, uint64_t value, unsigned source = 0);
+
+// Lets other threads of the block run, as a GPU may at any instruction that others can observe, and
+// in `sleep_odds` of 64 cases other blocks. Does nothing without a seed.
+void schedule_point(uint32_t sleep_odds = 1);
+
+// A wait loop's pause: lets other threads run; a launch in which nothing else happens has hung.
+void pause();
+
+// Memory of the block under `tag`, the same for all its threads, filled with 0xcd at first.
+void* shared_memory(const void* tag, size_t bytes, size_t alignment);
+void* dynamic_shared_memory();
+
+}  // namespace emulator

@@ -1,0 +1,111 @@
+// intrinsics.h -- the device functions that csrc/cuda uses.
+#pragma once
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x != 0 ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+// Compiled with -ffp-contract=off, so each of these rounds once, as on a GPU.
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <typename T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
+
+inline void __syncthreads() { emulator::barrier(); }
+
+namespace emulator {
+
+template <typename T>
+uint64_t to_word(T value) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "a shuffle moves one register");
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  return word;
+}
+template <typename T>
+T from_word(uint64_t word) {
+  T value;
+  std::memcpy(&value, &word, sizeof(T));
+  return value;
+}
+
+template <typename T>
+T shuffle(unsigned mask, Collective kind, T value, unsigned source) {
+  return from_word<T>(collective(mask, kind, to_word(value), source));
+}
+
+inline unsigned lane() {
+  return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+}
+
+}  // namespace emulator
+
+inline void __syncwarp(unsigned mask = 0xffffffff) {
+  emulator::collective(mask, emulator::Collective::kSync, 0);
+}
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return emulator::shuffle(mask, emulator::Collective::kShuffle, value, source & 31);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+  const unsigned lane = emulator::lane();
+  return emulator::shuffle(mask, emulator::Collective::kShuffleUp, value,
+                           lane >= delta ? lane - delta : lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return emulator::shuffle(mask, emulator::Collective::kShuffleXor, value,
+                           (emulator::lane() ^ lane_mask) & 31);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  return static_cast<unsigned>(
+      emulator::collective(mask, emulator::Collective::kBallot, predicate != 0));
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  return emulator::collective(mask, emulator::Collective::kAny, predicate != 0) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  return emulator::collective(mask, emulator::Collective::kAll, predicate != 0) != 0;
+}
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+  return static_cast<unsigned>(emulator::collective(mask, emulator::Collective::kReduceAdd, value));
+}
+
+// Atomics are relaxed, as on a GPU, and points where another thread may come in between.
+template <typename T>
+T atomicAdd(T* address, std::common_type_t<T> value) {
+  emulator::schedule_point();
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicOr(T* address, std::common_type_t<T> value) {
+  emulator::schedule_point();
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}

@@ -1,0 +1,124 @@
+// module.cpp -- the emulated kernels behind plain C functions, for backend.py to call by ctypes.
+//
+// Every argument is an int64_t or a double; addresses are int64_t. Returns are cudaError_t.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "cuda/mask_pack.cuh"
+#include "cuda/row_gather.cuh"
+#include "cuda/row_pack.cuh"
+#include "cuda/row_unpack.cuh"
+#include "cuda/sample_threshold.cuh"
+#include "cuda/scatter_unpack.cuh"
+#include "cuda/track_threshold.cuh"
+#include "emulator/emulator.h"
+
+namespace {
+
+template <typename T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+dct::DType dtype(int64_t code) { return static_cast<dct::DType>(code); }
+
+// Filled, so that a kernel that relies on cleared memory is found out.
+struct Scratch {
+  void* data;
+  explicit Scratch(int64_t bytes) : data(std::malloc(bytes)) { std::memset(data, 0xab, bytes); }
+  ~Scratch() { std::free(data); }
+};
+
+}  // namespace
+
+extern "C" {
+
+void configure(int64_t seed, int64_t resident_blocks) {
+  emulator::options().seed = static_cast<uint32_t>(seed);
+  emulator::options().resident_blocks = static_cast<int>(resident_blocks);
+}
+
+int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t residual,
+                         int64_t segments, int64_t num_segments, double density,
+                         int64_t max_samples, int64_t seed, int64_t inv_scale, int64_t threshold) {
+  const dct::SampleThresholdArgs args = {at<void>(x),          dtype(x_dtype),
+                                         at<float>(residual),  at<int64_t>(segments),
+                                         num_segments,         density,
+                                         max_samples,          static_cast<uint32_t>(seed),
+                                         at<float>(inv_scale), at<float>(threshold)};
+  const Scratch scratch(dct::cuda::sample_threshold_scratch_bytes(args));
+  return dct::cuda::sample_threshold(args, numel, scratch.data, nullptr);
+}
+
+int64_t track_threshold(int64_t threshold, int64_t seen, int64_t target, int64_t reference,
+                        int64_t num_segments) {
+  const dct::TrackThresholdArgs args = {at<float>(threshold), at<int32_t>(seen), at<float>(target),
+                                        at<float>(reference), num_segments};
+  return dct::cuda::track_threshold(args, nullptr);
+}
+
+int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
+                  int64_t segments, int64_t threshold, int64_t seen, int64_t num_segments,
+                  int64_t payload, int64_t ranges, int64_t capacity, int64_t value_dtype,
+                  int64_t inv_scale) {
+  const dct::MaskPackArgs args = {at<float>(residual),
+                                  at<void>(grad),
+                                  dtype(grad_dtype),
+                                  numel,
+                                  at<int64_t>(segments),
+                                  at<float>(threshold),
+                                  at<int32_t>(seen),
+                                  num_segments,
+                                  at<uint8_t>(payload),
+                                  ranges,
+                                  capacity,
+                                  dtype(value_dtype),
+                                  at<float>(inv_scale)};
+  const Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
+  return dct::cuda::mask_pack(args, scratch.data, nullptr);
+}
+
+int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t capacity,
+                       int64_t value_dtype, int64_t out, int64_t out_dtype, int64_t numel,
+                       double scale, int64_t accumulate, int64_t out_scale, int64_t status) {
+  const dct::ScatterUnpackArgs args = {at<uint8_t>(payloads),
+                                       ranks,
+                                       ranges,
+                                       capacity,
+                                       dtype(value_dtype),
+                                       at<void>(out),
+                                       dtype(out_dtype),
+                                       numel,
+                                       static_cast<float>(scale),
+                                       accumulate != 0,
+                                       at<float>(out_scale),
+                                       at<int32_t>(status)};
+  return dct::cuda::scatter_unpack(args, nullptr);
+}
+
+int64_t row_pack(int64_t x, int64_t x_dtype, int64_t rows, int64_t width, int64_t k, int64_t values,
+                 int64_t value_dtype, int64_t positions) {
+  const dct::RowPackArgs args = {
+      at<void>(x),        dtype(x_dtype),        rows, width, k, at<void>(values),
+      dtype(value_dtype), at<uint8_t>(positions)};
+  return dct::cuda::row_pack(args, nullptr);
+}
+
+int64_t row_gather(int64_t x, int64_t x_dtype, int64_t positions, int64_t rows, int64_t width,
+                   int64_t k, int64_t values, int64_t value_dtype) {
+  const dct::RowGatherArgs args = {
+      at<void>(x), dtype(x_dtype),   at<uint8_t>(positions), rows, width,
+      k,           at<void>(values), dtype(value_dtype)};
+  return dct::cuda::row_gather(args, nullptr);
+}
+
+int64_t row_unpack(int64_t values, int64_t value_dtype, int64_t positions, int64_t rows,
+                   int64_t width, int64_t k, int64_t out, int64_t out_dtype) {
+  const dct::RowUnpackArgs args = {
+      at<void>(values), dtype(value_dtype), at<uint8_t>(positions), rows, width, k,
+      at<void>(out),    dtype(out_dtype)};
+  return dct::cuda::row_unpack(args, nullptr);
+}
+}
