@@ -15,7 +15,8 @@ struct Policy {
   static constexpr int kThreads = 256;
   static constexpr int kMaxWords = 1024;  // of 32 bits, in a narrow row
 
-  // Blocks a multiprocessor, which leaves a thread 64 or 128 registers for the words it holds.
+  // Blocks a multiprocessor: with up to 16 words a thread needs no more than 64 registers, and with
+  // 32 what it needs differs between architectures.
   static constexpr int min_blocks(int words) { return words <= 16 ? 4 : 1; }
 };
 

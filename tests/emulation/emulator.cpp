@@ -77,18 +77,15 @@ struct FiberPool {
     free.push_back(fiber);
   }
 };
-FiberPool& fiber_pool() {
-  static auto* pool = new FiberPool;
-  return *pool;
-}
+FiberPool& fiber_pool = *new FiberPool;
 
 struct Thread {
-  Fiber* const fiber = fiber_pool().take();
+  Fiber* const fiber = fiber_pool.take();
   uint3 index;
   State state;
   uint64_t result;  // of its last collective
 
-  ~Thread() { fiber_pool().give_back(fiber); }
+  ~Thread() { fiber_pool.give_back(fiber); }
 };
 
 // Lanes of a warp that wait for each other.
