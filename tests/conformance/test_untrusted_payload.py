@@ -147,6 +147,15 @@ def test_wrong_starts_void_their_blocks(backend, value_dtype, changes):
     assert not status & 1
 
 
+@pytest.mark.parametrize("r", [0, 1])
+def test_the_last_start_of_every_range(backend, r):
+    """Three blocks in two ranges: range 1 ends earlier than there is room for starts."""
+    geometry = Geometry(2 * 16384 + 5000, 120, "float32", ranges=2)
+    for change in ("last below count", "last past count", "count one less", "count one more"):
+        rows = rewritten(geometry, r, **WRONG_STARTS[change])
+        assert between_sound_ones(backend, geometry, rows) & 2
+
+
 def test_the_one_start_of_an_empty_range(backend):
     """It has no block, but its first and last start is its count, 0."""
     geometry = Geometry(10, 2, "float32", ranges=2)
