@@ -14,10 +14,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fail(
-    op: str, arg: str, rule: str, got: object, error: type[Exception] = ValueError
+    op: str,
+    arg: str,
+    rule: str,
+    got: object,
+    error: type[Exception] = ValueError,
+    verb: str = "be",
 ) -> NoReturn:
     got = _name(got) if isinstance(got, torch.dtype) else got
-    raise error(f"dct::{op}: {arg} must be {rule}, got {got}")
+    raise error(f"dct::{op}: {arg} must {verb} {rule}, got {got}")
 
 
 def require_int(op: str, arg: str, value: int, low: int, high: int) -> None:
@@ -64,7 +69,7 @@ def require_tensor(
 
 def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, like: str) -> None:
     if tensor.numel() != numel:
-        fail(op, arg, f"of {numel} elements like {like}", tensor.numel())
+        fail(op, arg, f"{numel} elements like {like}", tensor.numel(), verb="have")
 
 
 def require_scale(

@@ -127,7 +127,7 @@ DType Checks::require_tensor(const Arg& arg, std::initializer_list<ScalarType> d
 
 void Checks::require_numel(const Arg& arg, int64_t numel, const char* like) const {
   if (arg.tensor->numel() != numel) {
-    fail(arg.name, "of " + std::to_string(numel) + " elements like " + like, arg.tensor->numel());
+    fail(arg.name, std::to_string(numel) + " elements like " + like, arg.tensor->numel(), "have");
   }
 }
 

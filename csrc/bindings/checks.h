@@ -38,9 +38,10 @@ class Checks {
 
   // Not STD_TORCH_CHECK, which puts the source file in front of the text.
   template <typename Rule, typename Got>
-  [[noreturn]] void fail(const char* arg, const Rule& rule, const Got& got) const {
+  [[noreturn]] void fail(const char* arg, const Rule& rule, const Got& got,
+                         const char* verb = "be") const {
     std::ostringstream text;
-    text << "dct::" << op_ << ": " << arg << " must be " << rule << ", got " << got;
+    text << "dct::" << op_ << ": " << arg << " must " << verb << ' ' << rule << ", got " << got;
     throw std::runtime_error(text.str());
   }
 

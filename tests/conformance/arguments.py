@@ -96,7 +96,7 @@ def raises(call, args, op, named, error):
     for was, now in zip(before, snapshot(args), strict=True):
         assert torch.equal(was, now)
     text = str(caught.value)
-    prefix = f"dct::{op}: {named} must be "
-    assert prefix in text
+    prefix = f"dct::{op}: {named} must "
+    assert prefix + "be " in text or (prefix + "have " in text and " elements like " in text)
     assert ", got " in text
     return text
