@@ -114,7 +114,10 @@ def extension():
     return make(
         name="dct_kernels._C",
         sources=[source for source in sources() if cuda or not is_cuda(source)],
-        depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h")],
+        depends=[
+            "csrc/sources.txt",
+            *(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h")),
+        ],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=link,
         py_limited_api=True,

@@ -55,11 +55,11 @@ inline Largest largest(const int32_t* keys, int64_t n, int64_t k) {
   while (found.count > k && high - found.bound > 1) {
     const int32_t middle = found.bound + (high - found.bound) / 2;
     const int64_t count = count_at_least(keys, n, middle);
-    // Selects: which way it goes is anyone's guess, and a branch would guess wrong.
-    const bool enough = count >= k;
-    found.bound = enough ? middle : found.bound;
-    found.count = enough ? count : found.count;
-    high = enough ? high : middle;
+    if (count >= k) {
+      found = {middle, count};
+    } else {
+      high = middle;
+    }
   }
   return found;
 }

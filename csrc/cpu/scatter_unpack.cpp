@@ -9,10 +9,14 @@
 
 #include "../common/payload.h"
 #include "../common/rounding.h"
+#include "stream_copy.h"
 #include "vectorise.h"
 
 namespace dct::cpu {
 namespace {
+
+constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
+constexpr int64_t kTile = 2048;             // elements on their way there
 
 template <typename Value, typename Out>
 class Unpacker {
@@ -113,20 +117,28 @@ class Unpacker {
   }
 
   void write(int64_t begin, int64_t length, const float* sum) const {
+    Out* out = out_ + begin;
     if (args_.accumulate) {
-      write<true>(out_ + begin, length, sum);
+      convert<true>(sum, out, length, out);
+    } else if (args_.numel * static_cast<int64_t>(sizeof(Out)) < kStreamBytes) {
+      convert<false>(sum, nullptr, length, out);
     } else {
-      write<false>(out_ + begin, length, sum);
+      for (int64_t offset = 0; offset < length; offset += kTile) {
+        const int64_t n = std::min(kTile, length - offset);
+        Out tile[kTile];
+        convert<false>(sum + offset, nullptr, n, tile);
+        stream_copy(out + offset, tile, n * sizeof(Out));
+      }
     }
   }
 
   template <bool accumulate>
-  void write(Out* out, int64_t length, const float* sum) const {
+  void convert(const float* sum, const Out* base, int64_t n, Out* out) const {
     vectorise([=, factor = factor_] {
-      for (int64_t i = 0; i < length; ++i) {
-        float base = 0.0f;
-        if constexpr (accumulate) base = to_float(out[i]);
-        out[i] = round_to<Out>(base + factor * sum[i]);
+      for (int64_t i = 0; i < n; ++i) {
+        float start = 0.0f;
+        if constexpr (accumulate) start = to_float(base[i]);
+        out[i] = round_to<Out>(start + factor * sum[i]);
       }
     });
   }

@@ -4,9 +4,8 @@
 //
 // vectorise([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into
 // three functions that differ in their target attribute, and the compiler vectorises each;
-// elsewhere it is called as it is. No intrinsics, no flags per file, and only this file knows
-// instruction sets. Loops get vector code if every iteration does the same work on arrays: no early
-// exit, no calls that cannot be inlined, selects rather than branches.
+// elsewhere it is called as it is. Loops get vector code if every iteration does the same work on
+// arrays: no early exit, no calls that cannot be inlined, selects rather than branches.
 
 #include <cstdlib>
 #include <cstring>

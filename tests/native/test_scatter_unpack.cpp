@@ -123,8 +123,8 @@ int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int6
 }
 
 template <typename Value, typename Out>
-void run(Random& random, int64_t numel) {
-  const int64_t ranks = random.integer(0, 4), ranges = random.pick({1, 1, 2, 5});
+void run(Random& random, int64_t numel, int64_t ranks, bool accumulate) {
+  const int64_t ranges = random.pick({1, 1, 2, 5});
   const int64_t capacity = random.pick<int64_t>({1, 40, numel / 50 + 1, numel + 3});
   const PayloadLayout layout = payload_layout(
       numel, capacity, sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16, ranges);
@@ -142,8 +142,9 @@ void run(Random& random, int64_t numel) {
     }
   }
   const float out_scale = random.pick({1.0f, 65536.0f, NAN});
-  std::vector<Out> out = random.reals<Out>(numel);
-  const std::vector<Out> before = out;
+  std::vector<Out> memory = random.reals<Out>(numel + 1);
+  const std::vector<Out> before = memory;
+  Out* out = memory.data() + 1;
 
   ScatterUnpackArgs args{};
   args.payloads = payloads.data();
@@ -151,13 +152,13 @@ void run(Random& random, int64_t numel) {
   args.ranges = ranges;
   args.capacity = capacity;
   args.value_dtype = sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16;
-  args.out = out.data();
+  args.out = out;
   args.out_dtype = std::is_same_v<Out, Float16>    ? DType::kFloat16
                    : std::is_same_v<Out, BFloat16> ? DType::kBFloat16
                                                    : DType::kFloat32;
   args.numel = numel;
   args.scale = random.pick({1.0f, 1.0f / 3, -0.5f});
-  args.accumulate = random.chance(0.5);
+  args.accumulate = accumulate;
   args.out_scale = random.chance(0.5) ? &out_scale : nullptr;
   args.status = status.data();
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) { cpu::scatter_unpack(args, p); });
@@ -165,7 +166,7 @@ void run(Random& random, int64_t numel) {
   CHECK(status == expected, "status");
   const float factor = args.out_scale != nullptr ? multiply(args.scale, out_scale) : args.scale;
   for (int64_t i = 0; i < numel; ++i) {
-    const float base = args.accumulate ? static_cast<float>(value(before[i])) : 0.0f;
+    const float base = args.accumulate ? static_cast<float>(value(before[i + 1])) : 0.0f;
     const Out wanted = make<Out>(add(base, multiply(factor, sum[i])));
     CHECK(bits(out[i]) == bits(wanted), "out[%ld]: expected %g, got %g", long(i), value(wanted),
           value(out[i]));
@@ -178,10 +179,12 @@ int main() {
   Random random(2);
   for (int64_t numel : {0, 1, 2, 2047, 2048, 2049, 16383, 16384, 16385, 32768, 100000}) {
     for (int repeat = 0; repeat < 10; ++repeat) {
-      run<float, float>(random, numel);
-      run<float, Float16>(random, numel);
-      run<BFloat16, float>(random, numel);
-      run<BFloat16, BFloat16>(random, numel);
+      run<float, float>(random, numel, random.integer(0, 4), random.chance(0.5));
+      run<float, Float16>(random, numel, random.integer(0, 4), random.chance(0.5));
+      run<BFloat16, float>(random, numel, random.integer(0, 4), random.chance(0.5));
+      run<BFloat16, BFloat16>(random, numel, random.integer(0, 4), random.chance(0.5));
     }
   }
+  // So large that it is written past the caches, from an address that is a multiple of 4 only.
+  run<float, float>(random, 8'400'001, 2, false);
 }
