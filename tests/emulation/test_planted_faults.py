@@ -12,8 +12,6 @@ import pytest
 from . import build
 from .test_native import PROGRAMS, run
 
-pytestmark = pytest.mark.large
-
 
 @dataclass
 class Fault:
@@ -43,6 +41,13 @@ FAULTS = [
         "atomicAdd(ticket, 1u)",
         "blockIdx.x + 0 * *ticket",
         report="hang",
+    ),
+    Fault(
+        "a tile takes the segments of the tile that its block's index names",
+        "mask_pack",
+        "detail/mask_pack_tile.cuh",
+        "segment[0] <= bounds.begin &&\n      bounds.end <= segment[1]",
+        "segment[0] <= segment[1]",
     ),
     Fault(
         "a tile never published",

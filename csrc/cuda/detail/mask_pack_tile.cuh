@@ -69,19 +69,14 @@ __device__ inline void add_to_segment(const MaskPackArgs& args, Word* segment_wo
   args.seen[segment] = static_cast<int32_t>(seen < 0x7fffffff ? seen : 0x7fffffff);
 }
 
-// By one warp: takes a ticket, so that tiles are numbered in the order in which blocks start, and
-// finds the tile's segments.
-__device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeTiles& tiles,
-                                          unsigned* ticket) {
-  unsigned work = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
-  work = __shfl_sync(kFullWarp, work, 0);
-  MaskPackTile tile;
-  tile.at = tiles.locate(work);
+// By one warp: the segments that lie in a tile.
+__device__ inline void find_segments(const MaskPackArgs& args, MaskPackTile& tile) {
   const int64_t begin = tile.at.bounds.begin, end = tile.at.bounds.end;
   const int64_t highest = args.num_segments - 1;
+  tile.first_segment = tile.last_segment = -1;
   tile.one_segment = true;
   tile.tau = -1.0f;
-  if (begin == end || highest < 0) return tile;  // nothing to read: as if skipped
+  if (begin == end || highest < 0) return;  // nothing to read: as if skipped
 
   const int64_t* ends = args.segments + 1;
   const int64_t first = warp_upper_bound(ends, args.num_segments, begin);
@@ -91,6 +86,29 @@ __device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeT
   if (!tile.one_segment) {
     const int64_t last = warp_upper_bound(ends, args.num_segments, end - 1);
     tile.last_segment = last < highest ? last : highest;
+  }
+}
+
+// By one warp: takes a ticket, so that tiles are numbered in the order in which blocks start, and
+// finds the tile's segments. Blocks start nearly in the order of their index: while the ticket is
+// on its way, the segments are found for the tile of that index, and they are mostly the same.
+__device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeTiles& tiles,
+                                          unsigned* ticket) {
+  unsigned work = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
+  MaskPackTile tile;
+  tile.at = tiles.locate(blockIdx.x);
+  find_segments(args, tile);
+  work = __shfl_sync(kFullWarp, work, 0);
+  if (work == blockIdx.x) return tile;
+  tile.at = tiles.locate(work);
+  const auto& bounds = tile.at.bounds;
+  const int64_t* segment = args.segments + tile.first_segment;
+  if (tile.first_segment >= 0 && bounds.begin < bounds.end && segment[0] <= bounds.begin &&
+      bounds.end <= segment[1]) {
+    tile.last_segment = tile.first_segment;
+    tile.one_segment = true;
+  } else {
+    find_segments(args, tile);
   }
   return tile;
 }
