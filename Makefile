@@ -7,9 +7,14 @@ TORCH  ?= torch==2.13.0
 OTHER_TORCH ?= torch==2.14.1
 
 BIN     := $(VENV)/bin
+OTHER   := $(abspath $(VENV)-abi/bin)
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
 
-.PHONY: help train test lint native sanitize abi check-all clean
+# The toolkit's own folder: the nvcc on PATH may be a link or a script.
+CUDA_HOME  ?= $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p'))
+CUDA_ARCHS ?= 9.0
+
+.PHONY: help train test lint native sanitize abi cuda check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +22,7 @@ help:
 	@echo "make test       the test suite: Python and native"
 	@echo "make lint       ruff and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
+	@echo "make cuda       the CUDA kernels, built and inspected (needs nvcc, no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
@@ -51,26 +57,42 @@ lint: $(VENV)/installed
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 
+$(VENV)-abi/installed:
+	$(PYTHON) -m venv $(VENV)-abi
+	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=77" wheel ninja expecttest hypothesis numpy pytest
+	touch $@
+
 # The binary built against TORCH, loaded unchanged by OTHER_TORCH: the op tests, with no build there.
-abi: $(VENV)/built
+abi: $(VENV)/built $(VENV)-abi/installed
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	test -d $(VENV)-abi || $(PYTHON) -m venv $(VENV)-abi
-	$(VENV)-abi/bin/pip install --quiet $(OTHER_TORCH) expecttest hypothesis numpy pytest
-	$(VENV)-abi/bin/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
-	cd tests && ../$(VENV)-abi/bin/python -c "import dct_kernels; print(dct_kernels.__file__)" \
-	  && ../$(VENV)-abi/bin/python -m dct_kernels && ../$(VENV)-abi/bin/pytest conformance -k "not emulated"
+	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -k "not emulated"
+
+# The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
+# and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
+COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
+cuda: export CUDA_HOME := $(CUDA_HOME)
+cuda: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
+cuda: $(VENV)-abi/installed
+	$(call COPY,build/cuda)
+	cd build/cuda && PATH=$(OTHER):$$PATH DCT_CUDA=1 python setup.py --quiet build_ext --inplace
+	export PYTHONPATH=$(abspath build/cuda):$(abspath build/cuda/python); cd tests \
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static
 
 sanitize: $(VENV)/installed
 	$(MAKE) native NATIVE=build/native-asan SANITIZE=address,undefined
 	setarch -R $(MAKE) native NATIVE=build/native-tsan SANITIZE=thread
-	rm -rf build/asan && mkdir -p build/asan && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python build/asan/
+	$(call COPY,build/asan)
 	cd build/asan && DCT_SANITIZE=address,undefined $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONPATH=build/asan $(BIN)/python -m pytest tests/conformance -k cpp
 
 check-all: test lint abi sanitize
+	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
+	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest -m large
 
 clean:

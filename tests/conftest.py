@@ -15,6 +15,15 @@ hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, dat
 hypothesis.settings.load_profile("dct")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--emulation-seed",
+        type=int,
+        default=1,
+        help="orders the blocks and threads of the emulated CUDA kernels; 0 runs them in turn",
+    )
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -23,4 +32,6 @@ def seed():
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
     """The seven callables of one backend, and `.device`, where its tensors live."""
+    if request.param == "emulated":
+        emulated.configure(request.config.getoption("--emulation-seed"))
     return BACKENDS[request.param]
