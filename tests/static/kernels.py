@@ -1,0 +1,107 @@
+"""What the machine code of a kernel says about how it will run."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .toolkit import Compiled, demangle
+
+# Per multiprocessor. https://docs.nvidia.com/cuda/cuda-c-programming-guide, compute capabilities
+REGISTERS = 65536
+THREADS = 2048
+BLOCKS = 32
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+RESERVED_BYTES = 1024  # of shared memory, by the system, for every block
+REGISTER_UNIT = 8  # registers are given to a thread in units of so many
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instance of a kernel for one architecture."""
+
+    name: str  # with its template arguments
+    architecture: int
+    registers: int
+    stack_bytes: int  # a thread's local memory
+    spill_bytes: int  # stores and loads
+    static_shared_bytes: int
+    threads: int  # a block, by __launch_bounds__
+    min_blocks: int  # a multiprocessor, by __launch_bounds__; 1 where it does not say
+    instructions: tuple[str, ...]
+
+    def count(self, pattern: str) -> int:
+        """Instructions whose name matches from its beginning."""
+        return sum(bool(re.match(pattern, opcode(i))) for i in self.instructions)
+
+    @property
+    def fused(self) -> int:
+        """Fused multiply-adds. With two zero registers it is a way to load a constant."""
+        fused = (i for i in self.instructions if re.match(r"[FDH]FMA|HFMA2", opcode(i)))
+        return sum(not re.search(r"-?RZ, -?RZ", i) for i in fused)
+
+    @property
+    def streams_in_flight(self) -> int:
+        """The most streaming loads that are issued before what one of them loads is used."""
+        most, pending = 0, []
+        for instruction in self.instructions:
+            used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
+            if any(used & registers for registers in pending):
+                pending = []
+            if load := re.match(r"LDG\.E\.EF\.(64|128) R(\d+),", _unpredicated(instruction)):
+                width, first = int(load[1]) // 32, int(load[2])
+                pending.append(set(range(first, first + width)))
+            most = max(most, len(pending))
+        return most
+
+    def blocks(self, dynamic_shared_bytes: int) -> int:
+        """How many fit a multiprocessor."""
+        registers = -(-self.registers // REGISTER_UNIT) * REGISTER_UNIT
+        shared = self.static_shared_bytes + dynamic_shared_bytes + RESERVED_BYTES
+        return min(
+            REGISTERS // (registers * self.threads),
+            SHARED_BYTES[self.architecture] // shared,
+            THREADS // self.threads,
+            BLOCKS,
+        )
+
+
+def opcode(instruction: str) -> str:
+    return _unpredicated(instruction).split()[0]
+
+
+def kernels(compiled: Compiled, architecture: int) -> Iterator[Kernel]:
+    """All kernels of a source."""
+    for symbol, code in _sections(r"Function : (\S+)", compiled.sass):
+        ptx = dict(_sections(r"\.entry (\w+)\(", compiled.ptx))[symbol].partition("{")[0]
+        entries = _sections(r"Compiling entry function '(\w+)'", compiled.report)
+        report = dict(entries)[symbol]
+        spills = [_number(rf"(\d+) bytes spill {kind}", report) for kind in ("stores", "loads")]
+        yield Kernel(
+            name=demangle(symbol),
+            architecture=architecture,
+            registers=_number(r"Used (\d+) registers", report),
+            stack_bytes=_number(r"(\d+) bytes stack frame", report),
+            spill_bytes=sum(spills),
+            static_shared_bytes=_number(r"(\d+) bytes smem", report, absent=0),
+            threads=_number(r"\.maxntid (\d+)", ptx),
+            min_blocks=_number(r"\.minnctapersm (\d+)", ptx, absent=1),
+            instructions=tuple(_INSTRUCTION.findall(code)),
+        )
+
+
+def _sections(heading: str, text: str) -> list[tuple[str, str]]:
+    parts = re.split(heading, text)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _number(pattern: str, text: str, absent: int | None = None) -> int:
+    found = re.search(pattern, text)
+    if found is None and absent is not None:
+        return absent
+    return int(found[1])
+
+
+def _unpredicated(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+ ", "", instruction)

@@ -1,0 +1,48 @@
+// planted.cu -- kernels that each break one promise: what the check has to see.
+
+// More values alive at once than 32 registers hold.
+__global__ void __launch_bounds__(1024, 2) spills(float* x) {
+  float values[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) values[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = values[63 - i] * values[i];
+}
+
+// An array in a thread's stack, because its index is known only at run time.
+__global__ void __launch_bounds__(256) indexes(float* x, int index) {
+  float values[8];
+  for (int i = 0; i < 8; ++i) values[i] = x[i];
+  values[index] = 0.0f;
+  for (int i = 0; i < 8; ++i) x[i] = values[i ^ index & 7];
+}
+
+__global__ void __launch_bounds__(256) fuses(float* x) {
+  x[threadIdx.x] = __fmaf_rn(x[threadIdx.x], x[0], x[1]);
+}
+
+__global__ void __launch_bounds__(256) flushes(float* x) {
+  asm("add.ftz.f32 %0, %0, %0;" : "+f"(x[threadIdx.x]));
+}
+
+// What could be one load and one store of 16 bytes each.
+__global__ void __launch_bounds__(256) reads_scalars(const float* x, float* y) {
+  for (int i = 0; i < 4; ++i) y[4 * threadIdx.x + i] = x[4 * threadIdx.x + i];
+}
+
+// The second vector is read only when the first has come.
+__global__ void __launch_bounds__(256) waits(const float4* x, float4* y) {
+  float4 a = __ldcs(x + threadIdx.x);
+  y[threadIdx.x] = a;
+  __syncthreads();
+  y[threadIdx.x + 256] = __ldcs(x + threadIdx.x + 256);
+}
+
+// Five blocks of 48 KB: 240 KB of shared memory.
+__global__ void __launch_bounds__(256, 5) crowds(float* x) {
+  __shared__ float all[12288];
+  for (int i = threadIdx.x; i < 12288; i += 256) all[i] = x[i];
+  __syncthreads();
+  x[threadIdx.x] = all[(threadIdx.x * 97) % 12288];
+}

@@ -1,0 +1,66 @@
+"""The extension with its CUDA kernels, as it was built: it loads and registers without a GPU.
+
+`make cuda` builds it and runs this; another process may have no CUDA extension to look at.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import dct_kernels
+from dct_kernels._load import available
+from dct_kernels._schemas import OPS
+
+from . import toolkit
+
+LIBRARY = next(Path(dct_kernels.__file__).parent.glob("_C*.so"), None)
+
+pytestmark = pytest.mark.skipif(
+    bool(available()["cuda"]), reason=f"no CUDA kernels here: {available()['cuda']}"
+)
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_every_op_has_a_kernel(op, key):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dct::{op}", key)
+
+
+def test_one_file_serves_every_python():
+    assert LIBRARY.name == "_C.abi3.so"
+
+
+def test_needs_nothing_of_torch_but_its_stable_abi():
+    """A C++ symbol of c10, at or torch would tie the file to one version of torch."""
+    symbols = output("nm", "-D", "--undefined-only", "-C", str(LIBRARY))
+    assert "aoti_torch_" in symbols or "torch_call_dispatcher" in symbols
+    assert re.findall(r"\b(?:c10|at|torch)::\S+", symbols) == []
+
+
+def test_holds_code_for_the_architectures_asked_for():
+    listed = output(str(toolkit.cuobjdump()), "--list-elf", str(LIBRARY))
+    found = set(re.findall(r"sm_(\d+)", listed))
+    asked = re.findall(r"(\d+)\.(\d+)", os.environ["TORCH_CUDA_ARCH_LIST"])
+    assert found == {major + minor for major, minor in asked}
+
+
+def test_holds_no_path_of_the_machine_that_built_it():
+    content = LIBRARY.read_bytes()
+    assert str(LIBRARY.parents[1]).encode() not in content
+    assert str(Path(torch.__file__).parent).encode() not in content
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the conformance suite runs")
+def test_without_a_gpu_the_cpu_kernels_serve():
+    assert set(dct_kernels.testing.backends()) >= {"eager", "cpp"}
+    assert "cuda" not in dct_kernels.testing.backends()
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
+        torch.zeros(1, device="cuda")

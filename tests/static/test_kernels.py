@@ -1,0 +1,56 @@
+"""The machine code of the CUDA kernels, on a machine that need not have a GPU."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from . import toolkit
+from .kernels import Kernel, kernels
+from .promises import PROMISES, Promise, broken, promise_of
+
+pytestmark = pytest.mark.skipif(
+    toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
+)
+architectures = pytest.mark.parametrize("architecture", toolkit.ARCHITECTURES)
+
+
+@functools.cache
+def built(architecture: int) -> list[Kernel]:
+    compiled = toolkit.compile_all(toolkit.KERNELS, architecture)
+    return [kernel for source in compiled for kernel in kernels(source, architecture)]
+
+
+@architectures
+@pytest.mark.parametrize("name", PROMISES)
+def test_keeps_its_promise(name, architecture):
+    instances = [kernel for kernel in built(architecture) if kernel.name.startswith(name)]
+    assert instances, "no such kernel"
+    assert {k.name: broken(k, promise_of(k)) for k in instances} == {k.name: [] for k in instances}
+
+
+@architectures
+def test_every_kernel_has_a_promise(architecture):
+    names = {kernel.name for kernel in built(architecture)}
+    assert {name for name in names if not name.startswith(tuple(PROMISES))} == set()
+
+
+PLANTED = {
+    "spills": (Promise(), {"local memory", "bytes of stack", "spilled bytes"}),
+    "indexes": (Promise(), {"local memory", "bytes of stack"}),
+    "fuses": (Promise(), {"fused multiply-adds"}),
+    "flushes": (Promise(), {"subnormals to zero"}),
+    "reads_scalars": (Promise(wide_loads=1, wide_stores=1), {"wide loads", "wide stores"}),
+    "waits": (Promise(wide_loads=2, streams_in_flight=2), {"streams in flight"}),
+    "crowds": (Promise(), {"blocks"}),
+}
+
+
+@architectures
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_seen(name, architecture):
+    """And nothing else is: a check that always speaks says nothing."""
+    (compiled,) = toolkit.compile_all([Path(__file__).with_name("planted.cu")], architecture)
+    (kernel,) = (k for k in kernels(compiled, architecture) if k.name == name)
+    promise, faults = PLANTED[name]
+    assert {fault.partition(":")[0] for fault in broken(kernel, promise)} == faults
