@@ -99,15 +99,18 @@ __device__ void pack(const MaskPackArgs& args, const PayloadLayout& layout, cons
   int row_begin = static_cast<int>(shared.warp_before[warp_index()]);
 #pragma unroll
   for (int j = 0; j < Policy::kVectors; ++j) {
+    const uint32_t in_row = rows_total >> (8 * j) & 255;
+    if (in_row == 0) continue;
     const int64_t base = shared.tile.at.bounds.begin + thread_offset() + j * kRow;
+    const unsigned position = static_cast<unsigned>(base) % kBlock;
     int entry = row_begin + static_cast<int>(rows_before >> (8 * j) & 255);
-    row_begin += static_cast<int>(rows_total >> (8 * j) & 255);
+    row_begin += static_cast<int>(in_row);
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
       if (!(own.kept >> (4 * j + e) & 1)) continue;
       const float acc = own.acc[j][e];
       if (entry < room) {
-        positions[entry] = static_cast<uint16_t>((base + e) % kBlock);
+        positions[entry] = static_cast<uint16_t>(position + e);
         store_payload_value(values, entry, acc, args.value_dtype);
       } else if (is_finite(acc)) {
         args.residual[base + e] = acc;
@@ -119,6 +122,7 @@ __device__ void pack(const MaskPackArgs& args, const PayloadLayout& layout, cons
 
 // Segments without elements are in no tile: the first blocks see to them.
 __device__ void clear_empty(const MaskPackArgs& args, int work) {
+  if (int64_t{work} * Policy::kThreads >= args.num_segments) return;
   const int64_t stride = int64_t{gridDim.x} * Policy::kThreads;
   for (int64_t s = int64_t{work} * Policy::kThreads + thread_index(); s < args.num_segments;
        s += stride) {

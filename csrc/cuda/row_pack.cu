@@ -15,9 +15,9 @@ struct Policy {
   static constexpr int kThreads = 256;
   static constexpr int kMaxWords = 1024;  // of 32 bits, in a narrow row
 
-  // Blocks a multiprocessor: with up to 16 words a thread needs no more than 64 registers, and with
-  // 32 what it needs differs between architectures.
-  static constexpr int min_blocks(int words) { return words <= 16 ? 4 : 1; }
+  // Blocks a multiprocessor: with up to 16 words a thread needs no more than 64 registers, with 32
+  // no more than 128.
+  static constexpr int min_blocks(int words) { return words <= 16 ? 4 : 2; }
 };
 
 // A row among kLanes lanes of a warp; kWarpSize / kLanes rows go side by side.
@@ -47,10 +47,12 @@ struct Group {
 
 template <typename T, int kLanes, bool kAligned, int kWords>
 __device__ void load_words(const T* row, int width, uint32_t (&words)[kWords]) {
+  constexpr int kStride = kLanes * RowKeys<T>::kPerWord;
+  const int first = Group<kLanes>::lane() * RowKeys<T>::kPerWord;
 #pragma unroll
   for (int j = 0; j < kWords; ++j) {
-    const int column = (j * kLanes + Group<kLanes>::lane()) * RowKeys<T>::kPerWord;
-    words[j] = RowKeys<T>::template load<kAligned>(row, column, width);
+    words[j] =
+        RowKeys<T>::template load<kAligned>(row + first + j * kStride, width - first - j * kStride);
   }
 }
 

@@ -210,6 +210,7 @@ __device__ bool store_residual(const MaskPackArgs& args, const MaskPackTile& til
   for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
     const int64_t base = tile.at.bounds.begin + thread_offset() + j * kRow;
     const uint32_t kept = own.kept >> (4 * j) & 15, owned = own.owned >> (4 * j) & 15;
+    if (!kHasGrad && kept == 0) continue;
     float left[kVectorElements];
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {

@@ -16,10 +16,11 @@ template <>
 struct RowKeys<float> {
   static constexpr int kBits = 31, kPerWord = 1, kInfinity = 0x7f800000;
 
-  // Of the columns of one word. Columns beyond the row have key 0. kAligned: words of the row are.
+  // Of the columns of one word, of which `left` are in the row: those beyond have key 0. kAligned:
+  // words of the row are.
   template <bool kAligned>
-  __device__ static uint32_t load(const float* row, int64_t column, int64_t width) {
-    return column < width ? float_to_bits(row[column]) & 0x7fffffff : 0;
+  __device__ static uint32_t load(const float* at, int left) {
+    return left > 0 ? float_to_bits(*at) & 0x7fffffff : 0;
   }
   __device__ static int key(uint32_t word, int) { return min(static_cast<int>(word), kInfinity); }
   // How many keys are >= threshold, for 0 < threshold <= kInfinity.
@@ -40,13 +41,13 @@ struct HalfKeys {
   static constexpr uint32_t kGuards = 0x80008000;
 
   template <bool kAligned, typename T>
-  __device__ static uint32_t load(const T* row, int64_t column, int64_t width) {
+  __device__ static uint32_t load(const T* at, int left) {
     uint32_t bits = 0;
     if (kAligned) {  // then the width is even
-      if (column < width) bits = *reinterpret_cast<const uint32_t*>(row + column);
+      if (left > 0) bits = *reinterpret_cast<const uint32_t*>(at);
     } else {
-      if (column < width) bits = row[column].bits;
-      if (column + 1 < width) bits |= uint32_t{row[column + 1].bits} << 16;
+      if (left > 0) bits = at[0].bits;
+      if (left > 1) bits |= uint32_t{at[1].bits} << 16;
     }
     return bits | kGuards;
   }

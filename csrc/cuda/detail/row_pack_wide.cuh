@@ -20,7 +20,7 @@ struct RowPackWideShared {
 // The key of one column.
 template <typename T>
 __device__ int row_key(const T* row, int64_t column) {
-  return RowKeys<T>::key(RowKeys<T>::template load<false>(row, column, column + 1), 0);
+  return RowKeys<T>::key(RowKeys<T>::template load<false>(row + column, 1), 0);
 }
 
 template <typename T>
