@@ -50,6 +50,7 @@ _COUNTERS = {
     "reduce_scatter_single": lambda call, p: reduce_scatter_bytes(call["input"].nbytes, p),
     "all_to_all_single": _all_to_all_bytes,
     "broadcast": lambda call, p: broadcast_bytes(call["tensor"].nbytes, p),
+    "isend": lambda call, p: call["tensor"].nbytes,
 }
 
 
@@ -58,9 +59,10 @@ class WireMeter:
 
     While active, the module's collectives are replaced by wrappers that count and call on. So it
     sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
-    hooks of torch.distributed.algorithms.ddp_comm_hooks. It does not see DDP's built-in all-reduce,
-    which is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
-    assumed. Meters nest; leave them in reverse order.
+    hooks of torch.distributed.algorithms.ddp_comm_hooks; of point-to-point messages all, those of
+    torch.distributed.pipelining included. It does not see DDP's built-in all-reduce, which is
+    issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are assumed.
+    Meters nest; leave them in reverse order.
 
     >>> with WireMeter() as meter:
     ...     step()
@@ -82,7 +84,7 @@ class WireMeter:
         for name, count in _COUNTERS.items():
             if hasattr(dist, name):
                 self._originals[name] = getattr(dist, name)
-                setattr(dist, name, self._counting(self._originals[name], count))
+                _replace(name, self._counting(self._originals[name], count))
         return self
 
     def __exit__(
@@ -92,7 +94,7 @@ class WireMeter:
         trace: TracebackType | None,
     ) -> None:
         for name, original in self._originals.items():
-            setattr(dist, name, original)
+            _replace(name, original)
         self._originals.clear()
 
     def _counting(self, collective, count):
@@ -108,3 +110,9 @@ class WireMeter:
             return collective(*args, **kwargs)
 
         return counting
+
+
+def _replace(name, function):
+    setattr(dist, name, function)
+    if name == "isend":  # `send` calls it where it is defined, and a P2POp compares with that
+        dist.distributed_c10d.isend = function

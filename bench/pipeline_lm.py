@@ -1,0 +1,294 @@
+"""Trains a small language model as a two-stage pipeline, the activations between stages packed.
+
+    python bench/pipeline_lm.py [--data TEXT_FILE] [--densities 1,0.5,0.25,0.1,0.05,0.02]
+                                [--schedule 1f1b] [--steps 300] [--seeds 2] [--out runs/pipeline]
+
+Two processes over gloo, torch.distributed.pipelining: RowPack ends the first stage, RowUnpack
+begins the second. The dense run and those at every density see the same batches from the same
+weights. Bytes of a step are counted where they are sent: forward by the first stage, backward by
+the second. Prints a table, with the held-out loss as trained and with compression switched off;
+writes summary.json and loss.svg. Without --data, the text is generated.
+
+--fresh-mask adds, for each density, the ablation that picks the largest *gradients* in the backward
+pass instead of reusing the mask; it computes on whole tensors, so its bytes are by formula.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from dct_kernels._rows import position_bytes
+from dct_parallel import RowPack, RowUnpack, WireMeter, pack, unpack
+from dct_parallel.rows import row_k
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+VALUE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HELD_OUT = 0.1  # of the text, its end
+
+
+class FreshMask(torch.autograd.Function):
+    """The ablation: the k largest entries forward, the k largest gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        ctx.k = k
+        return unpack(*pack(x, k), x.shape[-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unpack(*pack(grad, ctx.k), grad.shape[-1]), None
+
+
+class First(nn.Module):
+    """Embedding and the first half of the blocks; what it returns crosses to `Second`."""
+
+    def __init__(self, args: argparse.Namespace, vocabulary: int, density: float | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, args.width)
+        self.place = nn.Parameter(0.02 * torch.randn(args.context, args.width))
+        self.blocks = _blocks(args)
+        self.pack = None if density is None else RowPack(density, value_dtype=args.value_dtype)
+        self.fresh_k = None
+
+    def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = _run(self.blocks, self.embed(tokens) + self.place)
+        if self.fresh_k is not None:
+            return FreshMask.apply(x, self.fresh_k)
+        return x if self.pack is None else self.pack(x)
+
+
+class Second(nn.Module):
+    """The other half of the blocks, and the next byte's logits."""
+
+    def __init__(self, args: argparse.Namespace, vocabulary: int, density: float | None) -> None:
+        super().__init__()
+        self.unpack = None if density is None else RowUnpack(args.width, torch.float32)
+        self.blocks = _blocks(args)
+        self.head = nn.Sequential(nn.LayerNorm(args.width), nn.Linear(args.width, vocabulary))
+
+    def forward(self, *message: Tensor) -> Tensor:
+        x = message[0] if self.unpack is None else self.unpack(*message)
+        return self.head(_run(self.blocks, x))
+
+
+def _blocks(args: argparse.Namespace) -> nn.ModuleList:
+    return nn.ModuleList(
+        nn.TransformerEncoderLayer(
+            args.width, args.heads, 4 * args.width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        for _ in range(args.layers // 2)
+    )
+
+
+def _run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+    for block in blocks:
+        x = block(x, mask, is_causal=True)
+    return x
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def generated_text(length: int = 400_000) -> bytes:
+    """Sentences from a random chain of words: some order to learn, and noise that stays."""
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(97, 123, (200, 8), generator=generator)
+    sizes = torch.randint(2, 9, (200,), generator=generator).tolist()
+    words = [bytes(word[:size].tolist()) for word, size in zip(letters, sizes, strict=True)]
+    followers = torch.randint(200, (200, 6), generator=generator).tolist()
+    text, word = bytearray(), 0
+    for choice in torch.randint(6, (length // 4,), generator=generator).tolist():
+        text += words[word] + (b".\n" if choice == 5 else b" ")
+        word = followers[word][choice]
+    return bytes(text[:length])
+
+
+def batch_of(tokens: Tensor, size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Excerpts [size, context] and, for each place, the token that comes next."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens) - context, (size, 1), generator=generator)
+    excerpts = tokens[starts + torch.arange(context + 1)]
+    return excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()
+
+
+def train(rank: int, args: argparse.Namespace, tokens: Tensor, mode: dict, seed: int) -> dict:
+    """One run. Rank 0 returns the bytes sent forward, rank 1 those backward, and the losses."""
+    vocabulary, held_out = int(tokens.max()) + 1, int(HELD_OUT * len(tokens))
+    density = None if mode["fresh"] else mode["density"]
+    torch.manual_seed(seed)
+    stages = [First(args, vocabulary, density), Second(args, vocabulary, density)]
+    if mode["fresh"]:
+        stages[0].fresh_k = row_k(args.width, mode["density"])
+    stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
+    schedule = SCHEDULES[args.schedule](stage, args.microbatches, loss_fn=_loss)
+    optimizer = torch.optim.AdamW(stages[rank].parameters(), args.lr)
+    curve, wire, times = [], [], []
+    with WireMeter() as meter:
+        for step in range(args.steps):
+            optimizer.param_groups[0]["lr"] = args.lr * min(1, (step + 1) / (0.1 * args.steps))
+            x, target = batch_of(tokens[:-held_out], args.batch, args.context, 10**6 * seed + step)
+            optimizer.zero_grad()
+            start, losses = time.perf_counter(), []
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=target, losses=losses)
+                curve.append(sum(loss.item() for loss in losses) / len(losses))
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+            wire.append(meter.take())
+    result = {
+        "bytes": wire[-1],
+        "bytes_of_first_step": wire[0],
+        "ms": 1e3 * statistics.median(times),
+    }
+    if rank == 0:
+        dist.send_object_list([stages[0].state_dict()], 1)
+        return result
+    trained: list = [None]
+    dist.recv_object_list(trained, 0)
+    stages[0].load_state_dict(trained[0])
+    held = batch_of(tokens[-held_out:], args.held_out_excerpts, args.context, 0)
+    result |= {"loss": curve, "held_out": evaluate(stages, *held)}
+    if stages[0].pack is not None:
+        stages[0].pack.inference = False
+        result["held_out_uncompressed"] = evaluate(stages, *held)
+    return result
+
+
+@torch.no_grad()
+def evaluate(stages: list[nn.Module], x: Tensor, target: Tensor) -> float:
+    """The loss in eval mode, both stages in this process."""
+    for stage in stages:
+        stage.eval()
+    message = stages[0](x)
+    return float(_loss(stages[1](*(message if isinstance(message, tuple) else (message,))), target))
+
+
+def formula(args: argparse.Namespace, density: float) -> int:
+    """Bytes of a step's values and positions, one way."""
+    k = row_k(args.width, density)
+    row = k * args.value_dtype.itemsize + position_bytes(args.width, k)
+    return args.batch * args.context * row
+
+
+def _rank(rank: int, args: argparse.Namespace, tokens: Tensor, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    modes = [{"name": "dense", "density": None, "fresh": False}]
+    for density in args.densities:
+        modes.append({"name": f"{density:.0%}", "density": density, "fresh": False})
+        if args.fresh_mask and density < 1:
+            modes.append({"name": f"{density:.0%} fresh mask", "density": density, "fresh": True})
+    for mode in modes:
+        mode["runs"] = []
+        for seed in range(args.seeds):
+            both: list = [None, None]
+            dist.all_gather_object(both, train(rank, args, tokens, mode, seed))
+            forward, backward = both[0]["bytes"], both[1]["bytes"]
+            if mode["fresh"]:
+                forward = backward = formula(args, mode["density"])
+            run = {"seed": seed, "forward_bytes": forward, "backward_bytes": backward} | both[1]
+            del run["bytes"]
+            mode["runs"].append(run)
+            if rank == 0:
+                print(f"{mode['name']} seed {seed}: loss {run['held_out']:.4f}", flush=True)
+    if rank == 0:
+        Path(folder, "modes.json").write_text(json.dumps(modes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, modes: list[dict]) -> str:
+    """The table: mean and standard deviation over seeds."""
+
+    def over_seeds(mode: dict, key: str) -> str:
+        numbers = [run[key] for run in mode["runs"] if key in run]
+        if not numbers:
+            return "-"
+        spread = f" ± {statistics.stdev(numbers):.4f}" if len(numbers) > 1 else ""
+        return f"{statistics.mean(numbers):.4f}{spread}"
+
+    lines = [
+        "| cut | held-out loss | and uncompressed | bytes forward | backward | fewer by | ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    sent = [mode["runs"][0]["forward_bytes"] + mode["runs"][0]["backward_bytes"] for mode in modes]
+    for mode, total in zip(modes, sent, strict=True):
+        first = mode["runs"][0]
+        lines.append(
+            f"| {mode['name']} | {over_seeds(mode, 'held_out')} "
+            f"| {over_seeds(mode, 'held_out_uncompressed')} | {first['forward_bytes']:,} "
+            f"| {first['backward_bytes']:,} | {sent[0] / total:.1f}x "
+            f"| {statistics.mean(run['ms'] for run in mode['runs']):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(path: Path, modes: list[dict]) -> None:
+    """Loss curves of every mode, averaged over seeds and smoothed; the ablation dashed."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="training loss")
+    densities = list(dict.fromkeys(mode["density"] for mode in modes if mode["density"]))
+    for mode in modes:
+        curve = torch.tensor([run["loss"] for run in mode["runs"]]).mean(0)
+        width = max(1, len(curve) // 50)
+        smooth = curve.unfold(0, width, 1).mean(1)
+        color = "black" if mode["density"] is None else f"C{densities.index(mode['density'])}"
+        style = "--" if mode["fresh"] else "-"
+        axes.plot(range(width, len(curve) + 1), smooth, style, color=color, label=mode["name"])
+    figure.legend(loc="outside right upper", title="of a row crosses")
+    figure.savefig(path)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="a text file; generated if absent")
+    parser.add_argument("--densities", default="1,0.5,0.25,0.1,0.05,0.02")
+    parser.add_argument("--value-dtype", choices=VALUE_DTYPES, default="float32")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--fresh-mask", action="store_true", help="add the ablation")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--out", type=Path, default=Path("runs/pipeline"))
+    for name, default in (
+        ("steps", 300), ("seeds", 2), ("batch", 32), ("microbatches", 4), ("context", 64),
+        ("width", 128), ("heads", 4), ("layers", 4), ("held-out-excerpts", 128),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args(argv)
+    args.densities = [float(density) for density in args.densities.split(",")]
+    args.value_dtype = VALUE_DTYPES[args.value_dtype]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    text = args.data.read_bytes() if args.data else generated_text()
+    _, tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).unique(return_inverse=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (args, tokens, folder), nprocs=2)
+        modes = json.loads(Path(folder, "modes.json").read_text())
+    args.out.mkdir(parents=True, exist_ok=True)
+    config = {key: str(value) for key, value in vars(args).items()}
+    summary = {"torch": torch.__version__, "config": config, "modes": modes}
+    Path(args.out, "summary.json").write_text(json.dumps(summary))
+    plot(args.out / "loss.svg", modes)
+    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json, {args.out}/loss.svg")
+
+
+if __name__ == "__main__":
+    main()

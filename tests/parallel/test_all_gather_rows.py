@@ -1,0 +1,182 @@
+"""all_gather_rows: the parts of a row side by side, their gradients summed at the owner."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import rows as oracle
+from torch import nn
+
+from dct_parallel import WireMeter, all_gather_rows
+from dct_parallel.rows import row_k
+from ranks import run_ranks
+
+ROWS = 6
+TABLE_BYTES = 40  # to every other rank: its width, and four settings
+
+
+def _part(rank, width):
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(rank))
+
+
+def _weight(rank, widths):
+    """The gradient of this rank's loss to the gathered rows, all different."""
+    return torch.randn(ROWS, sum(widths), generator=torch.Generator().manual_seed(50 + rank))
+
+
+def _mask(x, k):
+    mask = torch.zeros(x.shape)
+    for row, values in zip(mask, x.numpy(), strict=True):
+        row[oracle.largest(np.asarray(values), k)] = 1
+    return mask
+
+
+def _against_the_oracle(rank, widths, density, value_dtype):
+    ranks = dist.get_world_size()
+    ks = [row_k(width, density) for width in widths]
+    parts = [_part(r, width) for r, width in enumerate(widths)]
+    masks = [_mask(part, k) for part, k in zip(parts, ks, strict=True)]
+    for known in (None, widths):
+        x = _part(rank, widths[rank]).requires_grad_()
+        with WireMeter() as meter:
+            y = all_gather_rows(x, known, density=density, value_dtype=value_dtype)
+            forward = meter.take()
+            (y * _weight(rank, widths)).sum().backward()
+            backward = meter.take()
+
+        sent = [part.to(value_dtype).float() * m for part, m in zip(parts, masks, strict=True)]
+        assert torch.equal(y, torch.cat(sent, 1))
+        # In rank order, in float32: the same bits, not merely close.
+        total = torch.zeros(ROWS, widths[rank])
+        for r in range(ranks):
+            total += _weight(r, widths).split(widths, 1)[rank].to(value_dtype).float()
+        assert torch.equal(x.grad, total * masks[rank])
+
+        size, encoded = value_dtype.itemsize, oracle.encoding
+        longest = max(size * k + encoded(d, k)[1] for d, k in zip(widths, ks, strict=True))
+        table = 0 if known else TABLE_BYTES * (ranks - 1)
+        assert forward == table + (ranks - 1) * ROWS * longest
+        assert backward == ROWS * size * (sum(ks) - ks[rank])  # values alone
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("widths", [[40, 40], [1, 300], [16, 40, 1, 9]], ids=str)
+def test_values_gradients_and_bytes(widths, density, value_dtype):
+    run_ranks(_against_the_oracle, len(widths), widths, density, value_dtype)
+
+
+class _Dense(torch.autograd.Function):
+    """The uncompressed all-gather; its gradient is summed in rank order, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = [part.contiguous() for part in grad.chunk(dist.get_world_size(), 1)]
+        received = torch.empty_like(torch.stack(parts))
+        dist.all_to_all_single(received, torch.stack(parts))
+        total = torch.zeros_like(received[0])
+        for part in received:
+            total += part
+        return total
+
+
+def _trained(rank, gather):
+    torch.manual_seed(rank)
+    first, second = nn.Linear(10, 24), nn.Linear(24 * dist.get_world_size(), 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.05)
+    for step in range(8):
+        x = torch.randn(16, 10, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (second(gather(first(x)).tanh()) - 1).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in (*first.parameters(), *second.parameters())])
+
+
+def _same_training(rank):
+    dense = _trained(rank, _Dense.apply)
+    assert torch.equal(_trained(rank, lambda x: all_gather_rows(x, density=1.0)), dense)
+    assert not torch.equal(_trained(rank, lambda x: all_gather_rows(x, density=0.1)), dense)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_at_density_1_training_is_the_same_bit_for_bit(world_size):
+    run_ranks(_same_training, world_size)
+
+
+def _corners(rank):
+    none = torch.zeros(0, 8, requires_grad=True)
+    y = all_gather_rows(none, density=0.5)
+    y.sum().backward()
+    assert y.shape == (0, 16) and none.grad.shape == (0, 8)
+    x = torch.randn(8, 3).t()  # not contiguous
+    y = all_gather_rows(x, density=1.0)
+    assert torch.equal(y[:, 8 * rank : 8 * rank + 8], x)
+    alone = dist.new_group([1])
+    if rank == 1:
+        assert torch.equal(all_gather_rows(x, density=1.0, group=alone), x)
+
+
+def test_corners():
+    run_ranks(_corners, 2)
+
+
+def _faults(rank):
+    last, texts = rank == 2, []
+    for call in (
+        lambda: all_gather_rows(torch.randn(0 if last else 4, 8), density=0.5),
+        lambda: all_gather_rows(torch.randn(4, 8), density=0.5 if last else 0.25),
+        lambda: all_gather_rows(torch.randn(4, 8).to(_dtype(last)), density=0.5),
+        lambda: all_gather_rows(torch.randn(4, 8, requires_grad=last), density=0.5),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        texts.append(str(error.value))
+    with pytest.raises(ValueError, match=re.escape("widths[2] must be in [1, ")):
+        all_gather_rows(torch.randn(4, 0 if last else 8), density=0.5)
+    all_gather_rows(torch.randn(4, 8), density=0.5)
+    return texts
+
+
+def _dtype(last):
+    return torch.bfloat16 if last else torch.float32
+
+
+def test_ranks_that_disagree_all_fail_and_name_all_values():
+    texts = run_ranks(_faults, 3)
+    must = "must be the same on every rank, got"
+    assert texts == 3 * [
+        [
+            f"dct::all_gather_rows: B {must} 4 on rank 0, 4 on rank 1, 0 on rank 2",
+            f"dct::all_gather_rows: density {must} 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2",
+            f"dct::all_gather_rows: value_dtype {must} "
+            "float32 on rank 0, float32 on rank 1, bfloat16 on rank 2",
+            f"dct::all_gather_rows: requires_grad {must} "
+            "False on rank 0, False on rank 1, True on rank 2",
+        ]
+    ]
+
+
+def _wrong_arguments(rank):
+    x = torch.randn(4, 8)
+    for call, error, text in [
+        (lambda: all_gather_rows(x, density=0), ValueError, "density must be in (0, 1], got 0"),
+        (lambda: all_gather_rows(x, [9], density=1), ValueError, "x must be of width 9 like"),
+        (lambda: all_gather_rows(x, [8, 8], density=1), ValueError, "widths must have 1 elements"),
+        (lambda: all_gather_rows(x[0], density=1), ValueError, "x must be 2-D, got 1-D"),
+        (lambda: all_gather_rows(x.double(), density=1), TypeError, "x must be float32"),
+        (lambda: all_gather_rows(x[:, :0], density=1), ValueError, "widths[0] must be in [1, "),
+    ]:
+        with pytest.raises(error, match=re.escape(text)):
+            call()
+
+
+def test_errors_name_the_argument():
+    run_ranks(_wrong_arguments, 1)

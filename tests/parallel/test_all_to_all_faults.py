@@ -1,0 +1,112 @@
+"""all_to_all_rows where ranks disagree, err, die or stall: errors, no hangs."""
+
+import os
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dct_parallel import all_to_all_rows
+from ranks import run_ranks
+
+
+def _disagreeing(rank):
+    """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
+    ranks, texts = dist.get_world_size(), []
+    splits, last = [1] * ranks, rank == ranks - 1
+    calls = [
+        lambda: all_to_all_rows(torch.randn(ranks, 16 if last else 8), splits, density=0.5),
+        lambda: all_to_all_rows(torch.randn(ranks, 0 if last else 8), splits, density=0.5),
+        lambda: all_to_all_rows(torch.randn(ranks, 8), splits, density=0.5 if last else 0.25),
+        lambda: all_to_all_rows(torch.randn(ranks, 8).to(_dtype(last)), splits, density=0.5),
+        lambda: all_to_all_rows(torch.randn(ranks, 8, requires_grad=last), splits, density=0.5),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        texts.append(str(error.value))
+    all_to_all_rows(torch.randn(ranks, 8), splits, density=0.5)
+    return texts
+
+
+def _dtype(last):
+    return torch.bfloat16 if last else torch.float32
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_all_fail_and_name_all_values(world_size):
+    texts = run_ranks(_disagreeing, world_size)
+    assert texts == texts[:1] * world_size
+    start = "dct::all_to_all_rows: "
+    for text, name, first, last in zip(
+        texts[0],
+        ("d", "d", "k", "value_dtype", "requires_grad"),
+        (8, 8, 2, "float32", False),
+        (16, 0, 4, "bfloat16", True),
+        strict=True,
+    ):
+        got = [f"{first} on rank {rank}" for rank in range(world_size - 1)]
+        got.append(f"{last} on rank {world_size - 1}")
+        assert text == f"{start}{name} must be the same on every rank, got {', '.join(got)}"
+
+
+def _wrong_arguments(rank):
+    x = torch.randn(4, 8)
+    for call, error, text in [
+        (lambda: all_to_all_rows(x, [4], density=0.0), ValueError, "density must be in (0, 1]"),
+        (lambda: all_to_all_rows(x, [4], density=2), ValueError, "density must be in (0, 1]"),
+        (lambda: all_to_all_rows(x, [2, 2], density=1), ValueError, "splits must have 1 elements"),
+        (lambda: all_to_all_rows(x, [3], density=1), ValueError, "x must have 3 rows like"),
+        (lambda: all_to_all_rows(None, [4], density=1), TypeError, "x must be a tensor, got None"),
+        (lambda: all_to_all_rows(x[0], [4], density=1), ValueError, "x must be 2-D, got 1-D"),
+        (lambda: all_to_all_rows(x, [-4], density=1), ValueError, "splits[0] must be in [0, "),
+        (lambda: all_to_all_rows(x, [4.0], density=1), TypeError, "splits[0] must be an integer"),
+        (lambda: all_to_all_rows(x, [4], [1, 3], density=1), ValueError, "output_splits must have"),
+        (lambda: all_to_all_rows(x.double(), [4], density=1), TypeError, "x must be float32"),
+        (lambda: all_to_all_rows(x[:, :0], [4], density=1), ValueError, "k must be in [1, 0]"),
+        (
+            lambda: all_to_all_rows(x, [4], density=1, value_dtype=torch.int8),
+            TypeError,
+            "dct::all_to_all_rows: value_dtype must be float32, bfloat16 or float16, got int8",
+        ),
+    ]:
+        with pytest.raises(error, match=re.escape(text)):
+            call()
+
+
+def test_errors_name_the_argument():
+    run_ranks(_wrong_arguments, 1)
+
+
+def _dies(rank, when):
+    x = torch.randn(2, 8, requires_grad=True)
+    if when == "forward" and rank == 1:
+        os._exit(7)
+    y = all_to_all_rows(x, [1, 1], density=0.5)
+    if rank == 1:
+        os._exit(7)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when):
+    # Not -9: the survivor ended by itself.
+    with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*all_to_all_single"):
+        run_ranks(_dies, 2, when)
+
+
+def _stalls(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])  # alive, and never in the collective
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        all_to_all_rows(torch.randn(2, 8), [1, 1], density=0.5, group=group)
+    store.set("given up", "")
+
+
+def test_a_rank_that_stalls_ends_the_others_at_the_timeout_of_the_group():
+    run_ranks(_stalls, 2)

@@ -1,0 +1,164 @@
+"""torch.distributed.pipelining with packed activations between the stages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import rows as oracle
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from dct_parallel import RowPack, RowUnpack, WireMeter, pack, unpack
+from dct_parallel.rows import row_k
+from ranks import run_ranks, weights
+
+pytestmark = pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.13",
+    reason="pipelining gives integer tensors between stages a gradient before torch 2.13",
+)
+
+BENCH = Path(__file__).parents[2] / "bench" / "pipeline_lm.py"
+STEPS, BATCH, PLACES, WIDTH, MICROBATCHES = 4, 8, 3, 40, 4
+ROWS = BATCH * PLACES
+
+
+class First(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.layer, self.cut = nn.Linear(16, WIDTH), cut
+
+    def forward(self, x):
+        return self.layer(x) if self.cut is None else self.cut(self.layer(x))
+
+
+class Second(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.layer, self.cut = nn.Linear(WIDTH, 1), cut
+
+    def forward(self, *message):
+        x = message[0] if self.cut is None else self.cut(*message)
+        return self.layer(x.tanh())
+
+
+def _stages(density, value_dtype=torch.float32):
+    torch.manual_seed(7)
+    if density is None:
+        return First(None), Second(None)
+    back = RowUnpack(WIDTH, torch.float32)
+    return First(RowPack(density, value_dtype=value_dtype)), Second(back)
+
+
+def _batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, PLACES, 16, generator=generator)
+    return x, x.sum(-1, keepdim=True).sin()
+
+
+def _pipelined(rank, schedule, density, value_dtype=torch.float32):
+    """This rank's weights after training, the losses that it saw, and its bytes in every step."""
+    module = _stages(density, value_dtype)[rank]
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = schedule(stage, MICROBATCHES, loss_fn=nn.MSELoss())
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    curve, sent = [], []
+    with WireMeter() as meter:
+        for step in range(STEPS):
+            x, target = _batch(step)
+            optimizer.zero_grad()
+            losses = []
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=target, losses=losses)
+            optimizer.step()
+            curve += losses
+            sent.append(meter.take())
+    return weights(module), [loss.item() for loss in curve], sent
+
+
+def _in_one_process(density):
+    """What both ranks end up with if the mask is a layer of one model: no pipeline, no network."""
+    first, second = _stages(None)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, target in zip(*(part.chunk(MICROBATCHES) for part in _batch(step)), strict=True):
+            masked = unpack(*pack(first(x), row_k(WIDTH, density)), WIDTH)
+            (nn.functional.mse_loss(second(masked), target) / MICROBATCHES).backward()
+        optimizer.step()
+    return weights(first), weights(second)
+
+
+def _equals_dense(rank, schedule):
+    dense, dense_curve, dense_sent = _pipelined(rank, schedule, None)
+    full, full_curve, full_sent = _pipelined(rank, schedule, 1.0)
+    few, _, few_sent = _pipelined(rank, schedule, 0.1)
+    _, curve, narrow_sent = _pipelined(rank, schedule, 0.1, torch.bfloat16)
+    assert torch.equal(full, dense) and full_curve == dense_curve
+    assert len(full_curve) == rank * STEPS * MICROBATCHES
+    assert not torch.equal(few, dense)
+    assert torch.allclose(few, _in_one_process(0.1)[rank], atol=1e-6)
+    assert all(torch.tensor(curve).isfinite())
+    # In the first step pipelining describes its messages, too.
+    return [sent[1:] for sent in (dense_sent, full_sent, few_sent, narrow_sent)]
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_density_1_equals_dense_and_bytes_are_those_of_the_formula(schedule):
+    forward, backward = run_ranks(_equals_dense, 2, schedule)
+    cases = [(WIDTH, 4), (WIDTH, 4), (row_k(WIDTH, 0.1), 4), (row_k(WIDTH, 0.1), 2)]
+    positions = [0] + [oracle.encoding(WIDTH, k)[1] for k, _ in cases[1:]]
+    for case, (k, size) in enumerate(cases):
+        assert forward[case] == [ROWS * (size * k + positions[case])] * (STEPS - 1)
+        assert backward[case] == [ROWS * size * k] * (STEPS - 1)  # values alone
+
+
+def _sent(rank):
+    """send, isend and a batch of both, counted once each."""
+    other, x = 1 - rank, torch.ones(100)
+    with WireMeter() as meter:
+        if rank == 0:
+            dist.send(x, other)
+            assert meter.take() == 400
+            dist.isend(x, other).wait()
+            assert meter.take() == 400
+        else:
+            for _ in range(2):
+                dist.recv(torch.empty(100), other)
+            assert meter.take() == 0
+        ops = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(100), other)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert meter.take() == 400
+    dist.P2POp(dist.isend, x, other)  # as it was before
+
+
+def test_the_meter_counts_point_to_point_messages():
+    run_ranks(_sent, 2)
+
+
+def test_the_bench_runs_and_reports(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 50)
+    sizes = "--steps 3 --seeds 2 --batch 4 --microbatches 2 --context 8 --width 16 --heads 2"
+    command = [sys.executable, BENCH, "--data", text, "--densities", "1,0.25", "--fresh-mask"]
+    command += ["--value-dtype", "bfloat16", *sizes.split(), "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
+    assert [mode["name"] for mode in modes] == ["dense", "100%", "25%", "25% fresh mask"]
+    rows = 4 * 8
+    expected = [(16 * 4, 16 * 4), (16 * 2 + 2, 16 * 2), (4 * 2 + 2, 4 * 2), (4 * 2 + 2, 4 * 2 + 2)]
+    for mode, (forward, backward) in zip(modes, expected, strict=True):
+        assert [run["seed"] for run in mode["runs"]] == [0, 1]
+        for run in mode["runs"]:
+            assert run["forward_bytes"] == rows * forward
+            assert run["backward_bytes"] == rows * backward
+            assert len(run["loss"]) == 3
+        assert f"| {mode['name']} |" in done.stdout
+    assert (tmp_path / "loss.svg").read_text().startswith("<?xml")

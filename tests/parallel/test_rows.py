@@ -1,0 +1,171 @@
+"""pack and unpack, RowPack and RowUnpack: what goes over a cut, forward and backward."""
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+from oracle import rows as oracle
+from torch import nn
+
+from dct_parallel import RowPack, RowUnpack, pack, rows, unpack
+
+
+def _columns(x, k):
+    """Per row the ascending columns of its k largest magnitudes, int64 [..., k]."""
+    chosen = [oracle.largest(row, k) for row in x.detach().flatten(0, -2).numpy()]
+    return torch.tensor(np.array(chosen, np.int64).reshape(*x.shape[:-1], k))
+
+
+def test_docstring_examples():
+    result = doctest.testmod(rows)
+    assert result.attempted == 2 and result.failed == 0
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (2, 3, 40), (0, 40), (0, 4, 40), (3, 1)])
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.5, 1.0])
+def test_forward_and_backward_against_an_oracle(shape, density):
+    x = torch.randn(shape, requires_grad=True)
+    k = rows.row_k(shape[-1], density)
+    assert k == max(1, round(density * shape[-1]))
+    values, positions = pack(x, k)
+    y = unpack(values, positions, shape[-1])
+    columns = _columns(x, k)
+    mask = torch.zeros(shape, dtype=torch.float64).scatter(-1, columns, 1.0)
+
+    assert torch.equal(values, x.gather(-1, columns))
+    assert positions.shape == (*shape[:-1], oracle.encoding(shape[-1], k)[1])
+    assert torch.equal(y.double(), x.double() * mask)
+    # The network with the mask as a constant has d/dx sum(w * y ** 2) = 2 * w * mask * x.
+    weight = torch.randn(shape)
+    values.retain_grad()
+    (weight * y**2).sum().backward()
+    assert torch.allclose(x.grad.double(), 2 * weight.double() * mask * x.double())
+    assert values.grad.shape == values.shape  # what goes back: k gradients a row, nothing else
+    assert not positions.requires_grad
+
+
+def test_values_and_their_gradients_travel_in_value_dtype():
+    x = torch.randn(6, 64, requires_grad=True)
+    values, positions = pack(x, 4, torch.bfloat16)
+    values.retain_grad()
+    y = unpack(values, positions, 64, torch.float32)
+    weight = torch.randn(6, 64)
+    (weight * y).sum().backward()
+    columns = _columns(x, 4)
+    assert values.dtype == values.grad.dtype == torch.bfloat16 and y.dtype == torch.float32
+    assert torch.equal(values, x.gather(-1, columns).bfloat16())
+    expected = torch.zeros(6, 64).scatter(
+        -1, columns, weight.gather(-1, columns).bfloat16().float()
+    )
+    assert torch.equal(x.grad, expected)
+
+
+def _two_stages(cut):
+    torch.manual_seed(3)
+    first, second = nn.Linear(20, 32), nn.Sequential(nn.Tanh(), nn.Linear(32, 1))
+    return nn.Sequential(first, *cut, second)
+
+
+class Unpacking(nn.Module):
+    """RowUnpack behind a module that hands it a tuple, as nn.Sequential does."""
+
+    def __init__(self, *args):
+        super().__init__()
+        self.unpack = RowUnpack(*args)
+
+    def forward(self, message):
+        return self.unpack(*message)
+
+
+def _trained(model, dtype=torch.float32):
+    model.to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 20, generator=generator).to(dtype)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_at_density_1_training_is_the_same_bit_for_bit(dtype):
+    packed = _trained(_two_stages([RowPack(density=1.0), Unpacking(32)]), dtype)
+    assert torch.equal(packed, _trained(_two_stages([]), dtype))
+
+
+def test_at_a_low_density_training_differs_and_still_learns():
+    model = _two_stages([RowPack(k=8), Unpacking(32)])
+    untrained = torch.cat([p.detach().flatten() for p in model.parameters()])
+    packed = _trained(model)
+    assert not torch.equal(packed, _trained(_two_stages([])))
+    assert not torch.equal(packed, untrained) and packed.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
+def test_numerical_gradient():
+    # The ops have no float64; a kept entry moves by less than the gap to the next, so masks stand.
+    x = torch.tensor([[3.0, -0.5, 2.0, 0.25], [0.5, 4.0, 0.25, -2.0]], requires_grad=True)
+
+    def packed(x):
+        return unpack(*pack(x, 2), 4) ** 2
+
+    assert torch.autograd.gradcheck(packed, (x,), eps=1e-2, atol=1e-2, rtol=1e-3)
+
+
+def test_in_eval_mode_compression_is_on_unless_switched_off():
+    x = torch.randn(3, 32)
+    on = RowPack(density=0.1, value_dtype=torch.bfloat16)
+    off = RowPack(k=4, value_dtype=torch.bfloat16, inference=False)
+    back = RowUnpack(32, torch.float32)
+    assert back(*off(x)).count_nonzero() == 3 * 4
+    values = on.eval()(x)[0]
+    assert values.shape == (3, 4) and values.dtype == torch.bfloat16
+    assert torch.equal(back(*off.eval()(x)), x)
+    assert back(*off.train()(x)).count_nonzero() == 3 * 4
+
+
+def test_compiled_without_a_graph_break():
+    def cut(x):
+        return unpack(*pack(x, 4, torch.bfloat16), 32, torch.float32)
+
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    y = torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(y, cut(x))
+    assert torch.equal(gradient, torch.autograd.grad(cut(x).square().sum(), x)[0])
+
+
+def test_non_finite_entries_cross():
+    x = torch.tensor([[1.0, float("nan"), -float("inf"), 2.0]])
+    y = unpack(*pack(x, 2), 4)
+    assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda x: pack(x, 0), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 0"),
+        (lambda x: pack(x, 9), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
+        (lambda x: pack(x, 2.0), TypeError, r"k must be an integer, got float"),
+        (lambda x: pack(x.double(), 2), TypeError, r"x must be float32, .*, got float64"),
+        (lambda x: pack(x[0, 0], 1), ValueError, r"dct::pack: x must be at least 1-D, got 0-D"),
+        (lambda x: pack(None, 1), TypeError, r"dct::pack: x must be a tensor, got NoneType"),
+        (lambda x: unpack(*pack(x, 2), 4096), ValueError, r"positions must be \[2, 4\] for width"),
+        (lambda x: unpack(*pack(x, 8), 7), ValueError, r"values.shape\[1\] must be in \[1, 7\]"),
+        (lambda x: RowPack(), ValueError, r"dct::RowPack: density must be given, or k, not both"),
+        (lambda x: RowPack(0.5, 4), ValueError, r"density must be given, .*, got 0.5 and k 4"),
+        (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0.0"),
+        (lambda x: RowPack(1.5), ValueError, r"density must be in \(0, 1\], got 1.5"),
+        (lambda x: RowPack(k=0), ValueError, r"dct::RowPack: k must be in \[1, \d+\], got 0"),
+        (lambda x: RowPack(k=9)(x), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
+        (lambda x: RowPack(0.5, value_dtype=torch.int8), TypeError, r"value_dtype must be float32"),
+        (lambda x: RowUnpack(0), ValueError, r"dct::RowUnpack: width must be in \[1, .*, got 0"),
+        (lambda x: RowUnpack(8, torch.int8), TypeError, r"dct::RowUnpack: dtype must be float32"),
+    ],
+)
+def test_errors_name_the_argument(call, error, text):
+    with pytest.raises(error, match=text):
+        call(torch.randn(2, 8))
