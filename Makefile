@@ -14,7 +14,7 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_HOME  ?= $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p'))
 CUDA_ARCHS ?= 9.0
 
-.PHONY: help train test lint native sanitize abi cuda check-all clean
+.PHONY: help train test lint native sanitize abi cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make lint       ruff and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make cuda       the CUDA kernels, built and inspected (needs nvcc, no GPU)"
+	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
@@ -90,7 +91,16 @@ sanitize: $(VENV)/installed
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONPATH=build/asan $(BIN)/python -m pytest tests/conformance -k cpp
 
-check-all: test lint abi sanitize
+# The Triton kernels on every Triton they are meant for: interpreted, and compiled for all targets.
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+triton: $(VENV)/built
+	for version in $(TRITONS); do \
+	  $(BIN)/pip install --quiet --upgrade --target build/triton-$$version triton==$$version || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/conformance -k triton || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/aot -m "large or not large" || exit 1; \
+	done
+
+check-all: test lint abi sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest -m large

@@ -12,9 +12,18 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     print(f"dct_kernels {__version__}")
     print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, GPU {gpu}")
+    print(f"Triton {_triton_version()}")
     print(f"DCT_BACKEND: {_load.REQUESTED or 'not set'}")
     for name, reason in _load.available().items():
         print(f"  {name:6} {'no: ' + reason if reason else 'yes'}")
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return triton.__version__ + (", interpreted" if triton.knobs.runtime.interpret else "")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ fails if it is not there. Without it the dispatcher takes the best: compiled ker
 devices they were built for, eager PyTorch for the rest.
 """
 
+import importlib
+import importlib.util
 import os
 from pathlib import Path
 
@@ -22,7 +24,7 @@ _missing: dict[str, str] = {}  # backend -> why this process does not have it
 
 def available() -> dict[str, str]:
     """{backend: "" if it is there, else the reason why not}, in the order of `BACKENDS`."""
-    return {name: _missing.get(name, "") for name in BACKENDS}
+    return {**{name: _missing.get(name, "") for name in BACKENDS}, "triton": _why_no_triton()}
 
 
 def setup() -> None:
@@ -30,12 +32,12 @@ def setup() -> None:
     if REQUESTED not in (None, *BACKENDS):
         raise ImportError(f"DCT_BACKEND must be one of {', '.join(BACKENDS)}, got {REQUESTED!r}")
     _load_extension()
-    _missing["triton"] = "this version has no Triton kernels"
+    _register_triton()
     if REQUESTED in (None, "eager"):
         for name in OPS:
             library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    if REQUESTED is not None and REQUESTED in _missing:
-        reason = _missing[REQUESTED]
+    reason = available()[REQUESTED] if REQUESTED else ""
+    if reason:
         raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not there: {reason}")
 
 
@@ -55,3 +57,36 @@ def _load_extension() -> None:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         if not has_kernel("dct::mask_pack", key):
             _missing[name] = reason or f"the extension was built without {key} kernels"
+
+
+def _register_triton() -> None:
+    """For CUDA tensors that no compiled kernel takes; if it is forced and interpreted, for all."""
+    keys = []
+    if REQUESTED == "triton" and not _why_no_triton():
+        keys = ["CUDA", "CPU"] if _triton().INTERPRETED else ["CUDA"]
+    elif REQUESTED is None and "cuda" in _missing and importlib.util.find_spec("triton"):
+        keys = ["CUDA"]
+    for key in keys:
+        for name in OPS:
+            library.impl(name, _call_triton(name), key)
+
+
+def _call_triton(name: str):
+    # Triton is imported by the first call: most processes that could use it never do.
+    return lambda *args, **kwargs: getattr(_triton(), name)(*args, **kwargs)
+
+
+def _triton():
+    return importlib.import_module(".triton", __package__)
+
+
+def _why_no_triton() -> str:
+    if REQUESTED not in (None, "triton"):
+        return f"DCT_BACKEND={REQUESTED}"
+    try:
+        interpreted = _triton().INTERPRETED
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if not interpreted and not torch.cuda.is_available():
+        return "no GPU, and TRITON_INTERPRET is not set"
+    return ""

@@ -11,7 +11,8 @@ from ._schemas import OPS
 def backends() -> dict[str, SimpleNamespace]:
     """{name: its seven callables, and `.device`, the device whose tensors they take}.
 
-    Only what this process can run. `eager` takes any device and is listed on the CPU.
+    Only what this process can run. `eager` takes any device and is listed on the CPU; so is
+    `triton` where its kernels are interpreted (TRITON_INTERPRET=1).
     """
     compiled = {"cpp": "cpu", "cuda": "cuda"}
     found = {"eager": SimpleNamespace(**{op: getattr(reference, op) for op in OPS}, device="cpu")}
@@ -19,4 +20,10 @@ def backends() -> dict[str, SimpleNamespace]:
         if not _load.available()[name] and (device == "cpu" or torch.cuda.is_available()):
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
             found[name] = SimpleNamespace(**ops, device=device)
+    if not _load.available()["triton"]:
+        from . import triton  # only here: it is not everywhere
+
+        device = "cpu" if triton.INTERPRETED else "cuda"
+        ops = {op: getattr(triton, op) for op in OPS}
+        found["triton"] = SimpleNamespace(**ops, device=device)
     return found

@@ -1,8 +1,14 @@
 """Shared by every test: seeds, hypothesis settings, and the backends under test."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before any Triton kernel is made: they run on the CPU then
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from emulation import backend as emulated
 
 from dct_kernels import testing
@@ -21,6 +27,12 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         help="orders the blocks and threads of the emulated CUDA kernels; 0 runs them in turn",
+    )
+    parser.addoption(
+        "--triton-cases",
+        type=int,
+        default=8,
+        help="run a test on so many of its cases where Triton is interpreted; 0 for all",
     )
 
 

@@ -1,5 +1,38 @@
+import os
+import random
+from collections import defaultdict
+
 import pytest
 import torch
+
+# Triton's interpreter takes milliseconds for every program of a launch, so where it runs, a test
+# of many cases is run on some of them, drawn once for all, and these tests, of thousands of
+# programs, are left to the other backends. `--triton-cases 0` runs everything.
+THOUSANDS_OF_PROGRAMS = {
+    "test_a_million_elements",
+    "test_a_million_elements_within_the_stated_error",
+    "test_conservation_over_all_exponents",
+    "test_every_round_density_of_every_length",
+    "test_more_than_a_cache_holds",
+    "test_the_product_is_rounded_before_the_sum",
+    "test_threads_and_repetition",
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    most = config.getoption("--triton-cases")
+    if os.environ.get("TRITON_INTERPRET") != "1" or most == 0:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("backend") == "triton":
+            cases[item.originalname].append(item)
+    left_out = set()
+    for name, of_one_test in cases.items():
+        run = 0 if name in THOUSANDS_OF_PROGRAMS else min(most, len(of_one_test))
+        left_out |= set(of_one_test) - set(random.Random(name).sample(of_one_test, run))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="session")

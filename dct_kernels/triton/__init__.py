@@ -1,0 +1,25 @@
+"""The Triton backend: every op without a CUDA compiler, one op a file.
+
+Each file has its kernels, then the host function that checks and launches. A host function returns
+before its kernels have run, allocates only through torch, and keeps nothing between calls.
+"""
+
+from ._launch import INTERPRETED
+from .mask_pack import mask_pack
+from .row_gather import row_gather
+from .row_pack import row_pack
+from .row_unpack import row_unpack
+from .sample_threshold import sample_threshold
+from .scatter_unpack import scatter_unpack
+from .track_threshold import track_threshold
+
+__all__ = [
+    "INTERPRETED",
+    "mask_pack",
+    "row_gather",
+    "row_pack",
+    "row_unpack",
+    "sample_threshold",
+    "scatter_unpack",
+    "track_threshold",
+]

@@ -1,0 +1,87 @@
+"""Arithmetic with the same bits as every other backend: device functions that the kernels share.
+
+Integer arithmetic where casts differ: between devices in what they make of NaNs, and in Triton's
+interpreter, which truncates instead of rounding to bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+FLOAT32_NAN = tl.constexpr(0x7FC00000)  # the one NaN that leaves a kernel
+FLOAT32_INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def is_finite(x):
+    return (x.to(tl.int32, bitcast=True) & FLOAT32_INFINITY) != FLOAT32_INFINITY
+
+
+@triton.jit
+def magnitude_key(x):
+    """int32 keys that order float32 by magnitude; NaN ranks as infinity."""
+    return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FLOAT32_INFINITY)
+
+
+@triton.jit
+def to_float(x):
+    """x of any dtype in float32, exactly."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 x in `dtype`, to nearest even; every NaN becomes the positive quiet NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    if dtype == tl.float32:
+        rounded = tl.where(x != x, FLOAT32_NAN, bits)
+    elif dtype == tl.bfloat16:
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, FLOAT32_NAN >> 16, rounded).to(tl.int16)
+    else:
+        rounded = tl.where(x != x, 0x7E00, x.to(tl.float16).to(tl.int16, bitcast=True)).to(tl.int16)
+    return rounded.to(dtype, bitcast=True)
+
+
+@triton.jit
+def round_saturating(x, dtype: tl.constexpr):
+    """As round_to float32 or bfloat16, but a finite x stays finite."""
+    rounded = round_to(x, dtype)
+    if dtype == tl.bfloat16:
+        bits = rounded.to(tl.int16, bitcast=True)
+        overflowed = ((bits & 0x7FFF) == 0x7F80) & is_finite(x)
+        rounded = (bits - overflowed.to(tl.int16)).to(dtype, bitcast=True)
+    return rounded
+
+
+@triton.jit
+def multiply_add(base, x, factor):
+    """base + x * factor, product and sum rounded apart: `launch` forbids fusing them."""
+    return base + x * factor
+
+
+@triton.jit
+def load_accumulated(residual, grad, inv_scale, i, mask):
+    """residual + grad * inv_scale at the elements i; of the pointers any may be None, but not both
+    residual and grad."""
+    if grad is None:
+        acc = tl.load(residual + i, mask=mask)
+    else:
+        acc = to_float(tl.load(grad + i, mask=mask))
+        if inv_scale is not None:
+            acc *= tl.load(inv_scale)
+        if residual is not None:
+            acc = tl.load(residual + i, mask=mask) + acc
+    return acc
+
+
+@triton.jit
+def hash32(seed, segment, index):
+    """The published hash, of uint32 and in uint32."""
+    x = (seed * 0x9E3779B1) ^ (segment * 0x85EBCA77) ^ (index * 0xC2B2AE3D)
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)

@@ -1,0 +1,101 @@
+"""What the row kernels share: rows as tiles, and the encodings of their positions.
+
+Tiles are [ROWS, BLOCK]; `row` is int64 [ROWS, 1], so that every address is 64 bits wide.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .._rows import Encoding
+from ._launch import INTERPRETED
+
+# A kernel's constant for each encoding: the bytes of one column, 0 for a bitmap.
+COLUMN_BYTES = {Encoding.BITMAP: 0, Encoding.UINT8: 1, Encoding.UINT16: 2}
+
+WIDEST = 4096  # columns that a program holds at once; of wider rows it takes tile after tile
+WARP_ELEMENTS = 512  # 16 to each of 32 threads: more would take too many registers
+# Interpreted, it is the programs that take time, not what they hold.
+PROGRAM_ELEMENTS = 16 * WARP_ELEMENTS if INTERPRETED else WARP_ELEMENTS
+
+
+class Tiles(NamedTuple):
+    """How a program goes through its rows."""
+
+    rows: int
+    block: int  # columns of a tile, a power of two
+    count: int  # tiles that make up a row
+    num_warps: int
+
+
+def tiles(width: int, elements: int = PROGRAM_ELEMENTS) -> Tiles:
+    """Several short rows side by side, a row as one tile, or a wide row as many."""
+    block = min(max(triton.next_power_of_2(width), 8), WIDEST)
+    count = triton.cdiv(width, block)
+    rows = max(elements // block, 1) if count == 1 else 1
+    return Tiles(rows, block, count, rows * block // WARP_ELEMENTS)
+
+
+@triton.jit
+def rows_of_program(ROWS: tl.constexpr):
+    return (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+
+
+@triton.jit
+def load_slots(positions, row, rows, start, width, before, BLOCK: tl.constexpr):
+    """Decode a bitmap's columns start, start + 1, ...; `before` is [ROWS, 1], the bits before them.
+
+    Returns int32 [ROWS, BLOCK], the slot of every column whose bit is set, else -1; and the bits up
+    to the tile's end, [ROWS, 1].
+    """
+    ROWS: tl.constexpr = row.shape[0]
+    row_bytes = (width - 1) // 8 + 1
+    byte = start // 8 + tl.arange(0, BLOCK // 8)[None, :]
+    inside = (row < rows) & (byte < row_bytes)
+    packed = tl.load(positions + row * row_bytes + byte, mask=inside, other=0).to(tl.uint32)
+    # Bits past the width do not count.
+    packed &= (1 << tl.minimum(tl.maximum(width - 8 * byte, 0), 8)) - 1
+    # Bit i to digit i of 4 bits; the product has in digit i how many of bits 0 to i are set.
+    spread = (packed | packed << 12) & 0x000F000F
+    spread = (spread | spread << 6) & 0x03030303
+    spread = (spread | spread << 3) & 0x11111111
+    ranks = spread * 0x11111111
+    count = (ranks >> 28).to(tl.int32)
+    slot = before + tl.cumsum(count, 1) - count
+    bit = tl.arange(0, 8)[None, None, :]
+    rank = ((ranks << 4)[:, :, None] >> 4 * bit).to(tl.int32) & 15
+    slot = tl.where(packed[:, :, None] >> bit & 1 != 0, slot[:, :, None] + rank, -1)
+    return tl.reshape(slot, [ROWS, BLOCK]), before + tl.sum(count, 1)[:, None]
+
+
+@triton.jit
+def store_bits(positions, row, rows, start, width, bits, BLOCK: tl.constexpr):
+    """Encode a tile of a bitmap: bits, int32 [ROWS, BLOCK], are those of columns start, ..."""
+    ROWS: tl.constexpr = row.shape[0]
+    row_bytes = (width - 1) // 8 + 1
+    byte = start // 8 + tl.arange(0, BLOCK // 8)[None, :]
+    bits = tl.reshape(bits, [ROWS, BLOCK // 8, 8]) << tl.arange(0, 8)[None, None, :]
+    inside = (row < rows) & (byte < row_bytes)
+    tl.store(positions + row * row_bytes + byte, tl.sum(bits, 2).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexpr):
+    """int32 [ROWS, SLOTS]: the columns of a list, -1 where one cannot be accepted."""
+    inside = (row < rows) & (slot < k)
+    entry = positions + (row * k + slot) * COLUMN_BYTES
+    column = tl.load(entry, mask=inside, other=0).to(tl.int32)
+    if COLUMN_BYTES == 2:  # byte by byte: a peer's list may lie at an odd address
+        column |= tl.load(entry + 1, mask=inside, other=0).to(tl.int32) << 8
+    candidate = inside & (column < width)
+    # Ordered by column, and of equal columns the earlier slot first: what reaches the maximum of
+    # all so far is above every column before it. A list has fewer than 4096 slots of 16 bits.
+    key = tl.where(candidate, column << 12 | (4095 - slot), -1)
+    accepted = candidate & (tl.associative_scan(key, 1, _larger) == key)
+    return tl.where(accepted, column, -1)

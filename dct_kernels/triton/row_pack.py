@@ -1,0 +1,146 @@
+"""row_pack: exact top-k of every row.
+
+A program holds a few narrow rows in registers as keys and finds each row's k-th largest key bit by
+bit, from the highest; it stops as soon as every row has a cut that exactly k keys reach. Only equal
+keys can prevent that, and then the first of them are taken. A wide row is read tile by tile, once
+for every 8 bits of its keys, and once more to store what was chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import _contract
+from .._rows import Encoding, position_bytes, position_encoding
+from . import _rows
+from ._launch import launch
+from ._numeric import magnitude_key, round_to, to_float
+
+# Keys are float32 magnitudes of 31 bits; those of narrower types end in zeros, never looked at.
+LOWEST_BIT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+
+
+@triton.jit
+def _load_keys(x, row, rows, column, width):
+    """The elements as float32, and their keys: -1 outside the tensor."""
+    inside = (row < rows) & (column < width)
+    elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
+    return elements, tl.where(inside, magnitude_key(elements), -1)
+
+
+@triton.jit
+def _store_chosen(
+    values, positions, elements, keys, cut, ties, above_before, equal_before,
+    row, rows, start, width, k, COLUMN_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store of a tile the keys above the cut, and the row's first `ties` equal to it, in order.
+
+    `above_before` and `equal_before`, [ROWS, 1], count those in the row's tiles before; what they
+    are for the next tile is returned.
+    """
+    column = start + tl.arange(0, BLOCK)[None, :]
+    above = keys > cut
+    equal = keys == cut
+    # Two counts of at most BLOCK < 2**16 in one scan.
+    counts = above.to(tl.int32) | equal.to(tl.int32) << 16
+    before = tl.cumsum(counts, 1) - counts
+    total = tl.sum(counts, 1)[:, None]
+    equal_rank = equal_before + (before >> 16)
+    chosen = above | (equal & (equal_rank < ties))
+    slot = above_before + (before & 0xFFFF) + tl.minimum(equal_rank, ties)
+    target = row * k + slot
+    tl.store(values + target, round_to(elements, values.dtype.element_ty), mask=chosen)
+    if COLUMN_BYTES == 0:
+        _rows.store_bits(positions, row, rows, start, width, chosen.to(tl.int32), BLOCK)
+    else:
+        tl.store(positions + target, column.to(positions.dtype.element_ty), mask=chosen)
+    return above_before + (total & 0xFFFF), equal_before + (total >> 16)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _narrow_kernel(
+    x, values, positions, rows, width, k,
+    COLUMN_BYTES: tl.constexpr, LOWEST_BIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = _rows.rows_of_program(ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    elements, keys = _load_keys(x, row, rows, column, width)
+    # The largest cut that at least k keys reach, and how many do.
+    cut = tl.zeros([ROWS, 1], tl.int32)
+    reached = tl.where(row < rows, width, 0)
+    bit = 30
+    while (bit >= LOWEST_BIT) & (tl.max(reached) > k):
+        candidate = cut | (1 << bit)
+        count = tl.sum((keys >= candidate).to(tl.int32), 1)[:, None]
+        enough = count >= k
+        cut = tl.where(enough, candidate, cut)
+        reached = tl.where(enough, count, reached)
+        bit -= 1
+    ties = k - tl.sum((keys > cut).to(tl.int32), 1)[:, None]
+    none = tl.zeros([ROWS, 1], tl.int32)
+    _store_chosen(
+        values, positions, elements, keys, cut, ties, none, none,
+        row, rows, 0, width, k, COLUMN_BYTES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _wide_kernel(
+    x, values, positions, rows, width, k,
+    COLUMN_BYTES: tl.constexpr, LOWEST_BIT: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = _rows.rows_of_program(1)
+    digits = tl.arange(0, 256)
+    prefix = 0  # of the k-th largest key, and how many keys are above all of that prefix
+    above = 0
+    for shift in tl.static_range(24, -1, -8):
+        if shift + 8 > LOWEST_BIT:
+            counts = tl.zeros([256], tl.int32)
+            for tile in range(TILES):
+                column = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+                _, keys = _load_keys(x, row, rows, column, width)
+                keys = tl.reshape(keys >> shift, [BLOCK])
+                counts += tl.histogram(keys & 255, 256, mask=(keys >> 8) == prefix)
+            at_least = above + tl.cumsum(counts, 0, reverse=True)
+            # It falls as the digit grows: the digit is the last that k keys reach.
+            digit = tl.sum((at_least >= k).to(tl.int32)) - 1
+            above = tl.max(tl.where(digits > digit, at_least, above))
+            prefix = prefix << 8 | digit
+        else:
+            prefix = prefix << 8
+    above_before = tl.zeros([1, 1], tl.int32)
+    equal_before = tl.zeros([1, 1], tl.int32)
+    for tile in range(TILES):
+        start = tile * BLOCK
+        column = start + tl.arange(0, BLOCK)[None, :]
+        elements, keys = _load_keys(x, row, rows, column, width)
+        above_before, equal_before = _store_chosen(
+            values, positions, elements, keys, prefix, k - above, above_before, equal_before,
+            row, rows, start, width, k, COLUMN_BYTES, BLOCK,
+        )  # fmt: skip
+
+
+def row_pack(x, k, value_dtype):
+    _contract.row_pack(x, k, value_dtype)
+    rows, width = x.shape
+    encoding = position_encoding(width, k)
+    values = x.new_empty(rows, k, dtype=value_dtype)
+    positions = x.new_empty(rows, position_bytes(width, k), dtype=torch.uint8)
+    columns = positions.view(torch.uint16) if encoding is Encoding.UINT16 else positions
+    tiles = _rows.tiles(width)
+    if tiles.count == 1:
+        kernel, constants = _narrow_kernel, {"ROWS": tiles.rows}
+    else:
+        kernel, constants = _wide_kernel, {"TILES": tiles.count}
+    launch(
+        kernel,
+        triton.cdiv(rows, tiles.rows),
+        *(x, values, columns, rows, width, k),
+        COLUMN_BYTES=_rows.COLUMN_BYTES[encoding],
+        LOWEST_BIT=LOWEST_BIT[x.dtype],
+        BLOCK=tiles.block,
+        **constants,
+        device=x.device,
+        num_warps=tiles.num_warps,
+    )
+    return values, positions

@@ -1,0 +1,213 @@
+"""scatter_unpack: the sum of all ranks' payloads, scattered into a dense tensor, in two kernels.
+
+check  one rank's entries for one block of the output: its status, and how many of them are sound;
+add    a block of the output: zeros, then the sound entries of rank after rank, then the result.
+
+A program owns the 16,384 elements of a block, and only it touches them: a barrier between ranks
+keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself where that
+can hold them, but what few blocks are in work at a time stays in the L2 cache.
+"""
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import _contract, layout
+from ._launch import INTERPRETED, TL_DTYPES, launch
+from ._numeric import multiply_add, round_to, to_float
+
+# Entries, and elements, that a program reads at once. Interpreted programs take long, not chunks.
+ENTRIES = layout.BLOCK if INTERPRETED else 1024
+ELEMENTS = layout.BLOCK if INTERPRETED else 4096
+
+_BLOCK = tl.constexpr(layout.BLOCK)
+_HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
+_HEADER = tl.constexpr(1)  # bits of the status
+_STARTS = tl.constexpr(2)
+_POSITIONS = tl.constexpr(4)
+_POISON = tl.constexpr(1 << 16)  # of a verdict, above the number of sound entries
+
+
+@triton.jit
+def _range_numel(numel, range_blocks, range_index):
+    length = range_blocks.to(tl.int64) * _BLOCK
+    return tl.minimum(tl.maximum(numel - range_index * length, 0), length)
+
+
+@triton.jit
+def _entries_bounds(message, block, block_length):
+    """The first entry of a block, and the one past its last. An empty range has one start."""
+    starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
+    end = tl.load(starts + tl.where(block_length > 0, 1, 0))
+    return tl.load(starts).to(tl.int64), end.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=[
+    "numel", "capacity", "ranges", "range_blocks", "grid_blocks", "nbytes", "positions_at",
+])  # fmt: skip
+def _check_kernel(
+    payloads, verdicts, status,
+    numel, capacity, ranges, range_blocks, grid_blocks, nbytes, positions_at,
+    KIND: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % grid_blocks
+    row = (tl.program_id(0) // grid_blocks).to(tl.int64)  # of [ranks, ranges]
+    range_numel = _range_numel(numel, range_blocks, row % ranges)
+    start = block.to(tl.int64) * _BLOCK
+    length = tl.minimum(range_numel - start, _BLOCK)
+    if (block > 0) & (length <= 0):
+        return
+    message = payloads + row * nbytes
+
+    lane = tl.arange(0, 8)
+    header = tl.load(message.to(tl.pointer_type(tl.int64)) + lane)
+    first_word = tl.sum(tl.where(lane == 0, header, 0))
+    sizes = tl.sum(tl.where(lane == 2, header, 0))
+    count = sizes >> 32 & 0xFFFFFFFF
+    expected = tl.where(lane == 0, KIND, tl.where(lane == 1, range_numel, 0))
+    expected = tl.where(lane == 2, count << 32 | capacity, expected)
+    known = tl.where(lane == 0, ~(3 << 56), -1)  # the two flags may be set
+    wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
+    wrong = wrong | (count > tl.minimum(range_numel, capacity))
+
+    first, end = _entries_bounds(message, block, length)
+    bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
+    last = start + length == range_numel
+    bad_starts = bad_starts | (last & (end != count))
+    # More entries than elements cannot ascend: bad without looking.
+    too_many = end - first > length
+    entries = tl.where(wrong | bad_starts | too_many, 0, end - first).to(tl.int32)
+    positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
+    bad = tl.zeros([ENTRIES], tl.int32)
+    begin = entries * 0
+    while begin < entries:
+        entry = begin + tl.arange(0, ENTRIES)
+        inside = entry < entries
+        position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
+        before = tl.load(positions + entry - 1, mask=inside & (entry > 0), other=0).to(tl.int32)
+        before = tl.where(entry > 0, before, -1)
+        bad |= (inside & ((position >= length) | (position <= before))).to(tl.int32)
+        begin += ENTRIES
+    bad_positions = too_many | (tl.max(bad) > 0)
+
+    found = tl.where(bad_positions, _POSITIONS, 0)
+    found = tl.where(bad_starts, _STARTS, found)
+    found = tl.where(wrong, _HEADER, found)
+    tl.atomic_or(status + row // ranges, found, mask=found != 0, sem="relaxed")
+    verdict = tl.where(found == 0, entries, 0)
+    poisons = (first_word >> 56 == 3) & ~wrong & (block == 0) & (length > 0)
+    tl.store(verdicts + tl.program_id(0), tl.where(poisons, verdict | _POISON, verdict))
+
+
+@triton.jit
+def _clear(sums, length, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr):
+    for begin in range(0, _BLOCK, ELEMENTS):
+        element = begin + tl.arange(0, ELEMENTS)
+        zeros = tl.zeros([ELEMENTS], tl.float32)
+        tl.store(sums + element, zeros, mask=None if WHOLE else element < length)
+
+
+@triton.jit
+def _finish(
+    sums, out, factor, poisoned, length,
+    ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    for begin in range(0, _BLOCK, ELEMENTS):
+        element = begin + tl.arange(0, ELEMENTS)
+        mask = None if WHOLE else element < length
+        total = tl.load(sums + element, mask=mask)
+        total = tl.where((element == 0) & (poisoned != 0), float("nan"), total)
+        base = to_float(tl.load(out + element, mask=mask)) if ACCUMULATE else 0.0
+        result = round_to(multiply_add(base, total, factor), out.dtype.element_ty)
+        tl.store(out + element, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=[
+    "numel", "ranks", "ranges", "range_blocks", "nbytes", "positions_at", "values_at", "scale_bits",
+])  # fmt: skip
+def _add_kernel(
+    payloads, verdicts, sums, out, out_scale,
+    numel, ranks, ranges, range_blocks, nbytes, positions_at, values_at, scale_bits,
+    VALUE: tl.constexpr, ACCUMULATE: tl.constexpr, ENTRIES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % range_blocks
+    range_index = (tl.program_id(0) // range_blocks).to(tl.int64)
+    begin = (range_index * range_blocks + block) * _BLOCK
+    length = tl.minimum(numel - begin, _BLOCK)
+    if length <= 0:
+        return
+    sums += begin
+    out += begin
+    if length == _BLOCK:  # without masks: in wide accesses
+        _clear(sums, length, True, ELEMENTS)
+    else:
+        _clear(sums, length, False, ELEMENTS)
+    tl.debug_barrier()
+
+    poisoned = block * 0
+    rank = ranks * 0
+    while rank < ranks:
+        row = rank.to(tl.int64) * ranges + range_index
+        verdict = tl.load(verdicts + row * range_blocks + block)
+        entries = verdict & (_POISON - 1)
+        poisoned |= verdict & _POISON
+        message = payloads + row * nbytes
+        first, _ = _entries_bounds(message, block, length)
+        positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
+        values = (message + values_at).to(tl.pointer_type(VALUE)) + first
+        at = entries * 0
+        while at < entries:
+            entry = at + tl.arange(0, ENTRIES)
+            inside = entry < entries
+            position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
+            value = to_float(tl.load(values + entry, mask=inside))
+            sum_so_far = tl.load(sums + position, mask=inside)
+            tl.store(sums + position, sum_so_far + value, mask=inside)
+            at += ENTRIES
+        tl.debug_barrier()  # the next rank adds to what this one wrote
+        rank += 1
+
+    factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+    if out_scale is not None:
+        factor *= tl.load(out_scale)
+    if length == _BLOCK:
+        _finish(sums, out, factor, poisoned, length, ACCUMULATE, True, ELEMENTS)
+    else:
+        _finish(sums, out, factor, poisoned, length, ACCUMULATE, False, ELEMENTS)
+
+
+def scatter_unpack(
+    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+):
+    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    numel, device = out.numel(), out.device
+    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    range_blocks = layout.range_blocks(numel, ranges)
+    grid_blocks = max(range_blocks, 1)  # an empty range has a header, too
+    sections = layout.payload_layout(numel, capacity, value_dtype, ranges)
+    kind = layout.MAGIC | layout.VERSION << 32 | layout.VALUE_DTYPE_CODES[value_dtype] << 48
+
+    status = torch.zeros(ranks, dtype=torch.int32, device=device)
+    verdicts = torch.empty(ranks * ranges * grid_blocks, dtype=torch.int32, device=device)
+    launch(
+        _check_kernel, verdicts.numel(),
+        payloads, verdicts, status,
+        numel, capacity, ranges, range_blocks, grid_blocks, nbytes, sections.positions,
+        KIND=kind, ENTRIES=ENTRIES,
+        device=device,
+    )  # fmt: skip
+    in_place = out.dtype == torch.float32 and not accumulate
+    sums = out if in_place else torch.empty(numel, dtype=torch.float32, device=device)
+    launch(
+        _add_kernel, ranges * range_blocks,
+        payloads, verdicts, sums, out, out_scale,
+        numel, ranks, ranges, range_blocks, nbytes, sections.positions, sections.values,
+        # Rounded once, here; as bits, because Triton 3.6 interprets a float -0.0 as 0.0.
+        ctypes.c_int32.from_buffer(ctypes.c_float(scale)).value,
+        VALUE=TL_DTYPES[value_dtype], ACCUMULATE=accumulate, ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
+        device=device, num_warps=16,
+    )  # fmt: skip
+    return status

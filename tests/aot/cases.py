@@ -1,0 +1,143 @@
+"""The calls whose kernels are compiled: every kernel and dtype, at sizes that are aligned.
+
+Importing this file needs no Triton: a call is given the backend when it is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+import dct_kernels
+from dct_kernels._rows import position_bytes
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+NUMEL, CAPACITY, SEGMENTS, RANKS = 2**20, 8192, 8, 4
+ROWS = 4096
+MAIN = {  # (width, k) of rows, by the encoding of their positions
+    "bitmap": (1024, 128),
+    "uint8": (256, 16),
+}
+MORE = {  # compiled for one pair of dtypes
+    "bitmap of short rows": (64, 8),
+    "bitmap of wide rows": (16384, 2048),
+    "one column": (1, 1),
+    "uint16": (1024, 16),
+    "uint16 of wide rows": (16384, 256),
+}
+SHAPES = MAIN | MORE
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and which counts of `compiler.Kernel` are not zero in its kernels, and which are."""
+
+    name: str
+    call: Callable[[ModuleType], object]
+    some: tuple[str, ...] = ()
+    none: tuple[str, ...] = ()
+    dividing: tuple[str, ...] = ()  # architectures that divide by means of multiply-adds
+
+
+def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
+    def call(ops):
+        residual = torch.empty(NUMEL)
+        grad = None if grad_dtype is None else torch.empty(NUMEL, dtype=grad_dtype)
+        segments, threshold = torch.empty(SEGMENTS + 1, dtype=torch.int64), torch.empty(SEGMENTS)
+        nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        seen = torch.empty(SEGMENTS, dtype=torch.int32)
+        ops.mask_pack(
+            residual, grad, segments, threshold, payload, seen, CAPACITY, value_dtype,
+            inv_scale=torch.empty(1),
+        )  # fmt: skip
+
+    label = f"mask_pack, gradient {_name(grad_dtype)}, values {_name(value_dtype)}"
+    # Without a gradient only what was packed is stored, entry by entry.
+    wide = ("wide_loads",) if grad_dtype is None else ("wide_loads", "wide_stores")
+    return Case(label, call, some=wide)
+
+
+def scatter_unpack_case(value_dtype: torch.dtype, out_dtype: torch.dtype) -> Case:
+    def call(ops):
+        nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
+        payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
+        out, out_scale = torch.empty(NUMEL, dtype=out_dtype), torch.empty(1)
+        ops.scatter_unpack(payloads, out, CAPACITY, value_dtype, 1 / RANKS, True, out_scale)
+
+    label = f"scatter_unpack, values {_name(value_dtype)}, out {_name(out_dtype)}"
+    return Case(label, call, some=("wide_stores",))
+
+
+def sample_threshold_case(x_dtype: torch.dtype, residual: bool) -> Case:
+    def call(ops):
+        x = torch.empty(NUMEL, dtype=x_dtype)
+        other, segments = torch.empty(NUMEL), torch.empty(SEGMENTS + 1, dtype=torch.int64)
+        ops.sample_threshold(
+            x, other if residual else None, segments, 0.01, inv_scale=torch.empty(1)
+        )
+
+    label = f"{_name(x_dtype)} and a residual" if residual else _name(x_dtype)
+    return Case(f"sample_threshold, {label}", call, dividing=("gfx942",))  # integers
+
+
+def track_threshold_case() -> Case:
+    def call(ops):
+        threshold, target, reference = torch.empty(3, SEGMENTS).unbind()
+        ops.track_threshold(threshold, torch.empty(SEGMENTS, dtype=torch.int32), target, reference)
+
+    return Case("track_threshold", call, dividing=ARCHITECTURES)
+
+
+def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> list[Case]:
+    width, k = SHAPES[shape]
+    label = f"{shape}, {_name(x_dtype)} to {_name(value_dtype)}"
+
+    def x(columns):
+        return torch.empty(ROWS, columns, dtype=x_dtype)
+
+    def positions():
+        return torch.empty(ROWS, position_bytes(width, k), dtype=torch.uint8)
+
+    wide_loads = {"some": ("wide_loads",), "none": ("narrow_loads",)}
+    wide_stores = {"some": ("wide_stores",), "none": ("narrow_stores",)}
+    bitmap = shape.startswith("bitmap")
+    if not bitmap:  # few elements are gathered or scattered, one by one
+        wide_stores = {"some": ("wide_stores",)}
+    if shape == "one column":
+        wide_loads = wide_stores = {}
+    return [
+        Case(
+            f"row_pack, {label}", lambda ops: ops.row_pack(x(width), k, value_dtype), **wide_loads
+        ),
+        Case(
+            f"row_gather, {label}",
+            lambda ops: ops.row_gather(x(width), positions(), k, value_dtype),
+            **(wide_loads if bitmap else {}),
+        ),
+        Case(
+            f"row_unpack, {label}",
+            lambda ops: ops.row_unpack(x(k), positions(), width, value_dtype),
+            **wide_stores,
+        ),
+    ]
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+PAIRS = [(F32, BF16), (F16, F16), (BF16, BF16), (F32, F32)]
+_CASES = [
+    *(sample_threshold_case(*pair) for pair in [(F32, False), (BF16, True), (F16, False)]),
+    track_threshold_case(),
+    *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32), (None, BF16)]),
+    *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16)]),
+    *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
+    *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
+    *row_cases("bitmap of wide rows", F16, F16),
+]
+CASES = {case.name: case for case in _CASES}

@@ -1,0 +1,139 @@
+"""What the host functions would launch, compiled for an architecture without its GPU.
+
+An op is called on fake tensors; each of its launches goes through Triton's own JIT, up to the point
+where the kernel would run. So what is compiled is what a user gets: the same specialisation of the
+arguments, the same options.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel. Wide accesses are of 128 bits, narrow ones of 16 to 64: not of bytes."""
+
+    name: str
+    warps: int
+    registers: int  # a thread
+    spills: int  # bytes of stack on NVIDIA, vector registers on AMD
+    shared: int  # bytes
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+    narrow_stores: int
+    fma: int  # float32 instructions
+    fusion: bool  # whether the compiler was allowed to make such instructions
+
+
+class _Driver:
+    """Stands in for the driver of a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_device(self):
+        return self.target.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+
+def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
+    """The kernels that `call` launches, compiled; it makes its own tensors, which are fake."""
+    with _compiling(TARGETS[architecture]) as compiled, FakeTensorMode():
+        call()
+    return [_examine(kernel) for kernel in compiled]
+
+
+@contextlib.contextmanager
+def _compiling(target: GPUTarget) -> Iterator[list]:
+    """Within, launching a kernel compiles it and puts it on the list."""
+    compiled = []
+    run = JITFunction.run
+
+    def mock(argument):
+        return MockTensor(argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kwargs = {name: mock(argument) for name, argument in kwargs.items()}
+        compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(_Driver(target))
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def _examine(kernel) -> Kernel:
+    facts = _examine_ptx(kernel) if "ptx" in kernel.asm else _examine_amdgcn(kernel.asm["amdgcn"])
+    return Kernel(
+        name=kernel.name.strip("_"),
+        warps=kernel.metadata.num_warps,
+        shared=kernel.metadata.shared,
+        fusion=kernel.metadata.enable_fp_fusion,
+        **facts,
+    )
+
+
+def _examine_ptx(kernel) -> dict[str, int]:
+    ptx = kernel.asm["ptx"]
+    machine_code = _cuobjdump(kernel.asm["cubin"])
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", machine_code).groups()
+    return {
+        "registers": int(registers),
+        "spills": int(stack),
+        "wide_loads": _count(r"\bld\.global\S*\.v4\.[bf]32", ptx),
+        "narrow_loads": _count(r"\bld\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
+        "wide_stores": _count(r"\bst\.global\S*\.v4\.[bf]32", ptx),
+        "narrow_stores": _count(r"\bst\.global(?!\S*\.v4\.[bf]32)\S*\.[a-z](16|32|64)\b", ptx),
+        # The last step, from PTX to machine code, can fuse as well.
+        "fma": max(_count(r"\bfma\.\S*f32", ptx), _count(r"\bFFMA2?\b", machine_code)),
+    }
+
+
+def _examine_amdgcn(code: str) -> dict[str, int]:
+    wide, narrow = "dwordx4", r"(dword|dwordx2|ushort|sshort|short|short_d16(_hi)?)"
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
+        "spills": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
+        "wide_loads": _count(rf"\b(global|buffer)_load_{wide}\b", code),
+        "narrow_loads": _count(rf"\b(global|buffer)_load_{narrow}\b", code),
+        "wide_stores": _count(rf"\b(global|buffer)_store_{wide}\b", code),
+        "narrow_stores": _count(rf"\b(global|buffer)_store_{narrow}\b", code),
+        "fma": _count(r"\bv_(pk_)?(fma|fmac|mad|mac)_(legacy_)?f32", code),
+    }
+
+
+def _count(pattern: str, text: str) -> int:
+    return sum(1 for _ in re.finditer(pattern, text))
+
+
+def _cuobjdump(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

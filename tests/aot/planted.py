@@ -1,0 +1,33 @@
+"""Kernels with the faults that the compile tests look for: the tests have to see them."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _kernel(x, out, numel, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    elements = tl.load(x + index, mask=index < numel, other=0)
+    total = elements * 3.0 + tl.sum(elements)
+    tl.store(out + index, total + elements, mask=index < numel)
+
+
+def _launch(block: int, numel: int, **options) -> None:
+    x = torch.empty(numel)
+    _kernel[(1,)](x, torch.empty_like(x), numel, BLOCK=block, num_warps=1, **options)
+
+
+def fused() -> None:
+    """A multiplication and an addition, with the compiler's default options."""
+    _launch(256, 256, enable_fp_fusion=True)
+
+
+def narrow() -> None:
+    """A length that is no multiple of what a wide access takes."""
+    _launch(256, 255, enable_fp_fusion=False)
+
+
+def spilling() -> None:
+    """More elements than a warp has registers for."""
+    _launch(32768, 32768, enable_fp_fusion=False)

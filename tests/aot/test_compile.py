@@ -1,0 +1,77 @@
+"""No spills, no fused multiply-adds, wide accesses where memory is streamed, on every architecture.
+
+The kernels are compiled in a process of their own: in one that interprets them
+(TRITON_INTERPRET=1), as the conformance suite does, they cannot be.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from .cases import ARCHITECTURES, CASES
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+BY_DEFAULT = ("sm_90", "gfx942")  # the others take as long again: `pytest -m large`
+architectures = pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.large)
+        for name in ARCHITECTURES
+    ],
+)
+
+
+@functools.cache
+def compiled(architecture):
+    """{case or planted fault: what its kernels were compiled to}."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.aot", "--json", architecture],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    facts = json.loads(result.stdout)[architecture]
+    return {
+        name: [SimpleNamespace(**kernel) for kernel in kernels] for name, kernels in facts.items()
+    }
+
+
+@architectures
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(architecture, name):
+    kernels = compiled(architecture)[name]
+    assert kernels
+    for kernel in kernels:
+        assert not kernel.fusion
+        none = ("spills", *CASES[name].none)
+        if architecture not in CASES[name].dividing:
+            none = (*none, "fma")
+        assert {count: getattr(kernel, count) for count in none} == dict.fromkeys(none, 0)
+    for count in CASES[name].some:
+        assert sum(getattr(kernel, count) for kernel in kernels) > 0, count
+
+
+@architectures
+def test_planted_faults_are_seen(architecture):
+    kernels = compiled(architecture)
+    (fused,), (narrow,), (spilling,) = (kernels[n] for n in ("fused", "narrow", "spilling"))
+    assert fused.fma > 0
+    assert fused.fusion
+    assert (fused.narrow_loads, fused.narrow_stores, fused.spills) == (0, 0, 0)
+    assert min(fused.wide_loads, fused.wide_stores) > 0
+    assert (narrow.wide_loads, narrow.wide_stores, narrow.fma) == (0, 0, 0)
+    assert min(narrow.narrow_loads, narrow.narrow_stores) > 0
+    assert spilling.spills > 0

@@ -1,0 +1,63 @@
+"""The Triton kernels at the tile sizes of a GPU, and smaller: the interpreter is given larger ones,
+with which most tensors of this suite are a single tile."""
+
+import importlib
+
+import pytest
+import torch
+from conftest import BACKENDS
+from oracle.payload import Geometry
+
+from conformance import calls, samples
+
+pytestmark = pytest.mark.skipif("triton" not in BACKENDS, reason="no Triton, or another backend")
+
+NUMEL = 2 * 16384 + 9
+TILES = {
+    "mask_pack": {"TILE": 4096, "CHUNK": 4},
+    "scatter_unpack": {"ENTRIES": 256, "ELEMENTS": 4096},
+    "sample_threshold": {"PICKS": 256, "PROGRAMS": 4, "PER_SEGMENT": 1},
+}
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    for op, sizes in TILES.items():
+        for name, size in sizes.items():
+            # By its path: the package's attribute of that name is the function.
+            monkeypatch.setattr(importlib.import_module(f"dct_kernels.triton.{op}"), name, size)
+    return BACKENDS["triton"]
+
+
+@pytest.mark.parametrize("ranges", [1, 2])
+@pytest.mark.parametrize("non_finite", [False, True])
+def test_mask_pack(triton, non_finite, ranges):
+    residual = samples.hard(NUMEL, non_finite=non_finite)
+    grad = samples.hard(NUMEL, seed=1, non_finite=non_finite)
+    thresholds, segments = [0.5, 2.0, -1.0, 1.0, 0.0], [0, 9000, 9000, 9100, 30000, NUMEL]
+    packed = calls.mask_pack(
+        triton, residual, grad, thresholds, segments, capacity=6000, ranges=ranges
+    )
+    assert packed.contents[0].count == 6000  # and what overflows begins within a block
+
+
+def test_mask_pack_without_a_gradient(triton):
+    calls.mask_pack(triton, samples.hard(NUMEL), None, [1.0], value_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_scatter_unpack(triton, accumulate):
+    geometry = Geometry(NUMEL, 3000, "bfloat16")
+    pool = samples.hard(5000, torch.bfloat16)
+    payloads = [calls.random_payload(geometry, 0.05, seed, pool) for seed in range(3)]
+    out = samples.hard(NUMEL)
+    calls.scatter_unpack(triton, payloads, geometry, out, 0.25, accumulate)
+
+
+@pytest.mark.parametrize("max_samples", [3000, NUMEL])
+def test_sample_threshold(triton, max_samples):
+    x, residual = samples.hard(NUMEL), samples.normal(NUMEL)
+    segments = torch.tensor([0, 20000, NUMEL])
+    arguments = (x, residual, segments, 0.01, max_samples, 3)
+    threshold = triton.sample_threshold(*arguments)
+    assert torch.equal(threshold, BACKENDS["eager"].sample_threshold(*arguments))
