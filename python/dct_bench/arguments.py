@@ -1,0 +1,45 @@
+"""What the subcommands' command lines share."""
+
+import argparse
+from collections.abc import Callable, Collection
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults shown, paragraphs kept."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
+def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
+    """An argparse type: a number for which `allowed` holds; `rule` words it."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return parse
+
+
+count = number(int, lambda n: n >= 1, "an integer >= 1")
+
+
+def several(item: Callable, known: Collection[str] = ()) -> Callable:
+    """An argparse type: different `item`s joined by ',', all of them `known` if any are given."""
+
+    def parse(text: str) -> list:
+        values = [item(part) for part in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"must be different ones, got {text!r}")
+        if known and not set(values) <= set(known):
+            rule = f"some of {','.join(known)}"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return values
+
+    return parse

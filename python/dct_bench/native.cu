@@ -1,0 +1,133 @@
+// Yardsticks and peers for the GPU, called through native.py: compact versions of our own, with raw
+// pointers in and a cudaError_t out.
+#include <cuda_runtime.h>
+#include <thrust/iterator/counting_iterator.h>
+
+#include <cstdint>
+#include <cub/device/device_select.cuh>
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 4;  // of 16 bytes, in flight in a thread
+
+__global__ void __launch_bounds__(kThreads) copy(uint4* to, const uint4* from, int64_t vectors) {
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kVectors + threadIdx.x;
+  uint4 x[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    if (first + j * kThreads < vectors) x[j] = __ldcs(from + first + j * kThreads);
+  }
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    if (first + j * kThreads < vectors) __stcs(to + first + j * kThreads, x[j]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) add(float4* acc, const float4* grad, int64_t vectors) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= vectors) return;
+  float4 a = acc[i];
+  const float4 g = grad[i];
+  a.x += g.x, a.y += g.y, a.z += g.z, a.w += g.w;
+  acc[i] = a;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    take(float* acc, const int32_t* indices, float* values, const int32_t* count) {
+  const int32_t stride = gridDim.x * kThreads;
+  for (int32_t j = blockIdx.x * kThreads + threadIdx.x; j < *count; j += stride) {
+    values[j] = acc[indices[j]];
+    acc[indices[j]] = 0.0f;
+  }
+}
+
+struct Passes {
+  const float* acc;
+  const float* tau;
+  __device__ bool operator()(int32_t i) const { return fabsf(acc[i]) >= *tau; }
+};
+
+// After RTop-K (ICLR 2025; github.com/xiexi51/RTopK): a warp per row searches the threshold by
+// bisection on the value, and packs by ballots. Ties and the order of what ties are as they come.
+__global__ void __launch_bounds__(kThreads)
+    rtopk(const float* x, int64_t rows, int width, int k, float* values, int32_t* columns) {
+  extern __shared__ float shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
+  if (row >= rows) return;
+  float* own = shared + warp * width;
+  float high = 0.0f;
+  for (int c = lane; c < width; c += 32) {
+    own[c] = x[row * width + c];
+    high = fmaxf(high, fabsf(own[c]));
+  }
+  for (int d = 16; d > 0; d /= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
+  float low = 0.0f;  // at least k reach it; fewer than k exceed high
+  for (int round = 0; round < 32; ++round) {
+    const float middle = low + (high - low) / 2;
+    int count = 0;
+    for (int c = lane; c < width; c += 32) count += fabsf(own[c]) >= middle;
+    count = __reduce_add_sync(~0u, count);
+    if (count >= k) low = middle;
+    if (count == k) break;
+    if (count < k) high = middle;
+  }
+  int packed = 0;
+  for (int begin = 0; begin < width && packed < k; begin += 32) {
+    const int c = begin + lane;
+    const bool pass = c < width && fabsf(own[c]) >= low;
+    const unsigned mask = __ballot_sync(~0u, pass);
+    const int slot = packed + __popc(mask & ((1u << lane) - 1));
+    if (pass && slot < k) {
+      values[row * k + slot] = own[c];
+      columns[row * k + slot] = c;
+    }
+    packed += __popc(mask);
+  }
+}
+
+unsigned blocks(int64_t work) { return static_cast<unsigned>((work + kThreads - 1) / kThreads); }
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t native_copy(void* to, const void* from, int64_t nbytes, cudaStream_t stream) {
+  const int64_t vectors = nbytes / 16;
+  copy<<<blocks((vectors + kVectors - 1) / kVectors), kThreads, 0, stream>>>(
+      static_cast<uint4*>(to), static_cast<const uint4*>(from), vectors);
+  return cudaGetLastError();
+}
+
+cudaError_t native_select_scratch(int64_t numel, size_t* nbytes) {
+  *nbytes = 0;
+  return cub::DeviceSelect::If(nullptr, *nbytes, thrust::counting_iterator<int32_t>(0),
+                               static_cast<int32_t*>(nullptr), static_cast<int32_t*>(nullptr),
+                               numel, Passes{});
+}
+
+// acc += grad; the indices and values of what passes, in order; zero in its place.
+cudaError_t native_select(float* acc, const float* grad, const float* tau, int32_t* indices,
+                          float* values, int32_t* count, int64_t numel, void* scratch,
+                          size_t scratch_bytes, cudaStream_t stream) {
+  add<<<blocks(numel / 4), kThreads, 0, stream>>>(reinterpret_cast<float4*>(acc),
+                                                  reinterpret_cast<const float4*>(grad), numel / 4);
+  const cudaError_t selected =
+      cub::DeviceSelect::If(scratch, scratch_bytes, thrust::counting_iterator<int32_t>(0), indices,
+                            count, numel, Passes{acc, tau}, stream);
+  if (selected != cudaSuccess) return selected;
+  take<<<1024, kThreads, 0, stream>>>(acc, indices, values, count);
+  return cudaGetLastError();
+}
+
+cudaError_t native_rtopk(const float* x, int64_t rows, int64_t width, int64_t k, float* values,
+                         int32_t* columns, cudaStream_t stream) {
+  const int warps = width <= 1024 ? 8 : 2;
+  rtopk<<<static_cast<unsigned>((rows + warps - 1) / warps), warps * 32,
+          warps * width * sizeof(float), stream>>>(x, rows, static_cast<int>(width),
+                                                   static_cast<int>(k), values, columns);
+  return cudaGetLastError();
+}
+
+}  // extern "C"
