@@ -12,10 +12,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_every_block_is_run():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("index", range(len(BLOCKS)), ids=["ops", "hook"])
+@pytest.mark.parametrize("index", range(len(BLOCKS)), ids=["ops", "hook", "rows"])
 def test_block(index, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[index])
