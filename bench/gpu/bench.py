@@ -1,0 +1,122 @@
+"""What the targets are about, in one run: the ops, a copy of the same bytes, and the peers.
+
+    python bench/gpu/bench.py OUT [--seconds 95]
+
+Cases and timing are those of `dct-bench kernels`, which says how they are measured; here is which
+of them, the most important first, and whether the targets were met. Below 2**22 elements every case
+is timed twice: called, and replayed from a CUDA graph. bench.json and bench.md are written after
+every case.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from common import BF16, F32, gpu_backends, report
+from targets import write
+
+from dct_bench import kernel_cases, kernels, provenance
+from dct_bench.kernel_cases import Case
+from dct_kernels import payload_layout
+
+GRAPHS_BELOW = 2**22
+ROWS = 65536
+LARGEST, SWEEP = 2**28, 2**26
+NOTHING, EVERYTHING = 1e-12, 1.0  # densities whose threshold is infinity, and zero
+
+
+def cases(device: str, scale: int) -> Iterator[Case]:
+    """Made one at a time: each holds its buffers. All sizes are divided by `scale`."""
+    largest, sweep, rows = LARGEST // scale, SWEEP // scale, ROWS // scale
+    yield from one_dimensional(device, largest, 0.01)
+    for width in (64, 128, 256, 512, 1024):
+        for density in (0.05, 0.1):
+            yield kernel_cases.row_pack(device, rows, width, density, density == 0.05)
+            yield kernel_cases.row_unpack(device, rows, width, density, False)
+    for density in (NOTHING, EVERYTHING):
+        yield kernel_cases.mask_pack(device, sweep, density, F32, F32, False)
+    yield overflow(device, sweep)
+    for numel in (2**24, 2**20, 2**26, 2**22):
+        yield from one_dimensional(device, numel // scale, 0.01)
+    for numel in (LARGEST, 2**24):
+        for density in (0.001, 0.005):
+            yield from one_dimensional(device, numel // scale, density)
+
+
+def one_dimensional(device: str, numel: int, density: float) -> Iterator[Case]:
+    for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16)):
+        yield kernel_cases.mask_pack(device, numel, density, grad, values, True)
+    yield kernel_cases.sample_threshold(device, numel, density)
+    for ranks in (2, 8):
+        yield kernel_cases.scatter_unpack(device, numel, density, ranks)
+
+
+def overflow(device: str, numel: int) -> Case:
+    """All pass, and there is room for 1 %: what mask_pack wrote as sent is written back."""
+    clean, grad = (torch.randn(numel, device=device) for _ in range(2))
+    residual, capacity = clean.clone(), numel // 100
+    nbytes = payload_layout(numel, capacity, F32).nbytes
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    seen = torch.zeros(1, dtype=torch.int32, device=device)
+    segments, tau = torch.tensor([0, numel], device=device), torch.zeros(1, device=device)
+
+    def run(ops, i):
+        ops.mask_pack(residual, grad, segments, tau, payload, seen, capacity, F32)
+        return residual, payload, seen
+
+    return Case(
+        "mask_pack",
+        "overflow: all pass, room for 1 %",
+        numel,
+        12 * numel + 6 * capacity + 4 * (numel - capacity),
+        1,
+        run,
+        reset=lambda i: residual.copy_(clean),
+        density=1.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=95, help="begin no case after so long")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    args = parser.parse_args()
+    ours = "cpp" if args.device == "cpu" else "cuda"
+    if ours == "cuda":
+        gpu_backends()
+    torch.manual_seed(0)
+    start, about = time.monotonic(), provenance.describe()
+    results, failures, said = [], [], "nothing measured"
+    for case in cases(args.device, args.scale):
+        if time.monotonic() - start > args.seconds:
+            said += f"; stopped after {args.seconds:.0f} s, the rest is not measured"
+            break
+        try:
+            for result in measure(case, args.device):
+                results.append(result)
+        except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
+            failures.append(str(error).splitlines()[0])
+            print(failures[-1], flush=True)
+        said = write(args.out, about, results, ours)
+    report(failures, f"{len(results)} cases; {said}")
+
+
+def measure(case: Case, device: str) -> Iterator[dict]:
+    """Called; and, where launching takes longer than running, replayed from a CUDA graph."""
+    for graphs in (False, True):
+        if graphs and (device == "cpu" or case.numel >= GRAPHS_BELOW):
+            return
+        options = argparse.Namespace(device=device, rounds=kernels.ROUNDS, graphs=graphs)
+        result = kernels._measure(case, options) | {"graphs": graphs}
+        for line in kernels._lines(result):
+            print(line, "in a graph" if graphs else "", flush=True)
+        yield result
+        case.peers = {}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""bench.json and bench.md: what was measured, and which targets it meets."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dct_bench import kernels
+
+
+def targets(results: list[dict], ours: str) -> Iterator[tuple[str, str, float, bool]]:
+    """(what, target, measured, whether met), of what was measured."""
+
+    def ms(result: dict, *names: str) -> float:
+        return min(result["ms"][name]["median"] for name in names if name in result["ms"])
+
+    def of_copy(result: dict) -> float:
+        return ms(result, "copy", "copy kernel") / ms(result, ours)
+
+    called = [result for result in results if not result["graphs"]]
+    at_most = max((result["numel"] for result in called if result["op"] == "mask_pack"), default=0)
+    found: dict[str, dict] = {}
+    for result in called:
+        at_largest = result["numel"] == at_most and result["density"] == 0.01
+        if at_largest or result["op"].startswith("row"):
+            found[f"{result['op']} {result['case']}"] = result
+    pack = found.get("mask_pack float32 grad, float32 values")
+    for name, result in found.items():
+        least = {"mask_pack": 0.9, "scatter_unpack": 0.85}.get(result["op"], 0.8)
+        if result["op"] != "sample_threshold":
+            yield f"{name}, of copy", f">= {least}", of_copy(result), of_copy(result) >= least
+        elif pack:
+            share = ms(result, ours) / ms(pack, ours)
+            yield f"{name}, of mask_pack's time", "<= 0.03", share, share <= 0.03
+    for peer, least in (("topk", 20), ("dgc", 5)):
+        if pack and peer in pack["ms"]:
+            faster = ms(pack, peer) / ms(pack, ours)
+            yield f"mask_pack, times faster than {peer}", f">= {least}", faster, faster >= least
+
+
+def write(out: Path, about: dict, results: list[dict], ours: str) -> str:
+    """bench.json and bench.md; a sentence about the targets."""
+    content = {"torch": torch.__version__, "provenance": about, "results": results}
+    (out / "bench.json").write_text(json.dumps(content, indent=1))
+    judged = list(targets(results, ours))
+    lines = [f"{about['gpu'] or about['cpu']}, torch {about['torch']}", ""]
+    lines += ["| target | asked | measured | met |", "|---|---|---|---|"]
+    lines += [f"| {w} | {a} | {m:.3f} | {'yes' if met else 'NO'} |" for w, a, m, met in judged]
+    lines += ["", "| op | case | density | what | ms (20-80 %) | GB/s | of copy |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for result in results:
+        suffix = " in a graph |" if result["graphs"] else " |"
+        lines += [line.removesuffix(" |") + suffix for line in kernels._lines(result)]
+    (out / "bench.md").write_text("\n".join(lines) + "\n")
+    return f"{sum(met for *_, met in judged)} of {len(judged)} targets met"
