@@ -111,8 +111,8 @@ def measure(case: Case, device: str) -> Iterator[dict]:
         if graphs and (device == "cpu" or case.numel >= GRAPHS_BELOW):
             return
         options = argparse.Namespace(device=device, rounds=kernels.ROUNDS, graphs=graphs)
-        result = kernels._measure(case, options) | {"graphs": graphs}
-        for line in kernels._lines(result):
+        result = kernels.measure(case, options) | {"graphs": graphs}
+        for line in kernels.lines(result):
             print(line, "in a graph" if graphs else "", flush=True)
         yield result
         case.peers = {}

@@ -16,7 +16,7 @@ def targets(results: list[dict], ours: str) -> Iterator[tuple[str, str, float, b
         return min(result["ms"][name]["median"] for name in names if name in result["ms"])
 
     def of_copy(result: dict) -> float:
-        return ms(result, "copy", "copy kernel") / ms(result, ours)
+        return ms(result, kernels.COPY, kernels.COPY_KERNEL) / ms(result, ours)
 
     called = [result for result in results if not result["graphs"]]
     at_most = max((result["numel"] for result in called if result["op"] == "mask_pack"), default=0)
@@ -47,10 +47,9 @@ def write(out: Path, about: dict, results: list[dict], ours: str) -> str:
     lines = [f"{about['gpu'] or about['cpu']}, torch {about['torch']}", ""]
     lines += ["| target | asked | measured | met |", "|---|---|---|---|"]
     lines += [f"| {w} | {a} | {m:.3f} | {'yes' if met else 'NO'} |" for w, a, m, met in judged]
-    lines += ["", "| op | case | density | what | ms (20-80 %) | GB/s | of copy |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines += ["", *kernels.HEADER]
     for result in results:
         suffix = " in a graph |" if result["graphs"] else " |"
-        lines += [line.removesuffix(" |") + suffix for line in kernels._lines(result)]
+        lines += [line.removesuffix(" |") + suffix for line in kernels.lines(result)]
     (out / "bench.md").write_text("\n".join(lines) + "\n")
     return f"{sum(met for *_, met in judged)} of {len(judged)} targets met"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from dct_dlrm.features import UsageError
 
-from . import kernels, link, scale
+from . import kernels, link, report, scale
 
-COMMANDS = {"kernels": kernels, "link": link, "scale": scale}
+COMMANDS = {"kernels": kernels, "link": link, "scale": scale, "report": report}
 
 DESCRIPTION = "Measure what Dynamic Communication Thresholding costs and saves."
 

@@ -21,6 +21,10 @@ TIMED = ("mask_pack", "sample_threshold", "scatter_unpack", "row_pack", "row_unp
 ROUNDS = 5  # turns of a fast call; each is timed on every buffer set
 SLOW_ROUNDS = 1  # of eager and the peers, which are tens of times slower
 COPY, COPY_KERNEL = "copy", "copy kernel"
+HEADER = (
+    "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
+    "|---|---|---|---|---|---|---|",
+)
 
 DESCRIPTION = """\
 Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
@@ -75,15 +79,14 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     start, results = time.monotonic(), []
     print(_heading(options))
-    print("| op | case | density | what | ms (20-80 %) | GB/s | of copy |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n".join(HEADER))
     for case in _progress(options):
         if options.seconds and time.monotonic() - start > options.seconds:
             print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
             break
-        result = _measure(case, options)
+        result = measure(case, options)
         results.append(result)
-        for line in _lines(result):
+        for line in lines(result):
             print(line, flush=True)
         if options.json:  # after every case: what was measured is kept, whatever comes
             _write(options, results)
@@ -109,7 +112,8 @@ def _progress(options: argparse.Namespace) -> Iterator[Case]:
             progress.advance(task)
 
 
-def _measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
+def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
+    """Times of everything that is compared, once it is found right."""
     backends = kernel_cases.backends(options.device)
     _check(case, backends)
     calls: dict[str, Callable] = _copies(case, options.device)
@@ -159,7 +163,8 @@ def _copies(case: Case, device: str) -> dict[str, Callable]:
     return copies
 
 
-def _lines(result: dict) -> Iterator[str]:
+def lines(result: dict) -> Iterator[str]:
+    """The table's rows of one case, below HEADER."""
     copy = result["ms"][COPY]["median"]
     for name, ms in result["ms"].items():
         rate = result["bytes"] / ms["median"] / 1e6

@@ -37,7 +37,7 @@ at the end, also after Ctrl-C; what a killed run left is removed by the next.
 EPILOG = """\
 examples:
   sudo $(which dct-bench) link
-      2 ranks, 100 Mbit/s to unlimited, all modes: about 3 minutes
+      2 ranks, 100 Mbit/s to unlimited, all modes: about 4 minutes
   sudo $(which dct-bench) link --ranks 2,4 --rates 1gbit,2.5gbit,5gbit,10gbit --modes dense,bf16,dct
       where does DCT stop paying?
   dct-bench link --loopback
@@ -147,21 +147,27 @@ def run(options: argparse.Namespace) -> int:
             links += of_ranks
             cells += measured
             link_report.print_tables(console, of_ranks, measured)
-    crossings = link_report.crossings(cells)
-    link_report.print_crossings(console, crossings)
+            _write(options, start, model, links, cells)  # kept, should a later one be interrupted
+    link_report.print_crossings(console, link_report.crossings(cells))
+    console.print(f"in {options.out}: link.json, step_time.png, phases.png", style="dim")
+    return int(any(cell.failed for cell in cells))
+
+
+def _write(
+    options: argparse.Namespace, start: dict, model: dict, links: list[dict], cells: list[Cell]
+) -> None:
+    """Everything measured so far; `start` is the provenance when the run began."""
     result = {
         "provenance": start | {"load_average_end": provenance.describe()["load_average"]},
         "options": {key: _plain(value) for key, value in vars(options).items()},
         "model": model,
         "links": links,
         "cells": [cell.as_json() for cell in cells],
-        "crossings": crossings,
+        "crossings": link_report.crossings(cells),
     }
     (options.out / "link.json").write_text(json.dumps(result, indent=1) + "\n")
     link_plots.step_times(options.out / "step_time.png", cells)
     link_plots.phases(options.out / "phases.png", cells)
-    console.print(f"in {options.out}: link.json, step_time.png, phases.png", style="dim")
-    return int(any(cell.failed for cell in cells))
 
 
 def _measure(

@@ -1,0 +1,135 @@
+"""dct-bench report: tables and plots of what `dct-bench kernels` measured."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dct_dlrm.features import UsageError
+
+from .arguments import Formatter
+from .kernel_rates import read_json
+from .kernels import COPY, COPY_KERNEL, HEADER, lines
+
+OURS = ("cuda", "triton", "cpp", "eager")
+
+DESCRIPTION = """\
+Read every JSON file in DIR that `dct-bench kernels --json` or bench/gpu_check.sh wrote, and write
+beside them
+  report.md      all measurements as a table
+  of_copy.png    per op, at the largest size: its rate as a fraction of a copy's, the roofline
+  by_size.png    time over size, of every op and what it is compared with
+  by_density.png the same over density, at the largest size
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
+    parser = subparsers.add_parser(
+        name,
+        help="tables and plots of what `kernels` measured",
+        description=DESCRIPTION,
+        formatter_class=Formatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+
+
+def run(options: argparse.Namespace) -> int:
+    folder: Path = options.folder
+    results, about = _load(folder)
+    text = [*about, "", *HEADER, *(line for result in results for line in lines(result))]
+    (folder / "report.md").write_text("\n".join(text) + "\n")
+    _save(folder / "of_copy.png", results, _of_copy, _largest)
+    _save(folder / "by_size.png", results, _over("numel", "elements"), _densest_first)
+    _save(folder / "by_density.png", results, _over("density", "density"), _largest)
+    print(f"in {folder}: report.md, of_copy.png, by_size.png, by_density.png")
+    return 0
+
+
+def _load(folder: Path) -> tuple[list[dict], list[str]]:
+    """Results of all files, and a line about each."""
+    if not folder.is_dir():
+        raise UsageError(f"DIR must be a folder, got {folder}")
+    found = {path: read_json(path) for path in sorted(folder.glob("*.json")) if _is_ours(path)}
+    if not found:
+        raise UsageError(f"{folder} must hold JSON of `dct-bench kernels`, found none")
+    results = [result for content in found.values() for result in content["results"]]
+    about = [
+        f"{path.name}: {made['gpu'] or made['cpu']}, torch {made['torch']}, {made['date']}"
+        for path, made in ((path, content["provenance"]) for path, content in found.items())
+    ]
+    return results, about
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        content = read_json(path)
+    except UsageError:
+        return False
+    results = content.get("results")
+    return bool(results) and {"op", "case", "ms", "bytes"} <= set(results[0])
+
+
+def _largest(results: list[dict]) -> list[dict]:
+    most = max(result["numel"] for result in results)
+    return [result for result in results if result["numel"] == most]
+
+
+def _densest_first(results: list[dict]) -> list[dict]:
+    """Of one density, the one measured at most sizes."""
+    densities = [result["density"] for result in results]
+    usual = max(set(densities), key=densities.count)
+    return [result for result in results if result["density"] == usual]
+
+
+def _of_copy(axes: Axes, case: str, results: list[dict]) -> None:
+    ms = results[0]["ms"]
+    copy = min(ms[name]["median"] for name in (COPY, COPY_KERNEL) if name in ms)
+    names = [name for name in ms if name != COPY]
+    axes.barh(names, [100 * copy / ms[name]["median"] for name in names])
+    axes.axvline(100, color="black", linewidth=1)
+    axes.set(title=case, xlabel="% of a copy of the same bytes")
+
+
+def _over(key: str, label: str) -> Callable[[Axes, str, list[dict]], None]:
+    def draw(axes: Axes, case: str, results: list[dict]) -> None:
+        for name in dict.fromkeys(name for result in results for name in result["ms"]):
+            points = sorted((r[key], r["ms"][name]) for r in results if name in r["ms"])
+            x = [value for value, _ in points]
+            style = "-" if name in OURS else "--"
+            axes.plot(x, [ms["median"] for _, ms in points], style, marker="o", label=name)
+            low, high = [ms["q20"] for _, ms in points], [ms["q80"] for _, ms in points]
+            axes.fill_between(x, low, high, alpha=0.15)
+        axes.set(title=case, xlabel=label, ylabel="ms", xscale="log", yscale="log")
+        axes.legend(fontsize="x-small")
+        axes.grid(alpha=0.3)
+
+    return draw
+
+
+def _save(
+    path: Path,
+    results: list[dict],
+    draw: Callable[[Axes, str, list[dict]], None],
+    select: Callable[[list[dict]], list[dict]],
+) -> None:
+    """A panel per op and case; of rows, per width."""
+    cases: dict[str, list[dict]] = {}
+    for result in results:
+        case = result["case"].partition("], k=")[0].partition(", ")
+        row = result["op"].startswith("row_")
+        detail = f"width {case[2]}" if row else result["case"]
+        cases.setdefault(f"{result['op']}\n{detail}", []).append(result)
+    columns = min(len(cases), 4)
+    rows = -(-len(cases) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in panels:
+        axes.set_visible(False)
+    for axes, (case, of_case) in zip(figure.axes, cases.items(), strict=False):
+        axes.set_visible(True)
+        draw(axes, case, select(of_case))
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,100 @@
+"""dct-bench kernels and report: all that is asked for is measured; what is wrong is not timed."""
+
+import json
+
+import pytest
+import torch
+
+from dct_bench import cli, kernel_cases, kernel_peers, kernels
+
+
+@pytest.fixture(autouse=True)
+def few_buffers(monkeypatch):
+    monkeypatch.setattr(kernel_cases, "COLD_BYTES", 1)
+
+
+def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
+    command = ["kernels", "--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
+    command += ["--row-widths", "64", "--rounds", "1", "--json", str(tmp_path / "k.json")]
+    assert cli.main(command) == 0
+    assert cli.main(["report", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "k.json").read_text())["results"]
+    assert {result["op"] for result in results} == set(kernels.TIMED)
+    assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
+    peers = {name for result in results for name in result["ms"]}
+    assert peers >= {"copy", "eager", "topk", "dgc", "random-k", "bf16 cast", "torch.topk"}
+    for result in results:
+        assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"k.json", "report.md", "of_copy.png", "by_size.png", "by_density.png"}
+    table = (tmp_path / "report.md").read_text()
+    assert table.count("\n| ") == 1 + sum(len(result["ms"]) for result in results)
+
+
+def test_bytes_that_must_move():
+    case = kernel_cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
+    assert case.nbytes == 1000 * 12 + 100 * 4
+    case = kernel_cases.scatter_unpack("cpu", 1000, 0.1, 8)
+    assert case.nbytes == 1000 * 4 + 8 * 100 * 4
+    case = kernel_cases.row_pack("cpu", 10, 64, 0.05, False)
+    assert case.nbytes == 10 * (64 * 4 + 4 * 4 + 4)
+
+
+def test_a_backend_that_differs_is_not_timed():
+    case = kernel_cases.scatter_unpack("cpu", 1000, 0.1, 2)
+    good = kernel_cases.backends("cpu")["eager"]
+
+    class Wrong:
+        @staticmethod
+        def scatter_unpack(payloads, out, *rest):
+            status = good.scatter_unpack(payloads, out, *rest)
+            out[7] += 1
+            return status
+
+    with pytest.raises(SystemExit, match="wrong differs from eager"):
+        kernels._check(case, {"eager": good, "wrong": Wrong})
+
+
+@pytest.mark.parametrize("function", [kernel_peers.topk, kernel_peers.dgc, kernel_peers.random_k])
+def test_peers_conserve_and_are_dense_enough(function):
+    torch.manual_seed(0)
+    residual, grad, k = torch.randn(50_000), torch.randn(50_000), 500
+    accumulated = residual + grad
+    values, index = function(residual, grad, k)
+    residual[index] += values
+    assert torch.equal(residual, accumulated)
+    assert 0.75 * k <= index.numel() <= k
+
+
+def test_a_peer_that_loses_something_is_found():
+    residual, grad = [torch.randn(100)], [torch.randn(100)]
+
+    def lossy(i):
+        values, index = kernel_peers.topk(residual[i], grad[i], 10)
+        return values * 0.5, index
+
+    with pytest.raises(ValueError, match="not what was there"):
+        kernel_peers._compaction(lossy, residual, grad).check(0)
+
+
+def test_exact_top_k_finds_the_largest():
+    residual, grad = torch.zeros(1000), torch.randn(1000)
+    values, _ = kernel_peers.topk(residual, grad, 10)
+    assert torch.equal(values.abs().sort().values, grad.abs().sort().values[-10:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kernels", "--device", "cpu", "--graphs"], "--graphs must come with --device cuda"),
+        (["report", "/nowhere"], "must be a folder"),
+    ],
+)
+def test_wrong_arguments(arguments, said, capsys):
+    assert cli.main(arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_no_results(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "found none" in capsys.readouterr().err

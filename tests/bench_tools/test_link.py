@@ -1,0 +1,168 @@
+"""dct-bench link, end to end: on loopback anywhere, in namespaces where there is root."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dct_bench import cli, namespaces
+from dct_bench.namespaces import Loopback, Namespaces
+from dct_bench.ranks import RankError, Ranks
+from dct_dlrm.features import UsageError
+
+SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
+# Asked of the machine, not of the code under test: a container's root may still not be allowed to.
+PROBE = """
+set -e
+ip netns add dctprobe
+trap 'ip netns del dctprobe' EXIT
+ip -n dctprobe link add name left type veth peer name right
+ip -n dctprobe link add name middle type bridge
+tc -n dctprobe qdisc add dev left root tbf rate 1gbit burst 15000b latency 50ms
+"""
+probed = subprocess.run(["sh", "-c", PROBE], capture_output=True, text=True)
+needs_root = pytest.mark.skipif(
+    probed.returncode != 0, reason=f"no namespaces or tbf here: {probed.stderr.strip()}"
+)
+
+
+def _ours():
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split() if name.startswith(namespaces.PREFIX)]
+
+
+def _check(result, rates):
+    """Bytes against arithmetic that shares no code with the benchmark."""
+    numel = result["model"]["parameters"]
+    assert [(link["ranks"], link["rate"]) for link in result["links"]] == [(2, r) for r in rates]
+    assert [cell["failed"] for cell in result["cells"]] == [None] * (2 * len(rates))
+    for cell in result["cells"]:
+        low, median, high = cell["step_ms"]
+        assert 0 < low <= median <= high
+        assert min(cell["phases_ms"].values()) >= 0 and cell["phases_ms"]["wire"] > 0
+        assert cell["steps"] == 15
+        if cell["mode"] == "dense":
+            assert cell["payload_bytes"] == 4 * numel  # a ring over 2 ranks
+        else:
+            assert cell["payload_bytes"] < 4 * numel / 50
+        assert cell["wire_bytes"] > cell["payload_bytes"]
+
+
+def test_loopback(tmp_path, capsys):
+    assert cli.main(["link", "--loopback", *SMALL, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "link.json").read_text())
+    _check(result, [None])
+    assert result["provenance"]["torch"] and result["options"]["density"] == 0.005
+    assert (tmp_path / "step_time.png").stat().st_size > 10_000
+    assert (tmp_path / "phases.png").stat().st_size > 10_000
+    assert "2 ranks, unlimited: a plain 64 MiB transfer ran at" in capsys.readouterr().out
+
+
+@needs_root
+def test_namespaces(tmp_path):
+    out = ["--out", str(tmp_path)]
+    assert cli.main(["link", "--rates", "500mbit,unlimited", *SMALL, *out]) == 0
+    result = json.loads((tmp_path / "link.json").read_text())
+    _check(result, [5e8, None])
+    # No more than the rate, however busy the machine; headers and acknowledgements off.
+    assert result["links"][0]["bits_per_second"] < 5e8
+    for cell in result["cells"]:
+        headers = 66 * cell["packets"]
+        assert cell["wire_bytes"] == pytest.approx(cell["payload_bytes"] + headers, rel=0.05)
+    assert _ours() == []
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_cleans_up(tmp_path, number):
+    process = _start_run(tmp_path)
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    assert process.stderr.read().endswith("dct-bench link: interrupted\n")
+    assert _ours() == []
+
+
+@needs_root
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    process = _start_run(tmp_path)
+    process.kill()
+    process.wait()
+    assert len(_ours()) == 3
+    with Namespaces(2):
+        assert len(_ours()) == 3
+    assert _ours() == []
+
+
+@needs_root
+def test_one_at_a_time():
+    with Namespaces(2), pytest.raises(UsageError, match="another run is at work"), Namespaces(2):
+        pass
+    assert _ours() == []
+
+
+def test_a_rank_that_dies_is_told_and_the_next_request_starts_new_ones():
+    options = {"batch_size": 4, "hash_size": 4, "embedding_dim": 2, "bottom": [4], "top": [4]}
+    with Loopback(2) as network, Ranks(network, 2, options) as ranks:
+        first = ranks.setup()
+        ranks._processes[1].kill()
+        with pytest.raises(RankError, match=r"a rank died|rank 1 died"):
+            ranks.ask(30, do="transfer")
+        assert ranks.ask(30, do="transfer")[1]["bits_per_second"] > 0
+        with pytest.raises(RankError, match=r"rank [01]: Traceback"):
+            ranks.ask(30, do="train", mode="no such mode", steps=1, seconds=1)
+        with pytest.raises(RankError, match=r"no answer from ranks \[0, 1\] in 0 s"):
+            ranks.ask(0, do="transfer")
+        assert ranks.setup() == first
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cli.main(["link", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "dct-bench link: needs the command `ip` (package iproute2) and the command `tc` (package "
+        "iproute2) and root, or --loopback (no rate limit)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--modes", "dense,sparse"], "argument --modes: must be some of dense,bf16,"),
+        (["--modes", "dct,dct"], "argument --modes: must be different ones, got 'dct,dct'"),
+        (["--ranks", "1"], "argument --ranks: must be an integer in [2, 64], got '1'"),
+        (["--top", "5-x"], "argument --top: must be integers >= 1 joined by '-'"),
+        (["--seconds", "0"], "argument --seconds: must be a number > 0, got '0'"),
+    ],
+    ids=["mode", "twice", "ranks", "widths", "seconds"],
+)
+def test_wrong_arguments_are_named(arguments, text, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["link", *arguments])
+    assert exit_.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_loopback_refuses_a_rate(capsys):
+    assert cli.main(["link", "--loopback", "--rates", "1gbit"]) == 1
+    assert "--rates must be unlimited" in capsys.readouterr().err
+
+
+def _start_run(folder):
+    """A run that has its namespaces and would take minutes."""
+    command = [sys.executable, "-m", "dct_bench.cli", "link", "--rates", "1mbit"]
+    process = subprocess.Popen(
+        [*command, "--out", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(_ours()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    return process

@@ -1,0 +1,148 @@
+"""dct-bench scale: its output, its inputs, and the validation against a made-up run."""
+
+import json
+import math
+
+import pytest
+
+from dct_bench import cli, kernel_rates
+from dct_bench.cost_model import Cluster, Kernels, Link, Model
+from dct_bench.scale_validation import median_error, validate
+from dct_bench.shapes import dlrm
+from dct_dlrm.features import UsageError
+
+SIZES = {"hash_size": 100, "embedding_dim": 8, "bottom": [16], "top": [16]}
+FREE = Kernels(math.inf, math.inf, math.inf, "free")
+MODES = ("dense", "bf16", "powersgd1", "dct")
+
+
+def _cell(mode, rate, wire_ms, compute_ms=4.0):
+    phases = {"compute": compute_ms, "pack": 0.5, "wire": wire_ms, "unpack": 0.25}
+    total = sum(phases.values())
+    cell = {"ranks": 2, "rate": rate, "mode": mode, "failed": None, "payload_bytes": 1000.0}
+    return cell | {"step_ms": [total, total, total], "phases_ms": phases}
+
+
+def _run_of_the_model(alpha, rates):
+    """A link.json whose wire times are the model's own."""
+    model = Model(dlrm(**SIZES), 0.0, FREE, 0.005)
+    nowhere = Link(0.0, math.inf)
+    cells = [
+        _cell(
+            mode, rate, 1e3 * model.step(mode, Cluster(2, 1, Link(alpha, rate / 8), nowhere)).wire
+        )
+        for rate in rates
+        for mode in MODES
+    ]
+    return {
+        "provenance": {"cpu": "made up"},
+        "options": SIZES | {"density": 0.005},
+        "model": {"parameters": 1000},
+        "links": [{"ranks": 2, "rate": rate, "bits_per_second": rate} for rate in rates],
+        "cells": cells,
+    }
+
+
+def test_a_run_that_follows_the_model_is_predicted():
+    points = validate(_run_of_the_model(2e-4, [1e8, 1e9]))
+    assert len(points) == 8
+    assert [p.calibrating for p in points] == [False] * 4 + [True] * 4
+    assert all(abs(p.error) < 1e-9 for p in points)
+    assert median_error(points) < 1e-9
+
+
+def test_a_run_that_does_not_is_told():
+    run = _run_of_the_model(2e-4, [1e8, 1e9])
+    run["cells"][0]["step_ms"] = [0, 2 * run["cells"][0]["step_ms"][1], 0]
+    (wrong,) = [p for p in validate(run) if abs(p.error) > 1e-9]
+    assert wrong.error == pytest.approx(-0.5)
+
+
+def test_one_rate_cannot_validate():
+    with pytest.raises(UsageError, match="must have dct and two rates at least"):
+        validate(_run_of_the_model(2e-4, [1e9]))
+
+
+def test_validation_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "link.json").write_text(json.dumps(_run_of_the_model(2e-4, [1e8, 1e9])))
+    assert cli.main(["scale", "--validate", str(tmp_path / "link.json")]) == 0
+    assert "median error of the points that do not calibrate: 0 %" in capsys.readouterr().out
+
+
+def test_prediction(tmp_path, capsys):
+    arguments = ["scale", "--ranks", "2,64", "--rates", "1gbit,100gbit", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "compute: 5 ms, assumed, not measured" in shown and "kernels: assumed" in shown
+    result = json.loads((tmp_path / "scale.json").read_text())
+    assert len(result["steps"]) == 2 * 2 * 6
+    for step in result["steps"]:
+        parts = sum(step[phase] for phase in ("compute", "pack", "wire", "unpack"))
+        assert step["seconds"] == pytest.approx(parts)
+    assert result["union_density"]["2"] == pytest.approx(2 * 0.005 - 0.005**2)
+    assert (tmp_path / "step_time.png").stat().st_size > 10_000
+    assert (tmp_path / "break_even.png").stat().st_size > 10_000
+
+
+def test_measured_kernels_are_named(tmp_path, capsys):
+    (tmp_path / "link.json").write_text(json.dumps(_run_of_the_model(2e-4, [1e8, 1e9])))
+    kernels = ["--kernels", str(tmp_path / "link.json"), "--compute-ms", "3"]
+    assert cli.main(["scale", *kernels, "--ranks", "2", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels: measured: dct-bench link's pack and unpack" in shown
+    assert "compute: 3 ms, as given" in shown
+
+
+def test_rates_of_a_link_run():
+    path_free = kernel_rates._of_link(_run_of_the_model(2e-4, [1e8, 1e9]))
+    assert path_free.mask_pack == 1e3 * 12 * 1000 / 0.5
+    assert path_free.scatter_unpack == 1e3 * (4 * 1000 + 2 * 1000) / 0.25
+
+
+def test_rates_of_the_microbenchmark(tmp_path):
+    def result(op, case, numel, nbytes, cpp, copy):
+        ms = {name: {"median": of} for name, of in (("copy", copy), ("eager", 99.0), ("cpp", cpp))}
+        return {"op": op, "case": case, "numel": numel, "bytes": nbytes, "ms": ms}
+
+    results = [
+        result("mask_pack", "float32 grad, float32 values", 2000, 1, 1.0, 1.0),
+        result("mask_pack", "float32 grad, bfloat16 values", 2000, 2e6, 4.0, 2.0),
+        result("mask_pack", "float32 grad, bfloat16 values", 1000, 1, 1.0, 1.0),
+        result("scatter_unpack", "P=2", 2000, 3e6, 1.0, 1.0),
+        result("scatter_unpack", "P=8", 2000, 1, 1.0, 1.0),
+    ]
+    about = {"device": "cpu", "provenance": {"cpu": "a CPU", "gpu": None}}
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(about | {"results": results}))
+    kernels = kernel_rates.load(path)
+    assert (kernels.copy, kernels.mask_pack, kernels.scatter_unpack) == (1e9, 5e8, 3e9)
+    assert kernels.source == "measured: dct-bench kernels, cpp, 2,000 elements, a CPU"
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("not json", "must be a JSON file"),
+        ("[]", "must be a JSON object"),
+        ("{}", "must be the JSON of"),
+    ],
+    ids=["text", "list", "empty"],
+)
+def test_other_files_are_refused(tmp_path, capsys, content, text):
+    path = tmp_path / "kernels.json"
+    path.write_text(content)
+    assert cli.main(["scale", "--kernels", str(path), "--out", str(tmp_path)]) == 1
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--ranks", "12", "--gpus-per-node", "8"], "--ranks must be multiples of"),
+        (["--rates", "unlimited"], "--rates must be numbers here, got unlimited"),
+    ],
+    ids=["ranks", "rates"],
+)
+def test_what_cannot_be_predicted_is_refused(tmp_path, capsys, arguments, text):
+    assert cli.main(["scale", *arguments, "--out", str(tmp_path)]) == 1
+    assert text in capsys.readouterr().err
