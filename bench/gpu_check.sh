@@ -21,14 +21,14 @@ set -uo pipefail
 # stage                  seconds   command (the sum of the seconds stays below 540)
 STAGES='
 environment                   15   python bench/gpu/environment.py $OUT
-build                         80   python bench/gpu/build.py
+build                         95   python bench/gpu/build.py
 conformance_cuda              70   python bench/gpu/conformance.py cuda $OUT
-conformance_triton            50   python bench/gpu/conformance.py triton $OUT
+conformance_triton            45   python bench/gpu/conformance.py triton $OUT
 graphs                        20   python bench/gpu/graphs.py
 compile                       35   python bench/gpu/compile.py
-streams                       15   python bench/gpu/streams.py
+streams                       20   python bench/gpu/streams.py
 sanitizer_memcheck            30   sanitizer memcheck
-sanitizer_racecheck           30   sanitizer racecheck
+sanitizer_racecheck           25   sanitizer racecheck
 sanitizer_initcheck           25   sanitizer initcheck
 sanitizer_synccheck           25   sanitizer synccheck
 large                         20   python bench/gpu/large.py
@@ -72,13 +72,15 @@ esac
 mkdir -p "$1" || exit 2
 OUT=$(realpath "$1")
 SELF=$(realpath "$0")
+PYTHON=$(command -v "${PYTHON:-python3}") || { echo "gpu_check.sh: there is no Python" >&2; exit 2; }
+PYTHON=$(realpath --no-symlinks "$PYTHON")  # a virtual environment's is a link
 shift
 cd "$(dirname "$SELF")/.." || exit 2
-PYTHON=${PYTHON:-python3}
+PATH=$(dirname "$PYTHON"):$PATH  # its ninja
 # The nvcc on PATH may be a link or a script: it tells itself where its toolkit is.
 TOOLKIT=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
 [[ -n ${CUDA_HOME:-} || -z $TOOLKIT ]] || CUDA_HOME=$(realpath "$TOOLKIT")
-export OUT PYTHON ${CUDA_HOME:+CUDA_HOME} PYTHONUNBUFFERED=1
+export OUT PATH PYTHON ${CUDA_HOME:+CUDA_HOME} PYTHONUNBUFFERED=1
 
 for stage in "$@"; do
   grep -q "^$stage " <<<"$STAGES" || { echo "gpu_check.sh: no stage $stage; --help tells" >&2; exit 2; }
@@ -89,7 +91,7 @@ failed=0
 while read -r stage limit command; do
   [[ -z $stage || ($# -gt 0 && " $* " != *" $stage "*) ]] && continue
   start=$EPOCHREALTIME
-  timeout --kill-after 5 "$limit" "$BASH" "$SELF" --stage "$command" </dev/null >"$OUT/$stage.log" 2>&1
+  timeout --signal INT --kill-after 10 "$limit" "$BASH" "$SELF" --stage "$command" </dev/null >"$OUT/$stage.log" 2>&1
   rc=$?
   ((rc == 0)) || failed=$((failed + 1))
   "$PYTHON" bench/gpu/summary.py "$OUT" "$stage" "$rc" "$limit" "$start" "$EPOCHREALTIME"

@@ -5,7 +5,6 @@ metadata checks trace under torch.compile; `memory` looks at addresses and conte
 only when the op runs.
 """
 
-import math
 from typing import NoReturn
 
 import torch
@@ -35,7 +34,7 @@ def require_int(op: str, arg: str, value: int, low: int, high: int) -> None:
 def require_density(op: str, density: float) -> None:
     if not isinstance(density, (float, int, torch.SymFloat)) or isinstance(density, bool):
         fail(op, "density", "a number", type(density).__name__, TypeError)
-    if math.isnan(density) or density <= 0 or density > 1:
+    if not 0 < density <= 1:  # false of a NaN as well
         fail(op, "density", "in (0, 1]", density)
 
 

@@ -4,11 +4,13 @@ python bench/gpu/build.py
 """
 
 import os
+import signal
 import subprocess
 import sys
 
 import torch
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # stopped at the stage's limit: no traceback
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 

@@ -133,12 +133,12 @@ def step(ops: SimpleNamespace, target: Tensor, reference: Tensor, out: Tensor, *
 def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
     """Equal bits, any NaN like any other."""
     return len(actual) == len(expected) and all(
-        torch.equal(_bits(a), _bits(e)) for a, e in zip(actual, expected, strict=True)
+        torch.equal(_bits(a.to(e.device)), _bits(e)) for a, e in zip(actual, expected, strict=True)
     )
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().contiguous()
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
     return tensor.view(torch.uint8)

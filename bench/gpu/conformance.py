@@ -10,7 +10,7 @@ import sys
 from common import ROOT, gpu_backends
 
 NEEDED = ("pytest", "hypothesis", "numpy")
-# Processes that share the GPU. More of them wait for each other; but Triton compiles most of the time.
+# Processes that share the GPU, and wait for each other if they are many. Triton mostly compiles.
 WORKERS = {"cuda": 6, "triton": 12}
 
 

@@ -40,9 +40,9 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Deep Gradient Compression's sampled top-k with its adaptation loop.
 
     After github.com/synxlin/deep-gradient-compression, dgc/compression.py, without its momentum
-    correction: a strided sample of 1 %, its top-k's smallest as threshold, up to 10 rounds that
-    raise it by 1.3 or lower it by 0.8 until between 0.8 k and 1.3 k entries pass. Every round reads
-    the tensor and asks the host.
+    correction: a strided sample of 1 %, its top-k's smallest as threshold; up to 10 rounds lower it
+    by 0.8 while fewer than 0.8 k entries pass, and a second top-k, of what passes, follows where
+    more than 1.3 k do. Every round reads the tensor and asks the host.
     """
     residual += grad
     importance = residual.abs()
@@ -55,14 +55,13 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     threshold = torch.topk(samples, sample_k, sorted=False).values.min()
     index = (importance >= threshold).nonzero().flatten()
     for _ in range(10):
-        if index.numel() > 1.3 * k:
-            threshold = threshold * 1.3
-        elif index.numel() < 0.8 * k:
-            threshold = threshold * 0.8
-        else:
+        if index.numel() >= 0.8 * k:
             break
+        threshold = threshold * 0.8
         index = (importance >= threshold).nonzero().flatten()
-    return _take(residual, index[:k])
+    if index.numel() > 1.3 * k:
+        index = index[torch.topk(importance[index], k, sorted=False).indices]
+    return _take(residual, index)
 
 
 def compaction(

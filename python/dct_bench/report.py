@@ -55,7 +55,13 @@ def _load(folder: Path) -> tuple[list[dict], list[str]]:
     found = {path: read_json(path) for path in sorted(folder.glob("*.json")) if _is_ours(path)}
     if not found:
         raise UsageError(f"{folder} must hold JSON of `dct-bench kernels`, found none")
-    results = [result for content in found.values() for result in content["results"]]
+    # Each once: what was replayed from a graph was measured without one as well.
+    results = [
+        result
+        for content in found.values()
+        for result in content["results"]
+        if not result.get("graphs")
+    ]
     about = [
         f"{path.name}: {made['gpu'] or made['cpu']}, torch {made['torch']}, {made['date']}"
         for path, made in ((path, content["provenance"]) for path, content in found.items())

@@ -63,7 +63,7 @@ def test_peers_conserve_and_are_dense_enough(function):
     values, index = function(residual, grad, k)
     residual[index] += values
     assert torch.equal(residual, accumulated)
-    assert 0.75 * k <= index.numel() <= k
+    assert 0.75 * k <= index.numel() <= 1.3 * k
 
 
 def test_a_peer_that_loses_something_is_found():

@@ -33,6 +33,15 @@ def step(residual, grad, segments, threshold, payload, seen, out, capacity, targ
     return reference, status, residual + out
 
 
+def test_a_density_that_is_an_argument():
+    """Dynamo makes it symbolic: the checks must be traceable, and still check."""
+    compiled = torch.compile(sample_threshold, fullgraph=True, dynamic=True)
+    x, segments = samples.normal(1000), torch.tensor([0, 1000])
+    for density in (0.01, 0.5, 1.0):
+        expected = sample_threshold(x, None, segments, density)
+        assert torch.equal(compiled(x, None, segments, density), expected)
+
+
 def step_arguments(numel, capacity, count):
     nbytes = payload_layout(numel, capacity, torch.bfloat16).nbytes
     return (
