@@ -10,9 +10,9 @@ from dct_parallel.compressor import POLICIES
 from .modes import MODES, START_STEP
 
 DESCRIPTION = """\
-Train DLRM, a click model, data-parallel with several ways of averaging gradients, and compare
-quality, bytes on the wire and step time. All modes of a seed start from the same weights and see
-the same batches. At the end of a run the weights of all ranks must be equal, bit for bit.
+Train DLRM, a click model, with several ways of exchanging gradients, and compare quality, bytes on
+the wire and step time. All modes of a seed start from the same weights and see the same batches. At
+the end of a run all weights that several ranks have must be equal, bit for bit.
 """
 EPILOG = """\
 examples:
@@ -22,6 +22,8 @@ examples:
       every mode, mean and spread of 3 seeds
   dct-train --data train.txt.gz --hash-size 100000
       Criteo's file
+  dct-train --parallel hybrid --mp-density 0.05
+      embedding tables sharded over the ranks; DCT on their rows and on the MLPs' gradients
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
@@ -81,22 +83,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="learning rate of SGD",
     )
     training.add_argument(
+        "--embedding-lr",
+        type=_number(float, lambda x: 0 < x < math.inf, "a number > 0"),
+        metavar="LR",
+        help="learning rate of the embedding tables; without it, that of all",
+    )
+    training.add_argument(
         "--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1"
     )
 
-    exchange = parser.add_argument_group("gradient exchange")
+    exchange = parser.add_argument_group("exchange between ranks")
+    exchange.add_argument(
+        "--parallel",
+        choices=("data", "hybrid"),
+        default="data",
+        help="every rank has all weights, or the MLPs and its share of the embedding tables: then "
+        "pooled embeddings cross forward and their gradients back",
+    )
     exchange.add_argument(
         "--modes",
         type=_modes,
         default="dense,dct",
-        help=f"some of {','.join(MODES)}: float32 all-reduce, bfloat16 all-reduce, PowerSGD of "
-        f"rank 1, DCT; the last two compress from step {START_STEP} on",
+        help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
+        f"PowerSGD of rank 1, DCT; the last two compress from step {START_STEP} on. Pooled "
+        "embeddings: as float32, bfloat16, float32, DCT",
     )
     exchange.add_argument(
         "--density",
         type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         default=0.005,
         help="DCT: fraction of each large parameter's entries sent per step",
+    )
+    exchange.add_argument(
+        "--mp-density",
+        type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        default=0.05,
+        help="hybrid, DCT: fraction of a sample's pooled embeddings sent, and of their gradients",
     )
     exchange.add_argument(
         "--refresh-every",

@@ -9,7 +9,9 @@ from rich.console import Console
 
 from . import plot, progress, report
 from .dataset import Dataset, load
+from .features import table_rows
 from .loop import Run, gather_rows, run, score
+from .sharding import describe, shard_tables
 
 PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
 
@@ -22,6 +24,8 @@ def compare(options: argparse.Namespace) -> None:
         if data.warning is not None:
             console.print(data.warning, style="yellow", markup=False)
         console.print(_heading(data), markup=False)
+        if options.parallel == "hybrid":
+            console.print(_plan(options), markup=False, highlight=False)
     runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
     for seed in range(options.seeds):
         for mode in options.modes:
@@ -66,6 +70,11 @@ def _heading(data: Dataset) -> str:
         f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
         f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps an epoch"
     )
+
+
+def _plan(options: argparse.Namespace) -> str:
+    rows = table_rows(options.hash_size)
+    return describe(shard_tables(rows, dist.get_world_size()), rows)
 
 
 def _console() -> Console:

@@ -10,16 +10,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from sklearn.metrics import log_loss, roc_auc_score
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import WireMeter
 from dct_parallel.history import RECENT_STEPS
 
 from .dataset import Dataset
+from .exchange import EXCHANGES
 from .features import Rows, UsageError, table_rows
+from .hybrid import HybridDLRM
 from .model import DLRM
 from .modes import FIXED_DENSITY, MODES, START_STEP
+from .sharding import shard_tables
+from .traffic import Traffic
 
 TEST_BATCH = 8192
 
@@ -37,6 +41,7 @@ class Run:
         step_ms: float64 [steps], this rank's time from batch to updated weights.
         wire_bytes: float64 [steps], sent by this rank in all collectives.
         density: (step, mean since the step before it in this list) pairs.
+        purposes: hybrid only: the parts of wire_bytes, see `Traffic`; float64 [steps] each.
     """
 
     seed: int
@@ -47,6 +52,7 @@ class Run:
     step_ms: np.ndarray
     wire_bytes: np.ndarray
     density: list[tuple[int, float]]
+    purposes: dict[str, np.ndarray]
 
     def summary(self) -> dict[str, object]:
         """The numbers of this run, from the steps after compression starts; JSON."""
@@ -58,6 +64,10 @@ class Run:
             "wire_bytes_per_step_per_rank": float(np.mean(self.wire_bytes[START_STEP:])),
             "density_mean": self.density_mean,
             "ranks_equal": True,  # a run in which they differ raises
+            **{
+                f"{purpose}_bytes_per_step_per_rank": float(np.mean(sent[START_STEP:]))
+                for purpose, sent in self.purposes.items()
+            },
         }
 
 
@@ -68,9 +78,23 @@ def run(
     options: argparse.Namespace,
     on_step: Callable[[float], None],
 ) -> Run:
-    """Train and test. Collective: every rank calls it with the same arguments but its own rows.
+    """Train and test. Collective: every rank calls it with the same arguments but its own rows."""
+    model, result = train(mode, seed, data, options, on_step)
+    auc, bce = test(model, data)
+    return dataclasses.replace(result, auc=auc, log_loss=bce)
 
-    Runs of one seed start from the same weights and see the same batches, whatever the mode.
+
+def train(
+    mode: str,
+    seed: int,
+    data: Dataset,
+    options: argparse.Namespace,
+    on_step: Callable[[float], None],
+) -> tuple[nn.Module, Run]:
+    """The model, and all of its run but the scores. Collective.
+
+    Runs of one seed start from the same weights and see the same batches, whatever the mode and
+    parallelism.
 
     Args:
         on_step: called with this rank's loss after every step.
@@ -81,21 +105,25 @@ def run(
     """
     torch.manual_seed(seed)
     model = DLRM(table_rows(options.hash_size), options.embedding_dim, options.bottom, options.top)
-    ddp = DistributedDataParallel(
-        model, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
-    )
+    if options.parallel == "hybrid":
+        plan = shard_tables(table_rows(options.hash_size), dist.get_world_size())
+        model = HybridDLRM(model, plan, EXCHANGES[mode](options))
+        ddp = model.mlps = _replicated(model.mlps, options)
+    else:
+        ddp = model = _replicated(model, options)
     state = MODES[mode](ddp, options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr, fused=True)
+    optimizer = torch.optim.SGD(_parameter_groups(model, options), lr=options.lr, fused=True)
     steps_per_epoch = data.description["steps_per_epoch"]
     total = options.epochs * steps_per_epoch
-    losses, step_ms, wire_bytes = np.empty((3, total))
+    losses, step_ms = np.empty((2, total))
     density: list[tuple[int, float]] = []
     batches = _batches(data.train, seed, steps_per_epoch, options)
-    with WireMeter() as meter:
+    with Traffic(model) as traffic:
         for step, batch in enumerate(batches):
             start = time.perf_counter()
             optimizer.zero_grad()
-            logits = ddp(batch.ints, batch.ids)
+            logits = model(batch.ints, batch.ids)
+            traffic.forward_done()
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
@@ -103,24 +131,41 @@ def run(
             # Windows that end with the last step, so that their means make up the mean of all.
             if state is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
                 density.append((step + 1, state.stats()["density"]))
-            wire_bytes[step] = meter.take()
+            traffic.step_done()
             losses[step] = loss.item()
             if not np.isfinite(losses[step]):
                 got = f"{options.lr}: {losses[step]} at step {step}, {mode}, seed {seed}"
                 raise UsageError(f"--lr must be so small that the loss stays finite, got {got}")
             on_step(losses[step])
-    _check_equal(model)
-    auc, bce = _test(model, data.test)
-    return Run(
+    _check_equal(ddp)
+    return model, Run(
         seed,
-        auc,
-        bce,
+        None,
+        None,
         FIXED_DENSITY.get(mode) if state is None else _mean_density(density),
         _mean_over_ranks(losses),
         step_ms,
-        wire_bytes,
+        np.array(traffic.wire, dtype=float),
         density,
+        {purpose: np.array(sent, dtype=float) for purpose, sent in traffic.purposes.items()},
     )
+
+
+@torch.no_grad()
+def test(model: nn.Module, data: Dataset) -> tuple[float | None, float | None]:
+    """(AUC, log loss) over the test rows of all ranks, on rank 0; None elsewhere. Collective."""
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(data.test))
+    # A hybrid model needs as many rows on every rank: any others do, and are cut off again.
+    filler = data.train.take(torch.zeros(max(counts) - len(data.test), dtype=torch.int64))
+    padded = Rows.concatenate([data.test, filler])
+    logits = [torch.empty(0)]
+    for index in torch.arange(len(padded)).split(TEST_BATCH):
+        rows = padded.take(index)
+        logits.append(model(rows.ints, rows.ids))
+    probability = torch.sigmoid(torch.cat(logits)[: len(data.test)].double())
+    gathered = gather_rows(torch.stack([data.test.labels, probability], dim=1).numpy())
+    return (None, None) if gathered is None else score(gathered[:, 0], gathered[:, 1])
 
 
 def score(labels: np.ndarray, probability: np.ndarray) -> tuple[float, float]:
@@ -134,6 +179,20 @@ def gather_rows(local: np.ndarray) -> np.ndarray | None:
     parts = [None] * dist.get_world_size() if first else None
     dist.gather_object(local, parts, dst=0)
     return np.concatenate(parts) if first else None
+
+
+def _parameter_groups(model: nn.Module, options: argparse.Namespace) -> list[dict]:
+    """Tables have a learning rate of their own: few samples of a batch touch a row of theirs."""
+    named = dict(model.named_parameters())
+    tables = [named[name] for name in named if "tables." in name]
+    others = [named[name] for name in named if "tables." not in name]
+    return [{"params": tables, "lr": options.embedding_lr or options.lr}, {"params": others}]
+
+
+def _replicated(module: nn.Module, options: argparse.Namespace) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        module, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
+    )
 
 
 def _batches(
@@ -158,7 +217,7 @@ def _mean_over_ranks(values: np.ndarray) -> np.ndarray:
     return (mean / dist.get_world_size()).numpy()
 
 
-def _check_equal(model: torch.nn.Module) -> None:
+def _check_equal(model: nn.Module) -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -167,15 +226,3 @@ def _check_equal(model: torch.nn.Module) -> None:
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise RuntimeError(f"weights must be equal on all ranks, got others on ranks {different}")
-
-
-@torch.no_grad()
-def _test(model: DLRM, test: Rows) -> tuple[float | None, float | None]:
-    """(AUC, log loss) over the test rows of all ranks, on rank 0; None elsewhere."""
-    logits = [torch.empty(0)]
-    for index in torch.arange(len(test)).split(TEST_BATCH):
-        rows = test.take(index)
-        logits.append(model(rows.ints, rows.ids))
-    probability = torch.sigmoid(torch.cat(logits).double())
-    gathered = gather_rows(torch.stack([test.labels, probability], dim=1).numpy())
-    return (None, None) if gathered is None else score(gathered[:, 0], gathered[:, 1])

@@ -35,7 +35,8 @@ class DLRM(nn.Module):
         self.bottom = nn.Sequential(*_layers([INTS, *bottom, embedding_dim]))
         self.top = nn.Sequential(*_layers([embedding_dim + interactions, *top, 1])[:-1])
         below = torch.tril_indices(vectors, vectors, offset=-1)
-        self.register_buffer("_pairs", below[0] * vectors + below[1], persistent=False)
+        # Not a buffer: DDP would broadcast it in every step.
+        self._pairs = below[0] * vectors + below[1]
         for table in self.tables:
             bound = math.sqrt(1 / table.num_embeddings)
             nn.init.uniform_(table.weight, -bound, bound)
@@ -46,14 +47,23 @@ class DLRM(nn.Module):
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
         """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        return self.interact(ints, look_up(self.tables, ids))
+
+    def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [batch] of integers and embeddings float32 [batch, tables, embedding_dim]."""
         dense = self.bottom(ints)
-        columns = ids.t().contiguous()
-        embedded = [table(column) for table, column in zip(self.tables, columns, strict=True)]
-        vectors = torch.stack([dense, *embedded], dim=1)
+        vectors = torch.cat([dense.unsqueeze(1), embedded], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         # One product per unordered pair, none of a vector with itself.
         pairs = products.index_select(1, self._pairs)
         return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
+
+
+def look_up(tables: nn.ModuleList, ids: Tensor) -> Tensor:
+    """Embeddings [batch, tables, embedding_dim] of table rows int32 [batch, tables]."""
+    columns = ids.t().contiguous()
+    embedded = [table(column) for table, column in zip(tables, columns, strict=True)]
+    return torch.stack(embedded, dim=1)
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:

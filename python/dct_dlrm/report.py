@@ -77,6 +77,34 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
         table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}", "", "", "")
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
+    if all(run.purposes for of_mode in runs.values() for run in of_mode):
+        console.print(_purposes(runs))
+
+
+def _purposes(runs: Runs) -> Table:
+    """What the bytes of a hybrid run are for. Ids are no part of what modes compress."""
+    table = Table("bytes/step", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("ids", "MP forward", "MP backward", "fewer by", "DP", "fewer by"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def sent(mode: str, *purposes: str) -> float:
+        return sum(_mean(runs, mode, f"{name}_bytes_per_step_per_rank") for name in purposes)
+
+    def fewer(mode: str, *purposes: str) -> str:
+        dense = sent("dense", *purposes) if "dense" in runs else 0
+        return f"{dense / sent(mode, *purposes):.1f}x" if dense else "-"
+
+    for mode in runs:
+        table.add_row(
+            mode,
+            f"{sent(mode, 'ids'):,.0f}",
+            f"{sent(mode, 'mp_forward'):,.0f}",
+            f"{sent(mode, 'mp_backward'):,.0f}",
+            fewer(mode, "mp_forward", "mp_backward"),
+            f"{sent(mode, 'dp'):,.0f}",
+            fewer(mode, "dp"),
+        )
+    return table
 
 
 def _values(runs: Runs, mode: str, key: str) -> list[float]:

@@ -1,0 +1,259 @@
+"""Hybrid DLRM over densities of its pooled-embedding exchange, beside quantised rows.
+
+    python bench/mp_density.py --data ROWS.tsv --epochs 5 --batch-size 64 --seeds 3
+    python bench/mp_density.py --rows 1000000 --densities 0.25,0.0625 --out runs/generated
+
+All runs of a seed start from the same weights and see the same batches; the MLPs' gradients are
+averaged in float32, so that only the exchange of rows differs. Prints a table of bytes and scores;
+writes summary.json and density.png. --ablations adds, for each density:
+
+    fresh mask        the backward pass sends its own largest gradients, not those of the mask
+    one threshold     the largest entries of the whole batch cross, not those of every row
+    wide rows         a row is what all tables of a rank say of a sample, not one table's embedding
+    off at inference  the trained model, tested with all entries crossing
+
+The first two compute on whole tensors; their bytes are not counted. Other options, and --out, are
+those of dct-train.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dct_dlrm import arguments, dataset, loop, progress
+from dct_dlrm.exchange import EXCHANGES, Exchange, all_to_all, largest_entries, whole_rows
+from dct_dlrm.features import TABLES
+from dct_dlrm.launch import launch
+from dct_dlrm.modes import MODES
+from dct_parallel import pack, unpack
+from dct_parallel.rows import row_k
+
+VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
+WHOLE = whole_rows(torch.float32)
+
+
+class Int8(torch.autograd.Function):
+    """Rows as 8-bit integers and a float32 scale each, there and back."""
+
+    @staticmethod
+    def forward(ctx, x, splits, output_splits, group):
+        ctx.splits, ctx.output_splits, ctx.group = splits, output_splits, group
+        return Int8._cross(x, splits, output_splits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return Int8._cross(grad, ctx.output_splits, ctx.splits, ctx.group), None, None, None
+
+    @staticmethod
+    def _cross(x: Tensor, splits, output_splits, group) -> Tensor:
+        width = x.shape[1]
+        scale = x.abs().amax(1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / 127
+        integers = (x / scale).round().clamp(-127, 127).to(torch.int8)
+        message = torch.cat([integers.view(torch.uint8), scale.view(torch.uint8)], 1)
+        received = all_to_all(message, splits, output_splits, group)
+        scale = received[:, width:].clone().view(torch.float32)
+        return received[:, :width].clone().view(torch.int8) * scale
+
+
+class FreshMask(torch.autograd.Function):
+    """Nothing forward; of the gradient the k largest entries of every row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, k: int) -> Tensor:
+        ctx.k = k
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return unpack(*pack(grad, ctx.k, VALUE_DTYPE), grad.shape[1], grad.dtype), None
+
+
+def fresh_mask(density: float) -> Exchange:
+    def exchange(x, splits, output_splits, group):
+        k = row_k(x.shape[1], density)
+        kept = unpack(*pack(x.detach(), k, VALUE_DTYPE), x.shape[1], x.dtype)
+        sent = x + (kept - x).detach()  # the values of `kept`, the gradient of every entry
+        return FreshMask.apply(WHOLE(sent, splits, output_splits, group), k)
+
+    return exchange
+
+
+def one_threshold(density: float) -> Exchange:
+    def exchange(x, splits, output_splits, group):
+        size = x.detach().abs()
+        kept = row_k(x.shape[1], density) * len(x)
+        threshold = size.flatten().kthvalue(size.numel() - kept + 1).values
+        sent = (x * (size >= threshold)).to(VALUE_DTYPE)
+        return WHOLE(sent.to(x.dtype), splits, output_splits, group)
+
+    return exchange
+
+
+def wide_rows(density: float) -> Exchange:
+    packed = largest_entries(density)
+
+    def exchange(x, splits, output_splits, group):
+        tables, rest = divmod(TABLES, group.size())
+        if rest:
+            raise ValueError(f"wide rows need ranks that divide {TABLES}, got {group.size()}")
+        per_sample = [[count // tables for count in counts] for counts in (splits, output_splits)]
+        wide = x.reshape(-1, tables * x.shape[1])
+        return packed(wide, *per_sample, group).view(-1, x.shape[1])
+
+    return exchange
+
+
+class Variant(NamedTuple):
+    """One way of exchanging rows; `counted`: whether the bytes it sends are its own."""
+
+    exchange: Exchange
+    density: float | None = None
+    ablation: bool = False
+    counted: bool = True
+
+
+def variants(args: argparse.Namespace) -> dict[str, Variant]:
+    """Everything that is trained, by name, in the order of the table; uncompressed first."""
+    found = {
+        "float32": Variant(WHOLE),
+        "float16": Variant(whole_rows(torch.float16)),
+        "int8": Variant(Int8.apply),
+    }
+    for density in args.densities:
+        found[f"DCT {100 * density:.4g} %"] = Variant(largest_entries(density), density)
+    for density in [density for density in args.densities if args.ablations and density < 1]:
+        name = f"{100 * density:.4g} %, "
+        found[name + "fresh mask"] = Variant(fresh_mask(density), density, True, False)
+        found[name + "one threshold"] = Variant(one_threshold(density), density, True, False)
+        found[name + "wide rows"] = Variant(wide_rows(density), density, True)
+    return found
+
+
+def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
+    """All runs, on one rank."""
+    console = Console() if dist.get_rank() == 0 else None
+    data = dataset.load(options)
+    trained = variants(args)
+    for name, variant in trained.items():
+        EXCHANGES[name] = lambda options, exchange=variant.exchange: exchange
+        MODES[name] = MODES["dense"]
+    records = []
+    for seed in range(options.seeds):
+        for name, variant in trained.items():
+            steps = options.epochs * data.description["steps_per_epoch"]
+            with progress.bar(console, f"{name} seed {seed}", steps) as on_step:
+                model, run = loop.train(name, seed, data, options, on_step)
+            record = run.summary() | variant._asdict() | {"exchange": name}
+            record["auc"], record["log_loss"] = loop.test(model, data)
+            if args.ablations and variant.density:
+                model.exchange = WHOLE
+                record["auc_off"], record["log_loss_off"] = loop.test(model, data)
+            records.append(record)
+            if console is not None:
+                scores = f"AUC {record['auc']:.4f}, log loss {record['log_loss']:.4f}"
+                console.print(f"{name} seed {seed}: {scores}", highlight=False)
+    if console is not None:
+        write(options, data.description, records)
+        console.print(f"\n{table(records)}\n", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"in {options.out}: summary.json, density.png", style="dim")
+
+
+def exchanged(record: dict) -> float:
+    """Bytes of rows in a step, forward and backward."""
+    directions = ("mp_forward", "mp_backward")
+    return sum(record[f"{direction}_bytes_per_step_per_rank"] for direction in directions)
+
+
+def table(records: Sequence[dict]) -> str:
+    """Markdown: mean and standard deviation over seeds."""
+
+    def spread(runs: list[dict], key: str) -> str:
+        values = [run[key] for run in runs if run.get(key) is not None]
+        if not values:
+            return ""
+        deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        return f"{statistics.mean(values):.4f}{deviation}"
+
+    dense = exchanged(records[0])
+    lines = [
+        "| rows | bytes forward | backward | fewer by | AUC | log loss | AUC, off at inference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in by_exchange(records).items():
+        sent = ["", "", ""]
+        if runs[0]["counted"]:
+            forward, backward = (
+                f"{runs[0][f'mp_{direction}_bytes_per_step_per_rank']:,.0f}"
+                for direction in ("forward", "backward")
+            )
+            sent = [forward, backward, f"{dense / exchanged(runs[0]):.1f}x"]
+        cells = [name, *sent, *(spread(runs, key) for key in ("auc", "log_loss", "auc_off"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    ids = records[0]["ids_bytes_per_step_per_rank"]
+    return "\n".join([*lines, "", f"Beside it, {ids:,.0f} bytes of ids a step in every run."])
+
+
+def by_exchange(records: Sequence[dict]) -> dict[str, list[dict]]:
+    runs: dict[str, list[dict]] = {}
+    for record in records:
+        runs.setdefault(record["exchange"], []).append(record)
+    return runs
+
+
+def write(options: argparse.Namespace, description: dict, records: list[dict]) -> None:
+    """summary.json, and density.png: scores over bytes where those are counted."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = {key: str(value) for key, value in vars(options).items()}
+    config |= {"ranks": dist.get_world_size(), "torch": torch.__version__}
+    summary = {"config": config, "data": description, "runs": records}
+    Path(options.out, "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, key in zip(figure.subplots(1, 2), ("auc", "log_loss"), strict=True):
+        axes.set(xlabel="bytes of rows a step, forward and backward", xscale="log")
+        axes.set_ylabel(key.replace("_", " "))
+        curve = []
+        for name, runs in by_exchange(records).items():
+            if not runs[0]["counted"]:
+                continue
+            scores = [run[key] for run in runs]
+            mean, sent = statistics.mean(scores), exchanged(runs[0])
+            low, high = mean - min(scores), max(scores) - mean
+            axes.errorbar(
+                sent, mean, [[low], [high]], fmt="x" if runs[0]["ablation"] else "o", capsize=3
+            )
+            axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            if runs[0]["density"] and not runs[0]["ablation"]:
+                curve.append((sent, mean))
+        axes.plot(*zip(*curve, strict=True), color="gray", linewidth=0.8, zorder=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(options.out / "density.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--densities", default="1,0.5,0.25,0.125,0.0625", help="of a row")
+    parser.add_argument("--ablations", action="store_true", help="train the variants above, too")
+    args, rest = parser.parse_known_args()
+    args.densities = [float(density) for density in args.densities.split(",")]
+    options = arguments.parse(["--out", "runs/mp_density", *rest, "--parallel", "hybrid"])
+    launch(work, options.ranks, options, args)
+
+
+if __name__ == "__main__":
+    main()

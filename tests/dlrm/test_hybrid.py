@@ -1,0 +1,154 @@
+"""Hybrid parallelism is the data-parallel training with other traffic; the plan; the exchanges."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dct_dlrm import arguments, dataset, loop
+from dct_dlrm.exchange import EXCHANGES, largest_entries, whole_rows
+from dct_dlrm.features import UsageError, table_rows
+from dct_dlrm.hybrid import HybridDLRM
+from dct_dlrm.launch import launch
+from dct_dlrm.model import DLRM
+from dct_dlrm.sharding import describe, shard_tables
+
+SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
+SMALL += ["--bottom", "8", "--top", "32"]
+BATCH = 12
+ROWS = [40, 3, 7, 40, 5]  # five tables: no number of ranks divides them
+DIM = 4
+
+
+@pytest.mark.parametrize("ranks", range(1, 27))
+def test_a_plan_has_every_table_once_and_as_many_on_every_rank(ranks):
+    plan = shard_tables(table_rows(4000), ranks)
+    assert sorted(t for tables in plan for t in tables) == list(range(26))
+    counts = [len(tables) for tables in plan]
+    assert len(plan) == ranks and max(counts) - min(counts) <= 1
+
+
+def test_a_plan_balances_sizes():
+    rows = table_rows(4000)
+    for ranks in (2, 4):
+        loads = [sum(rows[t] for t in tables) for tables in shard_tables(rows, ranks)]
+        assert max(loads) < 1.1 * sum(rows) / ranks
+    # Largest first: 9 | 8 7, then the rest to the smaller sum while there is room.
+    assert shard_tables([9, 1, 8, 7], 2) == [[0, 1], [2, 3]]
+    assert shard_tables([5, 5, 5], 3) == [[0], [1], [2]]
+
+
+def test_a_plan_for_more_ranks_than_tables():
+    with pytest.raises(UsageError, match="--ranks must be at most 3, one table each, got 4"):
+        shard_tables([5, 5, 5], 4)
+
+
+def test_the_plan_is_printed():
+    assert describe([[0, 2], [1]], [1000, 20, 300]) == (
+        "rank 0: 2 tables, 1,300 rows: 0 2\nrank 1: 1 tables, 20 rows: 1"
+    )
+
+
+def _model():
+    torch.manual_seed(3)
+    return DLRM(ROWS, DIM, [6], [9])
+
+
+def _samples(rank):
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.stack([torch.randint(n, (BATCH,), generator=generator) for n in ROWS], 1)
+    ints = torch.randn(BATCH, 13, generator=generator)
+    return ints, ids.int(), torch.randint(2, (BATCH,), generator=generator).float()
+
+
+def _loss(model, samples):
+    ints, ids, labels = samples
+    return binary_cross_entropy_with_logits(model(ints, ids), labels)
+
+
+def _masked_model(density):
+    """One process's model of all ranks' samples, that zeroes what an exchange leaves out."""
+
+    class Masked(DLRM):
+        def interact(self, ints, embedded):
+            size = embedded.detach().abs()
+            kept = size.argsort(dim=2, descending=True, stable=True)[..., : int(density * DIM)]
+            return super().interact(ints, embedded * torch.zeros_like(size).scatter(2, kept, 1))
+
+    torch.manual_seed(3)
+    return Masked(ROWS, DIM, [6], [9])
+
+
+def _against_one_process(folder):
+    """Logits and the gradients of all weights, against one model that sees all samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = shard_tables(ROWS, ranks)
+    float32 = torch.float32
+    for density, exchange in (
+        (1.0, whole_rows(float32)),
+        (1.0, largest_entries(1.0, float32)),
+        (0.5, largest_entries(0.5, float32)),
+    ):
+        whole = _masked_model(density)
+        reference = torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean()
+        reference.backward()
+        model = HybridDLRM(_model(), plan, exchange)
+        assert len(model.tables) == len(plan[rank])
+        samples = _samples(rank)
+        torch.testing.assert_close(model(*samples[:2]), whole(*samples[:2]))
+        _loss(model, samples).backward()
+        for table, own in zip(plan[rank], model.tables, strict=True):
+            assert own.weight.grad.any()
+            torch.testing.assert_close(own.weight.grad, whole.tables[table].weight.grad)
+        for layers, replicated in ((whole.bottom, "bottom"), (whole.top, "top")):
+            for expected, weight in zip(
+                layers.parameters(),
+                getattr(model.mlps.model, replicated).parameters(),
+                strict=True,
+            ):
+                dist.all_reduce(weight.grad)  # what DDP does
+                torch.testing.assert_close(weight.grad / ranks, expected.grad)
+    Path(folder, f"done{rank}").touch()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_logits_and_gradients_are_those_of_one_process(ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        launch(_against_one_process, ranks, folder)
+        assert len(list(Path(folder).iterdir())) == ranks
+
+
+def _train(path, extra, exchange):
+    """What rank 0 has of a run, written to path."""
+    if exchange is not None:
+        EXCHANGES["dense"] = lambda options: largest_entries(*exchange)
+    options = arguments.parse([*SMALL, *extra])
+    result = loop.run("dense", 0, dataset.load(options), options, lambda loss: None)
+    if dist.get_rank() == 0:
+        torch.save((torch.from_numpy(result.loss), result.auc, result.log_loss), path)
+
+
+def _trained(tmp_path, *extra, exchange=None):
+    launch(_train, 2, tmp_path / "result", extra, exchange)
+    return torch.load(tmp_path / "result")
+
+
+def test_dense_hybrid_training_is_data_parallel_training(tmp_path):
+    """Sums of a table's gradients differ in their order, nothing else does."""
+    many = ("--epochs", "3", "--modes", "dense")
+    loss, auc, log_loss = _trained(tmp_path, *many)
+    hybrid_loss, *hybrid_scores = _trained(tmp_path, *many, "--parallel", "hybrid")
+    assert len(loss) == 27 and loss[0] != loss[-1]
+    assert hybrid_loss[0] == loss[0]
+    torch.testing.assert_close(hybrid_loss, loss, rtol=1e-5, atol=0)
+    assert hybrid_scores == pytest.approx([auc, log_loss], rel=1e-4)
+
+
+def test_density_one_in_float32_is_the_dense_exchange_bit_for_bit(tmp_path):
+    hybrid = ("--parallel", "hybrid", "--modes", "dense")
+    loss, *scores = _trained(tmp_path, *hybrid)
+    packed_loss, *packed_scores = _trained(tmp_path, *hybrid, exchange=(1.0, torch.float32))
+    assert torch.equal(loss, packed_loss) and scores == packed_scores
