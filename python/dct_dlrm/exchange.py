@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dct_parallel import all_to_all_rows
+from dct_parallel.row_exchange import GroupForBackward
 
 # (x [rows to all ranks, width], ordered by destination; how many go to each rank; how many come
 # from each; group) -> rows [from all ranks, width], ordered by source. Differentiable, collective.
@@ -44,13 +45,15 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, splits, output_splits, group):
-        ctx.splits, ctx.output_splits, ctx.group = splits, output_splits, group
+        ctx.splits, ctx.output_splits = splits, output_splits
+        ctx.group = GroupForBackward(group)
         return all_to_all(x, splits, output_splits, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return all_to_all(grad, ctx.output_splits, ctx.splits, ctx.group), None, None, None
+        group = ctx.group.get()
+        return all_to_all(grad, ctx.output_splits, ctx.splits, group), None, None, None
 
 
 def all_to_all(

@@ -17,7 +17,7 @@ from dct_kernels import _checks, row_gather
 from dct_kernels._rows import position_bytes
 
 from .exchange import all_gather
-from .row_exchange import agree, join, require_counts, require_rows, split
+from .row_exchange import GroupForBackward, agree, join, require_counts, require_rows, split
 from .rows import pack, row_k, unpack
 
 
@@ -99,13 +99,15 @@ class _Gather(torch.autograd.Function):
             parts.append(unpack(*packed, width, x.dtype))
             positions.append(packed[1])
         ctx.save_for_backward(*positions)
-        ctx.widths, ctx.ks, ctx.value_dtype, ctx.group = widths, ks, value_dtype, group
+        ctx.widths, ctx.ks, ctx.value_dtype = widths, ks, value_dtype
+        ctx.group = GroupForBackward(group)
         return torch.cat(parts, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rank, rows = ctx.group.rank(), grad.shape[0]
+        group = ctx.group.get()
+        rank, rows = group.rank(), grad.shape[0]
         parts = zip(grad.split(ctx.widths, 1), ctx.saved_tensors, ctx.ks, strict=True)
         sent = [row_gather(part.contiguous(), at, k, ctx.value_dtype) for part, at, k in parts]
         sizes = [rows * k for k in ctx.ks]
@@ -115,7 +117,7 @@ class _Gather(torch.autograd.Function):
             torch.cat([part.flatten() for part in sent]),
             [sizes[rank]] * len(sizes),
             sizes,
-            group=ctx.group,
+            group=group,
         )
         total = torch.zeros_like(received[0], dtype=torch.float32)
         for part in received:  # in rank order: the same bits every time

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from dct_kernels import _checks
 
-from .row_exchange import agree, join, require_counts, require_rows, split
+from .row_exchange import GroupForBackward, agree, join, require_counts, require_rows, split
 from .rows import pack, row_k, unpack
 
 
@@ -89,7 +89,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, positions, splits, output_splits, group):
-        ctx.splits, ctx.output_splits, ctx.group = splits, output_splits, group
+        ctx.splits, ctx.output_splits = splits, output_splits
+        ctx.group = GroupForBackward(group)
         sent = join(values, positions)
         received = sent.new_empty(sum(output_splits), sent.shape[1])
         dist.all_to_all_single(received, sent, output_splits, splits, group=group)
@@ -102,5 +103,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx, grad, _):
         returned = grad.new_empty(sum(ctx.splits), grad.shape[1])
         sent = grad.contiguous()
-        dist.all_to_all_single(returned, sent, ctx.splits, ctx.output_splits, group=ctx.group)
+        group = ctx.group.get()
+        dist.all_to_all_single(returned, sent, ctx.splits, ctx.output_splits, group=group)
         return returned, None, None, None, None

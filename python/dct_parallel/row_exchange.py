@@ -1,5 +1,6 @@
 """What every exchange of packed rows needs: one message of two tensors, and ranks that agree."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,24 @@ def split(message: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Te
     # contiguous() would leave a single row as it is: not aligned for value_dtype.
     values = message[:, :at].clone(memory_format=torch.contiguous_format)
     return values.view(value_dtype), message[:, at:].contiguous()
+
+
+class GroupForBackward:
+    """A process group as an autograd graph may hold it: weakly.
+
+    A graph often lives until the process exits. A group that it kept alive would join its threads
+    only then, when they can no longer enter Python, and the process aborts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def get(self) -> dist.ProcessGroup:
+        """The group; RuntimeError if it was destroyed since."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group must live until the backward pass is done")
+        return group
 
 
 def require_rows(op: str, x: Tensor) -> Tensor:

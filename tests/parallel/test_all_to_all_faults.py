@@ -1,14 +1,16 @@
 """all_to_all_rows where ranks disagree, err, die or stall: errors, no hangs."""
 
+import gc
 import os
 import re
+import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dct_parallel import all_to_all_rows
+from dct_parallel import all_gather_rows, all_to_all_rows
 from ranks import run_ranks
 
 
@@ -82,6 +84,7 @@ def test_errors_name_the_argument():
 
 def _dies(rank, when):
     x = torch.randn(2, 8, requires_grad=True)
+    dist.barrier()  # who dies earlier is missed while the ranks still connect to each other
     if when == "forward" and rank == 1:
         os._exit(7)
     y = all_to_all_rows(x, [1, 1], density=0.5)
@@ -95,6 +98,28 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(when):
     # Not -9: the survivor ended by itself.
     with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*all_to_all_single"):
         run_ranks(_dies, 2, when)
+
+
+def _outlives_its_group(rank):
+    group = dist.new_group([0])
+    x = torch.randn(3, 8, requires_grad=True)
+    for exchange in (
+        lambda group: all_to_all_rows(x, [3], density=0.5, group=group),
+        lambda group: all_gather_rows(x, density=0.5, group=group),
+    ):
+        exchange(group).sum().backward()
+    kept, y = weakref.ref(group), exchange(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="must live until the backward pass"):
+        y.sum().backward()
+
+
+def test_a_graph_does_not_keep_its_group():
+    """Kept until the process exits, its threads would make that an abort."""
+    run_ranks(_outlives_its_group, 1)
 
 
 def _stalls(rank):

@@ -1,0 +1,99 @@
+"""dct-train --parallel hybrid end to end: bytes of every purpose by formula, learning rates."""
+
+import json
+
+import pytest
+import torch
+
+from dct_dlrm import arguments, dataset, loop
+from dct_dlrm.features import table_rows
+from dct_dlrm.launch import launch
+from dct_dlrm.model import DLRM
+from dct_dlrm.train import main
+
+RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8
+LINEARS = [(16, 13), (DIM, 16), (64, DIM + 27 * 26 // 2), (1, 64)]
+PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{mode: its run}."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    command = ["--parallel", "hybrid", "--modes", "dense,bf16,powersgd,dct", "--rows", "1500"]
+    command += ["--batch-size", str(BATCH), "--embedding-dim", str(DIM), "--hash-size", "50"]
+    command += ["--bottom", "16", "--top", "64", "--mp-density", "0.25", "--out", str(folder)]
+    assert main(command) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    return {mode: runs[0] for mode, runs in summary["modes"].items()}
+
+
+def _sent(run):
+    return {purpose: run[f"{purpose}_bytes_per_step_per_rank"] for purpose in PURPOSES}
+
+
+def test_bytes_by_formula(results):
+    """A rank sends the other ids of 13 tables, and as many embeddings of every sample."""
+    rows = 13 * BATCH
+    numel = sum(out * (inputs + 1) for out, inputs in LINEARS)
+    sent = {mode: _sent(run) for mode, run in results.items()}
+    whole = rows * DIM
+    assert sent["dense"] == {
+        "ids": 4 * rows,
+        "mp_forward": 4 * whole,
+        "mp_backward": 4 * whole,
+        "dp": 4 * numel,
+    }
+    assert sent["bf16"] == {
+        "ids": 4 * rows,
+        "mp_forward": 2 * whole,
+        "mp_backward": 2 * whole,
+        "dp": 2 * numel,
+    }
+    assert sent["powersgd"] == sent["dense"] | {"dp": sent["powersgd"]["dp"]}
+    assert sent["powersgd"]["dp"] < sent["bf16"]["dp"]
+    # Bfloat16 values; positions as a bitmap of 8 bits; nothing but values back.
+    assert sent["dct"]["ids"] == 4 * rows
+    assert sent["dct"]["mp_forward"] == rows * (2 * K + 1)
+    assert sent["dct"]["mp_backward"] == rows * 2 * K
+    assert sent["dct"]["dp"] < 0.1 * sent["dense"]["dp"]
+
+
+def test_the_parts_make_up_the_whole(results):
+    for run in results.values():
+        assert sum(_sent(run).values()) == run["wire_bytes_per_step_per_rank"]
+        assert run["ranks_equal"] is True and 0.3 < run["auc"] < 1
+
+
+@pytest.mark.parametrize(
+    "argument, value, rule",
+    [
+        ("--mp-density", "0", "must be a number in (0, 1], got '0'"),
+        ("--mp-density", "1.01", "must be a number in (0, 1], got '1.01'"),
+        ("--embedding-lr", "0", "must be a number > 0, got '0'"),
+        ("--parallel", "model", "invalid choice: 'model'"),
+    ],
+)
+def test_a_wrong_argument(capsys, argument, value, rule):
+    with pytest.raises(SystemExit):
+        main([f"{argument}={value}"])
+    assert f"argument {argument}: {rule}" in capsys.readouterr().err
+
+
+def _train_with_tables_that_stand_still(parallel):
+    arguments_ = ["--rows", "600", "--batch-size", "64", "--hash-size", "50", "--top", "32"]
+    options = arguments.parse([*arguments_, "--parallel", parallel, "--embedding-lr", "1e-30"])
+    model, _ = loop.train("dense", 0, dataset.load(options), options, lambda loss: None)
+    torch.manual_seed(0)
+    rows = table_rows(options.hash_size)
+    fresh = DLRM(rows, options.embedding_dim, options.bottom, options.top)
+    named = {
+        name.split("module.")[-1].removeprefix("model."): p for name, p in model.named_parameters()
+    }
+    for name, weight in fresh.named_parameters():
+        assert torch.equal(named[name], weight) == name.startswith("tables."), name
+
+
+@pytest.mark.parametrize("parallel", ["data", "hybrid"])
+def test_tables_have_a_learning_rate_of_their_own(parallel):
+    launch(_train_with_tables_that_stand_still, 1, parallel)
