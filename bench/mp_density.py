@@ -1,11 +1,14 @@
 """Hybrid DLRM over densities of its pooled-embedding exchange, beside quantised rows.
 
     python bench/mp_density.py --data ROWS.tsv --epochs 5 --batch-size 64 --seeds 3
-    python bench/mp_density.py --rows 1000000 --densities 0.25,0.0625 --out runs/generated
+    python bench/mp_density.py --rows 1000000 --densities 0.25,0.075 --embedding-lrs 3,10
 
 All runs of a seed start from the same weights and see the same batches; the MLPs' gradients are
 averaged in float32, so that only the exchange of rows differs. Prints a table of bytes and scores;
-writes summary.json and density.png. --ablations adds, for each density:
+writes summary.json and density.png. Where few entries of a row cross, few are trained in a step:
+compare at a learning rate of the tables that suits each, with --embedding-lrs.
+
+--ablations adds, for each density:
 
     fresh mask        the backward pass sends its own largest gradients, not those of the mask
     one threshold     the largest entries of the whole batch cross, not those of every row
@@ -20,11 +23,13 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -37,6 +42,7 @@ from dct_dlrm.features import TABLES
 from dct_dlrm.launch import launch
 from dct_dlrm.modes import MODES
 from dct_parallel import pack, unpack
+from dct_parallel.row_exchange import GroupForBackward
 from dct_parallel.rows import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
@@ -48,13 +54,15 @@ class Int8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, splits, output_splits, group):
-        ctx.splits, ctx.output_splits, ctx.group = splits, output_splits, group
+        ctx.splits, ctx.output_splits = splits, output_splits
+        ctx.group = GroupForBackward(group)
         return Int8._cross(x, splits, output_splits, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return Int8._cross(grad, ctx.output_splits, ctx.splits, ctx.group), None, None, None
+        group = ctx.group.get()
+        return Int8._cross(grad, ctx.output_splits, ctx.splits, group), None, None, None
 
     @staticmethod
     def _cross(x: Tensor, splits, output_splits, group) -> Tensor:
@@ -151,20 +159,23 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
         EXCHANGES[name] = lambda options, exchange=variant.exchange: exchange
         MODES[name] = MODES["dense"]
     records = []
-    for seed in range(options.seeds):
-        for name, variant in trained.items():
-            steps = options.epochs * data.description["steps_per_epoch"]
-            with progress.bar(console, f"{name} seed {seed}", steps) as on_step:
-                model, run = loop.train(name, seed, data, options, on_step)
-            record = run.summary() | variant._asdict() | {"exchange": name}
-            record["auc"], record["log_loss"] = loop.test(model, data)
-            if args.ablations and variant.density:
-                model.exchange = WHOLE
-                record["auc_off"], record["log_loss_off"] = loop.test(model, data)
-            records.append(record)
-            if console is not None:
-                scores = f"AUC {record['auc']:.4f}, log loss {record['log_loss']:.4f}"
-                console.print(f"{name} seed {seed}: {scores}", highlight=False)
+    for seed, lr, (name, variant) in product(
+        range(options.seeds), args.embedding_lrs, trained.items()
+    ):
+        options.embedding_lr = lr
+        steps = options.epochs * data.description["steps_per_epoch"]
+        run_name = f"{name}, lr {lr:g}, seed {seed}"
+        with progress.bar(console, run_name, steps) as on_step:
+            model, run = loop.train(name, seed, data, options, on_step)
+        record = run.summary() | variant._asdict() | {"exchange": name, "embedding_lr": lr}
+        record["auc"], record["log_loss"] = loop.test(model, data)
+        if args.ablations and variant.density:
+            model.exchange = WHOLE
+            record["auc_off"], record["log_loss_off"] = loop.test(model, data)
+        records.append(record)
+        if console is not None:
+            scores = f"AUC {record['auc']:.4f}, log loss {record['log_loss']:.4f}"
+            console.print(f"{run_name}: {scores}", highlight=False)
     if console is not None:
         write(options, data.description, records)
         console.print(f"\n{table(records)}\n", markup=False, highlight=False, soft_wrap=True)
@@ -178,69 +189,83 @@ def exchanged(record: dict) -> float:
 
 
 def table(records: Sequence[dict]) -> str:
-    """Markdown: mean and standard deviation over seeds."""
-
-    def spread(runs: list[dict], key: str) -> str:
-        values = [run[key] for run in runs if run.get(key) is not None]
-        if not values:
-            return ""
-        deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-        return f"{statistics.mean(values):.4f}{deviation}"
-
+    """Markdown: a row per exchange, scores per learning rate, mean and standard deviation."""
+    rates = list(dict.fromkeys(run["embedding_lr"] for run in records))
+    scores = {"auc": "AUC", "log_loss": "log loss", "auc_off": "AUC, off at inference"}
+    scores = {key: title for key, title in scores.items() if any(key in run for run in records)}
+    headings = ["rows", "bytes forward", "backward", "fewer by"]
+    headings += [f"{title}, lr {rate:g}" for rate in rates for title in scores.values()]
     dense = exchanged(records[0])
-    lines = [
-        "| rows | bytes forward | backward | fewer by | AUC | log loss | AUC, off at inference |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, runs in by_exchange(records).items():
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for name in dict.fromkeys(run["exchange"] for run in records):
+        first = select(records, name, rates[0])[0]
         sent = ["", "", ""]
-        if runs[0]["counted"]:
-            forward, backward = (
-                f"{runs[0][f'mp_{direction}_bytes_per_step_per_rank']:,.0f}"
+        if first["counted"]:
+            sent = [
+                f"{first[f'mp_{direction}_bytes_per_step_per_rank']:,.0f}"
                 for direction in ("forward", "backward")
-            )
-            sent = [forward, backward, f"{dense / exchanged(runs[0]):.1f}x"]
-        cells = [name, *sent, *(spread(runs, key) for key in ("auc", "log_loss", "auc_off"))]
-        lines.append("| " + " | ".join(cells) + " |")
+            ]
+            sent.append(f"{dense / exchanged(first):.1f}x")
+        cells = [spread(select(records, name, rate), key) for rate in rates for key in scores]
+        lines.append("| " + " | ".join([name, *sent, *cells]) + " |")
     ids = records[0]["ids_bytes_per_step_per_rank"]
     return "\n".join([*lines, "", f"Beside it, {ids:,.0f} bytes of ids a step in every run."])
 
 
-def by_exchange(records: Sequence[dict]) -> dict[str, list[dict]]:
-    runs: dict[str, list[dict]] = {}
-    for record in records:
-        runs.setdefault(record["exchange"], []).append(record)
-    return runs
+def select(records: Sequence[dict], name: str, rate: float) -> list[dict]:
+    """Every seed's run of an exchange at a learning rate."""
+    return [run for run in records if (run["exchange"], run["embedding_lr"]) == (name, rate)]
+
+
+def spread(runs: Sequence[dict], key: str) -> str:
+    values = [run[key] for run in runs if key in run]
+    if not values:
+        return ""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
 
 
 def write(options: argparse.Namespace, description: dict, records: list[dict]) -> None:
     """summary.json, and density.png: scores over bytes where those are counted."""
     options.out.mkdir(parents=True, exist_ok=True)
-    config = {key: str(value) for key, value in vars(options).items()}
+    config = {key: str(value) for key, value in vars(options).items() if key != "embedding_lr"}
     config |= {"ranks": dist.get_world_size(), "torch": torch.__version__}
     summary = {"config": config, "data": description, "runs": records}
     Path(options.out, "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, key in zip(figure.subplots(1, 2), ("auc", "log_loss"), strict=True):
         axes.set(xlabel="bytes of rows a step, forward and backward", xscale="log")
         axes.set_ylabel(key.replace("_", " "))
-        curve = []
-        for name, runs in by_exchange(records).items():
-            if not runs[0]["counted"]:
-                continue
-            scores = [run[key] for run in runs]
-            mean, sent = statistics.mean(scores), exchanged(runs[0])
-            low, high = mean - min(scores), max(scores) - mean
-            axes.errorbar(
-                sent, mean, [[low], [high]], fmt="x" if runs[0]["ablation"] else "o", capsize=3
-            )
-            axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
-            if runs[0]["density"] and not runs[0]["ablation"]:
-                curve.append((sent, mean))
-        axes.plot(*zip(*curve, strict=True), color="gray", linewidth=0.8, zorder=0)
+        for number, rate in enumerate(dict.fromkeys(run["embedding_lr"] for run in records)):
+            curve(axes, [run for run in records if run["embedding_lr"] == rate], key, number)
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
     figure.savefig(options.out / "density.png", dpi=120)
+
+
+def curve(axes: Axes, records: Sequence[dict], key: str, number: int) -> None:
+    """One learning rate: means and ranges over seeds, and a line through those of DCT."""
+    counted = [run for run in records if run["counted"]]
+    points = []
+    for name in dict.fromkeys(run["exchange"] for run in counted):
+        runs = [run for run in counted if run["exchange"] == name]
+        scores = [run[key] for run in runs]
+        mean, sent = statistics.mean(scores), exchanged(runs[0])
+        plain = runs[0]["density"] and not runs[0]["ablation"]
+        axes.errorbar(
+            sent,
+            mean,
+            [[mean - min(scores)], [max(scores) - mean]],
+            fmt="o" if plain else "x",
+            color=f"C{number}",
+            capsize=3,
+        )
+        axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        if plain:
+            points.append((sent, mean))
+    title = f"tables' learning rate {records[0]['embedding_lr']:g}"
+    axes.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=0.8, label=title)
 
 
 def main() -> None:
@@ -248,10 +273,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--densities", default="1,0.5,0.25,0.125,0.0625", help="of a row")
+    parser.add_argument("--embedding-lrs", help="of the tables; everything is trained with each")
     parser.add_argument("--ablations", action="store_true", help="train the variants above, too")
     args, rest = parser.parse_known_args()
     args.densities = [float(density) for density in args.densities.split(",")]
     options = arguments.parse(["--out", "runs/mp_density", *rest, "--parallel", "hybrid"])
+    rates = args.embedding_lrs.split(",") if args.embedding_lrs else [options.lr]
+    args.embedding_lrs = [float(rate) for rate in rates]
     launch(work, options.ranks, options, args)
 
 
