@@ -7,7 +7,7 @@ Two processes over gloo, torch.distributed.pipelining: RowPack ends the first st
 begins the second. The dense run and those at every density see the same batches from the same
 weights. Bytes of a step are counted where they are sent: forward by the first stage, backward by
 the second. Prints a table, with the held-out loss as trained and with compression switched off;
-writes summary.json and loss.svg. Without --data, the text is generated.
+writes summary.json and loss.png. Without --data, the text is generated.
 
 --fresh-mask adds, for each density, the ablation that picks the largest *gradients* in the backward
 pass instead of reusing the mask; it computes on whole tensors, so its bytes are by formula.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -241,7 +241,7 @@ def report(args: argparse.Namespace, modes: list[dict]) -> str:
 def plot(path: Path, modes: list[dict]) -> None:
     """Loss curves of every mode, averaged over seeds and smoothed; the ablation dashed."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasSVG(figure)
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="training loss")
     densities = list(dict.fromkeys(mode["density"] for mode in modes if mode["density"]))
     for mode in modes:
@@ -252,7 +252,7 @@ def plot(path: Path, modes: list[dict]) -> None:
         style = "--" if mode["fresh"] else "-"
         axes.plot(range(width, len(curve) + 1), smooth, style, color=color, label=mode["name"])
     figure.legend(loc="outside right upper", title="of a row crosses")
-    figure.savefig(path)
+    figure.savefig(path, dpi=120)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -286,8 +286,8 @@ def main() -> None:
     config = {key: str(value) for key, value in vars(args).items()}
     summary = {"torch": torch.__version__, "config": config, "modes": modes}
     Path(args.out, "summary.json").write_text(json.dumps(summary))
-    plot(args.out / "loss.svg", modes)
-    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json, {args.out}/loss.svg")
+    plot(args.out / "loss.png", modes)
+    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json, {args.out}/loss.png")
 
 
 if __name__ == "__main__":

@@ -134,8 +134,13 @@ def train(
             traffic.step_done()
             losses[step] = loss.item()
             if not np.isfinite(losses[step]):
-                got = f"{options.lr}: {losses[step]} at step {step}, {mode}, seed {seed}"
-                raise UsageError(f"--lr must be so small that the loss stays finite, got {got}")
+                which, got = "--lr", f"{options.lr}"
+                if options.embedding_lr:
+                    which, got = "--lr and --embedding-lr", f"{got} and {options.embedding_lr}"
+                raise UsageError(
+                    f"{which} must be so small that the loss stays finite, got {got}: "
+                    f"{losses[step]} at step {step}, {mode}, seed {seed}"
+                )
             on_step(losses[step])
     _check_equal(ddp)
     return model, Run(

@@ -52,6 +52,8 @@ def test_training_learns():
 def test_a_learning_rate_that_diverges_is_named():
     with pytest.raises(UsageError, match=r"--lr must be so small .* got 1e\+30: (nan|inf) at step"):
         _run("dense", 0, "--lr", "1e30")
+    with pytest.raises(UsageError, match=r"--lr and --embedding-lr must .* got 0\.1 and 1e\+30: "):
+        _run("dense", 0, "--embedding-lr", "1e30")
 
 
 def test_density_is_the_mean_over_all_compressed_steps():
