@@ -5,8 +5,9 @@
 
 All runs of a seed start from the same weights and see the same batches; the MLPs' gradients are
 averaged in float32, so that only the exchange of rows differs. Prints a table of bytes and scores;
-writes summary.json and density.png. Where few entries of a row cross, few are trained in a step:
-compare at a learning rate of the tables that suits each, with --embedding-lrs.
+writes summary.json and density.png. Where few entries of a row cross, few are trained in a step, so
+that tables want a higher learning rate: with --embedding-lrs everything is trained with each rate,
+and table and plot show the one that is best for it, by mean log loss; summary.json has all.
 
 --ablations adds, for each density:
 
@@ -29,7 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -188,33 +188,37 @@ def exchanged(record: dict) -> float:
     return sum(record[f"{direction}_bytes_per_step_per_rank"] for direction in directions)
 
 
+def best(records: Sequence[dict]) -> dict[str, list[dict]]:
+    """Of every exchange its runs, one per seed, at the learning rate of lowest mean log loss."""
+    runs: dict[str, dict[float, list[dict]]] = {}
+    for record in records:
+        of_exchange = runs.setdefault(record["exchange"], {})
+        of_exchange.setdefault(record["embedding_lr"], []).append(record)
+    return {
+        name: min(by_rate.values(), key=lambda runs: statistics.mean(r["log_loss"] for r in runs))
+        for name, by_rate in runs.items()
+    }
+
+
 def table(records: Sequence[dict]) -> str:
-    """Markdown: a row per exchange, scores per learning rate, mean and standard deviation."""
-    rates = list(dict.fromkeys(run["embedding_lr"] for run in records))
+    """Markdown: mean and standard deviation over seeds."""
     scores = {"auc": "AUC", "log_loss": "log loss", "auc_off": "AUC, off at inference"}
     scores = {key: title for key, title in scores.items() if any(key in run for run in records)}
-    headings = ["rows", "bytes forward", "backward", "fewer by"]
-    headings += [f"{title}, lr {rate:g}" for rate in rates for title in scores.values()]
-    dense = exchanged(records[0])
+    headings = ["rows", "bytes forward", "backward", "fewer by", *scores.values(), "tables' lr"]
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    for name in dict.fromkeys(run["exchange"] for run in records):
-        first = select(records, name, rates[0])[0]
+    dense = exchanged(records[0])
+    for name, runs in best(records).items():
         sent = ["", "", ""]
-        if first["counted"]:
+        if runs[0]["counted"]:
             sent = [
-                f"{first[f'mp_{direction}_bytes_per_step_per_rank']:,.0f}"
+                f"{runs[0][f'mp_{direction}_bytes_per_step_per_rank']:,.0f}"
                 for direction in ("forward", "backward")
             ]
-            sent.append(f"{dense / exchanged(first):.1f}x")
-        cells = [spread(select(records, name, rate), key) for rate in rates for key in scores]
-        lines.append("| " + " | ".join([name, *sent, *cells]) + " |")
+            sent.append(f"{dense / exchanged(runs[0]):.1f}x")
+        cells = [name, *sent, *(spread(runs, key) for key in scores)]
+        lines.append("| " + " | ".join([*cells, f"{runs[0]['embedding_lr']:g}"]) + " |")
     ids = records[0]["ids_bytes_per_step_per_rank"]
     return "\n".join([*lines, "", f"Beside it, {ids:,.0f} bytes of ids a step in every run."])
-
-
-def select(records: Sequence[dict], name: str, rate: float) -> list[dict]:
-    """Every seed's run of an exchange at a learning rate."""
-    return [run for run in records if (run["exchange"], run["embedding_lr"]) == (name, rate)]
 
 
 def spread(runs: Sequence[dict], key: str) -> str:
@@ -226,46 +230,36 @@ def spread(runs: Sequence[dict], key: str) -> str:
 
 
 def write(options: argparse.Namespace, description: dict, records: list[dict]) -> None:
-    """summary.json, and density.png: scores over bytes where those are counted."""
     options.out.mkdir(parents=True, exist_ok=True)
     config = {key: str(value) for key, value in vars(options).items() if key != "embedding_lr"}
     config |= {"ranks": dist.get_world_size(), "torch": torch.__version__}
     summary = {"config": config, "data": description, "runs": records}
     Path(options.out, "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    plot(options.out / "density.png", records)
+
+
+def plot(path: Path, records: Sequence[dict]) -> None:
+    """Scores over bytes, where those are counted: mean and range over seeds."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, key in zip(figure.subplots(1, 2), ("auc", "log_loss"), strict=True):
         axes.set(xlabel="bytes of rows a step, forward and backward", xscale="log")
         axes.set_ylabel(key.replace("_", " "))
-        for number, rate in enumerate(dict.fromkeys(run["embedding_lr"] for run in records)):
-            curve(axes, [run for run in records if run["embedding_lr"] == rate], key, number)
+        curve = []
+        for name, runs in best(records).items():
+            if not runs[0]["counted"]:
+                continue
+            scores = [run[key] for run in runs]
+            mean, sent = statistics.mean(scores), exchanged(runs[0])
+            low, high = mean - min(scores), max(scores) - mean
+            plain = runs[0]["density"] and not runs[0]["ablation"]
+            axes.errorbar(sent, mean, [[low], [high]], fmt="o" if plain else "x", capsize=3)
+            axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            if plain:
+                curve.append((sent, mean))
+        axes.plot(*zip(*curve, strict=True), color="gray", linewidth=0.8, zorder=0)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.savefig(options.out / "density.png", dpi=120)
-
-
-def curve(axes: Axes, records: Sequence[dict], key: str, number: int) -> None:
-    """One learning rate: means and ranges over seeds, and a line through those of DCT."""
-    counted = [run for run in records if run["counted"]]
-    points = []
-    for name in dict.fromkeys(run["exchange"] for run in counted):
-        runs = [run for run in counted if run["exchange"] == name]
-        scores = [run[key] for run in runs]
-        mean, sent = statistics.mean(scores), exchanged(runs[0])
-        plain = runs[0]["density"] and not runs[0]["ablation"]
-        axes.errorbar(
-            sent,
-            mean,
-            [[mean - min(scores)], [max(scores) - mean]],
-            fmt="o" if plain else "x",
-            color=f"C{number}",
-            capsize=3,
-        )
-        axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        if plain:
-            points.append((sent, mean))
-    title = f"tables' learning rate {records[0]['embedding_lr']:g}"
-    axes.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=0.8, label=title)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -273,7 +267,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--densities", default="1,0.5,0.25,0.125,0.0625", help="of a row")
-    parser.add_argument("--embedding-lrs", help="of the tables; everything is trained with each")
+    parser.add_argument("--embedding-lrs", help="of the tables; default that of all")
     parser.add_argument("--ablations", action="store_true", help="train the variants above, too")
     args, rest = parser.parse_known_args()
     args.densities = [float(density) for density in args.densities.split(",")]
