@@ -16,7 +16,7 @@ from dct_dlrm.features import UsageError
 from . import link_plots, link_report, provenance
 from .arguments import Formatter, count, number, several
 from .link_cells import Cell, merge
-from .methods import METHODS
+from .methods import METHODS, REPLICATED
 from .namespaces import ENDING_SIGNALS, Loopback, Namespaces
 from .ranks import RankError, Ranks
 from .rates import UNLIMITED, describe_rate, parse_rate
@@ -37,9 +37,11 @@ at the end, also after Ctrl-C; what a killed run left is removed by the next.
 EPILOG = """\
 examples:
   sudo $(which dct-bench) link
-      2 ranks, 100 Mbit/s to unlimited, all modes: about 4 minutes
+      2 ranks, 100 Mbit/s to unlimited, all replicated modes: about 4 minutes
   sudo $(which dct-bench) link --ranks 2,4 --rates 1gbit,2.5gbit,5gbit,10gbit --modes dense,bf16,dct
       where does DCT stop paying?
+  sudo $(which dct-bench) link --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
+      tables sharded: what DCT on the exchange of embeddings adds to DCT on gradients
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
 
@@ -76,10 +78,12 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     measured.add_argument(
         "--modes",
         type=several(str, METHODS),
-        default=",".join(METHODS),
+        default=",".join(REPLICATED),
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
-        "feedback (values and int32 indices in one all-gather), DCT",
+        "feedback (values and int32 indices in one all-gather), DCT; with embedding tables sharded "
+        "over the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on "
+        "the MLPs' gradients, hybrid-dct on rows, too",
     )
     measured.add_argument(
         "--loopback",
@@ -118,6 +122,12 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         default=0.005,
         help="DCT and exact top-k: fraction of entries sent",
+    )
+    model.add_argument(
+        "--mp-density",
+        type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        default=0.05,
+        help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient",
     )
     parser.add_argument(
         "--out", type=Path, default="runs/link", metavar="DIR", help="folder for the results"
@@ -174,7 +184,7 @@ def _measure(
     ranks: int, options: argparse.Namespace, on_block
 ) -> tuple[dict, list[dict], list[Cell]]:
     """(model, links, cells) of one rank count."""
-    keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density")
+    keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "mp_density")
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
     settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked"}

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from .link_cells import Cell
-from .methods import TITLES
+from .methods import METHODS
 from .phases import PHASES
 from .rates import describe_rate
 
@@ -25,7 +25,7 @@ def step_times(path: Path, cells: list[Cell]) -> None:
             of_mode = {cell.rate: cell.step_ms for cell in of_ranks if cell.mode == mode}
             places = [place for place, rate in enumerate(rates) if of_mode.get(rate)]
             low, median, high = np.transpose([of_mode[rates[place]] for place in places])
-            axes.plot(places, median, marker="o", color=f"C{number}", label=TITLES[mode])
+            axes.plot(places, median, marker="o", color=f"C{number}", label=METHODS[mode].title)
             axes.fill_between(places, low, high, color=f"C{number}", alpha=0.15)
         axes.set(title=f"{ranks} ranks", ylabel="ms per step", yscale="log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -49,7 +49,7 @@ def phases(path: Path, cells: list[Cell]) -> None:
         for axes, rate in zip(row, _rates(of_ranks), strict=False):
             axes.set_visible(True)
             bars = [cell for cell in of_ranks if cell.rate == rate]
-            names = [TITLES[cell.mode] for cell in bars]
+            names = [METHODS[cell.mode].title for cell in bars]
             bottom = np.zeros(len(bars))
             for phase in PHASES:
                 ms = np.array([cell.phases_ms[phase] for cell in bars])

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .link_cells import HEADER_BYTES, Cell
-from .methods import TITLES
+from .methods import METHODS
 from .phases import PHASES
 from .rates import describe_rate
 
@@ -20,12 +20,12 @@ def print_tables(console: Console, links: list[dict], cells: list[Cell]) -> None
     _print_bytes(console, [cell for cell in cells if cell.step_ms is not None])
     for cell in cells:
         if cell.failed:
-            text = f"{TITLES[cell.mode]} at {describe_rate(cell.rate)} failed: {cell.failed}"
+            text = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)} failed: {cell.failed}"
             console.print(text, style="red", markup=False, highlight=False)
 
 
 def crossings(cells: list[Cell]) -> list[dict]:
-    """Where DCT's step time crosses that of another mode, for every rank count.
+    """Where DCT's step time crosses that of another mode of the same model, for every rank count.
 
     Each: {"ranks", "against", "pays_up_to"}: bits per second, interpolated between the two measured
     rates on a logarithmic scale; None if DCT is faster at every rate, 0 if at none. "between" are
@@ -33,7 +33,7 @@ def crossings(cells: list[Cell]) -> list[dict]:
     """
     found = []
     for ranks in sorted({cell.ranks for cell in cells}):
-        for against in dict.fromkeys(c.mode for c in cells if c.mode != "dct"):
+        for against in dict.fromkeys(c.mode for c in cells if c.mode != METHODS[c.mode].dct):
             # {rate: how many times faster DCT is}; unlimited last.
             faster = _faster(cells, ranks, against)
             if not faster:
@@ -55,7 +55,9 @@ def print_crossings(console: Console, found: list[dict]) -> None:
             text = f"pays up to a rate between {low} and {high}{about}"
             if crossing["regains"]:
                 text += " (and again above: within the noise)"
-        line = f"{crossing['ranks']} ranks, DCT against {TITLES[crossing['against']]}: {text}"
+        against = METHODS[crossing["against"]]
+        pair = f"{METHODS[against.dct].title} against {against.title}"
+        line = f"{crossing['ranks']} ranks, {pair}: {text}"
         console.print(line, markup=False, highlight=False)
 
 
@@ -66,7 +68,7 @@ def _faster(cells: list[Cell], ranks: int, against: str) -> list[tuple[float | N
 
     rates = {cell.rate for cell in cells if cell.ranks == ranks}
     ordered = sorted(rates, key=lambda rate: math.inf if rate is None else rate)
-    pairs = [(rate, median(rate, against), median(rate, "dct")) for rate in ordered]
+    pairs = [(rate, median(rate, against), median(rate, METHODS[against].dct)) for rate in ordered]
     return [(rate, theirs / ours) for rate, theirs, ours in pairs if theirs and ours]
 
 
@@ -94,14 +96,15 @@ def _print_times(console: Console, link: dict, cells: list[Cell]) -> None:
         f"{_rate(link['bits_per_second'])}{nominal}; one byte takes {link['latency_us']:.0f} us"
     )
     table = _table(title, "ms/step", "20-80 %", "vs dense", *PHASES)
-    dense = next((c.step_ms[1] for c in cells if c.mode == "dense" and c.step_ms), None)
+    medians = {cell.mode: cell.step_ms[1] for cell in cells if cell.step_ms}
     for cell in cells:
+        dense = medians.get(METHODS[cell.mode].dense)
         if cell.step_ms is None:
-            table.add_row(TITLES[cell.mode], "failed")
+            table.add_row(METHODS[cell.mode].title, "failed")
             continue
         low, median, high = cell.step_ms
         table.add_row(
-            TITLES[cell.mode],
+            METHODS[cell.mode].title,
             f"{median:.1f}",
             f"{low:.1f}-{high:.1f}",
             f"{100 * (median / dense - 1):+.0f} %" if dense else "-",
@@ -115,7 +118,7 @@ def _print_bytes(console: Console, cells: list[Cell]) -> None:
     table = _table(title, "rate", "formula", "counter", "packets", "ratio")
     for cell in cells:
         table.add_row(
-            TITLES[cell.mode],
+            METHODS[cell.mode].title,
             describe_rate(cell.rate),
             f"{cell.payload_bytes:,.0f}",
             f"{cell.wire_bytes:,.0f}",

@@ -24,11 +24,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_dlrm.features import Rows, table_rows
+from dct_dlrm.hybrid import HybridDLRM
 from dct_dlrm.model import DLRM
+from dct_dlrm.sharding import shard_tables
 from dct_dlrm.synthetic import Generator
 from dct_parallel import WireMeter
 
-from .methods import METHODS
+from .methods import METHODS, Method
 from .phases import PHASES, Phases
 
 WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, TCP's windows open
@@ -90,20 +92,30 @@ class Worker:
         rows = table_rows(options.hash_size)
         return DLRM(rows, options.embedding_dim, options.bottom, options.top)
 
+    def _parallel_model(self, method: Method, phases: Phases) -> torch.nn.Module:
+        model = self._model()
+        if method.exchange is None:
+            model = ddp = _one_bucket(model)
+        else:
+            plan = shard_tables(table_rows(self.options.hash_size), self.ranks)
+            model = HybridDLRM(model, plan, phases.timed(method.exchange(self.options)))
+            ddp = model.mlps = _one_bucket(model.mlps)
+        phases.watch(ddp)
+        method.register(ddp, self.options)
+        return model
+
     def _train(
         self, mode: str, steps: int, seconds: float, phases: Phases, meter: WireMeter
     ) -> dict:
-        ddp = _one_bucket(self._model())
-        phases.watch(ddp)
-        METHODS[mode](ddp, self.options)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=self.options.lr, fused=True)
+        model = self._parallel_model(METHODS[mode], phases)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr, fused=True)
 
         def step(number: int) -> float:
             batch = self.batches[number % BATCHES]
             start = time.perf_counter()
             optimizer.zero_grad()
             loss = binary_cross_entropy_with_logits(
-                ddp(batch.ints, batch.ids), batch.labels.float()
+                model(batch.ints, batch.ids), batch.labels.float()
             )
             loss.backward()
             optimizer.step()
@@ -138,7 +150,7 @@ class Worker:
         return tuple(int(path.read_text()) for path in sent)
 
 
-def _one_bucket(model: DLRM) -> DistributedDataParallel:
+def _one_bucket(model: torch.nn.Module) -> DistributedDataParallel:
     with warnings.catch_warnings():
         # The model's buffer is a constant and need not be sent. What says so was renamed in torch
         # 2.13, with a warning; the old name is the one that every version knows.

@@ -1,8 +1,9 @@
-"""How gradients are averaged: the training application's modes, and more peers."""
+"""How ranks exchange gradients and embeddings: the training application's modes, and more peers."""
 
 import argparse
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_dlrm.exchange import Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel.exchange import all_gather, dense_mean
 
@@ -68,20 +70,43 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-# Each registers its hook with a DistributedDataParallel.
-METHODS: dict[str, Callable[[DistributedDataParallel, argparse.Namespace], object]] = {
-    "dense": MODES["dense"],
-    "bf16": MODES["bf16"],
-    "powersgd1": _powersgd(1),
-    "powersgd2": _powersgd(2),
-    "topk": _topk,
-    "dct": MODES["dct"],
+class Method(NamedTuple):
+    """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated."""
+
+    title: str
+    register: Callable[[DistributedDataParallel, argparse.Namespace], object]  # its hook
+    exchange: Callable[[argparse.Namespace], Exchange] | None = None
+
+    @property
+    def dense(self) -> str:
+        """The method that sends everything in float32, of the same model."""
+        return "dense" if self.exchange is None else "hybrid-dense"
+
+    @property
+    def dct(self) -> str:
+        """The method that compresses everything, of the same model."""
+        return "dct" if self.exchange is None else "hybrid-dct"
+
+
+def _float32_rows(options: argparse.Namespace) -> Exchange:
+    return whole_rows(torch.float32)
+
+
+def _largest_entries(options: argparse.Namespace) -> Exchange:
+    return largest_entries(options.mp_density)
+
+
+REPLICATED = {
+    "dense": Method("dense float32", MODES["dense"]),
+    "bf16": Method("bf16 hook", MODES["bf16"]),
+    "powersgd1": Method("PowerSGD, rank 1", _powersgd(1)),
+    "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
+    "topk": Method("exact top-k", _topk),
+    "dct": Method("DCT", MODES["dct"]),
 }
-TITLES = {
-    "dense": "dense float32",
-    "bf16": "bf16 hook",
-    "powersgd1": "PowerSGD, rank 1",
-    "powersgd2": "PowerSGD, rank 2",
-    "topk": "exact top-k",
-    "dct": "DCT",
+HYBRID = {
+    "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
+    "hybrid-dp": Method("hybrid, DCT-DP", MODES["dct"], _float32_rows),
+    "hybrid-dct": Method("hybrid, DCT-DP and -MP", MODES["dct"], _largest_entries),
 }
+METHODS = REPLICATED | HYBRID

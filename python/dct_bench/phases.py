@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_dlrm.exchange import Exchange
+
 PHASES = ("compute", "pack", "wire", "unpack")
 _COLLECTIVES = (
     "all_reduce",
@@ -23,11 +25,13 @@ Interval = tuple[float, float]  # perf_counter seconds
 
 
 class Phases:
-    """Times DDP's communication hook and the collectives it calls; the same for every method.
+    """Times exchanges and the collectives in them, from outside; the same for every method.
 
-    compute: outside the exchange: forward, backward, optimizer. The exchange lasts from the call of
-    the hook until its future is done. In it,
-    pack: until the first collective starts;
+    compute: outside exchanges and collectives: forward, backward, optimizer. DDP's exchange of
+    gradients lasts from the call of its hook until its future is done. That of a hybrid model's
+    rows lasts, forward, as long as the call; backward, from the gradient of what it returned to
+    that of what it was given. In an exchange,
+    pack: until its first collective starts;
     wire: some collective is under way, from its call to its completion. That includes waiting for
     a rank that comes later, and the CPU's work in the network stack;
     unpack: the rest: between collectives and after the last.
@@ -42,8 +46,7 @@ class Phases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._exchanges: list[Interval] = []
-        self._wires: list[Interval] = []
+        self._ended: dict[str, list[Interval]] = {"exchange": [], "wire": []}
         self._originals: dict = {}
 
     def watch(self, ddp: DistributedDataParallel) -> None:
@@ -53,28 +56,50 @@ class Phases:
         def register_timed(state: object, hook) -> None:
             def timed(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
                 start = time.perf_counter()
+
+                def end(future: Future) -> Tensor:
+                    self._end("exchange", start)
+                    return future.value()
+
                 # DDP waits for the future that `then` returns, so for this record, too.
-                return hook(state, bucket).then(functools.partial(self._end_exchange, start))
+                return hook(state, bucket).then(end)
 
             register(state, timed)
 
         ddp.register_comm_hook = register_timed
 
+    def timed(self, exchange: Exchange) -> Exchange:
+        """The exchange of rows, timed forward and backward."""
+
+        def timed(x: Tensor, *args: object) -> Tensor:
+            start = time.perf_counter()
+            y = exchange(x, *args)
+            self._end("exchange", start)
+            if y.requires_grad:
+                begun: list[float] = []
+                y.register_hook(lambda _: begun.append(time.perf_counter()))
+                x.register_hook(lambda _: self._end("exchange", begun.pop()))
+            return y
+
+        return timed
+
     def take(self, seconds: float) -> dict[str, float]:
         """{phase: seconds} since the last take, of a step that took `seconds`."""
         with self._lock:
-            exchanges, self._exchanges = self._exchanges, []
-            wires, self._wires = self._wires, []
-        exchange, wire = _length(exchanges), _length(wires)
-        pack = 0.0
-        if exchanges:
-            first = min((start for start, _ in wires), default=exchanges[0][1])
-            pack = max(0.0, first - min(start for start, _ in exchanges))
+            exchanges, wires = self._ended["exchange"], self._ended["wire"]
+            self._ended = {"exchange": [], "wire": []}
+        starts = sorted(start for start, _ in wires)
+        packs = [
+            (start, next((wire for wire in starts if start <= wire <= end), end))
+            for start, end in exchanges
+        ]
+        wire, packed = _length(wires), _length(wires + packs)
+        total = _length(wires + exchanges)
         return {
-            "compute": seconds - exchange,
-            "pack": pack,
+            "compute": seconds - total,
+            "pack": packed - wire,
             "wire": wire,
-            "unpack": exchange - pack - wire,
+            "unpack": total - packed,
         }
 
     def __enter__(self) -> "Phases":
@@ -94,14 +119,9 @@ class Phases:
             setattr(dist, name, original)
         self._originals.clear()
 
-    def _end_exchange(self, start: float, future: Future) -> Tensor:
+    def _end(self, what: str, start: float) -> None:
         with self._lock:
-            self._exchanges.append((start, time.perf_counter()))
-        return future.value()
-
-    def _end_wire(self, start: float, _: object) -> None:
-        with self._lock:
-            self._wires.append((start, time.perf_counter()))
+            self._ended[what].append((start, time.perf_counter()))
 
     def _timed(self, collective):
         @functools.wraps(collective)
@@ -110,9 +130,9 @@ class Phases:
             work = collective(*args, **kwargs)
             if kwargs.get("async_op"):
                 # Before the caller adds a callback of its own: they run in this order.
-                work.get_future().add_done_callback(functools.partial(self._end_wire, start))
+                work.get_future().add_done_callback(lambda _: self._end("wire", start))
             else:
-                self._end_wire(start, None)
+                self._end("wire", start)
             return work
 
         return timed

@@ -62,6 +62,30 @@ def test_loopback(tmp_path, capsys):
     assert "2 ranks, unlimited: a plain 64 MiB transfer ran at" in capsys.readouterr().out
 
 
+def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
+    """13 tables on each of 2 ranks, a batch of 16, embeddings of 32 entries, of which 4 cross."""
+    modes = ["hybrid-dense", "hybrid-dp", "hybrid-dct"]
+    small = [*SMALL[:-1], ",".join(modes), "--embedding-dim", "32", "--mp-density", "0.125"]
+    assert cli.main(["link", "--loopback", *small, "--out", str(tmp_path)]) == 0
+    cells = {
+        cell["mode"]: cell for cell in json.loads((tmp_path / "link.json").read_text())["cells"]
+    }
+    assert list(cells) == modes
+    rows = 16 * 13  # that leave a rank, and that come to it
+    ids, dense_rows, rows_and_mask = 4 * rows, 2 * rows * 4 * 32, rows * (4 * 2 + 4) + rows * 4 * 2
+    sent = {mode: cell["payload_bytes"] for mode, cell in cells.items()}
+    assert sent["hybrid-dp"] - sent["hybrid-dct"] == dense_rows - rows_and_mask
+    mlps = sent["hybrid-dense"] - ids - dense_rows
+    assert mlps > 4 * 512 * 256 and mlps % 4 == 0
+    assert sent["hybrid-dp"] - ids - dense_rows < mlps / 50
+    for cell in cells.values():
+        assert cell["failed"] is None
+        assert min(cell["phases_ms"].values()) > 0
+        assert sum(cell["phases_ms"].values()) <= cell["step_ms"][2]
+    said = capsys.readouterr().out
+    assert "2 ranks, hybrid, DCT-DP and -MP against hybrid, float32: " in said
+
+
 @needs_root
 def test_namespaces(tmp_path):
     out = ["--out", str(tmp_path)]
@@ -137,8 +161,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
         (["--ranks", "1"], "argument --ranks: must be an integer in [2, 64], got '1'"),
         (["--top", "5-x"], "argument --top: must be integers >= 1 joined by '-'"),
         (["--seconds", "0"], "argument --seconds: must be a number > 0, got '0'"),
+        (["--mp-density", "0"], "argument --mp-density: must be a number in (0, 1], got '0'"),
     ],
-    ids=["mode", "twice", "ranks", "widths", "seconds"],
+    ids=["mode", "twice", "ranks", "widths", "seconds", "mp-density"],
 )
 def test_wrong_arguments_are_named(arguments, text, capsys):
     with pytest.raises(SystemExit) as exit_:

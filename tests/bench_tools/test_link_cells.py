@@ -67,6 +67,13 @@ def test_the_rate_above_which_dct_no_longer_pays():
     assert not found["regains"]
 
 
+def test_like_is_held_against_like():
+    medians = {"dense": 20, "dct": 10, "hybrid-dense": 30, "hybrid-dp": 4, "hybrid-dct": 5}
+    cells = [cell for mode, ms in medians.items() for cell in _cells(mode, {1e9: ms})]
+    found = {crossing["against"]: crossing["pays_up_to"] for crossing in crossings(cells)}
+    assert found == {"dense": None, "hybrid-dense": None, "hybrid-dp": 0}
+
+
 def test_dct_that_pays_everywhere_or_nowhere():
     always = _cells("dense", {1e9: 20, None: 15}) + _cells("dct", {1e9: 10, None: 10})
     assert crossings(always)[0]["pays_up_to"] is None

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_bench.methods import START_STEP, TopKState, topk_hook
 from dct_bench.phases import Phases
+from dct_dlrm.exchange import largest_entries
 from dct_dlrm.launch import launch
 
 NUMEL, STEPS = 200, 5
@@ -98,3 +99,51 @@ def _check_phases():
 
 def test_phases_are_told_apart_and_add_up_to_the_step():
     launch(_check_phases, 2)
+
+
+def test_phases_of_overlapping_and_separate_exchanges():
+    """Packs until its first collective, unpacks for the rest, and counts no moment twice."""
+    phases = Phases()
+    # Ids cross; rows: packed in 1, on the wire for 2, unpacked in 1; twice the gradients' exchange,
+    # the second while the first is on the wire; one without a collective.
+    phases._ended["wire"] = [(0.0, 1.0), (3.0, 5.0), (11.0, 14.0), (13.0, 15.0)]
+    phases._ended["exchange"] = [(2.0, 6.0), (10.0, 16.0), (12.0, 15.5), (18.0, 19.0)]
+    split = phases.take(20.0)
+    assert split == {
+        "compute": 20 - 1 - 4 - 6 - 1,
+        "pack": 1 + 1 + 1,
+        "wire": 1 + 2 + 4,
+        "unpack": 2,
+    }
+
+
+def _check_rows_phases():
+    """What an exchange of rows does around its collective, there and back, is not computing."""
+    exchange = largest_entries(0.25)
+    rest = ([4, 4], [4, 4], dist.group.WORLD)
+    nap = 0.05
+
+    def slow(x, *rest):
+        time.sleep(nap)  # packs
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(nap))  # unpacks gradients
+        return exchange(x, *rest)
+
+    with Phases() as phases:
+        x = torch.randn(8, 16, requires_grad=True)
+        y = phases.timed(slow)(x * 2, *rest)
+        forward = phases.take(10.0)
+        y.sum().backward()
+        backward = phases.take(10.0)
+        with torch.no_grad():
+            assert not phases.timed(slow)(x, *rest).requires_grad
+        untrained = phases.take(10.0)
+    assert (x.grad != 0).sum() == 4 * 8
+    for split in (forward, untrained):
+        assert split["pack"] >= nap and min(split.values()) > 0
+    assert backward["unpack"] >= nap and min(backward.values()) > 0
+
+
+def test_phases_of_an_exchange_of_rows():
+    launch(_check_rows_phases, 2)
