@@ -127,7 +127,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "--mp-density",
         type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         default=0.05,
-        help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient",
+        help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
     )
     parser.add_argument(
         "--out", type=Path, default="runs/link", metavar="DIR", help="folder for the results"

@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--mp-density",
         type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         default=0.05,
-        help="hybrid, DCT: fraction of a sample's pooled embeddings sent, and of their gradients",
+        help="hybrid, DCT: fraction of each pooled embedding sent, and of its gradient, rounded up",
     )
     exchange.add_argument(
         "--refresh-every",

@@ -30,7 +30,8 @@ def pack(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Ten
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
-        k: entries kept a row, 1 to d. All of them (k = d) reproduce x bit for bit.
+        k: entries kept a row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN as
+            the canonical one.
         value_dtype: float32, bfloat16 or float16; default x's own.
 
     Returns:

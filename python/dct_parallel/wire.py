@@ -60,9 +60,11 @@ class WireMeter:
     While active, the module's collectives are replaced by wrappers that count and call on. So it
     sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
     hooks of torch.distributed.algorithms.ddp_comm_hooks; of point-to-point messages all, those of
-    torch.distributed.pipelining included. It does not see DDP's built-in all-reduce, which is
-    issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are assumed.
-    Meters nest; leave them in reverse order.
+    torch.distributed.pipelining included. Names: all_reduce, all_gather, all_gather_into_tensor,
+    all_gather_single, reduce_scatter_tensor, reduce_scatter_single, all_to_all_single, broadcast,
+    send, isend and batch_isend_irecv; no others. It does not see DDP's built-in all-reduce, which
+    is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
+    assumed. Meters nest; leave them in reverse order.
 
     >>> with WireMeter() as meter:
     ...     step()
@@ -104,9 +106,10 @@ class WireMeter:
         def counting(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            sent = count(bound.arguments, dist.get_world_size(bound.arguments["group"]))
-            with self._lock:
-                self._bytes += sent
+            ranks = dist.get_world_size(bound.arguments["group"])
+            if ranks > 0:  # else this rank is not of that group, and the call does nothing
+                with self._lock:
+                    self._bytes += count(bound.arguments, ranks)
             return collective(*args, **kwargs)
 
         return counting

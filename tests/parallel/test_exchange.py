@@ -119,6 +119,10 @@ def _metered(rank):
             thread.join()
         assert inner.take() == meter.take() == 2 * (ranks - 1) * 400 // ranks
         assert meter.take() == 0
+        few = dist.new_group([0, 1])
+        warnings.simplefilter("ignore", UserWarning)  # what ranks outside are told
+        dist.all_reduce(torch.ones(100), group=few)
+        assert meter.take() == (400 if dist.get_rank() in (0, 1) else 0)
     assert {name: getattr(dist, name, None) for name in calls} == originals
 
 
