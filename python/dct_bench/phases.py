@@ -31,11 +31,13 @@ class Phases:
     gradients lasts from the call of its hook until its future is done. That of a hybrid model's
     rows lasts, forward, as long as the call; backward, from the gradient of what it returned to
     that of what it was given. In an exchange,
-    pack: until its first collective starts;
+    pack: until the first collective that starts while it lasts;
     wire: some collective is under way, from its call to its completion. That includes waiting for
     a rank that comes later, and the CPU's work in the network stack;
     unpack: the rest: between collectives and after the last.
 
+    A moment counts once: as wire, else as pack, else as unpack. In a hybrid model's backward pass
+    the exchanges of gradients and of rows overlap, and what is computed meanwhile counts as theirs.
     Made for one bucket: with several, exchange and backward overlap, and the split says little.
 
     >>> with Phases() as phases:

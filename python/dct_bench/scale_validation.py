@@ -30,7 +30,7 @@ class Point:
 
 
 def validate(link: dict) -> list[Point]:
-    """A point per cell that the model covers (all modes but exact top-k).
+    """A point per cell that the model covers: not exact top-k, and no hybrid mode.
 
     What the run gives: compute, pack and unpack of every mode at the fastest rate; the plain
     transfer's rate on every link; and alpha, from the wire time of DCT at the fastest rate. alpha
@@ -45,6 +45,9 @@ def validate(link: dict) -> list[Point]:
     shapes = dlrm(**{key: options[key] for key in keys})
     model = Model(shapes, 0.0, _NO_KERNELS, options["density"])
     cells = [c for c in link["cells"] if c["step_ms"] and c["mode"] in METHODS]
+    needed = "the run must have dct and two rates at least"
+    if not cells:
+        raise UsageError(f"{needed}, got {sorted({c['mode'] for c in link['cells']})}")
     bandwidth = {(k["ranks"], k["rate"]): k["bits_per_second"] / 8 for k in link["links"]}
     points = []
     for ranks in sorted({cell["ranks"] for cell in cells}):
@@ -53,7 +56,7 @@ def validate(link: dict) -> list[Point]:
         base = max(rates, key=lambda rate: math.inf if rate is None else rate)
         at_base = {cell["mode"]: cell for cell in of_ranks if cell["rate"] == base}
         if "dct" not in at_base or len(rates) < 2:
-            raise UsageError(f"the run must have dct and two rates at least, got {sorted(at_base)}")
+            raise UsageError(f"{needed}, got {sorted(at_base)}")
         alpha = _alpha(model, ranks, bandwidth[ranks, base], at_base["dct"])
         for cell in of_ranks:
             if cell["mode"] not in at_base:

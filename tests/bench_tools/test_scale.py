@@ -63,6 +63,15 @@ def test_one_rate_cannot_validate():
         validate(_run_of_the_model(2e-4, [1e9]))
 
 
+def test_modes_that_the_model_does_not_know_are_left_out():
+    run = _run_of_the_model(2e-4, [1e8, 1e9])
+    expected = validate(run)
+    hybrid = [cell | {"mode": "hybrid-dct"} for cell in run["cells"]]
+    assert validate(run | {"cells": run["cells"] + hybrid}) == expected
+    with pytest.raises(UsageError, match=r"must have dct .*, got \['hybrid-dct'\]"):
+        validate(run | {"cells": hybrid})
+
+
 def test_validation_on_the_command_line(tmp_path, capsys):
     (tmp_path / "link.json").write_text(json.dumps(_run_of_the_model(2e-4, [1e8, 1e9])))
     assert cli.main(["scale", "--validate", str(tmp_path / "link.json")]) == 0
