@@ -17,7 +17,15 @@ from dct_kernels import _checks, row_gather
 from dct_kernels._rows import position_bytes
 
 from .exchange import all_gather
-from .row_exchange import GroupForBackward, agree, join, require_counts, require_rows, split
+from .row_exchange import (
+    GroupForBackward,
+    agree,
+    join,
+    require_counts,
+    require_group,
+    require_rows,
+    split,
+)
 from .rows import pack, row_k, unpack
 
 
@@ -61,7 +69,7 @@ def all_gather_rows(
         RuntimeError: from the collective, if a rank is gone.
     """
     op = "all_gather_rows"
-    group = dist.group.WORLD if group is None else group
+    group = require_group(op, group)
     x = require_rows(op, x)
     _checks.require_density(op, density)
     value_dtype = value_dtype or x.dtype

@@ -14,7 +14,15 @@ from torch.autograd.function import once_differentiable
 
 from dct_kernels import _checks
 
-from .row_exchange import GroupForBackward, agree, join, require_counts, require_rows, split
+from .row_exchange import (
+    GroupForBackward,
+    agree,
+    join,
+    require_counts,
+    require_group,
+    require_rows,
+    split,
+)
 from .rows import pack, row_k, unpack
 
 
@@ -61,7 +69,7 @@ def all_to_all_rows(
         RuntimeError: from the collective, if a rank is gone.
     """
     op = "all_to_all_rows"
-    group = dist.group.WORLD if group is None else group
+    group = require_group(op, group)
     x = require_rows(op, x)
     _checks.require_density(op, density)
     require_counts(op, "splits", splits, group.size())

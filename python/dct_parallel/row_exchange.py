@@ -41,6 +41,16 @@ class GroupForBackward:
         return group
 
 
+def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, by default of all ranks, once this rank is known to be in it."""
+    if group is None and not dist.is_initialized():
+        _checks.fail(op, "group", "given, or torch.distributed initialised", "neither")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        _checks.fail(op, "group", "a process group that this rank is in", group)
+    return group
+
+
 def require_rows(op: str, x: Tensor) -> Tensor:
     """`x` [B, d], made contiguous."""
     x = x.contiguous() if isinstance(x, Tensor) else x

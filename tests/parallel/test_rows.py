@@ -121,6 +121,8 @@ def test_in_eval_mode_compression_is_on_unless_switched_off():
     off = RowPack(k=4, value_dtype=torch.bfloat16, inference=False)
     back = RowUnpack(32, torch.float32)
     assert back(*off(x)).count_nonzero() == 3 * 4
+    assert back(*off(x)).dtype == torch.float32  # not that of the values
+    assert RowUnpack(32)(*off(x)).dtype == torch.bfloat16
     values = on.eval()(x)[0]
     assert values.shape == (3, 4) and values.dtype == torch.bfloat16
     assert torch.equal(back(*off.eval()(x)), x)
