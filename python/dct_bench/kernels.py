@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from dct_dlrm.argument_types import Formatter, count, density, several
 from dct_dlrm.features import UsageError
 
 from . import kernel_cases, native, provenance
-from .arguments import Formatter, count, number, several
 from .kernel_cases import Case
 from .kernel_timing import take_turns
 
@@ -53,14 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         epilog=EPILOG,
         formatter_class=Formatter,
     )
-    fraction = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument(
         "--ops", type=several(str, TIMED), default=list(TIMED), help="joined by ','; default all"
     )
     parser.add_argument("--sizes", type=several(count), default=[2**24], help="elements")
-    parser.add_argument("--density", type=several(fraction), default=[0.01], help="of entries kept")
+    parser.add_argument("--density", type=several(density), default=[0.01], help="of entries kept")
     parser.add_argument("--row-widths", type=several(count), default=[64, 256, 1024])
     parser.add_argument("--no-peers", action="store_true", help="only our backends and the copy")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of our backends")

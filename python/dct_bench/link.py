@@ -11,10 +11,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dct_dlrm.argument_types import (
+    Formatter,
+    count,
+    density,
+    number,
+    positive,
+    several,
+    widths,
+)
 from dct_dlrm.features import UsageError
 
 from . import link_plots, link_report, provenance
-from .arguments import Formatter, count, number, several
 from .link_cells import Cell, merge
 from .methods import METHODS, REPLICATED
 from .namespaces import ENDING_SIGNALS, Loopback, Namespaces
@@ -58,7 +66,6 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         epilog=EPILOG,
         formatter_class=Formatter,
     )
-    positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
         "--ranks",
@@ -112,20 +119,18 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
-    widths = {"type": _widths, "metavar": "W-W-..."}
-    model.add_argument(
-        "--bottom", default="512-256-64", help="bottom MLP's hidden widths", **widths
-    )
-    model.add_argument("--top", default="512-256", help="top MLP's hidden widths", **widths)
+    mlp = {"type": widths, "metavar": "W-W-..."}
+    model.add_argument("--bottom", default="512-256-64", help="bottom MLP's hidden widths", **mlp)
+    model.add_argument("--top", default="512-256", help="top MLP's hidden widths", **mlp)
     model.add_argument(
         "--density",
-        type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        type=density,
         default=0.005,
         help="DCT and exact top-k: fraction of entries sent",
     )
     model.add_argument(
         "--mp-density",
-        type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        type=density,
         default=0.05,
         help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
     )
@@ -258,14 +263,6 @@ def _progress(console: Console, blocks: int) -> Iterator:
             begun += weight
 
         yield on_block
-
-
-def _widths(text: str) -> list[int]:
-    widths = text.split("-")
-    if not all(width.isdecimal() and int(width) for width in widths):
-        rule = "integers >= 1 joined by '-', such as 512-256"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return [int(width) for width in widths]
 
 
 def _plain(value: object) -> object:

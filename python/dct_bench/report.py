@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from dct_dlrm.argument_types import Formatter
 from dct_dlrm.features import UsageError
 
-from .arguments import Formatter
 from .kernel_rates import read_json
 from .kernels import COPY, COPY_KERNEL, HEADER, lines
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dct_dlrm.argument_types import Formatter, count, density, number, positive, several
 from dct_dlrm.features import UsageError
 
 from . import kernel_rates, provenance, scale_report, scale_validation
-from .arguments import Formatter, count, number, several
 from .break_even import faster_by, paying_rates
 from .cost_model import METHODS, Cluster, Link, Model, union_density
 from .rates import parse_rate
@@ -53,7 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         formatter_class=Formatter,
     )
     not_negative = number(float, lambda x: 0 <= x < math.inf, "a number >= 0")
-    positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model", choices=SHAPES, default="dlrm", help="dlrm: as dct-train's; transformer: GPT-2"
@@ -65,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     model.add_argument("--width", type=count, default=768, help="transformer: model width")
     model.add_argument(
         "--density",
-        type=number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        type=density,
         default=0.005,
         help="DCT: fraction of entries sent",
     )

@@ -1,12 +1,12 @@
 """The command line of dct-train."""
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
 
+from .argument_types import Formatter, count, density, number, positive, several, widths
 from .modes import MODES, START_STEP
 
 DESCRIPTION = """\
@@ -32,18 +32,12 @@ DIR receives summary.json (results), history.json (per step) and curves.png.
 """
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; exits with status 2 and a text that names argument, rule and value."""
     parser = argparse.ArgumentParser(
-        prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter
+        prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
     )
-    count = _number(int, lambda n: n >= 1, "an integer >= 1")
-    fraction = _number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
+    fraction = number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
 
     data = parser.add_argument_group("data")
     source = data.add_mutually_exclusive_group()
@@ -78,13 +72,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     training.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     training.add_argument(
         "--lr",
-        type=_number(float, lambda x: 0 < x < math.inf, "a number > 0"),
+        type=positive,
         default=0.1,
         help="learning rate of SGD",
     )
     training.add_argument(
         "--embedding-lr",
-        type=_number(float, lambda x: 0 < x < math.inf, "a number > 0"),
+        type=positive,
         metavar="LR",
         help="learning rate of the embedding tables; without it, that of all",
     )
@@ -102,7 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     exchange.add_argument(
         "--modes",
-        type=_modes,
+        type=several(str, MODES),
         default="dense,dct",
         help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
         f"PowerSGD of rank 1, DCT; the last two compress from step {START_STEP} on. Pooled "
@@ -110,13 +104,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     exchange.add_argument(
         "--density",
-        type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        type=density,
         default=0.005,
         help="DCT: fraction of each large parameter's entries sent per step",
     )
     exchange.add_argument(
         "--mp-density",
-        type=_number(float, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        type=density,
         default=0.05,
         help="hybrid, DCT: fraction of each pooled embedding sent, and of its gradient, rounded up",
     )
@@ -145,20 +139,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--hash-size",
-        type=_number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)"),
+        type=number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)"),
         default=4000,
         help="rows of an embedding table at most; with fewer values, one row per value",
     )
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
     model.add_argument(
         "--bottom",
-        type=_widths,
+        type=widths,
         default="512-256-64",
         help="hidden widths of the bottom MLP, between the 13 integers and EMBEDDING_DIM",
     )
     model.add_argument(
         "--top",
-        type=_widths,
+        type=widths,
         default="512-256",
         help="hidden widths of the top MLP, before its one output",
     )
@@ -167,32 +161,3 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default="runs/dlrm", metavar="DIR", help="folder for the results"
     )
     return parser.parse_args(arguments)
-
-
-def _number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
-    def parse_number(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not allowed(value):
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-        return value
-
-    return parse_number
-
-
-def _widths(text: str) -> list[int]:
-    widths = text.split("-")
-    if not all(width.isdecimal() and int(width) for width in widths):
-        rule = "integers >= 1 joined by '-', such as 512-256"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return [int(width) for width in widths]
-
-
-def _modes(text: str) -> list[str]:
-    modes = text.split(",")
-    if not set(modes) <= set(MODES) or len(set(modes)) < len(modes):
-        rule = f"different ones of {', '.join(MODES)} joined by ','"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return modes

@@ -1,6 +1,7 @@
-"""What the subcommands' command lines share."""
+"""What command lines share."""
 
 import argparse
+import math
 from collections.abc import Callable, Collection
 
 
@@ -28,6 +29,8 @@ def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
 
 
 count = number(int, lambda n: n >= 1, "an integer >= 1")
+positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
+density = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
 
 
 def several(item: Callable, known: Collection[str] = ()) -> Callable:
@@ -43,3 +46,12 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
         return values
 
     return parse
+
+
+def widths(text: str) -> list[int]:
+    """An argparse type: the hidden widths of an MLP."""
+    parts = text.split("-")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        rule = "integers >= 1 joined by '-', such as 512-256"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return [int(part) for part in parts]
