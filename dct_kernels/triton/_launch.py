@@ -1,6 +1,7 @@
 """How every kernel of this backend is launched."""
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -23,6 +24,23 @@ def launch(
     """
     if programs == 0:
         return
+    if device.type == "cuda":
+        _require_sound_assembler(device)
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+@functools.cache
+def _require_sound_assembler(device: torch.device) -> None:
+    """Triton 3.6 brings an assembler that fuses for Blackwell whatever it is told.
+
+    That of CUDA 12.9 makes FFMA2 of mul.rn.f32x2 and add.rn.f32x2, so that sums would differ from
+    the other backends' in their last bit.
+    """
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:
+        raise RuntimeError(
+            "dct::triton: triton must be >= 3.7 on GPUs of compute capability 10 and above, "
+            f"where its assembler rounds as the contract says, got {triton.__version__}"
+        )

@@ -61,3 +61,20 @@ def test_sample_threshold(triton, max_samples):
     arguments = (x, residual, segments, 0.01, max_samples, 3)
     threshold = triton.sample_threshold(*arguments)
     assert torch.equal(threshold, BACKENDS["eager"].sample_threshold(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "sound"),
+    [("3.6.0", 9, True), ("3.6.2", 10, False), ("3.7.0", 10, True), ("3.10.1", 12, True)],
+)
+def test_an_assembler_that_fuses_is_refused(monkeypatch, version, capability, sound):
+    launcher = importlib.import_module("dct_kernels.triton._launch")
+    monkeypatch.setattr(launcher.triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    require = launcher._require_sound_assembler.__wrapped__
+    if sound:
+        require(torch.device("cuda"))
+    else:
+        with pytest.raises(RuntimeError, match=f"triton must be >= 3.7 .*, got {version}"):
+            require(torch.device("cuda"))
