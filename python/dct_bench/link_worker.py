@@ -83,8 +83,8 @@ class Worker:
             with Phases() as phases, WireMeter() as meter:
                 return self._train(mode, steps, seconds, phases, meter)
         finally:
+            gc.collect()  # the model ends before its group, and a lane's thread with its state
             dist.destroy_process_group()
-            gc.collect()  # a lane's thread ends with its state
 
     def _model(self) -> DLRM:
         options = self.options

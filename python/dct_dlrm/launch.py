@@ -1,5 +1,6 @@
 """Starts the ranks: those torchrun gives, or local processes."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         _join("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_ranks)
         work(*args)
-        dist.destroy_process_group()
+        _leave()
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -52,6 +53,14 @@ def _local_rank(
     work(*args)
     # Not in a `finally`: a failed rank that left the group first would make the others fail too,
     # and their message could hide the cause.
+    _leave()
+
+
+def _leave() -> None:
+    """Leave the group and end its threads: one still at work as Python ends aborts the process."""
+    # First what still holds the group, a model in a cycle with its hooks: the last holder joins the
+    # threads, and garbage would do so with Python locked, which they may wait for.
+    gc.collect()
     dist.destroy_process_group()
 
 

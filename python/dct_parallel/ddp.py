@@ -12,6 +12,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+
+# DDP's constructor imports it. Its functions' defaults hold the default group, if there is one by
+# then, until Python ends, and a thread of gloo that still finishes its work aborts the process.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future

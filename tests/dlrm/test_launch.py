@@ -1,12 +1,15 @@
 """Starting ranks: a failure of one ends the others and arrives with its message."""
 
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_dlrm.launch import WorkerError, launch
+from dct_parallel import DCTState, dct_hook
 
 
 def _sum_of_ranks(path, threads):
@@ -29,6 +32,17 @@ def _die_on_rank_one():
     dist.barrier()
 
 
+def _leave_a_thread_at_work():
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    state = DCTState(ddp, start_step=1)
+    ddp.cycle = [ddp]
+    ddp.register_comm_hook(state, dct_hook)
+    for _ in range(3):
+        ddp(torch.ones(1, 64)).sum().backward()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future().add_done_callback(lambda _: time.sleep(0.5))
+
+
 def test_every_rank_works(tmp_path):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     launch(_sum_of_ranks, 2, tmp_path / "total", threads)
@@ -46,3 +60,7 @@ def test_an_error_of_a_rank_arrives_with_its_traceback():
 def test_a_rank_that_dies_is_named():
     with pytest.raises(WorkerError, match="rank 1 failed: process 1 terminated with exit code 7"):
         launch(_die_on_rank_one, 2)
+
+
+def test_a_thread_still_at_work_ends_before_python_does():
+    launch(_leave_a_thread_at_work, 2)

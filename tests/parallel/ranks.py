@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks: every test here is a few processes that must agree."""
 
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -63,6 +64,7 @@ def _rank(function, rank, world_size, folder, args):
         # Nobody leaves while others may still talk to it; a barrier could lose its last message.
         store.set(f"done{rank}", "")
         store.wait([f"done{other}" for other in range(world_size)])
+        gc.collect()  # models end before their group
         dist.destroy_process_group()
     except BaseException:
         Path(folder, f"error{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
