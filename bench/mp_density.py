@@ -36,13 +36,20 @@ from rich.console import Console
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dct_dlrm import arguments, dataset, loop, progress
-from dct_dlrm.exchange import EXCHANGES, Exchange, all_to_all, largest_entries, whole_rows
-from dct_dlrm.features import TABLES
+from dct_dlrm import arguments, loop, progress
+from dct_dlrm.data import dataset
+from dct_dlrm.data.features import TABLES
 from dct_dlrm.launch import launch
+from dct_dlrm.models.row_exchange import (
+    EXCHANGES,
+    Exchange,
+    all_to_all,
+    largest_entries,
+    whole_rows,
+)
 from dct_dlrm.modes import MODES
 from dct_parallel import pack, unpack
-from dct_parallel.row_exchange import GroupForBackward
+from dct_parallel.groups import GroupForBackward
 from dct_parallel.rows import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it

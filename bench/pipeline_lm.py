@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from dct_kernels._rows import position_bytes
+from dct_kernels.row_layout import position_bytes
 from dct_parallel import RowPack, RowUnpack, WireMeter, pack, unpack
 from dct_parallel.rows import row_k
 

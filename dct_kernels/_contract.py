@@ -8,8 +8,7 @@ contents are looked at only when the op really runs.
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from . import _checks as checks
-from . import _rows, layout
+from . import checks, layout, row_layout
 
 INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
@@ -129,7 +128,7 @@ def _payload_bytes(op, arg, payload, numel, capacity, value_dtype, ranges):
 
 def _positions(op, positions, rows, width, k, like):
     checks.require_tensor(op, "positions", positions, UINT8, (2,), like)
-    row_bytes = _rows.position_bytes(width, k)
+    row_bytes = row_layout.position_bytes(width, k)
     if positions.shape[0] != rows or positions.shape[1] != row_bytes:
         rule = f"[{rows}, {row_bytes}] for width {width} and k {k}"
         checks.fail(op, "positions", rule, list(positions.shape))

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _rows
+from . import row_layout
 from ._schemas import library
 
 
@@ -28,7 +28,7 @@ def scatter_unpack(
 
 def row_pack(x, k, value_dtype):
     rows, width = x.shape
-    position_bytes = _rows.position_bytes(width, k)
+    position_bytes = row_layout.position_bytes(width, k)
     return (
         x.new_empty(rows, k, dtype=value_dtype),
         x.new_empty(rows, position_bytes, dtype=torch.uint8),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._checks import fail, require_int
+from .checks import fail, require_int
 
 BLOCK = 16384
 HEADER_BYTES = 64

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import torch
 
-from . import _load, reference
+from . import reference
+from ._load import available
 from ._schemas import OPS
+
+__all__ = ["available", "backends"]
 
 
 def backends() -> dict[str, SimpleNamespace]:
@@ -17,10 +20,10 @@ def backends() -> dict[str, SimpleNamespace]:
     compiled = {"cpp": "cpu", "cuda": "cuda"}
     found = {"eager": SimpleNamespace(**{op: getattr(reference, op) for op in OPS}, device="cpu")}
     for name, device in compiled.items():
-        if not _load.available()[name] and (device == "cpu" or torch.cuda.is_available()):
+        if not available()[name] and (device == "cpu" or torch.cuda.is_available()):
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
             found[name] = SimpleNamespace(**ops, device=device)
-    if not _load.available()["triton"]:
+    if not available()["triton"]:
         from . import triton  # only here: it is not everywhere
 
         device = "cpu" if triton.INTERPRETED else "cuda"

@@ -17,8 +17,10 @@ import torch
 from common import BF16, F32, gpu_backends, report
 from targets import write
 
-from dct_bench import kernel_cases, kernels, provenance
-from dct_bench.kernel_cases import Case
+from dct_bench import provenance
+from dct_bench.kernels import cases
+from dct_bench.kernels import command as kernels
+from dct_bench.kernels.cases import Case
 from dct_kernels import payload_layout
 
 GRAPHS_BELOW = 2**22
@@ -27,16 +29,16 @@ LARGEST, SWEEP = 2**28, 2**26
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities whose threshold is infinity, and zero
 
 
-def cases(device: str, scale: int) -> Iterator[Case]:
+def all_cases(device: str, scale: int) -> Iterator[Case]:
     """Made one at a time: each holds its buffers. All sizes are divided by `scale`."""
     largest, sweep, rows = LARGEST // scale, SWEEP // scale, ROWS // scale
     yield from one_dimensional(device, largest, 0.01)
     for width in (64, 128, 256, 512, 1024):
         for density in (0.05, 0.1):
-            yield kernel_cases.row_pack(device, rows, width, density, density == 0.05)
-            yield kernel_cases.row_unpack(device, rows, width, density, False)
+            yield cases.row_pack(device, rows, width, density, density == 0.05)
+            yield cases.row_unpack(device, rows, width, density, False)
     for density in (NOTHING, EVERYTHING):
-        yield kernel_cases.mask_pack(device, sweep, density, F32, F32, False)
+        yield cases.mask_pack(device, sweep, density, F32, F32, False)
     yield overflow(device, sweep)
     for numel in (2**24, 2**20, 2**26, 2**22):
         yield from one_dimensional(device, numel // scale, 0.01)
@@ -47,10 +49,10 @@ def cases(device: str, scale: int) -> Iterator[Case]:
 
 def one_dimensional(device: str, numel: int, density: float) -> Iterator[Case]:
     for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16)):
-        yield kernel_cases.mask_pack(device, numel, density, grad, values, True)
-    yield kernel_cases.sample_threshold(device, numel, density)
+        yield cases.mask_pack(device, numel, density, grad, values, True)
+    yield cases.sample_threshold(device, numel, density)
     for ranks in (2, 8):
-        yield kernel_cases.scatter_unpack(device, numel, density, ranks)
+        yield cases.scatter_unpack(device, numel, density, ranks)
 
 
 def overflow(device: str, numel: int) -> Case:
@@ -91,7 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     start, about = time.monotonic(), provenance.describe()
     results, failures, said = [], [], "nothing measured"
-    for case in cases(args.device, args.scale):
+    for case in all_cases(args.device, args.scale):
         if time.monotonic() - start > args.seconds:
             said += f"; stopped after {args.seconds:.0f} s, the rest is not measured"
             break

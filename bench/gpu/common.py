@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
-from dct_kernels import _load, payload_layout, testing  # noqa: E402
+from dct_kernels import payload_layout, testing  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 NUMEL = 2**20 + 3
@@ -29,7 +29,7 @@ def gpu_backends() -> dict[str, SimpleNamespace]:
         raise SystemExit("no GPU: torch.cuda.is_available() is False")
     found = {name: ops for name, ops in testing.backends().items() if ops.device == "cuda"}
     if "cuda" not in found:
-        raise SystemExit(f"no cuda backend: {_load.available()['cuda']}")
+        raise SystemExit(f"no cuda backend: {testing.available()['cuda']}")
     return found
 
 

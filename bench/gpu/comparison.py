@@ -17,7 +17,7 @@ import torch
 from common import BF16, F32, Call, call, report, same
 from torch import Tensor
 
-from dct_kernels import _load, payload_layout, testing
+from dct_kernels import payload_layout, testing
 
 F16 = torch.float16
 SIZES = (0, 1, 31, 32, 33, 4095, 4096, 4097, 16383, 16384, 16385, 50_021)
@@ -147,7 +147,7 @@ def main() -> None:
     name = parser.parse_args().backend
     backends, eager = testing.backends(), testing.backends()["eager"]
     if name not in backends:
-        raise SystemExit(f"no {name} backend: {_load.available()[name] or 'no GPU'}")
+        raise SystemExit(f"no {name} backend: {testing.available()[name] or 'no GPU'}")
     torch.manual_seed(0)
     device = backends[name].device
     failures, count = [], 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dct_bench import kernels
+from dct_bench.kernels import command as kernels
 
 
 def targets(results: list[dict], ours: str) -> Iterator[tuple[str, str, float, bool]]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._rows import Encoding, position_bytes, position_encoding
+from ..row_layout import Encoding, position_bytes, position_encoding
 from .rounding import magnitude_key, round_to
 
 

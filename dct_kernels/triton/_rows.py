@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .._rows import Encoding
+from ..row_layout import Encoding
 from ._launch import INTERPRETED
 
 # A kernel's constant for each encoding: the bytes of one column, 0 for a bitmap.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import _contract
-from .._rows import Encoding, position_bytes, position_encoding
+from ..row_layout import Encoding, position_bytes, position_encoding
 from . import _rows
 from ._launch import launch
 from ._numeric import magnitude_key, round_to, to_float

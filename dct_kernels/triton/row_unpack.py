@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .. import _contract
-from .._rows import position_encoding
+from ..row_layout import position_encoding
 from . import _rows
 from ._launch import launch
 from ._numeric import round_to, to_float

@@ -4,9 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dct_dlrm.features import UsageError
+from dct_dlrm.errors import UsageError
 
-from . import kernels, link, report, scale
+from . import report
+from .kernels import command as kernels
+from .link import command as link
+from .scale import command as scale
 
 COMMANDS = {"kernels": kernels, "link": link, "scale": scale, "report": report}
 

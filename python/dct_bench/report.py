@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dct_dlrm.argument_types import Formatter
-from dct_dlrm.features import UsageError
+from dct_dlrm.errors import UsageError
 
-from .kernel_rates import read_json
-from .kernels import COPY, COPY_KERNEL, HEADER, lines
+from .kernels.command import COPY, COPY_KERNEL, HEADER, lines
+from .scale.kernel_rates import read_json
 
 OURS = ("cuda", "triton", "cpp", "eager")
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from . import plot, progress, report
-from .dataset import Dataset, load
-from .features import table_rows
+from .data.dataset import Dataset, load
+from .data.features import table_rows
 from .loop import Run, gather_rows, run, score
-from .sharding import describe, shard_tables
+from .models.sharding import describe, shard_tables
 
 PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
 

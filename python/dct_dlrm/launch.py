@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
-from .features import UsageError
+from .errors import UsageError
 
 
 class WorkerError(Exception):

@@ -14,15 +14,16 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel.history import RECENT_STEPS
+from dct_parallel.data_parallel import RECENT_STEPS
 
-from .dataset import Dataset
-from .exchange import EXCHANGES
-from .features import Rows, UsageError, table_rows
-from .hybrid import HybridDLRM
-from .model import DLRM
+from .data.dataset import Dataset
+from .data.features import Rows, table_rows
+from .errors import UsageError
+from .models.dlrm import DLRM
+from .models.hybrid import HybridDLRM
+from .models.row_exchange import EXCHANGES
+from .models.sharding import shard_tables
 from .modes import FIXED_DENSITY, MODES, START_STEP
-from .sharding import shard_tables
 from .traffic import Traffic
 
 TEST_BATCH = 8192

@@ -2,26 +2,11 @@
 
 from types import TracebackType
 
-import torch.distributed as dist
 from torch import nn
 
 from dct_parallel import WireMeter
 
-from .hybrid import HybridDLRM
-
-
-class GroupMeter(WireMeter):
-    """A WireMeter that counts the collectives of one process group only."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self._group = group
-
-    def _counting(self, collective, count):
-        def of_group(call: dict, ranks: int) -> int:
-            return count(call, ranks) if call["group"] is self._group else 0
-
-        return super()._counting(collective, of_group)
+from .models.hybrid import HybridDLRM
 
 
 class Traffic:
@@ -41,7 +26,7 @@ class Traffic:
         self._hybrid = isinstance(model, HybridDLRM)
         if self._hybrid:
             self.purposes = {"ids": [], "mp_forward": [], "mp_backward": [], "dp": []}
-            self._ids, self._rows = GroupMeter(model.ids_group), GroupMeter(model.rows_group)
+            self._ids, self._rows = WireMeter(model.ids_group), WireMeter(model.rows_group)
             self._meters += [self._ids, self._rows]
 
     def __enter__(self) -> "Traffic":

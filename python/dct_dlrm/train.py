@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import criteo
 from .arguments import parse
+from .data import criteo
+from .errors import UsageError
 from .experiment import compare
-from .features import UsageError
 from .launch import WorkerError, launch
 
 

@@ -11,16 +11,14 @@ Model parallel: only the largest activations of every row cross, and their gradi
     y = unpack(values, positions, width)
     y = all_to_all_rows(x, splits, density=0.05)
 
-Each file holds one idea and stands on the one before: compressor (one tensor), exchange (payloads
-between ranks), bucket and ddp (torch's DistributedDataParallel); beside them rows (one cut of a
-model) and all_to_all, all_gather (rows between ranks); wire counts bytes.
+A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel) and rows
+(activations at a cut of a model). Both stand on what lies beside them here: compressor (one
+tensor, no network), collectives, groups, executors, readback, and wire, which counts bytes.
 """
 
-from .all_gather import all_gather_rows
-from .all_to_all import all_to_all_rows
 from .compressor import Compressor
-from .ddp import DCTState, dct_hook
-from .rows import RowPack, RowUnpack, pack, unpack
+from .data_parallel import DCTState, dct_hook
+from .rows import RowPack, RowUnpack, all_gather_rows, all_to_all_rows, pack, unpack
 from .wire import WireMeter
 
 __all__ = [

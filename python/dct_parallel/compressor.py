@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dct_kernels  # noqa: F401  (registers torch.ops.dct)
-from dct_kernels import _checks
+from dct_kernels import checks
 from dct_kernels.layout import HEADER_BYTES, VALUE_DTYPE_CODES, payload_layout
 
 POLICIES = ("tracked", "fixed")
@@ -105,14 +105,14 @@ class Compressor:
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
-        _checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
-        _checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
+        checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
+        checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
         bounds = [int(bound) for bound in segments]
         if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != sorted(bounds):
-            _checks.fail("Compressor", "segments", f"ascending from 0 to {numel}", bounds)
+            checks.fail("Compressor", "segments", f"ascending from 0 to {numel}", bounds)
         sizes = [high - low for low, high in pairwise(bounds)]
         for index in skip:
-            _checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
+            checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
         compressed = sum(size for index, size in enumerate(sizes) if index not in skip)
         if capacity is None:
             capacity = default_capacity(compressed, density)
@@ -202,7 +202,7 @@ class Compressor:
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[:HEADER_BYTES].zero_()
 
-    def watch(self, seen: Tensor, threshold: Tensor) -> None:
+    def resample_if_flooded(self, seen: Tensor, threshold: Tensor) -> None:
         """Sample at the next `pack` if a zero threshold lets more than 1.25 x its target pass.
 
         Args:
@@ -248,8 +248,8 @@ def check_settings(
     owner: str, density: float, refresh_every: int, policy: str, value_dtype: torch.dtype
 ) -> None:
     """What a Compressor and everything built on it demand of these four."""
-    _checks.require_density(owner, density)
-    _checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
+    checks.require_density(owner, density)
+    checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
     if policy not in POLICIES:
-        _checks.fail(owner, "policy", "'tracked' or 'fixed'", repr(policy))
-    _checks.require_dtype(owner, "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
+        checks.fail(owner, "policy", "'tracked' or 'fixed'", repr(policy))
+    checks.require_dtype(owner, "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))

@@ -66,12 +66,16 @@ class WireMeter:
     is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
     assumed. Meters nest; leave them in reverse order.
 
+    Args:
+        group: count only what is called with this process group; default all.
+
     >>> with WireMeter() as meter:
     ...     step()
     ...     bytes_of_first_step = meter.take()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._lock = threading.Lock()
         self._bytes = 0
         self._originals: dict = {}
@@ -106,8 +110,10 @@ class WireMeter:
         def counting(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            ranks = dist.get_world_size(bound.arguments["group"])
-            if ranks > 0:  # else this rank is not of that group, and the call does nothing
+            group = bound.arguments["group"]
+            counted = self._group is None or group is self._group
+            ranks = dist.get_world_size(group)
+            if counted and ranks > 0:  # else this rank is not of that group: the call does nothing
                 with self._lock:
                     self._bytes += count(bound.arguments, ranks)
             return collective(*args, **kwargs)

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 import dct_kernels
-from dct_kernels._rows import position_bytes
+from dct_kernels.row_layout import position_bytes
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 

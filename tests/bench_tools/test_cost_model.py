@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from dct_bench import shapes
-from dct_bench.break_even import GRID, paying_rates
-from dct_bench.cost_model import (
+from dct_bench.scale import shapes
+from dct_bench.scale.break_even import GRID, paying_rates
+from dct_bench.scale.cost_model import (
     Cluster,
     Kernels,
     Link,
@@ -17,8 +17,8 @@ from dct_bench.cost_model import (
     all_to_all,
     union_density,
 )
-from dct_dlrm.features import table_rows
-from dct_dlrm.model import DLRM
+from dct_dlrm.data.features import table_rows
+from dct_dlrm.models.dlrm import DLRM
 
 FREE = Kernels(math.inf, math.inf, math.inf, "free")
 NOWHERE = Link(0.0, math.inf)

@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 
-from dct_bench import cli, kernel_cases, kernel_peers, kernels
+from dct_bench import cli
+from dct_bench.kernels import cases, peers
+from dct_bench.kernels import command as kernels
 
 
 @pytest.fixture(autouse=True)
 def few_buffers(monkeypatch):
-    monkeypatch.setattr(kernel_cases, "COLD_BYTES", 1)
+    monkeypatch.setattr(cases, "COLD_BYTES", 1)
 
 
 def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
@@ -32,17 +34,17 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
 
 
 def test_bytes_that_must_move():
-    case = kernel_cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
+    case = cases.mask_pack("cpu", 1000, 0.1, torch.float32, torch.bfloat16, False)
     assert case.nbytes == 1000 * 12 + 100 * 4
-    case = kernel_cases.scatter_unpack("cpu", 1000, 0.1, 8)
+    case = cases.scatter_unpack("cpu", 1000, 0.1, 8)
     assert case.nbytes == 1000 * 4 + 8 * 100 * 4
-    case = kernel_cases.row_pack("cpu", 10, 64, 0.05, False)
+    case = cases.row_pack("cpu", 10, 64, 0.05, False)
     assert case.nbytes == 10 * (64 * 4 + 4 * 4 + 4)
 
 
 def test_a_backend_that_differs_is_not_timed():
-    case = kernel_cases.scatter_unpack("cpu", 1000, 0.1, 2)
-    good = kernel_cases.backends("cpu")["eager"]
+    case = cases.scatter_unpack("cpu", 1000, 0.1, 2)
+    good = cases.backends("cpu")["eager"]
 
     class Wrong:
         @staticmethod
@@ -55,7 +57,7 @@ def test_a_backend_that_differs_is_not_timed():
         kernels._check(case, {"eager": good, "wrong": Wrong})
 
 
-@pytest.mark.parametrize("function", [kernel_peers.topk, kernel_peers.dgc, kernel_peers.random_k])
+@pytest.mark.parametrize("function", [peers.topk, peers.dgc, peers.random_k])
 def test_peers_conserve_and_are_dense_enough(function):
     torch.manual_seed(0)
     residual, grad, k = torch.randn(50_000), torch.randn(50_000), 500
@@ -70,16 +72,16 @@ def test_a_peer_that_loses_something_is_found():
     residual, grad = [torch.randn(100)], [torch.randn(100)]
 
     def lossy(i):
-        values, index = kernel_peers.topk(residual[i], grad[i], 10)
+        values, index = peers.topk(residual[i], grad[i], 10)
         return values * 0.5, index
 
     with pytest.raises(ValueError, match="not what was there"):
-        kernel_peers._compaction(lossy, residual, grad).check(0)
+        peers._compaction(lossy, residual, grad).check(0)
 
 
 def test_exact_top_k_finds_the_largest():
     residual, grad = torch.zeros(1000), torch.randn(1000)
-    values, _ = kernel_peers.topk(residual, grad, 10)
+    values, _ = peers.topk(residual, grad, 10)
     assert torch.equal(values.abs().sort().values, grad.abs().sort().values[-10:])
 
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from dct_bench import cli, namespaces
-from dct_bench.namespaces import Loopback, Namespaces
-from dct_bench.ranks import RankError, Ranks
-from dct_dlrm.features import UsageError
+from dct_bench import cli
+from dct_bench.link import namespaces
+from dct_bench.link.namespaces import Loopback, Namespaces
+from dct_bench.link.ranks import RankError, Ranks
+from dct_dlrm.errors import UsageError
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
 # Asked of the machine, not of the code under test: a container's root may still not be allowed to.

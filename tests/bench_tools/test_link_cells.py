@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from dct_bench.link_cells import Cell, merge
-from dct_bench.link_report import crossings
+from dct_bench.link.cells import Cell, merge
+from dct_bench.link.report import crossings
 from dct_bench.rates import describe_rate, parse_rate
 
 

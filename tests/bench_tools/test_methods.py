@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_bench.methods import START_STEP, TopKState, topk_hook
-from dct_bench.phases import Phases
-from dct_dlrm.exchange import largest_entries
+from dct_bench.link.methods import START_STEP, TopKState, topk_hook
+from dct_bench.link.phases import Phases
 from dct_dlrm.launch import launch
+from dct_dlrm.models.row_exchange import largest_entries
 
 NUMEL, STEPS = 200, 5
 

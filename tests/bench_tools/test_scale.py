@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from dct_bench import cli, kernel_rates
-from dct_bench.cost_model import Cluster, Kernels, Link, Model
-from dct_bench.scale_validation import median_error, validate
-from dct_bench.shapes import dlrm
-from dct_dlrm.features import UsageError
+from dct_bench import cli
+from dct_bench.scale import kernel_rates
+from dct_bench.scale.cost_model import Cluster, Kernels, Link, Model
+from dct_bench.scale.shapes import dlrm
+from dct_bench.scale.validation import median_error, validate
+from dct_dlrm.errors import UsageError
 
 SIZES = {"hash_size": 100, "embedding_dim": 8, "bottom": [16], "top": [16]}
 FREE = Kernels(math.inf, math.inf, math.inf, "free")

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_dlrm import arguments, dataset, loop
-from dct_dlrm.exchange import EXCHANGES, largest_entries, whole_rows
-from dct_dlrm.features import UsageError, table_rows
-from dct_dlrm.hybrid import HybridDLRM
+from dct_dlrm import arguments, loop
+from dct_dlrm.data import dataset
+from dct_dlrm.data.features import table_rows
+from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
-from dct_dlrm.model import DLRM
-from dct_dlrm.sharding import describe, shard_tables
+from dct_dlrm.models.dlrm import DLRM
+from dct_dlrm.models.hybrid import HybridDLRM
+from dct_dlrm.models.row_exchange import EXCHANGES, largest_entries, whole_rows
+from dct_dlrm.models.sharding import describe, shard_tables
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32"]

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from dct_dlrm import arguments, dataset, loop
-from dct_dlrm.features import table_rows
+from dct_dlrm import arguments, loop
+from dct_dlrm.data import dataset
+from dct_dlrm.data.features import table_rows
 from dct_dlrm.launch import launch
-from dct_dlrm.model import DLRM
+from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.train import main
 
 RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8

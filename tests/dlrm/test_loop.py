@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dct_dlrm import arguments, dataset, loop
-from dct_dlrm.features import UsageError
+from dct_dlrm import arguments, loop
+from dct_dlrm.data import dataset
+from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import WorkerError, launch
 from dct_dlrm.modes import MODES
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dct_dlrm import hashing, synthetic
-from dct_dlrm.features import CARDINALITIES
+from dct_dlrm.data import hashing, synthetic
+from dct_dlrm.data.features import CARDINALITIES
 from dct_dlrm.loop import score
 
 N = 60_000

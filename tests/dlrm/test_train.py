@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from criteo_lines import line
-from dct_dlrm import synthetic
-from dct_dlrm.features import table_rows
+from dct_dlrm.data import synthetic
+from dct_dlrm.data.features import table_rows
 
 SMALL = ["--hash-size", "50", "--embedding-dim", "4", "--bottom", "16", "--top", "64"]
 DENSITY = 0.02

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dct_kernels import _contract, _rows
+from dct_kernels import _contract, row_layout
 from dct_kernels._schemas import OPS
 
 from . import build
@@ -123,7 +123,7 @@ def row_pack(x, k, value_dtype):
     _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
     values = _poisoned(rows, k, dtype=value_dtype)
-    positions = _poisoned(rows, _rows.position_bytes(width, k), dtype=torch.uint8)
+    positions = _poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
     _call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
     return values, positions
 

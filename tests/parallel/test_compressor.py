@@ -97,14 +97,14 @@ def test_a_sample_of_zero_stays_until_more_than_its_share_passes():
     rare[:20] = 1.0
     for _ in range(3):
         c.pack(rare)
-        c.watch(c.seen, c.threshold)
+        c.resample_if_flooded(c.seen, c.threshold)
     assert c.threshold.tolist() == [0.0]
     assert c.seen.tolist() == [20]  # fewer than 100: all of them
     dense = grads(1000, 0)
     c.pack(dense)  # step 3: no sample is due
     assert c.threshold.tolist() == [0.0]
     assert c.seen.tolist() == [1000]
-    c.watch(c.seen, c.threshold)
+    c.resample_if_flooded(c.seen, c.threshold)
     assert c.step == 4
     c.step = 5  # no sample due here either
     c.pack(dense)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, dct_hook, exchange
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.data_parallel import transports
 from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
 
 
@@ -65,13 +66,13 @@ def _sleepy(rank, steps):
         time.sleep(dice.random() * 0.004)
         return dct_hook(state, bucket)
 
-    gather = exchange.all_gather
+    gather = transports.all_gather
 
     def slow_gather(*args):
         time.sleep(dice.random() * 0.004)
         gather(*args)
 
-    exchange.all_gather = slow_gather
+    transports.all_gather = slow_gather
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):

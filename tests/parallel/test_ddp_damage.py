@@ -5,7 +5,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTState, dct_hook, exchange
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.data_parallel import transports
 from ranks import Dictated, gathered, run_ranks
 
 SIZES = (20_000, 30_000)
@@ -23,7 +24,7 @@ def _damaged(rank, byte, status, victims, settle_early):
     model = DistributedDataParallel(Dictated(SIZES))  # one bucket
     state = DCTState(model, density=0.05)
     model.register_comm_hook(state, dct_hook)
-    all_gather = exchange.all_gather
+    all_gather = transports.all_gather
     step = 0
 
     def in_flight(output, tensor, group):
@@ -31,7 +32,7 @@ def _damaged(rank, byte, status, victims, settle_early):
         if step == 4 and rank in victims:
             output[1, byte] ^= 0xFF
 
-    exchange.all_gather = in_flight
+    transports.all_gather = in_flight
 
     def run():
         generator = torch.Generator().manual_seed(10 * step + rank)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.history import History
+from dct_parallel.data_parallel.history import History
 from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
 
 SIZES = (2000, 30, 5000)

@@ -8,7 +8,8 @@ import torch
 from oracle import rows as oracle
 from torch import nn
 
-from dct_parallel import RowPack, RowUnpack, pack, rows, unpack
+from dct_parallel import RowPack, RowUnpack, pack, unpack
+from dct_parallel.rows import packing
 
 
 def _columns(x, k):
@@ -18,7 +19,7 @@ def _columns(x, k):
 
 
 def test_docstring_examples():
-    result = doctest.testmod(rows)
+    result = doctest.testmod(packing)
     assert result.attempted == 2 and result.failed == 0
 
 
@@ -26,7 +27,7 @@ def test_docstring_examples():
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5, 1.0])
 def test_forward_and_backward_against_an_oracle(shape, density):
     x = torch.randn(shape, requires_grad=True)
-    k = rows.row_k(shape[-1], density)
+    k = packing.row_k(shape[-1], density)
     assert k == max(1, round(density * shape[-1]))
     values, positions = pack(x, k)
     y = unpack(values, positions, shape[-1])

@@ -1,0 +1,134 @@
+"""Argument checks of the ops, in one form: `dct::<op>: <arg> must be <rule>, got <value>`.
+
+Shared by the public functions, the eager backend and packages that stand on the ops; the C++
+adapters say the same words. The metadata checks trace under torch.compile; `memory` looks at
+addresses and contents, which exist only when the op runs.
+"""
+
+from typing import NoReturn
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fail(
+    op: str,
+    arg: str,
+    rule: str,
+    got: object,
+    error: type[Exception] = ValueError,
+    verb: str = "be",
+) -> NoReturn:
+    got = _name(got) if isinstance(got, torch.dtype) else got
+    raise error(f"dct::{op}: {arg} must {verb} {rule}, got {got}")
+
+
+def require_int(op: str, arg: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        fail(op, arg, "an integer", type(value).__name__, TypeError)
+    if value < low or value > high:
+        fail(op, arg, f"in [{low}, {high}]", value)
+
+
+def require_density(op: str, density: float) -> None:
+    if not isinstance(density, (float, int, torch.SymFloat)) or isinstance(density, bool):
+        fail(op, "density", "a number", type(density).__name__, TypeError)
+    if not 0 < density <= 1:  # false of a NaN as well
+        fail(op, "density", "in (0, 1]", density)
+
+
+def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(dtype, torch.dtype):
+        fail(op, arg, "a torch.dtype", type(dtype).__name__, TypeError)
+    if dtype not in allowed:
+        fail(op, arg, _names(allowed), dtype, TypeError)
+
+
+def require_tensor(
+    op: str,
+    arg: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    dims: tuple[int, ...] = (1,),
+    like: tuple[str, torch.Tensor] | None = None,
+) -> None:
+    """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
+    if not isinstance(tensor, torch.Tensor):
+        fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
+    if tensor.dtype not in dtypes:
+        fail(op, arg, _names(dtypes), tensor.dtype, TypeError)
+    if tensor.dim() not in dims:
+        fail(op, arg, " or ".join(f"{dim}-D" for dim in dims), f"{tensor.dim()}-D")
+    if like is not None and tensor.device != like[1].device:
+        fail(op, arg, f"on {like[1].device} like {like[0]}", tensor.device)
+    if not tensor.is_contiguous():
+        fail(op, arg, "contiguous", f"strides {tuple(tensor.stride())}")
+
+
+def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, like: str) -> None:
+    if tensor.numel() != numel:
+        fail(op, arg, f"{numel} elements like {like}", tensor.numel(), verb="have")
+
+
+def require_scale(
+    op: str, arg: str, scale: torch.Tensor | None, like: tuple[str, torch.Tensor]
+) -> None:
+    if scale is not None:
+        require_tensor(op, arg, scale, (torch.float32,), (0, 1), like)
+        if scale.numel() != 1:
+            fail(op, arg, "one element", scale.numel())
+
+
+def require_segments(op: str, segments: torch.Tensor, like: tuple[str, torch.Tensor]) -> None:
+    require_tensor(op, "segments", segments, (torch.int64,), (1,), like)
+    if segments.numel() < 1:
+        fail(op, "segments", "of at least 1 element", 0)
+
+
+def memory(
+    op: str,
+    written: dict[str, torch.Tensor],
+    read: dict[str, torch.Tensor | None],
+    segments: tuple[torch.Tensor, int] | None = None,
+    aligned: tuple[str, torch.Tensor] | None = None,
+) -> None:
+    """What only a running op can check: overlap, alignment, and on the CPU the segments' contents.
+
+    `segments` is the tensor and the number of elements it must end at; `aligned` must start at a
+    multiple of 16 bytes.
+    """
+    if aligned is not None and aligned[1].data_ptr() % 16:
+        fail(op, aligned[0], "16-byte aligned", f"address % 16 = {aligned[1].data_ptr() % 16}")
+    tensors = [(name, t) for name, t in {**written, **read}.items() if t is not None and t.numel()]
+    for index, (name, tensor) in enumerate(tensors):
+        for other_name, other in tensors[index + 1 :]:
+            if (name in written or other_name in written) and _overlap(tensor, other):
+                fail(op, other_name, f"apart from {name} in memory", "an overlap")
+    if segments is not None and segments[0].device.type == "cpu":
+        tensor, numel = segments
+        if (
+            int(tensor[0]) != 0
+            or int(tensor[-1]) != numel
+            or bool((tensor[1:] < tensor[:-1]).any())
+        ):
+            fail(op, "segments", f"ascending from 0 to {numel}", _preview(tensor))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    return a.device == b.device and start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
+
+
+def _preview(tensor: torch.Tensor) -> str:
+    values = [str(value) for value in tensor[:8].tolist()]
+    return "[" + ", ".join(values) + (", ...]" if tensor.numel() > 8 else "]")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [_name(dtype) for dtype in dtypes]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

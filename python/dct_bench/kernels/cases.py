@@ -1,0 +1,210 @@
+"""The ops as they are timed: inputs, the bytes that must move, and what restores the inputs."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from dct_kernels import payload_layout, testing
+from dct_kernels.row_layout import position_bytes
+
+from . import peers
+from .peers import Peer
+
+F32, BF16 = torch.float32, torch.bfloat16
+SAMPLES = 65536
+COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again: no cache holds it
+MOST_SETS = 64
+
+
+@dataclass
+class Case:
+    """One thing to time. `run(ops, i)` on buffer set i returns the tensors that must be equal."""
+
+    op: str
+    detail: str
+    numel: int
+    nbytes: int  # that must be read and written
+    sets: int  # of buffers
+    run: Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
+    reset: Callable[[int], object] = field(default=lambda i: None)  # restores what run wrote
+    allocates: bool = False  # its result, so that the copy to compare with does, too
+    density: float | None = None
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+
+def cases(
+    device: str,
+    ops: list[str],
+    numel: int,
+    densities: list[float],
+    row_widths: list[int],
+    with_peers: bool,
+) -> Iterator[Case]:
+    """All cases of one size, made one at a time: each holds its buffers."""
+    for density in densities:
+        if "mask_pack" in ops:
+            for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, BF16)):
+                yield mask_pack(device, numel, density, grad, values, with_peers)
+        if "sample_threshold" in ops:
+            yield sample_threshold(device, numel, density)
+        if "scatter_unpack" in ops:
+            for ranks in (2, 8):
+                yield scatter_unpack(device, numel, density, ranks)
+    for width in row_widths if numel >= max(row_widths) else ():
+        for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
+            if op in ops:
+                # On the CPU a quarter: malloc keeps blocks below 32 MiB, and what is timed is not
+                # how fast the system gives pages.
+                elements = numel if device == "cuda" else numel // 4
+                yield make(device, elements // width, width, 0.05, with_peers)
+
+
+def mask_pack(
+    device: str,
+    numel: int,
+    density: float,
+    grad_dtype: torch.dtype | None,
+    value_dtype: torch.dtype,
+    with_peers: bool,
+) -> Case:
+    grad_size = grad_dtype.itemsize if grad_dtype else 0
+    sets = _sets((8 + grad_size) * numel)
+    clean = _normal(sets, numel, device)
+    residual = [tensor.clone() for tensor in clean]
+    grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)] if grad_dtype else None
+    tau = _threshold(density, 2**0.5 if grad_dtype else 1.0, device)
+    segments = torch.tensor([0, numel], device=device)
+    capacity = max(1, int(1.25 * density * numel))
+    nbytes = payload_layout(numel, capacity, value_dtype).nbytes
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(sets)]
+    seen = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def run(ops, i):
+        gradient = grad[i] if grad else None
+        arguments = (residual[i], gradient, segments, tau, payload[i], seen)
+        ops.mask_pack(*arguments, capacity, value_dtype)
+        return residual[i], payload[i], seen
+
+    moved = (8 + grad_size + (2 + value_dtype.itemsize) * density) * numel
+    if grad_dtype is None:  # the residual is written where an entry is kept, a line or sector each
+        line = 32 if device == "cuda" else 64
+        written = 4 * (1 - (1 - density) ** (line / 4))
+        moved = (4 + written + (2 + value_dtype.itemsize) * density) * numel
+    others = {}
+    if with_peers and grad_dtype == F32 and value_dtype == F32:
+        others = peers.compaction(residual, grad, tau, density)
+    return Case(
+        "mask_pack",
+        f"{_name(grad_dtype)} grad, {_name(value_dtype)} values",
+        numel,
+        int(moved),
+        sets,
+        run,
+        reset=lambda i: residual[i].copy_(clean[i]),
+        density=density,
+        peers=others,
+    )
+
+
+def sample_threshold(device: str, numel: int, density: float) -> Case:
+    sets = _sets(8 * numel)
+    x, residual = _normal(sets, numel, device), _normal(sets, numel, device)
+    segments = torch.tensor([0, numel], device=device)
+    line = 32 if device == "cuda" else 64
+
+    def run(ops, i):
+        return (ops.sample_threshold(x[i], residual[i], segments, density, SAMPLES, i),)
+
+    samples = min(numel, SAMPLES)
+    moved = 2 * min(line * samples, 4 * numel)
+    return Case("sample_threshold", f"{samples} samples", numel, moved, sets, run, density=density)
+
+
+def scatter_unpack(device: str, numel: int, density: float, ranks: int) -> Case:
+    capacity = max(1, int(1.25 * density * numel))
+    nbytes = payload_layout(numel, capacity, BF16).nbytes
+    sets = _sets(4 * numel + ranks * nbytes)
+    pack = _best(device).mask_pack
+    tau, segments = _threshold(density, 1.0, device), torch.tensor([0, numel], device=device)
+    seen = torch.zeros(1, dtype=torch.int32, device=device)
+    payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
+    for payload in payloads.view(-1, nbytes):
+        normal = torch.randn(numel, device=device)
+        pack(normal, None, segments, tau, payload, seen, capacity, BF16)
+    out = [torch.zeros(numel, device=device) for _ in range(sets)]
+
+    def run(ops, i):
+        status = ops.scatter_unpack(payloads[i], out[i], capacity, BF16, 1 / ranks)
+        return out[i], status
+
+    moved = int(4 * numel + ranks * 4 * density * numel)
+    return Case("scatter_unpack", f"P={ranks}", numel, moved, sets, run, density=density)
+
+
+def row_pack(device: str, rows: int, width: int, density: float, with_peers: bool) -> Case:
+    k = max(1, math.ceil(density * width))
+    moved = rows * (4 * width + 4 * k + position_bytes(width, k))
+    sets = _sets(moved)
+    x = [t.view(rows, width) for t in _normal(sets, rows * width, device)]
+    return Case(
+        "row_pack",
+        f"[{rows}, {width}], k={k}",
+        rows * width,
+        moved,
+        sets,
+        lambda ops, i: tuple(ops.row_pack(x[i], k, F32)),
+        allocates=True,
+        density=density,
+        peers=peers.row_selection(x, k) if with_peers else {},
+    )
+
+
+def row_unpack(device: str, rows: int, width: int, density: float, with_peers: bool) -> Case:
+    k = max(1, math.ceil(density * width))
+    moved = rows * (4 * width + 4 * k + position_bytes(width, k))
+    sets = _sets(moved)
+    pack = _best(device).row_pack
+    packed = [pack(t.view(rows, width), k, F32) for t in _normal(sets, rows * width, device)]
+    return Case(
+        "row_unpack",
+        f"[{rows}, {width}], k={k}",
+        rows * width,
+        moved,
+        sets,
+        lambda ops, i: (ops.row_unpack(*packed[i], width, F32),),
+        allocates=True,
+        density=density,
+    )
+
+
+def backends(device: str) -> dict[str, SimpleNamespace]:
+    """{name: ops} that take tensors of this device; eager first."""
+    found = testing.backends()
+    here = {name: ops for name, ops in found.items() if ops.device == device}
+    return {"eager": found["eager"], **here}
+
+
+def _best(device: str) -> SimpleNamespace:
+    return list(backends(device).values())[1 if len(backends(device)) > 1 else 0]
+
+
+def _sets(nbytes: int) -> int:
+    return min(max(math.ceil(COLD_BYTES / max(nbytes, 1)), 2), MOST_SETS)
+
+
+def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
+    return [torch.randn(numel, device=device) for _ in range(sets)]
+
+
+def _threshold(density: float, deviation: float, device: str) -> Tensor:
+    """The magnitude that this fraction of normal numbers passes."""
+    normal = torch.distributions.Normal(0, deviation)
+    return normal.icdf(torch.tensor([1 - density / 2])).to(device)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "no" if dtype is None else str(dtype).removeprefix("torch.")

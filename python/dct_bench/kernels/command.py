@@ -1,0 +1,200 @@
+"""dct-bench kernels: every op against a copy of its bytes, and against what people use instead."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from dct_dlrm.argument_types import Formatter, count, density, several
+from dct_dlrm.errors import UsageError
+
+from .. import provenance
+from . import cases, native
+from .cases import Case
+from .timing import take_turns
+
+TIMED = ("mask_pack", "sample_threshold", "scatter_unpack", "row_pack", "row_unpack")
+ROUNDS = 5  # turns of a fast call; each is timed on every buffer set
+SLOW_ROUNDS = 1  # of eager and the peers, which are tens of times slower
+COPY, COPY_KERNEL = "copy", "copy kernel"
+HEADER = (
+    "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
+    "|---|---|---|---|---|---|---|",
+)
+
+DESCRIPTION = """\
+Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
+in turns, on buffers that no cache still holds; beside them the eager backend and peers: exact
+torch.topk, DGC's sampled top-k and random-k, all with error feedback, and a cast to bfloat16 for
+mask_pack; torch.topk for row_pack; on a GPU with nvcc also a copy kernel of our own,
+cub::DeviceSelect and a bisection per row like RTop-K's. Nothing is timed before it was found right:
+backends bit for bit equal to eager, peers by what they take and leave. On the GPU time is what the
+device takes.
+
+`of copy` is the copy's time over this one's: 100 % is as fast as memory is copied.
+"""
+EPILOG = """\
+examples:
+  dct-bench kernels --sizes 16777216 --density 0.01
+  dct-bench kernels --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
+  dct-bench kernels --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
+    parser = subparsers.add_parser(
+        name,
+        help="the ops against a copy and against peers",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Formatter,
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument(
+        "--ops", type=several(str, TIMED), default=list(TIMED), help="joined by ','; default all"
+    )
+    parser.add_argument("--sizes", type=several(count), default=[2**24], help="elements")
+    parser.add_argument("--density", type=several(density), default=[0.01], help="of entries kept")
+    parser.add_argument("--row-widths", type=several(count), default=[64, 256, 1024])
+    parser.add_argument("--no-peers", action="store_true", help="only our backends and the copy")
+    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of our backends")
+    parser.add_argument("--rounds", type=count, default=ROUNDS, help="turns of every fast call")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=count, help="begin no further case after so long")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device must be cpu where there is no GPU, got cuda")
+    if options.graphs and options.device != "cuda":
+        raise UsageError("--graphs must come with --device cuda, got cpu")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    start, results = time.monotonic(), []
+    print(_heading(options))
+    print("\n".join(HEADER))
+    for case in _progress(options):
+        if options.seconds and time.monotonic() - start > options.seconds:
+            print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
+            break
+        result = measure(case, options)
+        results.append(result)
+        for line in lines(result):
+            print(line, flush=True)
+        if options.json:  # after every case: what was measured is kept, whatever comes
+            _write(options, results)
+    return 0
+
+
+def _progress(options: argparse.Namespace) -> Iterator[Case]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("sizes", total=len(options.sizes))
+        for numel in options.sizes:
+            made = cases.cases(
+                options.device,
+                options.ops,
+                numel,
+                options.density,
+                options.row_widths,
+                not options.no_peers,
+            )
+            for case in made:
+                progress.update(task, description=f"{case.op} {case.numel:,}")
+                yield case
+            progress.advance(task)
+
+
+def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
+    """Times of everything that is compared, once it is found right."""
+    backends = cases.backends(options.device)
+    _check(case, backends)
+    calls: dict[str, Callable] = _copies(case, options.device)
+    for name, ops in backends.items():
+        calls[name] = lambda i, ops=ops: case.run(ops, i)
+    calls |= {name: peer.run for name, peer in case.peers.items()}
+    slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk"}
+    rounds = {name: SLOW_ROUNDS if name in slow else options.rounds for name in calls}
+    fast = [name for name in (*backends, COPY) if name != "eager"] if options.graphs else []
+    timing = take_turns(calls, case.reset, case.sets, rounds, options.device, fast)
+    return {
+        "op": case.op,
+        "case": case.detail,
+        "numel": case.numel,
+        "density": case.density,
+        "bytes": case.nbytes,
+        "ms": timing,
+    }
+
+
+def _check(case: Case, backends: dict) -> None:
+    expected = None
+    for name, ops in backends.items():
+        case.reset(0)
+        results = [tensor.clone() for tensor in case.run(ops, 0)]
+        expected = expected or results
+        for ours, theirs in zip(results, expected, strict=True):
+            if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+                raise SystemExit(f"{case.op} ({case.detail}): {name} differs from eager, not timed")
+    for name, peer in case.peers.items():
+        case.reset(0)
+        try:
+            peer.check(0)
+        except ValueError as error:
+            raise SystemExit(f"{case.op} ({case.detail}): {name} is wrong: {error}") from None
+
+
+def _copies(case: Case, device: str) -> dict[str, Callable]:
+    nbytes = max(case.nbytes // 2 // 16 * 16, 16)
+    source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
+    target = [torch.empty_like(tensor) for tensor in source]
+    copies = {COPY: lambda i: target[i].copy_(source[i])}
+    if case.allocates and device == "cpu":
+        copies = {COPY: lambda i: source[i].clone()}
+    if native.missing() is None and device == "cuda":
+        copies[COPY_KERNEL] = lambda i: native.copy(target[i], source[i])
+    return copies
+
+
+def lines(result: dict) -> Iterator[str]:
+    """The table's rows of one case, below HEADER."""
+    copy = result["ms"][COPY]["median"]
+    for name, ms in result["ms"].items():
+        rate = result["bytes"] / ms["median"] / 1e6
+        times = f"{ms['median']:.3f} ({ms['q20']:.3f}-{ms['q80']:.3f})"
+        # What a peer moves is not what must move: its rate would say nothing.
+        ours = name in (COPY, COPY_KERNEL, "eager", "cpp", "cuda", "triton")
+        yield (
+            f"| {result['op']} | {result['numel']:,}: {result['case']} | {result['density']:.1%} | "
+            f"{name} | {times} | {f'{rate:,.1f}' if ours else ''} | {copy / ms['median']:.1%} |"
+        )
+
+
+def _heading(options: argparse.Namespace) -> str:
+    about = provenance.describe()
+    where = (
+        about["gpu"] if options.device == "cuda" else f"{about['cpu']}, {options.threads} threads"
+    )
+    lines = [f"torch {about['torch']}, {where}, load {about['load_average']:.1f}\n"]
+    if options.device == "cuda" and native.missing() is not None:
+        lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
+    return "\n".join(lines)
+
+
+def _write(options: argparse.Namespace, results: list[dict]) -> None:
+    content = {
+        "torch": torch.__version__,
+        "device": options.device,
+        "threads": options.threads,
+        "provenance": provenance.describe(),
+        "results": results,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(content, indent=1))

@@ -1,0 +1,1 @@
+"""`dct-bench link`: training over links of a known rate."""

@@ -1,0 +1,112 @@
+"""How ranks exchange gradients and embeddings: the training application's modes, and more peers."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_dlrm.models.row_exchange import Exchange, largest_entries, whole_rows
+from dct_dlrm.modes import MODES, START_STEP
+from dct_parallel.collectives import all_gather, dense_mean
+
+
+class TopKState:
+    """Exact top-k of the whole bucket with error feedback: what DCT's threshold stands in for.
+
+    Values are float32, indices int32, one all-gather of both; dense before START_STEP. For a model
+    in one bucket: the residual belongs to that bucket.
+    """
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+        self.step = 0
+        self.residual: Tensor | None = None
+
+
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP communication hook. Done when it returns: one bucket has nothing to overlap with."""
+    done: Future[Tensor] = Future()
+    done.set_result(_topk_mean(state, bucket.buffer()))
+    state.step += bucket.is_last()
+    return done
+
+
+def _topk_mean(state: TopKState, buffer: Tensor) -> Tensor:
+    group = dist.group.WORLD
+    if state.step < START_STEP:
+        return buffer.copy_(dense_mean(buffer, torch.bfloat16, group))
+    if state.residual is None:
+        state.residual = torch.zeros_like(buffer)
+    accumulated = state.residual.add_(buffer)
+    k = math.ceil(state.density * buffer.numel())
+    index = accumulated.abs().topk(k, sorted=False).indices
+    payload = torch.cat([accumulated[index].view(torch.int32), index.to(torch.int32)])
+    accumulated[index] = 0
+    received = payload.new_empty(group.size(), 2 * k)
+    all_gather(received, payload, group)
+    bits, index = received.unflatten(1, (2, k)).unbind(1)
+    values = bits.reshape(-1).view(torch.float32)
+    return buffer.zero_().index_add_(0, index.reshape(-1), values / group.size())
+
+
+def _topk(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+    ddp.register_comm_hook(TopKState(options.density), topk_hook)
+
+
+def _powersgd(rank: int) -> Callable:
+    def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=START_STEP
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return register
+
+
+class Method(NamedTuple):
+    """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated."""
+
+    title: str
+    register: Callable[[DistributedDataParallel, argparse.Namespace], object]  # its hook
+    exchange: Callable[[argparse.Namespace], Exchange] | None = None
+
+    @property
+    def dense(self) -> str:
+        """The method that sends everything in float32, of the same model."""
+        return "dense" if self.exchange is None else "hybrid-dense"
+
+    @property
+    def dct(self) -> str:
+        """The method that compresses everything, of the same model."""
+        return "dct" if self.exchange is None else "hybrid-dct"
+
+
+def _float32_rows(options: argparse.Namespace) -> Exchange:
+    return whole_rows(torch.float32)
+
+
+def _largest_entries(options: argparse.Namespace) -> Exchange:
+    return largest_entries(options.mp_density)
+
+
+REPLICATED = {
+    "dense": Method("dense float32", MODES["dense"]),
+    "bf16": Method("bf16 hook", MODES["bf16"]),
+    "powersgd1": Method("PowerSGD, rank 1", _powersgd(1)),
+    "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
+    "topk": Method("exact top-k", _topk),
+    "dct": Method("DCT", MODES["dct"]),
+}
+HYBRID = {
+    "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
+    "hybrid-dp": Method("hybrid, DCT-DP", MODES["dct"], _float32_rows),
+    "hybrid-dct": Method("hybrid, DCT-DP and -MP", MODES["dct"], _largest_entries),
+}
+METHODS = REPLICATED | HYBRID

@@ -1,0 +1,149 @@
+"""Where a training step's time goes, measured from outside any method."""
+
+import functools
+import threading
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_dlrm.models.row_exchange import Exchange
+
+PHASES = ("compute", "pack", "wire", "unpack")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+
+Interval = tuple[float, float]  # perf_counter seconds
+
+
+class Phases:
+    """Times exchanges and the collectives in them, from outside; the same for every method.
+
+    compute: outside exchanges and collectives: forward, backward, optimizer. DDP's exchange of
+    gradients lasts from the call of its hook until its future is done. That of a hybrid model's
+    rows lasts, forward, as long as the call; backward, from the gradient of what it returned to
+    that of what it was given. In an exchange,
+    pack: until the first collective that starts while it lasts;
+    wire: some collective is under way, from its call to its completion. That includes waiting for
+    a rank that comes later, and the CPU's work in the network stack;
+    unpack: the rest: between collectives and after the last.
+
+    A moment counts once: as wire, else as pack, else as unpack. In a hybrid model's backward pass
+    the exchanges of gradients and of rows overlap, and what is computed meanwhile counts as theirs.
+    Made for one bucket: with several, exchange and backward overlap, and the split says little.
+
+    >>> with Phases() as phases:
+    ...     phases.watch(ddp)  # before its hook is registered
+    ...     step()
+    ...     phases.take(seconds)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: dict[str, list[Interval]] = {"exchange": [], "wire": []}
+        self._originals: dict = {}
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Time the hook that will be registered with `ddp`."""
+        register = ddp.register_comm_hook
+
+        def register_timed(state: object, hook) -> None:
+            def timed(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+                start = time.perf_counter()
+
+                def end(future: Future) -> Tensor:
+                    self._end("exchange", start)
+                    return future.value()
+
+                # DDP waits for the future that `then` returns, so for this record, too.
+                return hook(state, bucket).then(end)
+
+            register(state, timed)
+
+        ddp.register_comm_hook = register_timed
+
+    def timed(self, exchange: Exchange) -> Exchange:
+        """The exchange of rows, timed forward and backward."""
+
+        def timed(x: Tensor, *args: object) -> Tensor:
+            start = time.perf_counter()
+            y = exchange(x, *args)
+            self._end("exchange", start)
+            if y.requires_grad:
+                begun: list[float] = []
+                y.register_hook(lambda _: begun.append(time.perf_counter()))
+                x.register_hook(lambda _: self._end("exchange", begun.pop()))
+            return y
+
+        return timed
+
+    def take(self, seconds: float) -> dict[str, float]:
+        """{phase: seconds} since the last take, of a step that took `seconds`."""
+        with self._lock:
+            exchanges, wires = self._ended["exchange"], self._ended["wire"]
+            self._ended = {"exchange": [], "wire": []}
+        starts = sorted(start for start, _ in wires)
+        packs = [
+            (start, next((wire for wire in starts if start <= wire <= end), end))
+            for start, end in exchanges
+        ]
+        wire, packed = _length(wires), _length(wires + packs)
+        total = _length(wires + exchanges)
+        return {
+            "compute": seconds - total,
+            "pack": packed - wire,
+            "wire": wire,
+            "unpack": total - packed,
+        }
+
+    def __enter__(self) -> "Phases":
+        for name in _COLLECTIVES:
+            if hasattr(dist, name):  # names differ between torch versions
+                self._originals[name] = getattr(dist, name)
+                setattr(dist, name, self._timed(self._originals[name]))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals.clear()
+
+    def _end(self, what: str, start: float) -> None:
+        with self._lock:
+            self._ended[what].append((start, time.perf_counter()))
+
+    def _timed(self, collective):
+        @functools.wraps(collective)
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            work = collective(*args, **kwargs)
+            if kwargs.get("async_op"):
+                # Before the caller adds a callback of its own: they run in this order.
+                work.get_future().add_done_callback(lambda _: self._end("wire", start))
+            else:
+                self._end("wire", start)
+            return work
+
+        return timed
+
+
+def _length(intervals: list[Interval]) -> float:
+    """Of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,229 @@
+"""What a training step costs with P ranks: arithmetic on shapes, links and kernel rates.
+
+A step is compute + pack + wire + unpack. Links follow the alpha-beta model (Hockney 1994): a
+message of n bytes takes alpha + n / bandwidth. Collectives follow Thakur, Rabenseifner and Gropp
+(2005): a ring, whose steps grow with P, or, where that is less, recursive doubling or a double tree
+(Sanders, Speck and Traeff 2009), whose steps grow with log2 P. Nothing contends and nobody
+straggles: predictions are lower bounds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from dct_kernels.layout import payload_layout, range_bounds
+from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
+from dct_parallel.data_parallel.transports import Gather
+
+from .shapes import Shape
+
+METHODS = ("dense", "bf16", "powersgd1", "powersgd2", "dct", "dct-shard")
+# Passes over float32 gradients that PowerSGD with error feedback makes, by its formulas: add the
+# error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
+POWERSGD_PASSES = 9
+MASK_PACK_BYTES = 12  # per element with grad: residual read and written, grad read
+
+
+class Link(NamedTuple):
+    """alpha: seconds per message; bandwidth: bytes per second in each direction."""
+
+    alpha: float
+    bandwidth: float
+
+
+class Kernels(NamedTuple):
+    """Bytes per second that kernels move, and where the figures are from."""
+
+    copy: float
+    mask_pack: float
+    scatter_unpack: float
+    source: str
+
+
+class Step(NamedTuple):
+    """Seconds; wire_bytes: what a rank sends between nodes."""
+
+    compute: float
+    pack: float
+    wire: float
+    unpack: float
+    wire_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.pack + self.wire + self.unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """P = nodes * gpus_per_node ranks.
+
+    Inside a node gradients are averaged densely in float32 before, and the result is passed on
+    after: one rank per node takes part in the exchange between nodes.
+
+    Attributes:
+        between, inside: the links; `between` is one per node.
+        overlap: fraction of `compute` behind which the wire between nodes can hide.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    between: Link
+    inside: Link
+    overlap: float = 0.0
+
+
+def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds: a ring, or a pipelined double binary tree, whichever is faster."""
+    ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks / link.bandwidth)
+    tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes / link.bandwidth
+    return min(ring, tree) if ranks > 1 else 0.0
+
+
+def all_gather(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds, `nbytes` from each rank: recursive doubling."""
+    return _log2(ranks) * link.alpha + (ranks - 1) * nbytes / link.bandwidth
+
+
+def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds, `nbytes` from each rank to each other: pairwise, or Bruck's algorithm."""
+    pairwise = (ranks - 1) * (link.alpha + nbytes / link.bandwidth)
+    bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes / link.bandwidth)
+    return min(pairwise, bruck)
+
+
+def union_density(density: float, ranks: int) -> float:
+    """Of the sum of `ranks` tensors, each of this density, their masks independent.
+
+    Gradients of one batch agree on what is large, so a real union is smaller; at most it is
+    ranks * density, where no two masks overlap.
+    """
+    return 1 - (1 - density) ** ranks
+
+
+class Model:
+    """A model's gradients, and what each method makes of them.
+
+    Args:
+        shapes: of its parameters; one bucket.
+        compute: seconds of a step outside the exchange.
+        density: of DCT, with bfloat16 values.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], compute: float, kernels: Kernels, density: float
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.compute = compute
+        self.kernels = kernels
+        self.density = density
+
+    def step(self, method: str, cluster: Cluster) -> Step:
+        """One step of a method in METHODS."""
+        pack, wire, unpack, sent = getattr(self, f"_{method.replace('-', '_')}")(cluster)
+        inside = all_reduce(cluster.inside, cluster.gpus_per_node, 4 * self.numel)
+        exposed = max(0.0, wire - cluster.overlap * self.compute)
+        return Step(self.compute, pack, inside + exposed, unpack, sent)
+
+    @cached_property
+    def numel(self) -> int:
+        return self.plan.bounds[-1]
+
+    @cached_property
+    def plan(self) -> BucketPlan:
+        """As the training layer would send it; the formula of its bytes is the layer's own."""
+        settings = Settings(self.density, 1000, "tracked", torch.bfloat16, Gather)
+        names = tuple(str(number) for number in range(len(self.shapes)))
+        return BucketPlan(names, tuple(math.prod(shape) for shape in self.shapes), settings)
+
+    def powersgd_bytes(self, rank: int) -> tuple[int, int, int]:
+        """(P factors, Q factors, what goes dense): torch's hook, min_compression_rate 2."""
+        p = q = dense = 0
+        for shape in self.shapes:
+            rows, numel = shape[0], math.prod(shape)
+            columns = numel // rows
+            r = min(rows, columns, rank)
+            if len(shape) > 1 and 2 * (rows + columns) * r < numel:
+                p, q = p + 4 * rows * r, q + 4 * columns * r
+            else:
+                dense += 4 * numel
+        return p, q, dense
+
+    def range_bytes(self, ranges: int) -> int:
+        """Of the payload that one owner of `ranges` gets: room for 1.25 x density of a range."""
+        low, high = range_bounds(self.numel, ranges, 0)
+        capacity = math.ceil(self.plan.capacity * (high - low) / self.numel)
+        return payload_layout(self.numel, capacity, torch.bfloat16, ranges=ranges).nbytes
+
+    # Each: (pack seconds, wire seconds, unpack seconds, bytes sent) between nodes.
+
+    def _dense(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        nbytes = 4 * self.numel
+        divided = 2 * nbytes / self.kernels.copy
+        return divided, self._reduced(cluster, nbytes), 0.0, _ring_bytes(nbytes, cluster.nodes)
+
+    def _bf16(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        nbytes = 2 * self.numel
+        cast = 6 * self.numel / self.kernels.copy
+        return cast, self._reduced(cluster, nbytes), cast, _ring_bytes(nbytes, cluster.nodes)
+
+    def _powersgd1(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        return self._powersgd(cluster, 1)
+
+    def _powersgd2(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        return self._powersgd(cluster, 2)
+
+    def _powersgd(self, cluster: Cluster, rank: int) -> tuple[float, float, float, float]:
+        messages = self.powersgd_bytes(rank)
+        wire = sum(self._reduced(cluster, nbytes) for nbytes in messages)
+        passes = 4 * self.numel * POWERSGD_PASSES / self.kernels.copy
+        return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
+
+    def _dct(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        nodes, payload = cluster.nodes, self.plan.payload_bytes
+        wire = all_gather(cluster.between, nodes, payload)
+        unpacked = 4 * self.numel + nodes * payload
+        return (
+            MASK_PACK_BYTES * self.numel / self.kernels.mask_pack,
+            wire + self._small(cluster),
+            unpacked / self.kernels.scatter_unpack,
+            self.plan.wire_bytes(nodes),
+        )
+
+    def _dct_shard(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        nodes, payload = cluster.nodes, self.range_bytes(cluster.nodes)
+        wire = all_to_all(cluster.between, nodes, payload)
+        wire += all_gather(cluster.between, nodes, payload)
+        owned = self.numel / nodes
+        # The owner sums its range and packs it again; then everybody unpacks all ranges.
+        unpacked = 4 * owned + 4 * self.numel + 2 * nodes * payload
+        packed = MASK_PACK_BYTES * (self.numel + owned)
+        return (
+            packed / self.kernels.mask_pack,
+            wire + self._small(cluster),
+            unpacked / self.kernels.scatter_unpack,
+            2 * (nodes - 1) * payload + _ring_bytes(self._small_bytes, nodes),
+        )
+
+    def _small(self, cluster: Cluster) -> float:
+        return self._reduced(cluster, self._small_bytes)
+
+    @cached_property
+    def _small_bytes(self) -> int:
+        return 2 * (self.plan.dense_numel + 1)
+
+    @staticmethod
+    def _reduced(cluster: Cluster, nbytes: float) -> float:
+        return all_reduce(cluster.between, cluster.nodes, nbytes) if nbytes else 0.0
+
+
+def _ring_bytes(nbytes: float, ranks: int) -> float:
+    return 2 * (ranks - 1) * nbytes / ranks
+
+
+def _log2(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))

@@ -1,0 +1,121 @@
+"""The rows that one rank trains and is tested on."""
+
+import argparse
+import dataclasses
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import UsageError
+from ..modes import START_STEP
+from . import criteo, hashing
+from .features import Rows, table_rows
+from .synthetic import Generator
+
+GENERATOR_SEED = 0  # one data set for all runs, so that their Bayes score is one number
+ROWS_PER_BLOCK = 65536
+_SPLIT_STREAM = 2**32  # none of the generator's
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """One rank's share of the rows: rank r holds rows r, r + P, r + 2 P, ...
+
+    Attributes:
+        train, test: encoded rows.
+        probability: float64 [len(test)], the true one of label 1; None for data from a file.
+        description: of all ranks' rows, for the summary.
+        warning: what was left out of a file; None if nothing.
+    """
+
+    train: Rows
+    test: Rows
+    probability: np.ndarray | None
+    description: dict[str, object]
+    warning: str | None = None
+
+
+def is_test(numbers: np.ndarray, fraction: float) -> np.ndarray:
+    """Which rows are test rows: `fraction` of them, chosen by a hash of the row number.
+
+    The choice needs no row count, so a file is read once; it is the same in every run and world
+    size. It is not a split by time: neighbours of a test row are in the training set.
+    """
+    return hashing.uniform(0, _SPLIT_STREAM, numbers) < fraction
+
+
+def load(options: argparse.Namespace) -> Dataset:
+    """This rank's rows, from `options.data` or, without one, from the generator. Collective.
+
+    Raises:
+        UsageError: on every rank, if the rows cannot be used.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = table_rows(options.hash_size)
+    probability = None
+    if options.data is not None:
+        encoded, numbers, report = criteo.read(options.data, rows, rank, world_size)
+        report = criteo.ReadReport.merge(_from_all_ranks(report))
+        source = {"file": str(options.data), "malformed": report.malformed}
+        warning = report.describe() if report.malformed else None
+        if not report.rows:
+            raise UsageError(f"{options.data} must have a row in Criteo's layout: {warning}")
+    else:
+        numbers = np.arange(rank, options.rows, world_size)
+        encoded, probability = _generate(numbers, rows)
+        source, warning = {"generator_seed": GENERATOR_SEED}, None
+    test = is_test(numbers, options.test_fraction)
+    train_rows, test_rows = _rows_where(encoded, ~test), _rows_where(encoded, test)
+    description = source | _check(train_rows, test_rows, options)
+    if probability is not None:
+        probability = probability[test]
+    return Dataset(train_rows, test_rows, probability, description, warning)
+
+
+def _generate(numbers: np.ndarray, rows: tuple[int, ...]) -> tuple[Rows, np.ndarray]:
+    generator = Generator(GENERATOR_SEED)
+    parts, probabilities = [], []
+    for start in range(0, len(numbers), ROWS_PER_BLOCK):
+        block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])
+        parts.append(Rows.encode(block.labels, block.ints, block.values, rows))
+        probabilities.append(block.probability)
+    return Rows.concatenate(parts), np.concatenate(probabilities)
+
+
+def _rows_where(rows: Rows, mask: np.ndarray) -> Rows:
+    return rows.take(torch.from_numpy(np.flatnonzero(mask)))
+
+
+def _check(train: Rows, test: Rows, options: argparse.Namespace) -> dict[str, object]:
+    """Counts over all ranks, which all agree on whether they will do."""
+    shares = _from_all_ranks((len(train), len(test), int(test.labels.sum())))
+    train_counts, test_counts, clicks = zip(*shares, strict=True)
+    if min(train_counts) < options.batch_size:
+        raise UsageError(
+            f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
+            f"got {options.batch_size}"
+        )
+    if not 0 < sum(clicks) < sum(test_counts):
+        raise UsageError(
+            f"the test rows must have labels 0 and 1, got {sum(clicks)} ones in {sum(test_counts)}"
+            " rows: raise --test-fraction"
+        )
+    steps_per_epoch = min(train_counts) // options.batch_size
+    if options.epochs * steps_per_epoch <= START_STEP:
+        raise UsageError(
+            f"a run must take more than {START_STEP} steps, got {options.epochs * steps_per_epoch}:"
+            " raise --epochs or lower --batch-size"
+        )
+    return {
+        "train_rows": sum(train_counts),
+        "test_rows": sum(test_counts),
+        "test_click_rate": sum(clicks) / sum(test_counts),
+        "steps_per_epoch": steps_per_epoch,
+    }
+
+
+def _from_all_ranks(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,5 @@
+"""What ends a command with a sentence instead of a traceback."""
+
+
+class UsageError(Exception):
+    """What the user gave cannot be used; the text says what and why."""

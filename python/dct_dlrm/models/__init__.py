@@ -1,0 +1,4 @@
+"""What is trained.
+
+Reading order: dlrm; sharding, row_exchange and hybrid (a model of which every rank has a part).
+"""

@@ -1,0 +1,73 @@
+"""DLRM (Naumov et al., arXiv 1906.00091), as set up for Criteo Kaggle."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from ..data.features import INTS
+
+
+class DLRM(nn.Module):
+    """Integers through an MLP, categoricals through embeddings, their dot products, an MLP.
+
+    Embedding gradients are dense, so that data-parallel training averages them like any other.
+
+    Args:
+        rows: of each embedding table.
+        embedding_dim: width of an embedding, and of the bottom MLP's output.
+        bottom: hidden widths of the bottom MLP, between 13 integers and `embedding_dim`.
+        top: hidden widths of the top MLP, before its one output.
+
+    Weights are drawn from torch's global generator: Linear W ~ N(0, 2 / (in + out)),
+    b ~ N(0, 1 / out); embeddings uniform within 1 / sqrt(rows).
+    """
+
+    def __init__(
+        self, rows: Sequence[int], embedding_dim: int, bottom: Sequence[int], top: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, embedding_dim) for n in rows)
+        vectors = 1 + len(rows)
+        interactions = vectors * (vectors - 1) // 2
+        self.bottom = nn.Sequential(*_layers([INTS, *bottom, embedding_dim]))
+        self.top = nn.Sequential(*_layers([embedding_dim + interactions, *top, 1])[:-1])
+        below = torch.tril_indices(vectors, vectors, offset=-1)
+        # Not a buffer: DDP would broadcast it in every step.
+        self._pairs = below[0] * vectors + below[1]
+        for table in self.tables:
+            bound = math.sqrt(1 / table.num_embeddings)
+            nn.init.uniform_(table.weight, -bound, bound)
+        for layer in (*self.bottom, *self.top):
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=math.sqrt(2 / sum(layer.weight.shape)))
+                nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
+
+    def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
+        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        return self.interact(ints, look_up(self.tables, ids))
+
+    def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [batch] of integers and embeddings float32 [batch, tables, embedding_dim]."""
+        dense = self.bottom(ints)
+        vectors = torch.cat([dense.unsqueeze(1), embedded], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        # One product per unordered pair, none of a vector with itself.
+        pairs = products.index_select(1, self._pairs)
+        return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
+
+
+def look_up(tables: nn.ModuleList, ids: Tensor) -> Tensor:
+    """Embeddings [batch, tables, embedding_dim] of table rows int32 [batch, tables]."""
+    columns = ids.t().contiguous()
+    embedded = [table(column) for table, column in zip(tables, columns, strict=True)]
+    return torch.stack(embedded, dim=1)
+
+
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+    return layers

@@ -1,0 +1,28 @@
+"""The collectives that packages here share.
+
+They are called as `torch.distributed.<name>`, where a `WireMeter` can see them, and block their
+caller (gloo) or the current stream (NCCL) until they are done.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's `tensor` [n] into `output` [P, n], in rank order."""
+    # One collective, two names: from torch 2.13 the older warns, before it the newer is missing.
+    if hasattr(dist, "all_gather_single"):
+        dist.all_gather_single(output.view(-1), tensor, group=group)
+    else:
+        dist.all_gather_into_tensor(output.view(-1), tensor, group=group)
+
+
+def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """The mean of every rank's `tensor`, sent and returned in `dtype`; the same on every rank.
+
+    Divided before it is summed, as DDP does: half as likely to overflow.
+    """
+    mean = tensor.to(dtype, copy=True).div_(group.size())
+    dist.all_reduce(mean, group=group)
+    return mean

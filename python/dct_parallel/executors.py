@@ -1,0 +1,83 @@
+"""Where the work of a bucket runs beside the backward pass: jobs in the order of submission.
+
+The order is what keeps ranks together: every rank submits the same jobs in the same order, so it
+issues the same collectives in the same order. Callbacks of futures would not do: gloo runs them on
+threads of its own, in the order of arrival, which differs between ranks, and a collective issued
+there waits for ever.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+Job = Callable[[], Tensor]
+
+EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers that are gone
+
+
+class ThreadExecutor:
+    """One thread, first in first out: for CPU tensors, whose collectives block their caller."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        # A daemon: a rank whose peers are gone must be able to exit from within a collective.
+        thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
+
+    def submit(self, job: Job) -> Future[Tensor]:
+        """A future of the job's result, or of the exception it raises."""
+        done: Future[Tensor] = Future()
+        # DDP reads the future in C++, which knows an exception for one only from a callback.
+        result = done.then(Future.value)
+        self._jobs.put((job, done))
+        return result
+
+
+class StreamExecutor:
+    """A CUDA stream. Its collectives return at once, so the submitting thread can queue them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Job) -> Future[Tensor]:
+        """A future of the job's result: who waits makes its current stream wait for this one."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done: Future[Tensor] = Future(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            done.set_result(job())
+        return done
+
+
+def executor_for(device: torch.device) -> ThreadExecutor | StreamExecutor:
+    """The executor for tensors on this device."""
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
+
+
+def _stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+    jobs.put(None)
+    # Python kills daemons as it exits, and the process aborts if one is in C++ just then, handing
+    # its last future to DDP. The thread itself may collect the executor: it cannot wait for itself.
+    if thread is not threading.current_thread():
+        thread.join(EXIT_SECONDS)
+
+
+def _serve(jobs: queue.SimpleQueue) -> None:
+    while (item := jobs.get()) is not None:
+        _run(*item)
+        del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
+
+
+def _run(job: Job, done: Future[Tensor]) -> None:
+    try:
+        result = job()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

@@ -1,0 +1,55 @@
+"""How many rows come from whom, and whether all ranks ask for the same."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dct_kernels import checks
+
+
+def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
+    """`counts` is an int for every rank, at least `low`."""
+    if len(counts) != ranks:
+        checks.fail(op, arg, f"{ranks} elements, one for each rank", len(counts), verb="have")
+    for rank, count in enumerate(counts):
+        checks.require_int(op, f"{arg}[{rank}]", count, low, 2**63 - 1)
+
+
+def exchange_counts(
+    op: str,
+    counts: Sequence[int],
+    must_match: dict[str, bool | int | float | torch.dtype],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[int]:
+    """Tell rank r counts[r], and return what every rank told this one.
+
+    The settings in `must_match` go along, so that every rank learns everybody's and all of them
+    raise if two differ, before any of them waits for a message of another size. One all-to-all of
+    8 bytes a number; the host waits for its result.
+    """
+    settings = [_number(value) for value in must_match.values()]
+    # float64 holds dtypes' codes, densities and every count that fits into memory, exactly.
+    told = torch.tensor([[count, *settings] for count in counts], dtype=torch.float64)
+    heard = torch.empty_like(told, device=device)
+    dist.all_to_all_single(heard, told.to(device), group=group)
+    received, *columns = heard.t().tolist()
+    for name, column in zip(must_match, columns, strict=True):
+        if len(set(column)) > 1:
+            got = [
+                f"{_value(number, must_match[name])} on rank {rank}"
+                for rank, number in enumerate(column)
+            ]
+            checks.fail(op, name, "the same on every rank", ", ".join(got))
+    return [int(count) for count in received]
+
+
+def _number(value: bool | int | float | torch.dtype) -> float:
+    return float(checks.FLOATS.index(value) if isinstance(value, torch.dtype) else value)
+
+
+def _value(number: float, like: bool | int | float | torch.dtype) -> object:
+    if isinstance(like, torch.dtype):
+        return str(checks.FLOATS[int(number)]).removeprefix("torch.")
+    return type(like)(number)

@@ -1,0 +1,156 @@
+"""Rows of a model-parallel cut, compressed: the k largest entries forward, their gradients back.
+
+Dynamic Communication Thresholding, model-parallel side (arXiv 2010.08899): the selection is per row
+(per sample), and the backward pass uses the mask of the forward pass. No error feedback: another
+row's activation has nothing to do with this one's. Exactly k a row, where the paper thresholds, is
+our reconstruction; it makes every message's size known beforehand. Knows no network.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import dct_kernels
+from dct_kernels import checks
+
+
+def row_k(width: int, density: float) -> int:
+    """Entries kept of a row: ceil(density * width), at least 1 and at most `width`."""
+    return min(max(math.ceil(float(density) * width), 1), width)
+
+
+def pack(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The k entries of largest magnitude of every row, and where they were. Differentiable in x.
+
+    Rows are what the last dimension spans; the others are kept. The gradient of the values goes
+    back to the same positions, zeros elsewhere; positions have none. So whatever carries these two
+    tensors forward carries one back, of the values' shape and dtype. Deterministic, bitwise the
+    same on every backend; ties go to the lower column.
+
+    Args:
+        x: float32, bfloat16 or float16 [..., d], not mutated.
+        k: entries kept a row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN as
+            the canonical one.
+        value_dtype: float32, bfloat16 or float16; default x's own.
+
+    Returns:
+        values [..., k] of value_dtype, in column order, and positions uint8 [..., w], see
+        `dct_kernels.row_pack`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+
+    >>> pack(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
+    (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
+    """
+    rows = _rows("pack", "x", x)
+    values, positions = dct_kernels.row_pack(rows, k, value_dtype or x.dtype)
+    leading = x.shape[:-1]
+    return values.view(*leading, k), positions.view(*leading, positions.shape[1])
+
+
+def unpack(
+    values: Tensor, positions: Tensor, width: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows that `pack` took apart: the values in place, zeros elsewhere. Differentiable in values.
+
+    The gradient is that of the rows at the same positions. Positions are not trusted: what cannot
+    be accepted scatters nothing (see `dct_kernels.row_gather`). Deterministic.
+
+    Args:
+        values: float32, bfloat16 or float16 [..., k].
+        positions: uint8 [..., w], as `pack` made them from rows of `width`.
+        width: d.
+        dtype: of the result; default the values' own.
+
+    Returns:
+        [..., width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+
+    >>> unpack(torch.tensor([-2.0, 3.0]), torch.tensor([10], dtype=torch.uint8), 4)
+    tensor([ 0., -2.,  0.,  3.])
+    """
+    rows = _rows("unpack", "values", values), _rows("unpack", "positions", positions)
+    return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(
+        *values.shape[:-1], width
+    )
+
+
+class RowPack(nn.Module):
+    """`pack` as the last module of a stage: [..., d] in, (values, positions) out.
+
+    Has no parameters and no state. A model trained with it expects it at inference, too; with
+    `inference=False` all entries pass in eval mode, in x's own dtype, and the messages are larger.
+
+    Args:
+        density: fraction of each row to keep, in (0, 1]; k = ceil(density * d).
+        k: entries of each row to keep, instead of a density.
+        value_dtype: float32, bfloat16 or float16; default x's own.
+        inference: compress in eval mode as well.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+    """
+
+    def __init__(
+        self,
+        density: float | None = None,
+        k: int | None = None,
+        value_dtype: torch.dtype | None = None,
+        inference: bool = True,
+    ) -> None:
+        super().__init__()
+        if (density is None) == (k is None):
+            checks.fail("RowPack", "density", "given, or k, not both", f"{density} and k {k}")
+        if density is not None:
+            checks.require_density("RowPack", density)
+        else:
+            checks.require_int("RowPack", "k", k, 1, 2**31 - 1)
+        if value_dtype is not None:
+            checks.require_dtype("RowPack", "value_dtype", value_dtype, checks.FLOATS)
+        self.density, self.k, self.value_dtype, self.inference = density, k, value_dtype, inference
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not (self.training or self.inference):
+            return pack(x, x.shape[-1])
+        return pack(x, self.k or row_k(x.shape[-1], self.density), self.value_dtype)
+
+    def extra_repr(self) -> str:
+        kept = f"k={self.k}" if self.k else f"density={self.density}"
+        return f"{kept}, value_dtype={self.value_dtype}, inference={self.inference}"
+
+
+class RowUnpack(nn.Module):
+    """`unpack` as the first module of the next stage: (values, positions) in, [..., width] out.
+
+    Takes k from the values, so that it follows a `RowPack` in and out of eval mode.
+
+    Args:
+        width: d of the rows that were packed.
+        dtype: of the result; default the values' own.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        checks.require_int("RowUnpack", "width", width, 1, 2**63 - 1)
+        if dtype is not None:
+            checks.require_dtype("RowUnpack", "dtype", dtype, checks.FLOATS)
+        self.width, self.dtype = width, dtype
+
+    def forward(self, values: Tensor, positions: Tensor) -> Tensor:
+        return unpack(values, positions, self.width, self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, dtype={self.dtype}"
+
+
+def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:
+    """As the ops take it: 2-D and contiguous."""
+    if not isinstance(tensor, Tensor):
+        checks.fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
+    if tensor.dim() == 0:
+        checks.fail(op, arg, "at least 1-D", "0-D")
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()

@@ -1,0 +1,190 @@
+"""Collectives, the executor they run on, and the meter that counts them."""
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, WireMeter, collectives, dct_hook
+from dct_parallel.executors import ThreadExecutor
+from ranks import Dictated, mlp, run_ranks
+
+
+def _both_names(rank):
+    expected = torch.arange(6, dtype=torch.float32).view(2, 3)
+    for names in (("all_gather_single", "all_gather_into_tensor"), ("all_gather_into_tensor",)):
+        if "all_gather_single" not in names and hasattr(dist, "all_gather_single"):
+            del dist.all_gather_single  # as before torch 2.13
+            warnings.simplefilter("ignore", FutureWarning)
+        output = torch.zeros(2, 3)
+        collectives.all_gather(output, expected[rank].clone(), dist.group.WORLD)
+        assert torch.equal(output, expected), names
+
+
+def test_all_gather_under_its_old_and_its_new_name():
+    run_ranks(_both_names, 2)
+
+
+def _means(rank):
+    mean = collectives.dense_mean(torch.tensor([1.0, 6.0]) + rank, torch.bfloat16, dist.group.WORLD)
+    assert mean.dtype == torch.bfloat16
+    return mean.tolist()
+
+
+def test_dense_mean():
+    assert run_ranks(_means, 2) == [[1.5, 6.5]] * 2
+
+
+def test_a_worker_keeps_the_order_and_hands_on_errors():
+    worker, done = ThreadExecutor(), []
+
+    def job(index):
+        time.sleep(0.002 * (index % 3))
+        done.append((index, threading.current_thread().name))
+        if index == 5:
+            raise ValueError("job 5 fails")
+        return torch.tensor(index)
+
+    futures = [worker.submit(lambda index=index: job(index)) for index in range(10)]
+    with pytest.raises(RuntimeError, match="job 5 fails"):
+        futures[5].wait()
+    assert [f.wait().item() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert done == [(index, "dct") for index in range(10)]
+
+
+def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
+    before = threading.active_count()
+    worker, owned = ThreadExecutor(), torch.ones(3)
+    watch = weakref.ref(owned)
+    worker.submit(lambda owned=owned: owned + 1).wait()
+    del owned
+    for _ in range(100):  # the thread lets go of a job just after completing its future
+        gc.collect()
+        if watch() is None:
+            break
+        time.sleep(0.01)
+    assert watch() is None
+    del worker
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def _metered(rank):
+    """Bytes of every collective that this torch has, against the formulas, 840 bytes each."""
+    ranks = dist.get_world_size()
+    x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
+    flat, short = torch.empty(210 * ranks), torch.empty(840 // 4 // ranks)
+    even, sent = torch.ones(12, 5), torch.ones(10 + ranks - 1, 5)
+    stays, goes = 10, 1  # rows for this rank, and for every other
+    splits = [stays if r == rank else goes for r in range(ranks)]
+    received = torch.empty(stays + ranks - 1, 5)
+    gather, reduce = (ranks - 1) * 840, (ranks - 1) * 840 // ranks
+    calls = {
+        "all_reduce": (2 * (ranks - 1) * 840 // ranks, lambda f: f(x.clone())),
+        "all_gather": (gather, lambda f: f(parts, x)),
+        "all_gather_into_tensor": (gather, lambda f: f(flat, x)),
+        "all_gather_single": (gather, lambda f: f(flat, x)),
+        "reduce_scatter_tensor": (reduce, lambda f: f(short, x[: short.numel() * ranks])),
+        "reduce_scatter_single": (reduce, lambda f: f(short, x[: short.numel() * ranks])),
+        "broadcast": (reduce, lambda f: f(x.clone(), src=0)),
+        "all_to_all_single": ((ranks - 1) * 240 // ranks, lambda f: f(torch.empty(12, 5), even)),
+    }
+    if ranks == 4:  # 210 does not divide: 52 elements a rank
+        calls["reduce_scatter_tensor"] = (3 * 208, calls["reduce_scatter_tensor"][1])
+        calls["reduce_scatter_single"] = (3 * 208, calls["reduce_scatter_single"][1])
+    warnings.simplefilter("ignore", FutureWarning)  # the old names
+    originals = {name: getattr(dist, name, None) for name in calls}
+    with WireMeter() as meter:
+        for name, (expected, call) in calls.items():
+            if originals[name] is not None:
+                assert getattr(dist, name) is not originals[name]
+                call(getattr(dist, name))
+                assert meter.take() == expected, name
+        dist.all_to_all_single(received, sent, splits, splits)
+        assert meter.take() == (ranks - 1) * goes * 5 * 4
+        with WireMeter() as inner:
+            thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(100),))
+            thread.start()
+            thread.join()
+        assert inner.take() == meter.take() == 2 * (ranks - 1) * 400 // ranks
+        assert meter.take() == 0
+        few = dist.new_group([0, 1])
+        warnings.simplefilter("ignore", UserWarning)  # what ranks outside are told
+        dist.all_reduce(torch.ones(100), group=few)
+        assert meter.take() == (400 if dist.get_rank() in (0, 1) else 0)
+    assert {name: getattr(dist, name, None) for name in calls} == originals
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_meter_counts_what_a_rank_sends(world_size):
+    run_ranks(_metered, world_size)
+
+
+BOTTOM, TOP = (13, 512, 256, 64, 16), (367, 512, 256, 1)
+DLRM = [
+    size
+    for widths in (BOTTOM, TOP)
+    for inputs, outputs in pairwise(widths)
+    for size in (inputs * outputs, outputs)
+]
+TABLES = [20_000 * 16, 3_000 * 16, 24 * 16]
+
+
+def _bytes_of_one_step(rank, sizes, compressed):
+    model = DistributedDataParallel(Dictated(sizes))
+    if compressed:
+        state = DCTState(model)  # density 0.5 %, bfloat16
+        model.register_comm_hook(state, dct_hook)
+    else:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    grads = [torch.randn(size) for size in sizes]
+    with WireMeter() as meter:
+        for _ in range(4):
+            meter.take()
+            model(*grads).backward()
+        if compressed:
+            assert state.stats()["wire_bytes"] == meter._bytes
+            assert f"{meter._bytes:,}" in state.plan()
+        return meter.take(), len(state._buckets) if compressed else 0
+
+
+@pytest.mark.parametrize("sizes", [DLRM, DLRM + TABLES], ids=["mlp", "mlp and tables"])
+def test_dlrm_sends_a_hundredth_of_the_bytes_of_a_float32_all_reduce(sizes):
+    (dense, _), _ = run_ranks(_bytes_of_one_step, 2, sizes, False)
+    (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
+    assert dense == 4 * sum(sizes)
+    assert sent == same
+    # The formula: entries of 2 + 2 bytes, small parameters in bfloat16, 4 bytes of status; and per
+    # bucket a header, a start for every 16,384 elements and at most two roundings to 16 bytes.
+    large = sum(size for size in sizes if size >= 1024)
+    least = 4 * (1.25 * 0.005 * large) + 2 * (sum(sizes) - large) + 4
+    framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
+    assert least < sent <= least + framing + 4 * buckets
+    assert dense / sent >= 100
+
+
+def test_the_meter_leaves_ddp_as_it_found_it():
+    """Nothing is counted, nor broken, once the meter is left."""
+    with WireMeter() as meter:
+        pass
+    (result,) = run_ranks(_unmetered, 1)
+    assert result and meter.take() == 0
+
+
+def _unmetered(rank):
+    with WireMeter():
+        pass
+    model = DistributedDataParallel(mlp())
+    model(torch.ones(2, 64)).sum().backward()
+    return True

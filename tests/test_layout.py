@@ -1,0 +1,148 @@
+"""The shape of the repository: what is public, who may import whom, and what a wheel contains."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A package stands on those before it.
+FOLDERS = {
+    "dct_kernels": ROOT,
+    "dct_parallel": ROOT / "python",
+    "dct_dlrm": ROOT / "python",
+    "dct_bench": ROOT / "python",
+}
+PACKAGES = tuple(FOLDERS)
+PUBLIC = {
+    "dct_kernels": {
+        *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout"),
+        *("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack"),
+        *("row_pack", "row_gather", "row_unpack"),
+    },
+    "dct_parallel": {
+        *("Compressor", "DCTState", "dct_hook", "WireMeter"),
+        *("RowPack", "RowUnpack", "pack", "unpack", "all_to_all_rows", "all_gather_rows"),
+    },
+}
+
+
+def _modules():
+    """{module: (package it resolves relative imports in, syntax tree)} of all four packages."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((folder / package).rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            within = name if parts[-1] == "__init__" else name.rpartition(".")[0]
+            found[name] = within, ast.parse(path.read_text())
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(tree, within=""):
+    """(module, name imported from it or None) for every import in a file, made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = within.split(".")[: len(within.split(".")) - node.level + 1]
+            module = ".".join([*base, node.module] if node.module else base)
+            source = module if node.level else node.module
+            yield from ((source, alias.name) for alias in node.names)
+
+
+def _edges():
+    """{module: modules of ours that it imports when it is imported itself}."""
+    edges = {}
+    for name, (within, tree) in MODULES.items():
+        targets = set()
+        for source, imported in _imports(tree, within):
+            submodule = f"{source}.{imported}"
+            targets |= {target for target in (source, submodule) if target in MODULES}
+        edges[name] = targets - {name}
+    return edges
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names(package):
+    module = importlib.import_module(package)
+    assert set(module.__all__) == PUBLIC[package]
+    assert all(hasattr(module, name) for name in PUBLIC[package])
+
+
+def test_a_package_imports_only_those_below_it():
+    for name, targets in _edges().items():
+        own = PACKAGES.index(name.partition(".")[0])
+        above = {t for t in targets if PACKAGES.index(t.partition(".")[0]) > own}
+        assert not above, f"{name} imports {above}"
+
+
+def test_the_foundation_knows_none_of_the_folders_that_stand_on_it():
+    folders = {"data_parallel", "rows"}
+    for name, targets in _edges().items():
+        package, _, rest = name.partition(".")
+        if package != "dct_parallel" or not rest:
+            continue
+        foreign = {t.split(".")[1] for t in targets if t.startswith("dct_parallel.")} & folders
+        assert foreign <= {rest.partition(".")[0]}, f"{name} imports {foreign}"
+
+
+def test_no_circles():
+    # A package's face imports its modules, which import each other through their own paths.
+    edges = {
+        name: {target for target in targets if not name.startswith(target)}
+        for name, targets in _edges().items()
+    }
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            path.append(name)
+            for target in edges[name]:
+                visit(target)
+            done.add(path.pop())
+
+    for name in edges:
+        visit(name)
+
+
+def test_no_private_name_crosses_a_package():
+    users = {name: _imports(tree, within) for name, (within, tree) in MODULES.items()}
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        users[str(path.relative_to(ROOT))] = _imports(ast.parse(path.read_text()))
+    for user, imports in users.items():
+        for source, name in imports:
+            parts = [*(source or "").split("."), name or ""]
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            foreign = parts[0] in PACKAGES and parts[0] != user.partition(".")[0]
+            assert not (private and foreign), f"{user} imports {'.'.join(parts)}"
+
+
+def test_a_wheel_holds_every_module(tmp_path):
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, ROOT]
+    environment = {**os.environ, "DCT_BUILD": "0"}
+    subprocess.run([*pip, *build], check=True, env=environment, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    # Triton's kernels and the programs' main modules are imported elsewhere, by what needs them.
+    names = [n for n in MODULES if not n.startswith("dct_kernels.triton") and "__main__" not in n]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        f"    assert importlib.import_module(name).__file__.startswith({str(tmp_path)!r}), name\n"
+    )
+    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment, timeout=300
+    )
