@@ -23,7 +23,7 @@ class Arena:
             return None
         view, inside = self._place(tensor, offset)
         before = inside.clone()
-        self.checks.append(lambda: _same(inside, before, "an argument that is only read"))
+        self._checks.append(lambda: _same(inside, before, "an argument that is only read"))
         return view
 
     def check(self):
@@ -41,7 +41,7 @@ class Arena:
         view.copy_(tensor)
         for guard in guards:
             untouched = torch.full_like(guard, GUARD)
-            self.checks.append(lambda g=guard, u=untouched: _same(g, u, "memory around"))
+            self._checks.append(lambda g=guard, u=untouched: _same(g, u, "memory around"))
         return view, buffer[before : before + inside]
 
 
