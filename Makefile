@@ -14,7 +14,7 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_HOME  ?= $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p'))
 CUDA_ARCHS ?= 9.0
 
-.PHONY: help train test lint native sanitize abi cuda triton check-all clean
+.PHONY: help train test lint native sanitize abi aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make lint       ruff and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make cuda       the CUDA kernels, built and inspected (needs nvcc, no GPU)"
+	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
@@ -41,8 +42,9 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 train: $(VENV)/built
 	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train
 
+# Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
 test: $(VENV)/built native
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --ignore tests/aot --ignore tests/static
 
 NATIVE   ?= build/native
 SANITIZE ?=
@@ -60,7 +62,7 @@ lint: $(VENV)/installed
 
 $(VENV)-abi/installed:
 	$(PYTHON) -m venv $(VENV)-abi
-	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=77" wheel ninja expecttest hypothesis numpy pytest
+	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=77" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
 	touch $@
 
 # The binary built against TORCH, loaded unchanged by OTHER_TORCH: the op tests, with no build there.
@@ -69,7 +71,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -k "not emulated and not triton"
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not triton"
 
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
 # and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
@@ -91,13 +93,16 @@ sanitize: $(VENV)/installed
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONPATH=build/asan $(BIN)/python -m pytest tests/conformance -k cpp
 
+aot: $(VENV)/built
+	$(BIN)/python -m pytest tests/aot
+
 # The Triton kernels on every Triton they are meant for: interpreted, and compiled; by the newest for
 # all targets (docs/kernels.md says what the older ones do there).
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \
 	  $(BIN)/pip install --quiet --upgrade --target build/triton-$$version triton==$$version || exit 1; \
-	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/conformance -k triton || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/conformance -k triton --triton-cases 8 || exit 1; \
 	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/aot || exit 1; \
 	done
 	$(BIN)/python -m pytest tests/aot -m large

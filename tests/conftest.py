@@ -31,8 +31,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--triton-cases",
         type=int,
-        default=8,
-        help="run a test on so many of its cases where Triton is interpreted; 0 for all",
+        default=3,
+        help="run a test on so many of its cases where Triton is interpreted, and from 8 on those "
+        "that search their cases; 0 for all",
     )
 
 

@@ -18,7 +18,7 @@ from .cases import ARCHITECTURES, CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-BY_DEFAULT = ("sm_90", "gfx942")  # the others take as long again: `pytest -m large`
+BY_DEFAULT = ("sm_90", "gfx942")  # the others take as long again: `make triton`
 architectures = pytest.mark.parametrize(
     "architecture",
     [

@@ -6,11 +6,19 @@ import pytest
 import torch
 
 # Triton's interpreter takes milliseconds for every program of a launch, so where it runs, a test
-# of many cases is run on some of them, drawn once for all, and these tests, of thousands of
-# programs, are left to the other backends. `--triton-cases 0` runs everything.
+# of many cases is run on some of them, drawn once for all. A test of a hundred launches, such as a
+# search by hypothesis, runs where there are at least so many cases, and these tests, of thousands
+# of programs, are left to the other backends. `--triton-cases 0` runs everything.
+CASES_OF_A_SEARCH = 8
+HUNDRED_LAUNCHES = {
+    "test_garbage_behind_a_sound_header",
+    "test_random_bits_flipped",
+    "test_segments",
+}
 THOUSANDS_OF_PROGRAMS = {
     "test_a_million_elements",
     "test_a_million_elements_within_the_stated_error",
+    "test_backends_agree",
     "test_conservation_over_all_exponents",
     "test_every_round_density_of_every_length",
     "test_more_than_a_cache_holds",
@@ -29,7 +37,9 @@ def pytest_collection_modifyitems(config, items):
             cases[item.originalname].append(item)
     left_out = set()
     for name, of_one_test in cases.items():
-        run = 0 if name in THOUSANDS_OF_PROGRAMS else min(most, len(of_one_test))
+        searches = getattr(of_one_test[0].obj, "is_hypothesis_test", name in HUNDRED_LAUNCHES)
+        left = name in THOUSANDS_OF_PROGRAMS or (searches and most < CASES_OF_A_SEARCH)
+        run = 0 if left else min(most, len(of_one_test))
         left_out |= set(of_one_test) - set(random.Random(name).sample(of_one_test, run))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -168,7 +168,7 @@ def test_schemas():
 
 
 @pytest.mark.skipif("cpp" not in testing.backends(), reason="no compiled CPU kernels")
-@pytest.mark.parametrize("isa", ["default", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("default", marks=pytest.mark.large), "avx2"])
 def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold", "track_threshold")

@@ -2,7 +2,7 @@
 
 One place for the flags, used by the emulated backend, the native tests and the planted faults.
 Everything is kept in build/emulation under a name that follows from its sources and flags, so
-nothing is compiled twice, and several processes may build at once.
+nothing is compiled twice, by several processes neither: one builds, the others wait.
 """
 
 import hashlib
@@ -10,6 +10,8 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
@@ -47,17 +49,19 @@ def build(
     headers = _contents([*HERE.rglob("*.h"), *csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
     include = [f"-I{HERE / 'include'}", f"-I{HERE / 'native'}", f"-I{csrc}"]
 
-    objects, running = [], []
-    for source, flags in compiles:
-        command = ["g++", *_FLAGS, *flags, *include, "-c", "-x", "c++", str(source)]
-        built, process = _start(command, headers + source.read_bytes(), source.stem + ".o")
-        objects.append(built)
-        running.append(process)
-    for process in running:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "lock"):
+        objects, running = [], []
+        for source, flags in compiles:
+            command = ["g++", *_FLAGS, *flags, *include, "-c", "-x", "c++", str(source)]
+            built, process = _start(command, headers + source.read_bytes(), source.stem + ".o")
+            objects.append(built)
+            running.append(process)
+        for process in running:
+            _finish(process)
+        link = ["g++", *_FLAGS, *_SANITIZERS[sanitizer], *(["-shared"] if shared else []), *objects]
+        built, process = _start(link, b"", Path(main).stem + (".so" if shared else ""))
         _finish(process)
-    link = ["g++", *_FLAGS, *_SANITIZERS[sanitizer], *(["-shared"] if shared else []), *objects]
-    built, process = _start(link, b"", Path(main).stem + (".so" if shared else ""))
-    _finish(process)
     return built
 
 
@@ -73,7 +77,6 @@ def _start(command, contents, name):
     output = CACHE / f"{key}-{name}"
     if output.exists():
         return output, None
-    CACHE.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f"{output.name}.{os.getpid()}")
     return output, (subprocess.Popen([*command, "-o", partial]), partial, output)
 

@@ -145,7 +145,17 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+# Each is a build of its own. By default one of every program is planted, the last.
+BY_DEFAULT = {fault.program: fault for fault in FAULTS}.values()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=() if fault in BY_DEFAULT else pytest.mark.large)
+        for fault in FAULTS
+    ],
+)
 def test_fault_is_caught(fault, tmp_path):
     csrc = tmp_path / "csrc"
     for folder in ("common", "cuda"):
