@@ -1,4 +1,4 @@
-"""Autograd: gradients of the row ops, version counters of the ops that write their arguments.
+"""Autograd: gradients of the row ops, what they refuse, version counters of what is written.
 
 The row ops are linear once the positions are chosen, and their gradients are the row ops again:
 pack and gather go back through unpack, unpack through gather, always at the same positions. So the
@@ -6,8 +6,10 @@ backward message is k values a row and no positions (DCT, arXiv 2010.08899: one 
 """
 
 import torch
+from torch.autograd import forward_ad
 
-from ._schemas import SCHEMAS, library
+from . import checks
+from ._schemas import OPS, library
 
 
 def _save_width(ctx, inputs, output):
@@ -49,24 +51,52 @@ for _name, _backward, _setup in (
     torch.library.register_autograd(f"dct::{_name}", _backward, setup_context=_setup, lib=library)
 
 
-def _bump_versions(name: str):
-    """define + impl does not tell autograd what an op wrote: do so, then go on to the kernel."""
-    op = getattr(torch.ops.dct, name).default
+def _has_tangent(value: object) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    # Inside torch.func.jvp, whose wrapped tensors do not show theirs to an op.
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return wrapped or forward_ad.unpack_dual(value).tangent is not None
+
+
+def _guard(name: str) -> None:
+    """Before the kernel: refuse what autograd would get wrong in silence, count what is written.
+
+    Torch asks a formula about forward mode only where a tensor requires grad, and what an op that
+    is made by define + impl writes, it does not know.
+    """
+    op = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
+    arguments = op._schema.arguments
     written = [
         index
-        for index, argument in enumerate(op._schema.arguments)
+        for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
-    def bump(keyset, *args, **kwargs):
-        torch.autograd.graph.increment_version([args[index] for index in written])
+    def guarded(keyset, *args, **kwargs):
+        if forward_ad._current_level >= 0:
+            for argument, value in zip(arguments, args, strict=False):
+                if _has_tangent(value):
+                    rule = "without a tangent, as there is no forward-mode derivative"
+                    checks.fail(name, argument.name, rule, "one with a tangent")
+        for index in written:
+            if args[index].requires_grad and torch.is_grad_enabled():
+                rule = "a tensor that does not require grad, as it is written"
+                checks.fail(name, arguments[index].name, rule, "one that does, outside no_grad")
+            torch.autograd.graph.increment_version(args[index])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             below = keyset & torch._C._after_ADInplaceOrView_keyset
             return op.redispatch(below, *args, **kwargs)
 
-    library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+    def refuse_vmap(info, in_dims, *args, **kwargs):
+        batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
+        rule = "a single tensor, as torch.vmap cannot batch an op that writes"
+        checks.fail(name, arguments[batched].name, rule, "a batch")
+
+    library.impl(name, guarded, "ADInplaceOrView", with_keyset=True)
+    if written:
+        torch.library.register_vmap(f"dct::{name}", refuse_vmap, lib=library)
 
 
-for _name, _schema in SCHEMAS.items():
-    if "!" in _schema:
-        _bump_versions(_name)
+for _name in OPS:
+    _guard(_name)

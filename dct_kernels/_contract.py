@@ -6,16 +6,11 @@ contents are looked at only when the op really runs.
 """
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from . import checks, layout, row_layout
 
 INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
-
-
-def _runs(tensor: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not is_fake(tensor)
 
 
 def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
@@ -29,8 +24,7 @@ def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, 
     checks.require_int(op, "max_samples", max_samples, 1, 2**31 - 1)
     checks.require_int(op, "seed", seed, -(2**63), 2**63 - 1)
     checks.require_scale(op, "inv_scale", inv_scale, like)
-    if _runs(x):
-        checks.memory(op, {}, {}, (segments, x.numel()))
+    checks.memory(op, {}, {"x": x, "segments": segments}, (segments, x.numel()))
 
 
 def track_threshold(threshold, seen, target, reference):
@@ -40,8 +34,7 @@ def track_threshold(threshold, seen, target, reference):
     for name, tensor in read.items():
         checks.require_tensor(op, name, tensor, INT32 if name == "seen" else FLOAT32, like=like)
         checks.require_numel(op, name, tensor, threshold.numel(), "threshold")
-    if _runs(threshold):
-        checks.memory(op, {"threshold": threshold}, read)
+    checks.memory(op, {"threshold": threshold}, read)
 
 
 def mask_pack(
@@ -63,14 +56,13 @@ def mask_pack(
     checks.require_scale(op, "inv_scale", inv_scale, like)
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     _payload_bytes(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
-    if _runs(residual):
-        checks.memory(
-            op,
-            {"residual": residual, "payload": payload, "seen": seen},
-            {"grad": grad, "segments": segments, "threshold": threshold, "inv_scale": inv_scale},
-            (segments, residual.numel()),
-            ("payload", payload),
-        )
+    checks.memory(
+        op,
+        {"residual": residual, "payload": payload, "seen": seen},
+        {"grad": grad, "segments": segments, "threshold": threshold, "inv_scale": inv_scale},
+        (segments, residual.numel()),
+        ("payload", payload),
+    )
 
 
 def scatter_unpack(
@@ -84,13 +76,12 @@ def scatter_unpack(
     checks.require_scale(op, "out_scale", out_scale, like)
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     _payload_bytes(op, "payloads", payloads, out.numel(), capacity, value_dtype, ranges)
-    if _runs(out):
-        checks.memory(
-            op,
-            {"out": out},
-            {"payloads": payloads, "out_scale": out_scale},
-            aligned=("payloads", payloads),
-        )
+    checks.memory(
+        op,
+        {"out": out},
+        {"payloads": payloads, "out_scale": out_scale},
+        aligned=("payloads", payloads),
+    )
 
 
 def row_pack(x, k, value_dtype):

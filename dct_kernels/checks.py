@@ -8,6 +8,7 @@ addresses and contents, which exist only when the op runs.
 from typing import NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +57,8 @@ def require_tensor(
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
     if not isinstance(tensor, torch.Tensor):
         fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
+    if tensor.layout is not torch.strided:
+        fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
     if tensor.dtype not in dtypes:
         fail(op, arg, _names(dtypes), tensor.dtype, TypeError)
     if tensor.dim() not in dims:
@@ -93,14 +96,17 @@ def memory(
     segments: tuple[torch.Tensor, int] | None = None,
     aligned: tuple[str, torch.Tensor] | None = None,
 ) -> None:
-    """What only a running op can check: overlap, alignment, and on the CPU the segments' contents.
+    """What shows only in memory: overlap, alignment, and on the CPU the contents of the segments.
 
     `segments` is the tensor and the number of elements it must end at; `aligned` must start at a
     multiple of 16 bytes.
     """
+    given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
+    if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
+        return
     if aligned is not None and aligned[1].data_ptr() % 16:
         fail(op, aligned[0], "16-byte aligned", f"address % 16 = {aligned[1].data_ptr() % 16}")
-    tensors = [(name, t) for name, t in {**written, **read}.items() if t is not None and t.numel()]
+    tensors = [(name, tensor) for name, tensor in given if tensor.numel()]
     for index, (name, tensor) in enumerate(tensors):
         for other_name, other in tensors[index + 1 :]:
             if (name in written or other_name in written) and _overlap(tensor, other):
@@ -113,6 +119,12 @@ def memory(
             or bool((tensor[1:] < tensor[:-1]).any())
         ):
             fail(op, "segments", f"ascending from 0 to {numel}", _preview(tensor))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Unlike meta and fake tensors, and those that transforms such as torch.vmap wrap."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (tensor.is_meta or wrapped or is_fake(tensor))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

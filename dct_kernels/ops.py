@@ -7,6 +7,9 @@ Common to all of them
 - No host synchronisation, no data-dependent shape, current stream: safe in CUDA graphs and in
   torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
   synchronise.
+- The row ops are differentiable, in reverse mode. Forward mode is refused, and so are a written
+  argument that requires grad outside torch.no_grad() and torch.vmap of an op that writes.
+- Meta and fake tensors give shapes and dtypes.
 - numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
 - `segments` is int64[S + 1], ascending from 0 to numel: one segment per parameter of a flat buffer.
   Its contents are checked on the CPU; on CUDA any content is memory-safe.

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from oracle import rows as oracle
+from torch.autograd import forward_ad
 
+import dct_kernels
 from conformance import bits, samples
-from conformance.arguments import OPS, arguments
+from conformance.arguments import OPS, arguments, raises
 from dct_kernels import row_gather, row_pack, row_unpack
 
 # (d, k): a bitmap, uint8 columns, uint16 columns.
@@ -103,6 +105,28 @@ def test_no_gradient_where_none_is_asked_for():
     assert not row_pack(x.detach(), 4, torch.float32)[0].requires_grad
 
 
+# What a gradient of the row ops is asked for.
+MOVED = {"row_pack": "x", "row_gather": "x", "row_unpack": "values"}
+entries = pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
+
+
+@entries
+@pytest.mark.parametrize("op", MOVED)
+def test_forward_mode_is_refused(entry, op):
+    """Torch would take the tangent for zero, and say nothing."""
+    args, call = arguments(op), getattr(entry, op)
+    tensor = args[MOVED[op]]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+        raises(call, args | {MOVED[op]: dual}, op, MOVED[op], ValueError)
+        call(**args)
+
+    def derivative():
+        torch.func.jvp(lambda t: call(**args | {MOVED[op]: t}), (tensor,), (tensor,))
+
+    raises(derivative, {}, op, MOVED[op], ValueError)
+
+
 WRITTEN = {
     "track_threshold": {"threshold"},
     "mask_pack": {"residual", "payload", "seen"},
@@ -119,6 +143,36 @@ def test_version_counters_tell_what_was_written(op):
     getattr(torch.ops.dct, op).default(**args)
     bumped = {name for name, tensor in tensors.items() if tensor._version > before[name]}
     assert bumped == WRITTEN.get(op, set())
+
+
+@entries
+@pytest.mark.parametrize(
+    ("op", "arg"), [(op, arg) for op in WRITTEN for arg in sorted(WRITTEN[op])]
+)
+def test_what_requires_grad_is_not_written(entry, op, arg):
+    """A leaf or not; as torch's own in-place ops, unless grad mode is off."""
+    args, call = arguments(op), getattr(entry, op)
+    if not args[arg].is_floating_point():
+        pytest.skip("integers cannot require grad")
+    args[arg].requires_grad_()
+    text = raises(call, args, op, arg, ValueError)
+    assert "does not require grad" in text
+    raises(call, args | {arg: args[arg] * 1}, op, arg, ValueError)
+    with torch.no_grad():
+        call(**args)
+
+
+@entries
+@pytest.mark.parametrize("op", WRITTEN)
+def test_vmap_of_an_op_that_writes_is_refused(entry, op):
+    arg = min(WRITTEN[op])
+    args = arguments(op)
+    batch = torch.stack([args[arg]] * 2)
+
+    def batched():
+        torch.vmap(lambda tensor: getattr(entry, op)(**args | {arg: tensor}))(batch)
+
+    raises(batched, {}, op, arg, ValueError)
 
 
 def test_a_tensor_saved_for_backward_must_not_be_written():

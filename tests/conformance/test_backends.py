@@ -146,6 +146,11 @@ def test_the_dispatcher_runs_the_public_function(op):
         assert torch.equal(value, raw[name]) if isinstance(value, torch.Tensor) else True
 
 
+def test_the_ops_are_listed_before_any_is_used():
+    result = python("-c", "import torch, dct_kernels; print(*dir(torch.ops.dct))")
+    assert set(OPS) <= set(result.stdout.split()), result.stderr
+
+
 def test_schemas():
     """The contract, word for word: names, order, defaults, and what is written."""
     expected = {

@@ -121,6 +121,17 @@ def test_values_of_another_type(op, arg, value):
     raises(getattr(dct_kernels, op), arguments(op) | {arg: value}, op, arg, TypeError)
 
 
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+@pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_are_named(entry, layout):
+    args = arguments("row_pack")
+    sparse = args["x"].to_sparse(layout=getattr(torch, layout))
+    with pytest.raises(TypeError) as caught:
+        entry.row_pack(**args | {"x": sparse})
+    assert str(caught.value) == f"dct::row_pack: x must be dense, got {layout}"
+
+
 @pytest.mark.parametrize(
     ("change", "named", "error"),
     [

@@ -6,6 +6,7 @@ dispatcher picks for the CPU; test_backends.py runs this file once more with eag
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import dct_kernels
 from conformance import bits, samples
@@ -127,13 +128,20 @@ def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
     check("row_unpack", {"values": values, "positions": positions, "width": width, "dtype": dtype})
 
 
+@pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
 @pytest.mark.parametrize("op", OPS)
-def test_meta_tensors_give_the_shapes(op):
-    """The fakes run without memory: as large as anybody likes."""
+def test_tensors_without_memory_give_the_shapes(op, kind, entry):
+    """As large as anybody likes."""
+    fake = FakeTensorMode()
+
+    def without_memory(tensor):
+        return fake.from_tensor(tensor) if kind == "fake" else tensor.to("meta")
+
     real = arguments(op)
-    meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in real.items()}
-    packet = getattr(torch.ops.dct, op).default
-    expected, shapes = packet(**real), packet(**meta)
+    meta = {n: without_memory(v) if isinstance(v, torch.Tensor) else v for n, v in real.items()}
+    call = getattr(entry, op)
+    expected, shapes = call(**real), call(**meta)
     expected = expected if isinstance(expected, tuple) else (expected,)
     shapes = shapes if isinstance(shapes, tuple) else (shapes,)
     for tensor, shape in zip(expected, shapes, strict=True):
