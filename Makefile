@@ -40,7 +40,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	touch $@
 
 train: $(VENV)/built
-	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train
+	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train --overwrite
 
 # Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
 test: $(VENV)/built native

@@ -20,6 +20,7 @@ from targets import write
 from dct_bench import provenance
 from dct_bench.kernels import cases
 from dct_bench.kernels import command as kernels
+from dct_bench.kernels.arguments import ROUNDS
 from dct_bench.kernels.cases import Case
 from dct_kernels import payload_layout
 
@@ -112,7 +113,7 @@ def measure(case: Case, device: str) -> Iterator[dict]:
     for graphs in (False, True):
         if graphs and (device == "cpu" or case.numel >= GRAPHS_BELOW):
             return
-        options = argparse.Namespace(device=device, rounds=kernels.ROUNDS, graphs=graphs)
+        options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
         result = kernels.measure(case, options) | {"graphs": graphs}
         for line in kernels.lines(result):
             print(line, "in a graph" if graphs else "", flush=True)

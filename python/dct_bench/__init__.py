@@ -1,6 +1,6 @@
 """dct_bench: the measurements behind the claims.
 
 `dct-bench link` trains over links of a known rate, `dct-bench scale` predicts what no machine at
-hand can run. Each subcommand is a folder whose `command` has `add_parser` and
-`run`, or such a module; cli lists them.
+hand can run. Each subcommand is a folder: `add_parser` in its `arguments`, `run` in its `command`;
+cli lists them.
 """

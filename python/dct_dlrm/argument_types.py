@@ -1,16 +1,8 @@
-"""What command lines share."""
+"""Types of arguments: each names its rule and the value."""
 
 import argparse
 import math
 from collections.abc import Callable, Collection
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown, paragraphs kept."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False
-        return action.help if plain else super()._get_help_string(action)
 
 
 def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:

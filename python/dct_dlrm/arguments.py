@@ -6,7 +6,8 @@ from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
 
-from .argument_types import Formatter, count, density, number, positive, several, widths
+from .argument_types import count, density, number, positive, several, widths
+from .command_line import VERSION, Formatter, Parser, add_out
 from .modes import MODES, START_STEP
 
 DESCRIPTION = """\
@@ -28,15 +29,18 @@ examples:
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
 
-DIR receives summary.json (results), history.json (per step) and curves.png.
+DIR receives summary.json (results), history.json (per step) and curves.png, anew after every run of
+a mode and a seed: what an interrupted command has finished is kept.
 """
+FOLDER, RESULT = "runs/dlrm", "summary.json"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; exits with status 2 and a text that names argument, rule and value."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     fraction = number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
 
     data = parser.add_argument_group("data")
@@ -46,8 +50,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="rows in Criteo's layout, tab-separated: label, 13 integers, 26 categoricals, empty = "
-        "missing; gzip-compressed if the name ends in .gz. Every rank reads the file and keeps its "
-        "share in memory, 157 bytes a row",
+        "missing; gzip-compressed or not. Every rank reads the file and keeps its share in memory, "
+        "157 bytes a row",
     )
     source.add_argument(
         "--rows",
@@ -55,6 +59,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1_000_000,
         metavar="N",
         help="without FILE: rows to generate, training and test together",
+    )
+    data.add_argument(
+        "--max-malformed",
+        type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+        default=0.01,
+        metavar="F",
+        help="fraction of FILE's lines that may be malformed; they are left out, and told",
     )
     data.add_argument(
         "--test-fraction",
@@ -157,7 +168,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="hidden widths of the top MLP, before its one output",
     )
 
-    parser.add_argument(
-        "--out", type=Path, default="runs/dlrm", metavar="DIR", help="folder for the results"
-    )
-    return parser.parse_args(arguments)
+    add_out(parser, FOLDER, RESULT)
+    options = parser.parse_args(arguments)
+    if options.data is not None:
+        options.rows = None  # as the summary is to have it
+    return options

@@ -3,3 +3,7 @@
 
 class UsageError(Exception):
     """What the user gave cannot be used; the text says what and why."""
+
+
+class WorkerError(Exception):
+    """A local rank failed; the text is its message."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from . import plot, progress, report
 from .data.dataset import Dataset, load
 from .data.features import table_rows
-from .loop import Run, gather_rows, run, score
+from .loop import gather_rows, run, score
 from .models.sharding import describe, shard_tables
 
 PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
@@ -26,20 +26,21 @@ def compare(options: argparse.Namespace) -> None:
         console.print(_heading(data), markup=False)
         if options.parallel == "hybrid":
             console.print(_plan(options), markup=False, highlight=False)
-    runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
+    bayes = _bayes(data)
+    runs: report.Runs = {}
     for seed in range(options.seeds):
         for mode in options.modes:
             steps = options.epochs * data.description["steps_per_epoch"]
             with progress.bar(console, f"{mode} seed {seed}", steps) as on_step:
                 result = run(mode, seed, data, options, on_step)
-            runs[mode].append(result)
+            runs.setdefault(mode, []).append(result)
             if console is not None:
                 console.print(report.line(mode, result), markup=False, highlight=False)
-    bayes = _bayes(data)
+                # Every time: what is finished is kept, whatever comes.
+                report.write_history(options.out, runs)
+                plot.write_curves(options.out, runs)
+                report.write_summary(options.out, _config(options), data.description, runs, bayes)
     if console is not None:
-        report.write_summary(options.out, _config(options), data.description, runs, bayes)
-        report.write_history(options.out, runs)
-        plot.write_curves(options.out, runs)
         report.print_table(console, runs, bayes)
         console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")
 

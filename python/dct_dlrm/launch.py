@@ -1,24 +1,37 @@
 """Starts the ranks: those torchrun gives, or local processes."""
 
+import contextlib
 import gc
+import logging
 import os
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,
+)
 
-from .errors import UsageError
+from .command_line import on_ending_signals
+from .errors import UsageError, WorkerError
 
-
-class WorkerError(Exception):
-    """A local rank failed; the text is its message."""
+_SECONDS_TO_END = 5  # of the ranks, once they are told to
 
 
 def under_torchrun() -> bool:
     """Whether this process is one rank of several that were already started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0 or starts it."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
@@ -38,12 +51,49 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         _leave()
         return
     with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        with _interrupts_held():
+            context = spawn(_local_rank, (ranks, rendezvous, work, args), nprocs=ranks, join=False)
         try:
-            spawn(_local_rank, (ranks, f"file://{folder}/rendezvous", work, args), nprocs=ranks)
-        except ProcessRaisedException as error:
-            raise WorkerError(_message(error)) from None
-        except ProcessExitedException as error:
-            raise WorkerError(f"rank {error.error_index} failed: {error.msg}") from None
+            _wait(context)
+        finally:
+            _end(context)
+
+
+def _wait(context: ProcessContext) -> None:
+    # Which would say which processes it ends, before the one that failed has its word.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    try:
+        while not context.join():
+            pass
+    except ProcessRaisedException as error:
+        raise WorkerError(_message(error)) from None
+    except ProcessExitedException as error:
+        raise WorkerError(f"rank {error.error_index} failed: {error.msg}") from None
+
+
+def _end(context: ProcessContext) -> None:
+    """Ranks that still run, where this process was interrupted."""
+    for process in context.processes:
+        process.terminate()
+    for process in context.processes:
+        process.join(_SECONDS_TO_END)
+        process.kill()
+        process.join()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes later: here afterwards, in ranks started meanwhile when they are ready for it.
+
+    Until then each would answer it with a traceback of what it was importing.
+    """
+    resource_tracker.ensure_running()  # or starting ranks does, and lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _local_rank(
@@ -72,6 +122,9 @@ def _message(error: ProcessRaisedException) -> str:
 
 
 def _join(rendezvous: str, rank: int, ranks: int, local_ranks: int) -> None:
+    # Rank 0 leaves its contexts, a progress bar among them; the others end without a word.
+    on_ending_signals(signal.default_int_handler if rank == 0 else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_ranks))

@@ -123,4 +123,6 @@ def _spread(runs: Runs, mode: str, key: str) -> str:
 
 
 def _write(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    aside = path.with_name(f"{path.name}.part")  # no reader, and no interrupt, finds half of it
+    aside.write_text(json.dumps(content, indent=1) + "\n")
+    aside.replace(path)

@@ -1,40 +1,35 @@
 """dct-train: compare ways of averaging gradients on DLRM."""
 
-import os
+import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from .arguments import parse
-from .data import criteo
-from .errors import UsageError
-from .experiment import compare
-from .launch import WorkerError, launch
+from .arguments import FOLDER, RESULT, parse
+from .command_line import exit_status, results_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console command: its exit status, with a message on stderr if that is not 0."""
     options = parse(arguments)
+    return exit_status("dct-train", lambda: _train(options))
+
+
+def _train(options: argparse.Namespace) -> None:
+    # Here, so that the help needs nothing beside torch.
+    from .data import criteo
+    from .experiment import compare
+    from .launch import is_first, launch
+
+    if options.data is not None:
+        criteo.check_file(options.data)
+    if is_first():
+        options.out = results_folder(options, FOLDER, RESULT)
     try:
-        if options.data is not None:
-            criteo.check_file(options.data)
-        _make_folder(options.out)
         launch(compare, options.ranks, options)
-    except (UsageError, WorkerError) as error:
-        print(f"dct-train: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _make_folder(path: Path) -> None:
-    """Before the training, not after it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UsageError(f"--out must be a folder that can be written to, got {path}")
+    except KeyboardInterrupt:
+        if (options.out / RESULT).exists():
+            raise KeyboardInterrupt(f"runs that were finished are in {options.out}") from None
+        raise
 
 
 if __name__ == "__main__":

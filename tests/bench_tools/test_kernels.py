@@ -8,6 +8,7 @@ import torch
 from dct_bench import cli
 from dct_bench.kernels import cases, peers
 from dct_bench.kernels import command as kernels
+from dct_bench.kernels.arguments import TIMED
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     assert cli.main(command) == 0
     assert cli.main(["report", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "k.json").read_text())["results"]
-    assert {result["op"] for result in results} == set(kernels.TIMED)
+    assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
     peers = {name for result in results for name in result["ms"]}
     assert peers >= {"copy", "eager", "topk", "dgc", "random-k", "bf16 cast", "torch.topk"}

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dct_dlrm.command_line import ENDING_SIGNALS
 from dct_dlrm.errors import UsageError
 
 PREFIX = "dctbench-"
@@ -27,7 +28,6 @@ SWITCH = PREFIX + "switch"
 # messages are not flattered; but a bucket must hold a few packets or the rate is not reached.
 BURST_SECONDS = 100e-6
 BURST_MIN_BYTES = 3 * 1514
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 QUEUE_MS = 50  # of packets that wait for tokens, beyond which they are dropped
 
 

@@ -2,138 +2,21 @@
 
 import argparse
 import json
-import math
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from dct_dlrm.argument_types import Formatter, count, density, number, positive, several
 from dct_dlrm.errors import UsageError
 
 from .. import provenance
-from ..rates import parse_rate
 from . import kernel_rates, report, validation
+from .arguments import ASSUMED_COMPUTE_MS
 from .break_even import faster_by, paying_rates
 from .cost_model import METHODS, Cluster, Link, Model, union_density
 from .shapes import SHAPES, numel
 
 PLAIN_WIDTH = 110  # of the output where there is no terminal to fit
-# Of a step on one H200 in milliseconds, not measured. DLRM: a guess. Transformer: 6 x parameters x
-# 8,192 tokens at 40 % of the data sheet's 989 Tflop/s.
-ASSUMED_COMPUTE_MS = {"dlrm": 5.0, "transformer": 15.0}
-
-DESCRIPTION = """\
-Predict the time of a training step for 2 to thousands of ranks, at link rates of your choice, for
-float32 and bfloat16 all-reduce, PowerSGD and DCT, and say where DCT pays and where it does not.
-
-A step is compute + pack + wire + unpack. Links: alpha-beta model. Bytes: the formulas that the
-training layer itself goes by (gather), and those of its sharded exchange. Nothing contends and
-nobody straggles, so all times are lower bounds. Every constant is an option; the output names where
-each is from, and says "assumed" of what nobody measured.
-"""
-EPILOG = """\
-examples:
-  dct-bench scale --kernels runs/link/link.json --compute-ms 8
-      kernels as fast as dct-bench link found them on this machine
-  dct-bench scale --model transformer --gpus-per-node 8 --rates 100gbit,200gbit,400gbit
-      dense inside nodes of 8, DCT between them
-  dct-bench scale --validate runs/link/link.json
-      predicted beside measured, for every cell of that run
-
-DIR receives scale.json (everything, with provenance), break_even.png and step_time.png.
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
-    parser = subparsers.add_parser(
-        name,
-        help="the cost model: predicted step times for 2 to thousands of ranks",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=Formatter,
-    )
-    not_negative = number(float, lambda x: 0 <= x < math.inf, "a number >= 0")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", choices=SHAPES, default="dlrm", help="dlrm: as dct-train's; transformer: GPT-2"
-    )
-    model.add_argument(
-        "--hash-size", type=count, default=4000, help="dlrm: rows of a table at most"
-    )
-    model.add_argument("--layers", type=count, default=12, help="transformer: blocks")
-    model.add_argument("--width", type=count, default=768, help="transformer: model width")
-    model.add_argument(
-        "--density",
-        type=density,
-        default=0.005,
-        help="DCT: fraction of entries sent",
-    )
-    machine = parser.add_argument_group("machines")
-    machine.add_argument(
-        "--ranks",
-        type=several(number(int, lambda n: 2 <= n <= 2**20, "an integer in [2, 2^20]")),
-        default="2,8,32,128,512,2048,8192",
-        metavar="P,...",
-        help="rank counts, multiples of --gpus-per-node or below it",
-    )
-    machine.add_argument(
-        "--rates",
-        type=several(parse_rate),
-        default="1gbit,10gbit,25gbit,100gbit,200gbit,400gbit",
-        metavar="R,...",
-        help="of a node's link, each direction",
-    )
-    machine.add_argument(
-        "--alpha-us",
-        type=not_negative,
-        default=10.0,
-        metavar="US",
-        help="microseconds per message, on every link; the default is assumed (RDMA: a few, TCP: "
-        "tens)",
-    )
-    machine.add_argument(
-        "--gpus-per-node", type=count, default=1, metavar="G", help="ranks that share a node's link"
-    )
-    machine.add_argument(
-        "--inside-gbytes",
-        type=positive,
-        default=450.0,
-        metavar="GB",
-        help="GB/s of a GPU's links inside its node, each direction; the default is NVLink 4's by "
-        "the data sheet of the H200 (900 both ways)",
-    )
-    machine.add_argument(
-        "--compute-ms",
-        type=positive,
-        metavar="MS",
-        help="forward, backward and optimizer of a step (default: assumed, "
-        f"{' or '.join(f'{ms:g} for {name}' for name, ms in ASSUMED_COMPUTE_MS.items())})",
-    )
-    machine.add_argument(
-        "--overlap",
-        type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
-        default=0.0,
-        metavar="F",
-        help="fraction of compute behind which the wire can hide: 0 for one bucket, up to the "
-        "share of the backward pass with many",
-    )
-    machine.add_argument(
-        "--kernels",
-        type=Path,
-        metavar="JSON",
-        help="of dct-bench kernels or link: how fast kernels were measured to be (default: "
-        "assumed, for an H200)",
-    )
-    parser.add_argument(
-        "--validate",
-        type=Path,
-        metavar="JSON",
-        help="of dct-bench link: print predicted beside measured step times, and nothing else",
-    )
-    parser.add_argument(
-        "--out", type=Path, default="runs/scale", metavar="DIR", help="folder for the results"
-    )
 
 
 def run(options: argparse.Namespace) -> int:

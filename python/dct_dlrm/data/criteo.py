@@ -20,6 +20,8 @@ from .features import INTS, TABLES, Rows
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
 EXAMPLES = 5  # malformed lines described
+GZIP = b"\x1f\x8b"  # how such files begin, whatever their name
+FIRST_LINE_BYTES = 2**16  # at most: what is no text may have no line
 
 
 @dataclasses.dataclass
@@ -45,22 +47,28 @@ class ReadReport:
             sorted(example for report in reports for example in report.examples)[:EXAMPLES],
         )
 
+    @property
+    def lines(self) -> int:
+        return self.rows + self.malformed
+
     def describe(self) -> str:
-        """A sentence on the malformed lines."""
+        """The malformed lines: how many, and the first of them."""
         examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
-        total = self.rows + self.malformed
-        return f"{self.malformed:,} of {total:,} lines malformed and left out ({examples})"
+        return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
 
 
 def check_file(path: Path) -> None:
     """Fail early on a file that can never be read.
 
     Raises:
-        UsageError: it is absent, not readable, empty, or not the gzip file that its name says.
+        UsageError: it is absent, not readable, empty or comma-separated.
     """
     with _opened(path) as file:
-        if not _guarded(path, lambda: file.read(1)):
-            raise UsageError(f"{path} must have rows, got an empty file")
+        first = _guarded(path, lambda: file.readline(FIRST_LINE_BYTES))
+    if not first:
+        raise UsageError(f"{path} must have rows, got an empty file")
+    if b"\t" not in first and first.count(b",") == FIELDS - 1:
+        raise UsageError(f"{path} must be tab-separated, got a line that looks comma-separated")
 
 
 def read(
@@ -72,7 +80,7 @@ def read(
     a moment twice that. Every rank reads the whole file but parses only its own lines.
 
     Args:
-        path: a tsv file, or a gzip-compressed one if the name ends in .gz.
+        path: a tsv file, gzip-compressed or not.
         table_rows: of each embedding table.
 
     Returns:
@@ -145,7 +153,9 @@ def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[int, list[bytes]]]:
 def _opened(path: Path) -> BinaryIO:
     if not path.is_file():
         raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
-    return _guarded(path, lambda: (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+    with _guarded(path, lambda: open(path, "rb")) as file:
+        compressed = file.read(len(GZIP)) == GZIP
+    return _guarded(path, lambda: (gzip.open if compressed else open)(path, "rb"))
 
 
 def _guarded(path: Path, operation):

@@ -58,16 +58,26 @@ def load(options: argparse.Namespace) -> Dataset:
         encoded, numbers, report = criteo.read(options.data, rows, rank, world_size)
         report = criteo.ReadReport.merge(_from_all_ranks(report))
         source = {"file": str(options.data), "malformed": report.malformed}
-        warning = report.describe() if report.malformed else None
+        warning = f"left out: {report.describe()}" if report.malformed else None
         if not report.rows:
-            raise UsageError(f"{options.data} must have a row in Criteo's layout: {warning}")
+            rule = "must have a row in Criteo's layout"
+            raise UsageError(f"{options.data} {rule}, got {report.describe()}")
+        if report.malformed > options.max_malformed * report.lines:
+            raise UsageError(
+                f"{options.data} must have at most {options.max_malformed:.4g} of its lines "
+                f"malformed (--max-malformed), got {report.describe()}"
+            )
     else:
         numbers = np.arange(rank, options.rows, world_size)
         encoded, probability = _generate(numbers, rows)
         source, warning = {"generator_seed": GENERATOR_SEED}, None
     test = is_test(numbers, options.test_fraction)
     train_rows, test_rows = _rows_where(encoded, ~test), _rows_where(encoded, test)
-    description = source | _check(train_rows, test_rows, options)
+    try:
+        description = source | _check(train_rows, test_rows, options)
+    except UsageError as error:
+        # What was left out may be why.
+        raise UsageError(f"{warning}\n{error}" if warning else str(error)) from None
     if probability is not None:
         probability = probability[test]
     return Dataset(train_rows, test_rows, probability, description, warning)

@@ -8,32 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dct_dlrm.argument_types import Formatter
 from dct_dlrm.errors import UsageError
 
-from .kernels.command import COPY, COPY_KERNEL, HEADER, lines
-from .scale.kernel_rates import read_json
+from ..kernels.command import COPY, COPY_KERNEL, HEADER, lines
+from ..scale.kernel_rates import read_json
 
 OURS = ("cuda", "triton", "cpp", "eager")
-
-DESCRIPTION = """\
-Read every JSON file in DIR that `dct-bench kernels --json` or bench/gpu_check.sh wrote, and write
-beside them
-  report.md      all measurements as a table
-  of_copy.png    per op, at the largest size: its rate as a fraction of a copy's, the roofline
-  by_size.png    time over size, of every op and what it is compared with
-  by_density.png the same over density, at the largest size
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
-    parser = subparsers.add_parser(
-        name,
-        help="tables and plots of what `kernels` measured",
-        description=DESCRIPTION,
-        formatter_class=Formatter,
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
 
 
 def run(options: argparse.Namespace) -> int:

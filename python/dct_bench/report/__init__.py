@@ -1,0 +1,1 @@
+"""What `dct-bench kernels` measured, drawn."""

@@ -1,0 +1,116 @@
+"""What commands share: how they read their arguments, where results go, and how they end."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import dct_kernels
+
+from .errors import UsageError, WorkerError
+
+VERSION = f"%(prog)s {dct_kernels.__version__} (torch {torch.__version__})"
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The extra `train`: what the commands need beside torch, {module: its package}.
+EXTRA = {"numpy": "numpy", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults shown, paragraphs kept."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage, which would push it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def add_out(parser: argparse.ArgumentParser, folder: str, result: str) -> None:
+    """--out and --overwrite, as `results_folder` reads them; `result` names the main file."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"folder for the results (default: {folder}; where that exists {folder}-2, ...)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help=f"replace the {result} that DIR holds already"
+    )
+
+
+def results_folder(options: argparse.Namespace, folder: str, result: str) -> Path:
+    """--out, or a new folder; made before the work begins, not after it.
+
+    Raises:
+        UsageError: it cannot be made or written to, or holds results that would be lost.
+    """
+    try:
+        if options.out is None:
+            return _new_folder(Path(folder))
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / ".writable").touch()
+        (options.out / ".writable").unlink()
+    except OSError as error:
+        rule = "--out must be a folder that can be written to"
+        raise UsageError(f"{rule}, got {options.out or folder}: {error.strerror}") from None
+    if (options.out / result).exists() and not options.overwrite:
+        raise UsageError(
+            f"--out must be without a {result}, got {options.out}, which has one: --overwrite "
+            "replaces it"
+        )
+    (options.out / result).unlink(missing_ok=True)
+    return options.out
+
+
+def _new_folder(folder: Path) -> Path:
+    for number in count(1):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+
+
+def on_ending_signals(handler: Callable | signal.Handlers) -> None:
+    """Handle them so, but for those that are ignored: nohup and background jobs mean it."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def exit_status(command: str, work: Callable[[], int | None]) -> int:
+    """The status of a command that does `work`; if it fails, one line on stderr says why.
+
+    SIGTERM and SIGHUP do as Ctrl-C does: an exception, so that contexts are left in order.
+    """
+    before = [signal.getsignal(number) for number in ENDING_SIGNALS]
+    on_ending_signals(signal.default_int_handler)
+    try:
+        return work() or 0
+    except (UsageError, WorkerError) as error:
+        text, status = str(error), 1
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA:
+            raise
+        text = f"{missing} is not installed: pip install {' '.join(EXTRA.values())}"
+        status = 1
+    except KeyboardInterrupt as interrupt:
+        text = ": ".join(["interrupted", *interrupt.args])
+        status = 130
+    finally:
+        for number, handler in zip(ENDING_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+    print(f"{command}: {text}", file=sys.stderr)
+    return status
