@@ -29,15 +29,20 @@ help:
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
 $(VENV)/installed: pyproject.toml setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel ninja cmake
-	$(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint]'
-	touch $@
+	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel ninja cmake
+	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint]'
+	@touch $@
 
+# The compiler's commands, a thousand characters each, are shown where one of them fails.
 $(VENV)/built: $(VENV)/installed $(SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	$(BIN)/python -m dct_kernels
-	touch $@
+	@echo "building the C++ extension (about a minute)"
+	@mkdir -p build
+	@$(BIN)/python setup.py --quiet build_ext --inplace > build/extension.log 2>&1 \
+	  || { cat build/extension.log; exit 1; }
+	@$(BIN)/python -m dct_kernels
+	@touch $@
 
 train: $(VENV)/built
 	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train --overwrite

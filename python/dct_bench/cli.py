@@ -1,36 +1,36 @@
 """dct-bench: one subcommand per folder."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
-from dct_dlrm.command_line import VERSION, Parser, exit_status
+from dct_dlrm.command_line import Parser, add_version, exit_status
 
-from .kernels import arguments as kernels
-from .link import arguments as link
-from .report import arguments as report
-from .scale import arguments as scale
-
-COMMANDS = {"kernels": kernels, "link": link, "scale": scale, "report": report}
+COMMANDS = ("kernels", "link", "scale", "report")
 
 DESCRIPTION = "Measure what Dynamic Communication Thresholding costs and saves."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console command: its exit status, with a message on stderr if that is not 0."""
+    return exit_status("dct-bench", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
     parser = Parser(prog="dct-bench", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=VERSION)
+    add_version(parser)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        module.add_parser(subparsers, name)
+    for name in COMMANDS:
+        _module(name, "arguments").add_parser(subparsers, name)
     options = parser.parse_args(arguments)
-    return exit_status(f"dct-bench {options.command}", lambda: _run(options))
+    return exit_status(
+        f"dct-bench {options.command}", lambda: _module(options.command, "command").run(options)
+    )
 
 
-def _run(options: argparse.Namespace) -> int:
-    # Here, so that the help needs nothing beside torch.
-    return importlib.import_module(f".{options.command}.command", __package__).run(options)
+def _module(command: str, name: str):
+    return importlib.import_module(f".{command}.{name}", __package__)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from dct_parallel.compressor import POLICIES
 
 from .argument_types import count, density, number, positive, several, widths
-from .command_line import VERSION, Formatter, Parser, add_out
+from .command_line import Formatter, Parser, add_out, add_version
 from .modes import MODES, START_STEP
 
 DESCRIPTION = """\
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
     )
-    parser.add_argument("--version", action="version", version=VERSION)
+    add_version(parser)
     fraction = number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
 
     data = parser.add_argument_group("data")

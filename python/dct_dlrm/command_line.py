@@ -1,4 +1,7 @@
-"""What commands share: how they read their arguments, where results go, and how they end."""
+"""What commands share: how they read their arguments, where results go, and how they end.
+
+Imports nothing that takes long or may be missing: `exit_status` has a word for that, too.
+"""
 
 import argparse
 import signal
@@ -8,13 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
-import dct_kernels
-
 from .errors import UsageError, WorkerError
 
-VERSION = f"%(prog)s {dct_kernels.__version__} (torch {torch.__version__})"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The extra `train`: what the commands need beside torch, {module: its package}.
 EXTRA = {"numpy": "numpy", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
@@ -33,6 +31,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    import torch
+
+    import dct_kernels
+
+    version = f"%(prog)s {dct_kernels.__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version)
 
 
 def add_out(parser: argparse.ArgumentParser, folder: str, result: str) -> None:
@@ -109,6 +116,7 @@ def exit_status(command: str, work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt as interrupt:
         text = ": ".join(["interrupted", *interrupt.args])
         status = 130
+        before = [signal.SIG_DFL] * len(before)  # a second one ends it at once, without a word
     finally:
         for number, handler in zip(ENDING_SIGNALS, before, strict=True):
             signal.signal(number, handler)

@@ -35,11 +35,11 @@ def compare(options: argparse.Namespace) -> None:
                 result = run(mode, seed, data, options, on_step)
             runs.setdefault(mode, []).append(result)
             if console is not None:
-                console.print(report.line(mode, result), markup=False, highlight=False)
                 # Every time: what is finished is kept, whatever comes.
+                report.write_summary(options.out, _config(options), data.description, runs, bayes)
                 report.write_history(options.out, runs)
                 plot.write_curves(options.out, runs)
-                report.write_summary(options.out, _config(options), data.description, runs, bayes)
+                console.print(report.line(mode, result), markup=False, highlight=False)
     if console is not None:
         report.print_table(console, runs, bayes)
         console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")

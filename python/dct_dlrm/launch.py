@@ -21,8 +21,6 @@ from torch.multiprocessing import (
 from .command_line import on_ending_signals
 from .errors import UsageError, WorkerError
 
-_SECONDS_TO_END = 5  # of the ranks, once they are told to
-
 
 def under_torchrun() -> bool:
     """Whether this process is one rank of several that were already started."""
@@ -46,6 +44,8 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
     """
     if under_torchrun():
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        if not is_first():
+            on_ending_signals(signal.SIG_DFL)
         _join("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_ranks)
         work(*args)
         _leave()
@@ -75,9 +75,6 @@ def _wait(context: ProcessContext) -> None:
 def _end(context: ProcessContext) -> None:
     """Ranks that still run, where this process was interrupted."""
     for process in context.processes:
-        process.terminate()
-    for process in context.processes:
-        process.join(_SECONDS_TO_END)
         process.kill()
         process.join()
 
@@ -99,6 +96,8 @@ def _interrupts_held() -> Iterator[None]:
 def _local_rank(
     rank: int, ranks: int, rendezvous: str, work: Callable[..., None], args: tuple
 ) -> None:
+    on_ending_signals(signal.SIG_DFL)  # at once and without a word: that is the first process's
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     _join(rendezvous, rank, ranks, ranks)
     work(*args)
     # Not in a `finally`: a failed rank that left the group first would make the others fail too,
@@ -122,9 +121,6 @@ def _message(error: ProcessRaisedException) -> str:
 
 
 def _join(rendezvous: str, rank: int, ranks: int, local_ranks: int) -> None:
-    # Rank 0 leaves its contexts, a progress bar among them; the others end without a word.
-    on_ending_signals(signal.default_int_handler if rank == 0 else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_ranks))

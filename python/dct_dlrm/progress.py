@@ -36,3 +36,11 @@ def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[f
             progress.update(task, advance=1, loss=smooth)
 
         yield on_step
+
+
+def restore_terminal() -> None:
+    """Where a process was ended that drew a bar: the cursor is back, on a line of its own."""
+    console = Console()
+    if console.is_terminal:
+        console.show_cursor()
+        console.print()

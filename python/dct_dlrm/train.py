@@ -1,21 +1,23 @@
 """dct-train: compare ways of averaging gradients on DLRM."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from .arguments import FOLDER, RESULT, parse
 from .command_line import exit_status, results_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console command: its exit status, with a message on stderr if that is not 0."""
+    return exit_status("dct-train", lambda: _train(arguments))
+
+
+def _train(arguments: Sequence[str] | None) -> None:
+    # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
+    from .arguments import FOLDER, RESULT, parse
+
     options = parse(arguments)
-    return exit_status("dct-train", lambda: _train(options))
 
-
-def _train(options: argparse.Namespace) -> None:
-    # Here, so that the help needs nothing beside torch.
+    from . import progress
     from .data import criteo
     from .experiment import compare
     from .launch import is_first, launch
@@ -27,8 +29,9 @@ def _train(options: argparse.Namespace) -> None:
     try:
         launch(compare, options.ranks, options)
     except KeyboardInterrupt:
+        progress.restore_terminal()
         if (options.out / RESULT).exists():
-            raise KeyboardInterrupt(f"runs that were finished are in {options.out}") from None
+            raise KeyboardInterrupt(f"finished runs are in {options.out}") from None
         raise
 
 

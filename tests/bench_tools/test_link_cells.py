@@ -1,11 +1,13 @@
 """From the ranks' answers to a table: merging, crossings, rates."""
 
 import argparse
+import io
 
 import pytest
+from rich.console import Console
 
 from dct_bench.link.cells import Cell, merge
-from dct_bench.link.report import crossings
+from dct_bench.link.report import crossings, print_crossings
 from dct_bench.rates import describe_rate, parse_rate
 
 
@@ -87,9 +89,25 @@ def test_a_second_crossing_is_told():
     assert crossings(cells)[0]["regains"]
 
 
+def _said(cells):
+    console = Console(file=io.StringIO(), width=200)
+    print_crossings(console, crossings(cells))
+    return console.file.getvalue()
+
+
 def test_a_crossing_below_an_unlimited_rate_has_no_number_to_interpolate_to():
     cells = _cells("dense", {1e9: 20, None: 5}) + _cells("dct", {1e9: 10, None: 10})
     assert crossings(cells)[0]["pays_up_to"] == 1e9
+    assert _said(cells) == (
+        "2 ranks, DCT against dense float32: pays at 1 Gbit/s, no longer on an unlimited link: "
+        "somewhere between it stops\n"
+    )
+
+
+def test_a_crossing_between_two_rates_is_told_with_a_number():
+    cells = _cells("dense", {1e9: 20, 4e9: 5}) + _cells("dct", {1e9: 10, 4e9: 10})
+    told = "pays up to a rate between 1 Gbit/s and 4 Gbit/s, at about 2.00 Gbit/s\n"
+    assert _said(cells).endswith(told)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--top", "512-0", f"{WIDTHS} '512-0'"),
         ("--modes", "dense,sparse", "must be some of dense,bf16,powersgd,dct, got 'dense,sparse'"),
         ("--modes", "dct,dct", "must be different ones, got 'dct,dct'"),
+        ("--max-malformed", "1.1", "must be a number in [0, 1], got '1.1'"),
         ("--policy", "loose", "invalid choice: 'loose'"),
     ],
 )
@@ -41,7 +42,9 @@ def test_a_wrong_argument(capsys, argument, value, rule):
     with pytest.raises(SystemExit) as exit_info:
         main([f"{argument}={value}"])
     assert exit_info.value.code == 2
-    assert f"argument {argument}: {rule}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"dct-train: error: argument {argument}: {rule}")
+    assert said.endswith("; see dct-train --help\n") and said.count("\n") == 1
 
 
 def test_file_and_generated_rows_exclude_each_other(capsys):

@@ -65,7 +65,7 @@ def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
     assert rows.labels.tolist() == [0, 1] and numbers.tolist() == [0, 2]
     assert (report.rows, report.malformed) == (2, 1)
     assert report.examples == [(2, reason)]
-    assert report.describe() == (f"1 of 3 lines malformed and left out (line 2: {reason})")
+    assert report.describe() == f"1 of 3 lines malformed (line 2: {reason})"
 
 
 def test_only_the_first_malformed_lines_are_described(tmp_path):
@@ -116,10 +116,18 @@ def test_files_that_cannot_be_read(tmp_path):
         criteo.check_file(tmp_path / "none.tsv")
     with pytest.raises(UsageError, match="must be a file, got a folder"):
         criteo.check_file(tmp_path)
-    not_gzip = tmp_path / "plain.gz"
-    not_gzip.write_text(line() + "\n")
-    with pytest.raises(UsageError, match=r"plain\.gz must be readable to its end, got: Not a gzip"):
-        criteo.check_file(not_gzip)
+    commas = _write(tmp_path, line().replace("\t", ","))
+    with pytest.raises(UsageError, match=r"must be tab-separated, got a line that looks comma-sep"):
+        criteo.check_file(commas)
+
+
+@pytest.mark.parametrize(("name", "packed"), [("rows.tsv", True), ("rows.tsv.gz", False)])
+def test_gzip_is_known_by_its_content_not_by_its_name(tmp_path, name, packed):
+    content = f"{line()}\n".encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if packed else content)
+    criteo.check_file(path)
+    assert criteo.read(path, ROWS)[2].rows == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])

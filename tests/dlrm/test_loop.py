@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from criteo_lines import line
 from dct_dlrm import arguments, loop
 from dct_dlrm.data import dataset
 from dct_dlrm.errors import UsageError
@@ -122,9 +123,41 @@ def test_too_few_rows(arguments_, text):
 def test_a_file_of_malformed_lines(tmp_path):
     (tmp_path / "junk.tsv").write_text("no row\n" * 50)
     options = arguments.parse([*SMALL[2:], "--data", str(tmp_path / "junk.tsv")])
-    rule = "must have a row in Criteo's layout: 50 of 50 lines malformed"
+    rule = "must have a row in Criteo's layout, got 50 of 50 lines malformed"
     with pytest.raises(UsageError, match=rule):
         dataset.load(options)
+
+
+def _load(tmp_path, labels, *arguments_):
+    path = tmp_path / "rows.tsv"
+    path.write_text("".join(f"{line(label=label)}\n" for label in labels))
+    return dataset.load(arguments.parse([*SMALL[2:], "--data", str(path), *arguments_]))
+
+
+def test_many_malformed_lines_are_an_error(tmp_path):
+    """One in a hundred passes, more do not, unless they are asked for."""
+    good = ["0", "1"] * 200
+    assert (
+        "left out: 4 of 404 lines malformed (line 1: label"
+        in _load(tmp_path, ["7"] * 4 + good, "--batch-size", "32").warning
+    )
+    rule = r"must have at most 0.01 of its lines malformed \(--max-malformed\), got 5 of 405 lines"
+    with pytest.raises(UsageError, match=rule):
+        _load(tmp_path, ["7"] * 5 + good)
+    some = _load(tmp_path, ["7"] * 5 + good, "--max-malformed", "0.02", "--batch-size", "32")
+    assert some.description["malformed"] == 5
+
+
+def test_what_was_left_out_is_told_before_what_that_leads_to(tmp_path):
+    """Labels of -1 and 1: the lines with -1 are malformed, and no test row has label 0."""
+    labels = ["-1", "1"] * 200
+    with pytest.raises(UsageError) as caught:
+        _load(tmp_path, labels, "--max-malformed", "1", "--batch-size", "32")
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("left out: 200 of 400 lines malformed (line 1: label must be 0 or 1")
+    assert second.startswith("the test rows must have labels 0 and 1")
+    with pytest.raises(UsageError, match=r"got 200 of 400 lines malformed \(line 1: label must be"):
+        _load(tmp_path, labels)
 
 
 def test_the_split_is_stable_and_of_the_right_size():

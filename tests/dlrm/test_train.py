@@ -133,9 +133,10 @@ def test_a_file_with_malformed_lines(tmp_path):
         *("--batch-size", 32, "--out", tmp_path, *SMALL),
     )
     assert done.returncode == 0, done.stderr
-    assert "2 of 402 lines malformed and left out (line 1: must have 40 fields" in done.stdout
+    assert "left out: 2 of 402 lines malformed (line 1: must have 40 fields" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["data"]["malformed"] == 2
+    assert summary["config"]["rows"] is None
     assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 400
     assert "bayes" not in summary
 

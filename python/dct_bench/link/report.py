@@ -28,8 +28,9 @@ def crossings(cells: list[Cell]) -> list[dict]:
     """Where DCT's step time crosses that of another mode of the same model, for every rank count.
 
     Each: {"ranks", "against", "pays_up_to"}: bits per second, interpolated between the two measured
-    rates on a logarithmic scale; None if DCT is faster at every rate, 0 if at none. "between" are
-    the two rates, and "regains" is there if DCT is faster again at a higher rate: noise, then.
+    rates on a logarithmic scale; the lower one where the upper is unlimited, as there is nothing to
+    interpolate towards; None if DCT is faster at every rate, 0 if at none. "between" are the two
+    rates, and "regains" is there if DCT is faster again at a higher rate: noise, then.
     """
     found = []
     for ranks in sorted({cell.ranks for cell in cells}):
@@ -51,8 +52,10 @@ def print_crossings(console: Console, found: list[dict]) -> None:
             text = f"slower at every rate measured, from {describe_rate(crossing['between'][1])}"
         else:
             low, high = (describe_rate(rate) for rate in crossing["between"])
-            about = "" if at is math.inf else f", at about {_rate(at)}"
-            text = f"pays up to a rate between {low} and {high}{about}"
+            if crossing["between"][1] is None:
+                text = f"pays at {low}, no longer on an unlimited link: somewhere between it stops"
+            else:
+                text = f"pays up to a rate between {low} and {high}, at about {_rate(at)}"
             if crossing["regains"]:
                 text += " (and again above: within the noise)"
         against = METHODS[crossing["against"]]
@@ -79,12 +82,10 @@ def _crossing(faster: list[tuple[float | None, float]]) -> dict:
     for number, ((low, before), (high, after)) in enumerate(pairwise(faster)):
         if after < 1:
             regains = any(ratio >= 1 for _, ratio in faster[number + 2 :])
-            at = None
+            at = low
             if high is not None:
                 share = math.log(before) / math.log(before / after)
                 at = low * (high / low) ** share
-            # Without an upper rate there is nothing to interpolate towards.
-            at = low if at is None else at
             return {"pays_up_to": at, "between": [low, high], "regains": regains}
     return {"pays_up_to": None, "between": [faster[-1][0], None], "regains": False}
 

@@ -1,0 +1,120 @@
+"""How commands begin and end: help without the extra, results kept, one line where it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dct_bench import cli
+from dct_dlrm import arguments, train
+from dct_dlrm.command_line import EXTRA, exit_status, results_folder
+from dct_dlrm.errors import UsageError
+
+# The commands as they run where only torch is installed.
+BARE = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+from {module} import main
+sys.exit(main())
+"""
+MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
+MAINS = {"dct-train": train.main, "dct-bench": cli.main}
+RUNS = [("dct-train",), *(("dct-bench", name) for name in cli.COMMANDS)]
+QUICK = ["--rows", "2000", "--hash-size", "50", "--bottom", "16", "--top", "16", "--seeds", "50"]
+
+
+def _bare(command, *arguments_):
+    program = BARE.format(missing=list(EXTRA), module=MODULES[command])
+    done = [sys.executable, "-c", program, *arguments_]
+    return subprocess.run(done, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_help_needs_torch_alone(run):
+    command, *sub = run
+    done = _bare(command, *sub, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {' '.join(run)} [-h]")
+
+
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_a_run_without_the_extra_says_what_to_install(run, tmp_path):
+    command, *sub = run
+    done = _bare(command, *sub, *([str(tmp_path)] if "report" in sub else []))
+    assert done.returncode == 1
+    name, _, rest = done.stderr.partition(": ")
+    assert name == " ".join(run)
+    missing, _, rest = rest.partition(" ")
+    assert missing in EXTRA
+    assert rest == "is not installed: pip install numpy scikit-learn matplotlib rich\n"
+
+
+def test_another_missing_module_is_not_the_users_fault():
+    with pytest.raises(ModuleNotFoundError):
+        exit_status("dct-train", lambda: __import__("no_such_module"))
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_version(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        MAINS[command](["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith(f"{command} 0.1.0 (torch ")
+
+
+def _folder(*arguments_):
+    return results_folder(arguments.parse(arguments_), "runs/dlrm", "summary.json")
+
+
+def test_the_default_folder_is_new_every_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [str(_folder()) for _ in range(3)] == ["runs/dlrm", "runs/dlrm-2", "runs/dlrm-3"]
+    assert (tmp_path / "runs" / "dlrm-3").is_dir()
+
+
+def test_results_are_not_overwritten_unasked(tmp_path):
+    out = ["--out", str(tmp_path)]
+    assert _folder(*out) == tmp_path
+    (tmp_path / "summary.json").write_text("precious")
+    with pytest.raises(UsageError, match=r"--out must be without a summary\.json, .* --overwrite"):
+        _folder(*out)
+    assert (tmp_path / "summary.json").read_text() == "precious"
+    assert _folder(*out, "--overwrite") == tmp_path
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_keeps_what_is_finished(tmp_path, launcher, number):
+    """To all processes at once, as a terminal sends it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-u", *(torchrun if launcher == "torchrun" else [])]
+    environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [*command, "-m", "dct_dlrm.train", *QUICK, "--modes", "dense", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        while not (said := process.stdout.readline()).startswith("dense seed 1"):
+            assert said, process.stderr.read()
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    line = f"dct-train: interrupted: finished runs are in {tmp_path}\n"
+    if launcher == "local":
+        assert (process.returncode, errors) == (130, line)
+    else:  # torchrun has words of its own
+        assert errors.count(line) == 1
+        assert "dct_dlrm" not in errors.partition(line)[2]
+    (runs,) = json.loads((tmp_path / "summary.json").read_text())["modes"].values()
+    assert [run["seed"] for run in runs[:2]] == [0, 1] and len(runs) < 50
+    assert not list(tmp_path.glob("*.part"))
