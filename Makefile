@@ -116,6 +116,7 @@ check-all: test lint abi sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest -m large
+	DCT_BACKEND=eager $(BIN)/python -m pytest tests/parallel
 
 clean:
 	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi

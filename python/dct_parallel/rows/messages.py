@@ -15,7 +15,10 @@ def require_rows(op: str, x: Tensor) -> Tensor:
 
 def to_message(values: Tensor, positions: Tensor) -> Tensor:
     """One uint8 [B, bytes] of values [B, k] and positions uint8 [B, w]: one collective, not two."""
-    return torch.cat([values.view(torch.uint8), positions], 1)
+    # Flat first: without rows an op may leave strides in which nothing can be viewed as bytes.
+    nbytes = values.shape[1] * values.itemsize
+    flat = values.flatten().view(torch.uint8)
+    return torch.cat([flat.view(len(values), nbytes), positions], 1)
 
 
 def from_message(message: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
