@@ -26,7 +26,7 @@ PUBLIC = {
         *("row_pack", "row_gather", "row_unpack"),
     },
     "dct_parallel": {
-        *("Compressor", "DCTState", "dct_hook", "WireMeter"),
+        *("Compressor", "DCTState", "dct_hook", "merge_states", "WireMeter"),
         *("RowPack", "RowUnpack", "pack", "unpack", "all_to_all_rows", "all_gather_rows"),
     },
 }

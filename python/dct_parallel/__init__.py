@@ -13,11 +13,12 @@ Model parallel: only the largest activations of every row cross, and their gradi
 
 A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel) and rows
 (activations at a cut of a model). Both stand on what lies beside them here: compressor (one
-tensor, no network), collectives, groups, executors, readback, and wire, which counts bytes.
+tensor, no network), agreement, collectives, groups, executors, readback, and wire, which counts
+bytes.
 """
 
 from .compressor import Compressor
-from .data_parallel import DCTState, dct_hook
+from .data_parallel import DCTState, dct_hook, merge_states
 from .rows import RowPack, RowUnpack, all_gather_rows, all_to_all_rows, pack, unpack
 from .wire import WireMeter
 
@@ -30,6 +31,7 @@ __all__ = [
     "all_gather_rows",
     "all_to_all_rows",
     "dct_hook",
+    "merge_states",
     "pack",
     "unpack",
 ]

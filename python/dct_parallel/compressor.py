@@ -213,12 +213,12 @@ class Compressor:
             self._sample_next |= bool(((threshold == 0) & (seen > limit)).any())
 
     def segment_state(self, index: int) -> dict[str, Tensor]:
-        """Copies of what one segment must carry to go on elsewhere."""
+        """Copies, on the CPU, of what one segment must carry to go on elsewhere."""
         low, high = self.bounds[index], self.bounds[index + 1]
         return {
-            "residual": self.residual[low:high].clone(),
-            "threshold": self.threshold[index].clone(),
-            "reference": self.reference[index].clone(),
+            "residual": self.residual[low:high].to("cpu", copy=True),
+            "threshold": self.threshold[index].to("cpu", copy=True),
+            "reference": self.reference[index].to("cpu", copy=True),
         }
 
     def load_segment(self, index: int, state: dict[str, Tensor]) -> None:

@@ -21,14 +21,17 @@ EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers th
 
 
 class ThreadExecutor:
-    """One thread, first in first out: for CPU tensors, whose collectives block their caller."""
+    """One thread, first in first out: for CPU tensors, whose collectives block their caller.
+
+    `close()` ends it once its jobs are done; called by itself at the latest as Python exits.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         # A daemon: a rank whose peers are gone must be able to exit from within a collective.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
-        weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
+        self.close = weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
 
     def submit(self, job: Job) -> Future[Tensor]:
         """A future of the job's result, or of the exception it raises."""
@@ -53,6 +56,9 @@ class StreamExecutor:
         with torch.cuda.stream(self._stream):
             done.set_result(job())
         return done
+
+    def close(self) -> None:
+        """Nothing to end: the stream is torch's."""
 
 
 def executor_for(device: torch.device) -> ThreadExecutor | StreamExecutor:

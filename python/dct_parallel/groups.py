@@ -1,8 +1,12 @@
-"""Process groups as arguments, and as what an autograd graph remembers."""
+"""Process groups as arguments, as what an autograd graph remembers, and of one's own."""
 
+import contextlib
 import weakref
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dct_kernels import checks
 
@@ -33,3 +37,38 @@ def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if not isinstance(group, dist.ProcessGroup):
         checks.fail(op, "group", "a process group that this rank is in", group)
     return group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of the group waits for other ranks, on this device."""
+    return group._get_backend(device).options._timeout
+
+
+def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, with the same timeout: its collectives meet none of theirs.
+
+    All ranks of `group` call it, no others. Not by dist.new_group: that needs every rank of the
+    world, or (use_local_synchronization) names the group after how many others this rank is in,
+    and ranks that count differently wait for each other in vain. Nor does it make a communicator
+    for any backend but gloo, whatever `group` has.
+    """
+    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+    number = store.add(f"dct/groups/{dist.get_rank()}", 1)  # every rank's own count: the same
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        "gloo",
+        store,
+        f"{group.group_name}/dct{number}",
+        timeout=timeout_of(group, torch.device("cpu")),
+        group_desc="dct",
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Destroy a `separate_group`, unless that was done with all others."""
+    with contextlib.suppress(ValueError):
+        dist.destroy_process_group(group)

@@ -116,5 +116,11 @@ def train_step(model, optimizer, x, y):
     return loss.detach()
 
 
+def entry(state_dict):
+    """The one rank's part of a `DCTState.state_dict()`."""
+    (only,) = state_dict["ranks"].values()
+    return only
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.data_parallel import transports
-from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 
 def _dense_in_rank_order(state, bucket):
@@ -112,7 +112,7 @@ def _conservation(rank, start_step):
             applied[index] += parameter.grad
             total[index] += grads[index]
         layouts.add(tuple(bucket.plan.names for bucket in state._buckets.values()))
-    parameters = state.state_dict()["parameters"]
+    parameters = entry(state.state_dict())["parameters"]
     for index, name in enumerate(f"p.{i}" for i in range(len(SIZES))):
         left = parameters[name]["residual"] if name in parameters else torch.zeros(SIZES[index])
         dist.all_reduce(left)
@@ -157,7 +157,7 @@ def _only_small(rank):
         model(torch.full((10,), rank + step), torch.full((20,), 2.0 * rank)).backward()
     assert torch.equal(model.module.p[0].grad, torch.full((10,), 3.5))
     assert torch.equal(model.module.p[1].grad, torch.full((20,), 1.0))
-    return state.stats()["density"], state.state_dict()["parameters"]
+    return state.stats()["density"], entry(state.state_dict())["parameters"]
 
 
 def test_a_model_of_small_parameters_only_is_averaged_densely():
@@ -233,12 +233,12 @@ def _non_finite(rank):
         model(*grads).backward()
         total += grads[0]
         applied += model.module.p[0].grad
-    left = state.state_dict()["parameters"]["p.0"]["residual"]
+    left = entry(state.state_dict())["parameters"]["p.0"]["residual"]
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)  # what was sent counts: nothing skipped the step
     bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
-    residual = torch.cat([s["residual"] for s in state.state_dict()["parameters"].values()])
+    residual = torch.cat([s["residual"] for s in entry(state.state_dict())["parameters"].values()])
     return bad, residual.isfinite().all().item()
 
 

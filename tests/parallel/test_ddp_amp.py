@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, weights
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, weights
 
 SIZES = (2000, 30, 5000)
 COMPRESSED = {"p.0": 0, "p.2": 2}
@@ -18,7 +18,7 @@ def _gradients(step, rank):
 
 
 def _residuals(state):
-    return {name: s["residual"] for name, s in state.state_dict()["parameters"].items()}
+    return {name: s["residual"] for name, s in entry(state.state_dict())["parameters"].items()}
 
 
 def _skipped(rank, poison):

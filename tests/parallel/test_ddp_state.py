@@ -1,6 +1,5 @@
-"""The state around training: checkpoints, plan, statistics, and what users get wrong."""
+"""The state around training: plan, statistics, and what users get wrong."""
 
-import io
 import math
 
 import pytest
@@ -10,16 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.data_parallel.history import History
-from ranks import Dictated, batch, ddp, gathered, mlp, run_ranks, train_step, weights
+from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
 
 SIZES = (2000, 30, 5000)
-
-
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def _make(density=0.8, **kwargs):
@@ -30,98 +22,9 @@ def _make(density=0.8, **kwargs):
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _resume(rank, policy):
-    model, state, optimizer = _make(policy=policy)
-    for step in range(12):
-        if step == 7:
-            saved = _through_a_file(
-                [model.module.state_dict(), optimizer.state_dict(), state.state_dict()]
-            )
-        train_step(model, optimizer, *batch(step, rank))
-    resumed, resumed_state, resumed_optimizer = _make(policy=policy)
-    resumed.module.load_state_dict(saved[0])
-    resumed_optimizer.load_state_dict(saved[1])
-    resumed_state.load_state_dict(saved[2])
-    assert resumed_state.state_dict()["step"] == 7
-    for step in range(7, 12):
-        train_step(resumed, resumed_optimizer, *batch(step, rank))
-    assert torch.equal(weights(model), weights(resumed))
-    ours, theirs = state.state_dict(), resumed_state.state_dict()
-    assert ours["step"] == theirs["step"] == 12
-    assert ours["parameters"].keys() == theirs["parameters"].keys()
-    moved = 0
-    for name, parameter in ours["parameters"].items():
-        for key, value in parameter.items():
-            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
-        moved += int(parameter["residual"].count_nonzero())
-    assert moved > 1000  # there was something to lose
-    return True
-
-
-@pytest.mark.parametrize("policy", ["tracked", "fixed"])
-def test_a_checkpoint_goes_on_bit_equal(policy):
-    assert run_ranks(_resume, 2, policy) == [True, True]
-
-
 def _gradients(step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
-
-
-def _run(rank, steps, saved, silent):
-    """The mean gradient applied over `steps`, in all, and this rank's state after them."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
-    if saved is not None:
-        state.load_state_dict(saved)
-    applied = [torch.zeros(n) for n in SIZES]
-    for step in range(steps):
-        model.zero_grad()
-        grads = _gradients(step, rank)
-        model(*(torch.zeros_like(g) if silent else g for g in grads)).backward()
-        for total, parameter in zip(applied, model.module.p, strict=True):
-            total += parameter.grad
-    return applied, state.state_dict()
-
-
-def test_the_mean_of_the_residuals_carries_over_to_another_world_size():
-    (applied, first), (_, second) = run_ranks(_run, 2, 9, None, False)
-    merged = {**first, "parameters": {}}
-    for name, ours in first["parameters"].items():
-        theirs = second["parameters"][name]
-        merged["parameters"][name] = {key: (ours[key] + theirs[key]) / 2 for key in ours}
-    ((later, last),) = run_ranks(_run, 1, 9, merged, True)
-    for index, name in ((0, "p.0"), (2, "p.2")):
-        total = sum(sum(_gradients(step, rank)[index] for rank in range(2)) for step in range(9))
-        left = last["parameters"][name]["residual"]
-        assert later[index].count_nonzero() > 0
-        assert torch.equal(applied[index] + later[index] + left, total / 2)
-
-
-def _misfits(rank):
-    model, state, optimizer = _make()
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
-    good = state.state_dict()
-    other = {"0.weight": good["parameters"]["0.weight"]}
-    short = {k: {**v, "residual": v["residual"][:-1]} for k, v in good["parameters"].items()}
-    for change, text in [
-        ({"version": 2}, "version must be 1, got 2"),
-        ({"density": 0.1}, r"density must be 0.8, as this state was made with, got 0.1"),
-        ({"parameters": other}, "parameters must be those .* got a difference in 2.weight, 4"),
-        ({"parameters": short}, r"residual of .*weight must be \[4096\], got \[4095\]"),
-    ]:
-        with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
-            state.load_state_dict({**good, **change})
-    state.load_state_dict(good)
-    for step in range(4, 6):
-        train_step(model, optimizer, *batch(step, rank))
-    assert torch.equal(*gathered(weights(model)))
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused():
-    run_ranks(_misfits, 2)
 
 
 def _plan(rank):

@@ -1,10 +1,12 @@
 """Gradients of DistributedDataParallel, compressed.
 
 Reading order: bucket_plan (what is sent, in numbers), transports (payloads of all ranks into their
-mean), bucket (one bucket of DDP's), checkpoint, history, state (all of it behind torch's hook).
+mean), bucket (one bucket of DDP's), model, checkpoint, loss_scale, history, state (all of it behind
+torch's hook), merge (checkpoints for another world size).
 """
 
 from .history import RECENT_STEPS
+from .merge import merge_states
 from .state import DCTState, dct_hook
 
-__all__ = ["RECENT_STEPS", "DCTState", "dct_hook"]
+__all__ = ["RECENT_STEPS", "DCTState", "dct_hook", "merge_states"]

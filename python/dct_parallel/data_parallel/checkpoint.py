@@ -1,32 +1,84 @@
-"""What a checkpoint of the training layer holds, and whether one fits."""
+"""What a checkpoint of the training layer holds, and whether one fits.
 
+    {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
+
+Below "ranks" stands the rank that it belongs to, because torch.distributed.checkpoint saves
+what has the same key on several ranks once, and then hands it to all of them. Numbers, strings and
+tensors only, so torch.load(weights_only=True) reads it.
+"""
+
+import warnings
+from typing import TypedDict
+
+import torch
 from torch import Tensor
 
 from dct_kernels import checks
 
-VERSION = 1
+VERSION = 2
+MEAN = "mean"  # in place of a rank: made by merge_states for every rank
+
+SegmentState = dict[str, Tensor]  # see Compressor.segment_state
 
 
-def make(step: int, density: float, parameters: dict[str, dict[str, Tensor]]) -> dict:
-    """A state dict: tensors and numbers only, so torch.load(weights_only=True) reads it."""
-    return {"version": VERSION, "step": step, "density": density, "parameters": parameters}
+class Entry(TypedDict):
+    """One rank's part of a checkpoint."""
+
+    run_id: str  # made when training began
+    world_size: int
+    step: int
+    density: float
+    parameters: dict[str, SegmentState]
 
 
-def check(state: dict, density: float, sizes: dict[str, int]) -> None:
-    """Refuse a state dict of another version, density or model.
+def make(rank: int | str, entry: Entry) -> dict:
+    """The state dict of one rank, or the one for all."""
+    return {"version": VERSION, "ranks": {str(rank): entry}}
+
+
+def fresh(numel: int) -> SegmentState:
+    """What a parameter starts from: nothing owed, no threshold sampled."""
+    return {
+        "residual": torch.zeros(numel),
+        "threshold": torch.zeros(()),
+        "reference": torch.zeros(()),
+    }
+
+
+def entries(op: str, state: dict) -> dict[str, Entry]:
+    """{rank: entry} of a state dict of this version."""
+    if state.get("version") != VERSION:
+        checks.fail(op, "version", str(VERSION), state.get("version"))
+    return state["ranks"]
+
+
+def find(state: dict, rank: int, world_size: int, density: float, sizes: dict[str, int]) -> Entry:
+    """This rank's entry; refuses another rank's, another world size, density or model.
 
     Args:
-        state: from `make`. No parameters at all is legal: saved before compression started.
-        density: what this run uses.
+        state: from `make`.
+        rank, world_size, density: this run's.
         sizes: {name: numel} of the parameters that this run compresses.
     """
     op = "load_state_dict"
-    if state.get("version") != VERSION:
-        checks.fail(op, "version", str(VERSION), state.get("version"))
-    if state["density"] != density:
-        checks.fail(op, "density", f"{density}, as this state was made with", state["density"])
-    parameters = state["parameters"]
-    if parameters and parameters.keys() != sizes.keys():
+    found = entries(op, state)
+    entry = found.get(MEAN, found.get(str(rank)))
+    if entry is None:
+        got = f"that of rank {', '.join(found)}"
+        checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
+    if MEAN not in found and entry["world_size"] != world_size:
+        rule = f"{world_size} as in this run (merge_states makes a state for any)"
+        checks.fail(op, "world_size", rule, entry["world_size"])
+    if entry["density"] != density:
+        checks.fail(op, "density", f"{density}, as this state was made with", entry["density"])
+    parameters = entry["parameters"]
+    if not parameters and sizes:
+        warnings.warn(
+            f"DCT: the checkpoint of step {entry['step']} holds no residuals: what they owed to "
+            "the model is lost, and thresholds are found anew.",
+            stacklevel=3,
+        )
+    elif parameters.keys() != sizes.keys():
         difference = sorted(parameters.keys() ^ sizes.keys())
         got = f"a difference in {', '.join(difference)}"
         checks.fail(op, "parameters", "those that this model compresses", got)
@@ -34,3 +86,4 @@ def check(state: dict, density: float, sizes: dict[str, int]) -> None:
         if list(saved["residual"].shape) != [sizes[name]]:
             got = list(saved["residual"].shape)
             checks.fail(op, f"residual of {name}", f"[{sizes[name]}]", got)
+    return entry

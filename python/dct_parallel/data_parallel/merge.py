@@ -1,0 +1,100 @@
+"""States of all ranks made one, for another number of ranks."""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from dct_kernels import checks
+
+from ..agreement import require_same
+from . import checkpoint
+
+_OP = "merge_states"
+
+
+def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -> dict:
+    """One state dict from those of all ranks of a run, to be loaded by every rank of another.
+
+    Its residuals are the ranks' mean: (sum over ranks of residual) / ranks. As a step applies the
+    mean over ranks of what they send, any number of ranks that start from it owe the model what the
+    old ones did, to float32 rounding (summed in float64). Thresholds and their references are
+    means, too. Our reconstruction: the paper does not change the number of ranks.
+
+    Args:
+        states: every rank's `DCTState.state_dict()` in any order, say as
+            `torch.load(path, weights_only=True)` returns them, or a folder that
+            `torch.distributed.checkpoint` wrote. A generator or a folder is read one rank at a
+            time; two ranks' states are in memory then.
+        key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
+
+    Returns:
+        A state dict for `DCTState.load_state_dict` at any world size. Not to be merged again.
+
+    Raises:
+        ValueError: a rank's state is missing or there twice, or run, step, world size, density or
+            parameters differ.
+
+    >>> merged = merge_states(torch.load(f"dct{rank}.pt", weights_only=True) for rank in range(4))
+    """
+    if isinstance(states, (str, os.PathLike)):
+        states = _from_folder(states, key)
+    told: dict[str, dict] = {}  # {rank: its numbers}
+    sums: dict[str, checkpoint.SegmentState] = {}
+    for state in states:
+        for rank, entry in checkpoint.entries(_OP, state).items():
+            if rank in told or rank == checkpoint.MEAN:
+                checks.fail(_OP, "states", "one of each rank", f"another of rank {rank}")
+            told[rank] = {name: value for name, value in entry.items() if name != "parameters"}
+            told[rank]["parameters"] = ", ".join(entry["parameters"])
+            for name, saved in entry["parameters"].items():
+                total = sums.setdefault(name, {})
+                for part, value in saved.items():
+                    total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
+    if not told:
+        checks.fail(_OP, "states", "those of all ranks", "none")
+    require_same(_OP, told)
+    numbers = next(iter(told.values()))
+    ranks = numbers["world_size"]
+    if len(told) != ranks:
+        checks.fail(_OP, "states", f"those of all {ranks} ranks", f"rank {', '.join(told)}")
+    mean = {
+        name: {part: (value / ranks).float() for part, value in total.items()}
+        for name, total in sums.items()
+    }
+    return checkpoint.make(checkpoint.MEAN, {**numbers, "parameters": mean})
+
+
+def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:
+    """The state dict of one rank after another, as torch.distributed.checkpoint saved them."""
+    import torch.distributed.checkpoint as dcp  # late: it takes a second to import
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    prefix = tuple(key.split("."))
+    ranks: dict[str, dict] = {}  # {rank: {keys from the top down: what to read into}}
+    for flat, path in metadata.planner_data.items():
+        if path[: len(prefix) + 1] == (*prefix, "ranks"):
+            stored, place = metadata.state_dict_metadata[flat], None
+            if isinstance(stored, TensorStorageMetadata):
+                place = torch.empty(stored.size, dtype=stored.properties.dtype)
+            ranks.setdefault(path[len(prefix) + 1], {(*prefix, "version"): None})[path] = place
+    if not ranks:
+        checks.fail(_OP, "key", f"the name of a DCTState in {folder}", repr(key))
+    for places in ranks.values():
+        tree: dict = {}
+        for path, place in places.items():
+            _set(tree, path, place)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(tree, checkpoint_id=folder, no_dist=True)
+        for name in prefix:
+            tree = tree[name]
+        yield tree
+
+
+def _set(tree: dict, path: tuple[str, ...], leaf: object) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = leaf

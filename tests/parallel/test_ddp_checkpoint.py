@@ -1,0 +1,220 @@
+"""Checkpoints: each rank goes on from its own bits, and nobody from another's."""
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dct_parallel import DCTState, dct_hook, merge_states
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+
+SIZES = (2000, 30, 5000)
+
+
+def _through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _make(density=0.8, **kwargs):
+    # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
+    model = ddp(mlp())
+    state = DCTState(model, density=density, **kwargs)
+    model.register_comm_hook(state, dct_hook)
+    return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _assert_equal(ours, theirs):
+    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
+    ours, theirs = entry(ours), entry(theirs)
+    assert ours.keys() == theirs.keys()
+    for key in ours.keys() - {"parameters"}:
+        assert ours[key] == theirs[key], key
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, parameter in ours["parameters"].items():
+        for key, value in parameter.items():
+            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
+    return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())
+
+
+def _resume(rank, policy):
+    model, state, optimizer = _make(policy=policy)
+    for step in range(12):
+        if step == 7:
+            saved = _through_a_file(
+                [model.module.state_dict(), optimizer.state_dict(), state.state_dict()]
+            )
+        train_step(model, optimizer, *batch(step, rank))
+    resumed, resumed_state, resumed_optimizer = _make(policy=policy)
+    resumed.module.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed_state.load_state_dict(saved[2])
+    assert entry(resumed_state.state_dict())["step"] == 7
+    for step in range(7, 12):
+        train_step(resumed, resumed_optimizer, *batch(step, rank))
+    assert torch.equal(weights(model), weights(resumed))
+    assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
+
+
+@pytest.mark.parametrize("policy", ["tracked", "fixed"])
+def test_a_checkpoint_goes_on_bit_equal(policy):
+    run_ranks(_resume, 2, policy)
+
+
+def _through_dcp(rank, folder, steps):
+    """Saved and loaded by torch.distributed.checkpoint, into a state that has not seen a step."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    model, state, optimizer = _make()
+    for step in range(steps):
+        train_step(model, optimizer, *batch(step, rank))
+    app = {"model": model.module.state_dict(), "dct": state}
+    dcp.save(app, checkpoint_id=folder)
+    resumed, resumed_state, resumed_optimizer = _make()
+    app = {"model": resumed.module.state_dict(), "dct": resumed_state}
+    dcp.load(app, checkpoint_id=folder)
+    resumed.module.load_state_dict(app["model"])
+    resumed_optimizer.load_state_dict(_through_a_file(optimizer.state_dict()))
+    moved = _assert_equal(state.state_dict(), resumed_state.state_dict())
+    residual = torch.cat([p["residual"] for p in entry(state.state_dict())["parameters"].values()])
+    for step in range(steps, steps + 3):
+        train_step(model, optimizer, *batch(step, rank))
+        train_step(resumed, resumed_optimizer, *batch(step, rank))
+    assert torch.equal(weights(model), weights(resumed))
+    assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
+    return moved, residual
+
+
+def test_dcp_gives_every_rank_its_own_bits(tmp_path):
+    (moved, ours), (_, theirs) = run_ranks(_through_dcp, 2, tmp_path / "later", 7)
+    assert moved > 1000 and not torch.equal(ours, theirs)
+
+
+def test_dcp_before_compression_starts(tmp_path):
+    assert [moved for moved, _ in run_ranks(_through_dcp, 2, tmp_path / "early", 1)] == [0, 0]
+
+
+def _gradients(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _run(rank, steps, saved, silent, folder=None):
+    """The mean gradient applied over `steps`, in all, and this rank's state after them."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05)
+    model.register_comm_hook(state, dct_hook)
+    if saved is not None:
+        state.load_state_dict(saved)
+    applied = [torch.zeros(n) for n in SIZES]
+    for step in range(steps):
+        model.zero_grad()
+        grads = _gradients(step, rank)
+        model(*(torch.zeros_like(g) if silent else g for g in grads)).backward()
+        for total, parameter in zip(applied, model.module.p, strict=True):
+            total += parameter.grad
+    if folder is not None:
+        dcp.save({"app": {"dct": state.state_dict()}}, checkpoint_id=folder)
+    return applied, state.state_dict()
+
+
+@pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (1, 2)])
+def test_the_mean_residual_carries_over_to_another_world_size(world_size, ranks, tmp_path):
+    results = run_ranks(_run, world_size, 9, None, False, tmp_path / "dcp")
+    states = [_through_a_file(state) for _, state in results]
+    merged = merge_states(reversed(states))
+    from_folder = merge_states(tmp_path / "dcp", key="app.dct")
+    assert _assert_equal(merged, from_folder) > 1000
+    assert "torch.distributed is disabled" not in str(from_folder)
+    later = run_ranks(_run, ranks, 9, _through_a_file(merged), True)
+    lefts = [entry(state)["parameters"] for _, state in later]
+    for index, name in ((0, "p.0"), (2, "p.2")):
+        every = [_gradients(step, rank)[index] for step in range(9) for rank in range(world_size)]
+        left = sum(parameters[name]["residual"] for parameters in lefts) / ranks
+        assert later[0][0][index].count_nonzero() > 0
+        applied = results[0][0][index] + later[0][0][index]
+        assert torch.equal(applied + left, sum(every) / world_size)
+
+
+def _state(rank, world_size=2, **changes):
+    parameters = {"p.0": {key: torch.full((), float(rank)) for key in ("residual", "threshold")}}
+    numbers = {"run_id": "a", "world_size": world_size, "step": 5, "density": 0.1}
+    return {
+        "version": 2,
+        "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}},
+    }
+
+
+def test_merging_wants_every_rank_of_one_run_once(tmp_path):
+    merged = merge_states(_state(rank) for rank in range(2))
+    assert merged["ranks"]["mean"]["parameters"]["p.0"]["residual"] == 0.5
+    for states, text in [
+        ([], "states must be those of all ranks, got none"),
+        ([_state(0)], "states must be those of all 2 ranks, got rank 0"),
+        ([_state(0), _state(0)], "states must be one of each rank, got another of rank 0"),
+        ([merged, merged], "states must be one of each rank, got another of rank mean"),
+        ([_state(0), _state(1, step=6)], "step must be the same .* 5 on rank 0, 6 on rank 1"),
+        ([_state(0), _state(1, run_id="b")], "run_id must be the same .* a on rank 0, b on"),
+        ([_state(0), _state(1, 3)], "world_size must be the same .* 2 on rank 0, 3 on rank 1"),
+        ([_state(0), _state(1, parameters={})], "parameters must be the same .* p.0 on rank 0,"),
+        ([{"version": 1}], "version must be 2, got 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"dct::merge_states: {text}"):
+            merge_states(states)
+    dcp.save({"dct": _state(0, 1)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ValueError, match=r"key must be the name of a DCTState in .*, got 'other'"):
+        merge_states(tmp_path, key="other")
+    assert merge_states(tmp_path)["ranks"]["mean"]["step"] == 5
+
+
+def _misfits(rank):
+    model, state, optimizer = _make()
+    for step in range(4):
+        train_step(model, optimizer, *batch(step, rank))
+    good = state.state_dict()
+    own = entry(good)
+    other = {"0.weight": own["parameters"]["0.weight"]}
+    short = {k: {**v, "residual": v["residual"][:-1]} for k, v in own["parameters"].items()}
+    for change, text in [
+        ({"density": 0.1}, r"density must be 0.8, as this state was made with, got 0.1"),
+        ({"world_size": 3}, r"world_size must be 2 as in this run \(merge_states .*\), got 3"),
+        ({"parameters": other}, "parameters must be those .* got a difference in 2.weight, 4"),
+        ({"parameters": short}, r"residual of .*weight must be \[4096\], got \[4095\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
+            state.load_state_dict({**good, "ranks": {str(rank): {**own, **change}}})
+    with pytest.raises(ValueError, match="dct::load_state_dict: version must be 2, got 1"):
+        state.load_state_dict({**good, "version": 1})
+    theirs = {"version": 2, "ranks": {str(1 - rank): own}}
+    text = f"state must be rank {rank}'s own, or one from merge_states, got that of rank {1 - rank}"
+    with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
+        state.load_state_dict(theirs)
+    state.load_state_dict(good)
+    for step in range(4, 6):
+        train_step(model, optimizer, *batch(step, rank))
+    assert torch.equal(*gathered(weights(model)))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused():
+    run_ranks(_misfits, 2)
+
+
+def _without_residuals(rank):
+    model, state, optimizer = _make(density=0.1)
+    saved = {**entry(state.state_dict()), "step": 700, "parameters": {}}
+    with pytest.warns(UserWarning, match="the checkpoint of step 700 holds no residuals"):
+        state.load_state_dict({"version": 2, "ranks": {str(rank): saved}})
+    for step in range(3):
+        train_step(model, optimizer, *batch(step, rank))
+    assert torch.equal(*gathered(weights(model)))
+    sampled = [p["reference"].item() for p in entry(state.state_dict())["parameters"].values()]
+    assert min(sampled) > 0  # although 698 is no step at which thresholds are sampled
+    return entry(state.state_dict())["step"]
+
+
+def test_a_checkpoint_without_residuals_loads_with_a_warning():
+    assert run_ranks(_without_residuals, 2) == [703, 703]

@@ -1,0 +1,93 @@
+"""The process group of a state: whatever other groups there are, and until it is closed."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.groups import separate_group, timeout_of
+from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+
+
+def _train(rank, model, state, steps=4):
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        train_step(model, optimizer, *batch(step, rank))
+
+
+def _asymmetric(rank):
+    """Groups of some ranks only, made before the states of all and of some."""
+    dist.new_group([0])
+    dist.new_group([2], use_local_synchronization=True)
+    model = ddp(mlp())
+    _train(rank, model, DCTState(model, density=0.1))
+    assert all(torch.equal(w, weights(model)) for w in gathered(weights(model)))
+    some = dist.new_group([0, 2])
+    if rank != 1:
+        model = ddp(mlp(), process_group=some)
+        _train(rank, model, DCTState(model, density=0.1))
+        parts = [torch.empty_like(weights(model)) for _ in range(2)]
+        dist.all_gather(parts, weights(model), group=some)
+        assert torch.equal(*parts)
+    dist.barrier(dist.new_group([0, 1, 2]))  # names of groups to come are as on every rank
+
+
+def test_asymmetric_groups_do_not_matter():
+    run_ranks(_asymmetric, 3)
+
+
+def _separate(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    made = [separate_group(group) for _ in range(2)]
+    cpu = torch.device("cpu")
+    assert timeout_of(made[0], cpu) == timeout_of(group, cpu)
+    for own in made:
+        assert own is not group and dist.get_backend(own) == "gloo"
+        assert dist.get_process_group_ranks(own) == [1, 2] and dist.get_rank(own) == rank - 1
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=own)
+        assert total.item() == 3
+    assert made[0].group_name != made[1].group_name
+
+
+def test_a_separate_group_has_the_same_ranks_and_timeout():
+    run_ranks(_separate, 3)
+
+
+def _closed(rank):
+    model = ddp(mlp())
+    state = DCTState(model, density=0.1)
+    _train(rank, model, state)
+    threads = [thread.name for thread in threading.enumerate()]
+    groups = len(dist.distributed_c10d._world.pg_names)
+    before = state.state_dict()
+    state.close()
+    state.close()
+    assert [t.name for t in threading.enumerate()].count("dct") == threads.count("dct") - 1
+    assert len(dist.distributed_c10d._world.pg_names) == groups - 1
+    after = state.state_dict()
+    for name, saved in entry(before)["parameters"].items():
+        assert torch.equal(saved["residual"], entry(after)["parameters"][name]["residual"])
+    assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
+    with pytest.raises(ValueError, match="state must be open, got one that was closed"):
+        model(torch.ones(1, 64)).sum().backward()
+    # And another takes its place.
+    model = ddp(mlp())
+    other = DCTState(model, density=0.1)
+    _train(rank, model, other)
+    dist.barrier()
+    dist.destroy_process_group()
+    other.close()  # its group is gone already
+    del model, other, state
+    gc.collect()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_close_ends_thread_and_group():
+    run_ranks(_closed, 2)
