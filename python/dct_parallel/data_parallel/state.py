@@ -54,9 +54,9 @@ class DCTState:
     name: should the buckets change later, it moves along. Memory: 4 bytes per parameter, and each
     bucket's payload once per rank.
 
-    What has to be the same on all ranks is compared when the state is bound to its DDP and at the
-    first step after that or after `load_state_dict`; where it differs, every rank raises and names
-    all values. Waits for other ranks end at the group's timeout.
+    What has to be the same on all ranks is compared when the state is bound to its DDP, and at the
+    first step after that or a load: every rank raises, naming all values. Waits for other ranks end
+    at the group's timeout.
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
@@ -69,10 +69,11 @@ class DCTState:
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
             none. Residuals are kept in unscaled units, and what was packed for a step that the
             scaler skipped is taken back.
-        start_step: steps before compression starts.
+        start_step: steps before compression.
         policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
 
-    Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without.
+    Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
+    a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
     Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, pickle) takes residuals along and
     is bound to no DDP.
 
@@ -119,13 +120,12 @@ class DCTState:
         self._names: dict[Parameter, str] = {}
         self._group: dist.ProcessGroup | None = None
         self._executor: ThreadExecutor | StreamExecutor | None = None
-        self._run_id = ""
         self._to_load: dict | None = None  # by a copy of a state
         if ddp is not None:
             self.bind(ddp)
 
     def bind(self, ddp: DistributedDataParallel) -> None:
-        """Attach a state that was made without its DDP; on every rank, as the constructor."""
+        """Attach a state that was made without its DDP; on every rank, like the constructor."""
         names = model.named_parameters(ddp)
         if self._names:
             checks.fail("DCTState", "state", "of one DDP", "a second")
@@ -167,9 +167,9 @@ class DCTState:
             self.load_state_dict(self._to_load)
 
     def close(self) -> None:
-        """End the thread and the process group of this state. It takes no further step.
+        """End the thread and the process group of this state; called again, nothing.
 
-        `state_dict()`, `stats()` and `plan()` still answer. May be called again.
+        It takes no further step. `state_dict()`, `stats()` and `plan()` still answer.
         """
         if self._executor is not None:
             self._executor.close()

@@ -1,0 +1,248 @@
+"""What users do around the hook: accumulate, join, copy, compile, register before a DDP exists."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+
+SIZES = (2000, 30, 5000)
+
+
+def _integers(step, rank, micro=0):
+    """Small enough to be exact in bfloat16, too."""
+    generator = torch.Generator().manual_seed(10_000 * micro + 100 * step + rank)
+    return [torch.randint(-8, 9, (n,), generator=generator).float() for n in SIZES]
+
+
+def _left(state, index):
+    parameters = entry(state.state_dict())["parameters"]
+    return parameters.get(f"p.{index}", {"residual": torch.zeros(SIZES[index])})["residual"]
+
+
+def _assert_conserved(model, state, total):
+    """All that every rank's gradients were is in the weights (SGD, rate 1) or still to be sent."""
+    for index, parameter in enumerate(model.module.p):
+        left = _left(state, index)
+        dist.all_reduce(left)
+        dist.all_reduce(total[index])
+        applied = -dist.get_world_size() * parameter.detach()
+        assert torch.equal(applied + left, total[index]), index
+        assert applied.count_nonzero() > 0
+
+
+def _accumulating(rank, no_sync, view):
+    model = ddp(Dictated(SIZES), gradient_as_bucket_view=view)
+    state = DCTState(model, density=0.05, start_step=0)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total = [torch.zeros(n) for n in SIZES]
+    for step in range(8):
+        optimizer.zero_grad()
+        for micro in range(3):
+            grads = _integers(step, rank, micro)
+            for index, grad in enumerate(grads):
+                total[index] += grad
+            with model.no_sync() if no_sync and micro < 2 else contextlib.nullcontext():
+                model(*grads).backward()
+        optimizer.step()
+    _assert_conserved(model, state, total)
+    return state.step
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_accumulation_loses_nothing(no_sync, view):
+    assert run_ranks(_accumulating, 2, no_sync, view) == [8 if no_sync else 24] * 2
+
+
+def _joined(rank):
+    """Rank 0 has 8 batches, rank 1 has 12."""
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05, start_step=0)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total = [torch.zeros(n) for n in SIZES]
+    with model.join():
+        for step in range(8 + 4 * rank):
+            grads = _integers(step, rank)
+            for index, grad in enumerate(grads):
+                total[index] += grad
+            optimizer.zero_grad()
+            model(*grads).backward()
+            optimizer.step()
+    # A rank that has joined takes the others' weights as they end.
+    assert all(torch.equal(w, weights(model)) for w in gathered(weights(model)))
+    _assert_conserved(model, state, total)
+    return state.step
+
+
+def test_uneven_inputs_under_join():
+    assert run_ranks(_joined, 2) == [12, 12]
+
+
+def _disabled(rank):
+    """GradScaler(enabled=False), so that one script serves with and without AMP."""
+    results = []
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        model = ddp(Dictated(SIZES))
+        state = DCTState(model, density=0.05, grad_scaler=scaler)
+        model.register_comm_hook(state, dct_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            grads = _integers(step, rank)
+            if step == 4 and rank == 0:
+                grads[2][11] = torch.inf  # nothing skips the step: nothing is taken back
+            loss = model(*grads)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step()
+        results.append([weights(model), *(_left(state, index) for index in range(3))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_disabled_scaler_is_no_scaler():
+    run_ranks(_disabled, 2)
+
+
+def _copied(rank, how):
+    model = ddp(mlp())
+    state = DCTState(model, density=0.8)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        train_step(model, optimizer, *batch(step, rank))
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+        ((_, copied_state),) = copied._comm_hooks
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+        copied_state = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(state))))
+    with pytest.raises(ValueError, match="dct::state_dict: state must be bound to its DDP"):
+        copied_state.state_dict()
+    copied = ddp(copied.module)  # torch registers no hook with a copy
+    gc.collect()
+    copied.register_comm_hook(copied_state, dct_hook)
+    copied_optimizer = torch.optim.SGD(copied.parameters(), lr=0.05)
+    for step in range(4, 8):
+        train_step(model, optimizer, *batch(step, rank))
+        train_step(copied, copied_optimizer, *batch(step, rank))
+    assert torch.equal(weights(copied), weights(model))
+    ours, theirs = entry(state.state_dict()), entry(copied_state.state_dict())
+    assert ours["run_id"] == theirs["run_id"] and theirs["step"] == 8
+    for name, saved in ours["parameters"].items():
+        assert torch.equal(saved["residual"], theirs["parameters"][name]["residual"])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_from_the_same_residuals(how):
+    run_ranks(_copied, 2, how)
+
+
+def _wrapped(rank):
+    """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
+    plain = DCTState(DistributedDataParallel(mlp()), density=0.8)
+    names = list(entry(plain.state_dict())["parameters"])
+    assert names == [f"{layer}.weight" for layer in (0, 2, 4, 6)]
+    inner = mlp()
+    inner[2] = checkpoint_wrapper(inner[2])
+    inner[4] = torch.compile(inner[4], backend="eager")
+    for module in (torch.compile(mlp(), backend="eager"), inner):
+        state = DCTState(DistributedDataParallel(module), density=0.8)
+        assert list(entry(state.state_dict())["parameters"]) == names
+        state.load_state_dict(plain.state_dict())
+    ignoring = mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        compiled := torch.compile(ignoring, backend="eager"), ["_orig_mod.0.weight"]
+    )
+    state = DCTState(DistributedDataParallel(compiled), density=0.8)
+    assert list(entry(state.state_dict())["parameters"]) == names[1:]
+
+
+def test_wrappers_do_not_enter_names():
+    run_ranks(_wrapped, 1)
+
+
+def _late(rank, how):
+    """The state is handed over first, as Lightning's DDPStrategy does."""
+    state = DCTState(density=0.8)
+    for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
+        with pytest.raises(ValueError, match=r"state must be bound to its DDP .*, got none"):
+            call()
+    state.close()  # nothing yet
+    model, other = ddp(mlp()), ddp(mlp())
+    early = DCTState(other, density=0.8)
+    if how == "bind":
+        state.bind(model)
+        assert "0.weight" in state.plan()
+        with pytest.raises(ValueError, match="state must be of one DDP, got a second"):
+            state.bind(other)
+    for ddp_model, its in ((model, state), (other, early)):
+        ddp_model.register_comm_hook(its, dct_hook)
+        optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
+        for step in range(6):
+            train_step(ddp_model, optimizer, *batch(step, rank))
+    assert torch.equal(weights(model), weights(other))
+    ours, theirs = entry(state.state_dict()), entry(early.state_dict())
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, saved in ours["parameters"].items():
+        assert torch.equal(saved["residual"], theirs["parameters"][name]["residual"])
+        assert saved["residual"].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("how", ["bind", "first step"])
+def test_a_state_made_before_its_ddp(how):
+    run_ranks(_late, 2, how)
+
+
+def _ambiguous(rank):
+    module = mlp()
+    model, _also = ddp(module), ddp(module)
+    state = DCTState(density=0.8)
+    model.register_comm_hook(state, dct_hook)
+    with pytest.raises(ValueError, match=r"by state.bind\(ddp\), got 2 that hold its parameters"):
+        model(torch.ones(1, 64)).sum().backward()
+
+
+def test_a_state_that_cannot_find_its_ddp_says_so():
+    run_ranks(_ambiguous, 1)
+
+
+def _odd_dtypes(rank):
+    for dtype in (torch.float64, torch.complex64):
+        last = nn.Linear(4, 4, dtype=dtype)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), last))
+        text = f"dct::DCTState: parameter 1.weight must be float32, .*, got {str(dtype)[6:]}"
+        with pytest.raises(TypeError, match=text):
+            DCTState(model)
+    model.module[1].requires_grad_(False)
+    DCTState(DistributedDataParallel(model.module))  # it is not exchanged
+
+
+def test_a_parameter_that_cannot_be_compressed_is_named_at_once():
+    run_ranks(_odd_dtypes, 1)
+
+
+def _python_reducer(rank):
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    model = DistributedDataParallel(mlp())
+    model.register_comm_hook(DCTState(model), dct_hook)
+    with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
+        model(torch.ones(1, 64)).sum().backward()
+
+
+def test_dynamos_python_reducer_is_refused():
+    run_ranks(_python_reducer, 1)
