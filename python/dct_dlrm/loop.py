@@ -40,7 +40,8 @@ class Run:
             mode that sends none.
         loss: float64 [steps], mean over ranks of the training loss.
         step_ms: float64 [steps], this rank's time from batch to updated weights.
-        wire_bytes: float64 [steps], sent by this rank in all collectives.
+        wire_bytes: float64 [steps], sent in all collectives, mean over ranks.
+        wire_bytes_max: the same of the rank that sends most.
         density: (step, mean since the step before it in this list) pairs.
         purposes: hybrid only: the parts of wire_bytes, see `Traffic`; float64 [steps] each.
     """
@@ -52,6 +53,7 @@ class Run:
     loss: np.ndarray
     step_ms: np.ndarray
     wire_bytes: np.ndarray
+    wire_bytes_max: np.ndarray
     density: list[tuple[int, float]]
     purposes: dict[str, np.ndarray]
 
@@ -63,6 +65,7 @@ class Run:
             "log_loss": self.log_loss,
             "step_ms_median": float(np.median(self.step_ms[START_STEP:])),
             "wire_bytes_per_step_per_rank": float(np.mean(self.wire_bytes[START_STEP:])),
+            "wire_bytes_per_step_max_rank": float(np.mean(self.wire_bytes_max[START_STEP:])),
             "density_mean": self.density_mean,
             "ranks_equal": True,  # a run in which they differ raises
             **{
@@ -151,9 +154,13 @@ def train(
         FIXED_DENSITY.get(mode) if state is None else _mean_density(density),
         _mean_over_ranks(losses),
         step_ms,
-        np.array(traffic.wire, dtype=float),
+        _mean_over_ranks(np.array(traffic.wire, dtype=float)),
+        _max_over_ranks(np.array(traffic.wire, dtype=float)),
         density,
-        {purpose: np.array(sent, dtype=float) for purpose, sent in traffic.purposes.items()},
+        {
+            purpose: _mean_over_ranks(np.array(sent, dtype=float))
+            for purpose, sent in traffic.purposes.items()
+        },
     )
 
 
@@ -221,6 +228,12 @@ def _mean_over_ranks(values: np.ndarray) -> np.ndarray:
     mean = torch.from_numpy(values.copy())
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).numpy()
+
+
+def _max_over_ranks(values: np.ndarray) -> np.ndarray:
+    most = torch.from_numpy(values.copy())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.numpy()
 
 
 def _check_equal(model: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from dct_dlrm import arguments, loop
 from dct_dlrm.data import dataset
@@ -64,6 +66,35 @@ def test_the_parts_make_up_the_whole(results):
     for run in results.values():
         assert sum(_sent(run).values()) == run["wire_bytes_per_step_per_rank"]
         assert run["ranks_equal"] is True and 0.3 < run["auc"] < 1
+
+
+def _uneven():
+    """Three ranks own 9, 9 and 8 of the 26 tables, so they do not send alike."""
+    options = arguments.parse(
+        ["--rows", "900", "--batch-size", "64", "--hash-size", "50", "--parallel", "hybrid"]
+    )
+    own = {}
+
+    class Kept(loop.Traffic):
+        def __exit__(self, *error):
+            own.update(wire=self.wire, **self.purposes)
+            super().__exit__(*error)
+
+    loop.Traffic = Kept
+    _, run = loop.train("dense", 0, dataset.load(options), options, lambda loss: None)
+    every = [None] * 3
+    dist.all_gather_object(every, own)
+    sent = np.array([rank["wire"] for rank in every])
+    assert sent[:, -1].min() < sent[:, -1].max()
+    assert np.allclose(run.wire_bytes, sent.mean(0)) and (run.wire_bytes_max == sent.max(0)).all()
+    for purpose in PURPOSES:
+        assert np.allclose(run.purposes[purpose], np.mean([rank[purpose] for rank in every], 0))
+    result = run.summary()
+    assert result["wire_bytes_per_step_per_rank"] < result["wire_bytes_per_step_max_rank"]
+
+
+def test_bytes_are_the_mean_and_the_most_of_all_ranks():
+    launch(_uneven, 3)
 
 
 @pytest.mark.parametrize(

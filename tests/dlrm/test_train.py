@@ -48,7 +48,7 @@ def test_summary(results):
         for run in runs:
             assert set(run) == {
                 *("seed", "auc", "log_loss", "step_ms_median", "wire_bytes_per_step_per_rank"),
-                *("density_mean", "ranks_equal"),
+                *("wire_bytes_per_step_max_rank", "density_mean", "ranks_equal"),
             }
             assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1
             assert run["step_ms_median"] > 0 and run["ranks_equal"] is True

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.data_parallel import state as state_module
@@ -69,9 +68,9 @@ def test_settings_that_differ_are_named_by_every_rank():
     assert texts[1] == texts[2] == texts[0]
 
 
-def _trained(rank, steps, **kwargs):
-    model = ddp(mlp(), **kwargs)
-    state = DCTState(model, density=0.1)
+def _trained(rank, steps, group=None):
+    model = ddp(mlp())
+    state = DCTState(model, density=0.1, process_group=group)
     model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -112,11 +111,11 @@ def test_loads_that_differ_are_named_by_every_rank():
 
 def _loads_alone(rank):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    _, state, step = _trained(rank, 4, process_group=group)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    _, state, step = _trained(rank, 4, group)
     if rank == 0:
         state.load_state_dict(state.state_dict())
-        with pytest.raises(RuntimeError, match="every rank must do the same within 3 s") as error:
+        with pytest.raises(RuntimeError, match="every rank must do the same within 4 s") as error:
             step()
         assert "got nothing from rank 1" in str(error.value)
     else:
@@ -155,10 +154,10 @@ def test_all_may_load_in_the_middle_of_training():
 def _missing(rank):
     """Rank 1 makes no state."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    model = DistributedDataParallel(mlp(), process_group=group)
+    model = ddp(mlp())
     if rank == 0:
         with pytest.raises(RuntimeError, match="DCTState: every rank must do the same within 1 s"):
-            DCTState(model)
+            DCTState(model, process_group=group)
 
 
 def test_a_rank_without_a_state_is_named_at_the_timeout():
@@ -167,8 +166,8 @@ def test_a_rank_without_a_state_is_named_at_the_timeout():
 
 def _stalls(rank, how):
     """Rank 1 stalls, or is stopped, before its last step."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    _, _, step = _trained(rank, 4, process_group=group)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    _, _, step = _trained(rank, 4, group)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.set("pid", str(os.getpid()))

@@ -153,7 +153,6 @@ class DCTState:
             del values["run_id"]
         require_same("DCTState", told)
 
-        self._names = names
         self._checkpoint = "none"
         self._settled = False  # whether ranks know that they go on from the same step
         self._patience = None
@@ -163,6 +162,7 @@ class DCTState:
         self._owns_group = self._device.type == "cpu"
         self._group = groups.separate_group(given) if self._owns_group else given
         self._executor = executor_for(self._device)
+        self._names = names  # bound
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
 
@@ -206,9 +206,9 @@ class DCTState:
         """This rank's residuals and thresholds by parameter name, and the step. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
-        backward pass. For `torch.save`, one file a rank, or {"dct": state} for
-        `torch.distributed.checkpoint`, which calls it on loading as well, for the shapes: all
-        parameters are in it from the start.
+        backward pass. For `torch.save`, one file a rank. torch.distributed.checkpoint takes the
+        state itself, {"dct": state} (deeper in a dict, only what this returns), and calls this on
+        loading as well, for the shapes: all parameters are in it from the start.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
