@@ -10,11 +10,14 @@ if not torch.cuda.is_available():  # before any Triton kernel is made: they run 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from emulation import backend as emulated
+from ptx import backend as ptx
 
 from dct_kernels import testing
 
-# The CUDA kernels, compiled for the CPU: they run where there is no GPU.
+# The CUDA kernels where there is no GPU: their sources compiled by g++, and nvcc's PTX executed.
 BACKENDS = {**testing.backends(), "emulated": emulated.BACKEND}
+if ptx.build.missing() is None:
+    BACKENDS["ptx-cuda"] = ptx.BACKEND
 
 # Derandomised: a run means the same on every machine. Timing is never asserted.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
@@ -27,6 +30,18 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         help="orders the blocks and threads of the emulated CUDA kernels; 0 runs them in turn",
+    )
+    parser.addoption(
+        "--ptx-seed",
+        type=int,
+        default=1,
+        help="orders the blocks, warps and lanes of the executed PTX; 0 runs them in turn",
+    )
+    parser.addoption(
+        "--ptx-cases",
+        type=int,
+        default=8,
+        help="run a test on so many of its cases where PTX is executed; 0 for all",
     )
     parser.addoption(
         "--triton-cases",
@@ -47,4 +62,6 @@ def backend(request):
     """The seven callables of one backend, and `.device`, where its tensors live."""
     if request.param == "emulated":
         emulated.configure(request.config.getoption("--emulation-seed"))
+    if request.param == "ptx-cuda":
+        ptx.executor().configure(request.config.getoption("--ptx-seed"))
     return BACKENDS[request.param]

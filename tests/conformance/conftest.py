@@ -5,10 +5,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-# Triton's interpreter takes milliseconds for every program of a launch, so where it runs, a test
-# of many cases is run on some of them, drawn once for all. A test of a hundred launches, such as a
-# search by hypothesis, runs where there are at least so many cases, and these tests, of thousands
-# of programs, are left to the other backends. `--triton-cases 0` runs everything.
+# Triton's interpreter takes milliseconds for every program of a launch, and the executor of PTX
+# tens of nanoseconds for every instruction of a warp. So a test of many cases is run there on some
+# of them, drawn once for all. A test of a hundred launches, such as a search by hypothesis, runs
+# where there are at least so many cases, and these tests, of thousands of programs, are left to the
+# other backends. `--triton-cases 0` and `--ptx-cases 0` run everything.
 CASES_OF_A_SEARCH = 8
 HUNDRED_LAUNCHES = {
     "test_garbage_behind_a_sound_header",
@@ -28,15 +29,17 @@ THOUSANDS_OF_PROGRAMS = {
 
 
 def pytest_collection_modifyitems(config, items):
-    most = config.getoption("--triton-cases")
-    if os.environ.get("TRITON_INTERPRET") != "1" or most == 0:
-        return
+    interpreted = {"ptx-cuda": config.getoption("--ptx-cases")}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreted["triton"] = config.getoption("--triton-cases")
     cases = defaultdict(list)
     for item in items:
-        if getattr(item, "callspec", None) and item.callspec.params.get("backend") == "triton":
-            cases[item.originalname].append(item)
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        if interpreted.get(backend, 0) != 0:
+            cases[backend, item.originalname].append(item)
     left_out = set()
-    for name, of_one_test in cases.items():
+    for (backend, name), of_one_test in cases.items():
+        most = interpreted[backend]
         searches = getattr(of_one_test[0].obj, "is_hypothesis_test", name in HUNDRED_LAUNCHES)
         left = name in THOUSANDS_OF_PROGRAMS or (searches and most < CASES_OF_A_SEARCH)
         run = 0 if left else min(most, len(of_one_test))

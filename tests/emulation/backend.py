@@ -1,7 +1,11 @@
-"""The backend "emulated": the CUDA kernels on CPU tensors, with the signatures of torch.ops.dct."""
+"""The backend "emulated": the CUDA kernels on CPU tensors, with the signatures of torch.ops.dct.
+
+`launchers` makes the same of any library of module.cpp and the kernels' launchers.
+"""
 
 import ctypes
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -25,12 +29,12 @@ def configure(seed: int, resident_blocks: int = 3) -> None:
 
 
 def _call(op: str, *arguments: torch.Tensor | torch.dtype | int | float | None) -> None:
-    error = getattr(_library(), op)(*map(_to_c, arguments))
+    error = getattr(_library(), op)(*map(to_c, arguments))
     if error:
         raise RuntimeError(f"{op} returned cudaError_t {error}")
 
 
-def _to_c(argument):
+def to_c(argument: torch.Tensor | torch.dtype | int | float | None):
     if isinstance(argument, torch.Tensor):
         return ctypes.c_int64(argument.data_ptr())
     if isinstance(argument, torch.dtype):
@@ -47,10 +51,12 @@ def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+def sample_threshold(
+    call, x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None
+):
     _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
     threshold = _poisoned(segments.numel() - 1, dtype=torch.float32)
-    _call(
+    call(
         "sample_threshold",
         x,
         x.dtype,
@@ -67,18 +73,18 @@ def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, 
     return threshold
 
 
-def track_threshold(threshold, seen, target, reference):
+def track_threshold(call, threshold, seen, target, reference):
     _contract.track_threshold(threshold, seen, target, reference)
-    _call("track_threshold", threshold, seen, target, reference, threshold.numel())
+    call("track_threshold", threshold, seen, target, reference, threshold.numel())
 
 
 def mask_pack(
-    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    call, residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
 ):
     _contract.mask_pack(
         residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale
     )
-    _call(
+    call(
         "mask_pack",
         residual,
         grad,
@@ -97,11 +103,11 @@ def mask_pack(
 
 
 def scatter_unpack(
-    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+    call, payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
 ):
     _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     status = _poisoned(payloads.shape[0], dtype=torch.int32)
-    _call(
+    call(
         "scatter_unpack",
         payloads,
         payloads.shape[0],
@@ -119,28 +125,37 @@ def scatter_unpack(
     return status
 
 
-def row_pack(x, k, value_dtype):
+def row_pack(call, x, k, value_dtype):
     _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
     values = _poisoned(rows, k, dtype=value_dtype)
     positions = _poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
-    _call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
+    call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
     return values, positions
 
 
-def row_gather(x, positions, k, value_dtype):
+def row_gather(call, x, positions, k, value_dtype):
     _contract.row_gather(x, positions, k, value_dtype)
     values = _poisoned(x.shape[0], k, dtype=value_dtype)
-    _call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
+    call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
     return values
 
 
-def row_unpack(values, positions, width, dtype):
+def row_unpack(call, values, positions, width, dtype):
     _contract.row_unpack(values, positions, width, dtype)
     rows, k = values.shape
     out = _poisoned(rows, width, dtype=dtype)
-    _call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
+    call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
     return out
 
 
-BACKEND = SimpleNamespace(**{op: globals()[op] for op in OPS}, device="cpu")
+def launchers(call: Callable[..., None]) -> SimpleNamespace:
+    """The seven ops. `call` takes the name of one and its arguments, in the order of module.cpp.
+
+    Results are allocated here, poisoned.
+    """
+    ops = {op: functools.partial(globals()[op], call) for op in OPS}
+    return SimpleNamespace(**ops, device="cpu")
+
+
+BACKEND = launchers(_call)

@@ -1,17 +1,12 @@
 """Builds programs and libraries of the CUDA sources with g++ and the emulator.
 
 One place for the flags, used by the emulated backend, the native tests and the planted faults.
-Everything is kept in build/emulation under a name that follows from its sources and flags, so
-nothing is compiled twice, by several processes neither: one builds, the others wait.
 """
 
-import hashlib
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock
+import builds
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
@@ -46,45 +41,22 @@ def build(
     # The emulator is never instrumented: see emulator.cpp.
     compiles = [(HERE / "emulator.cpp", ["-O2", *_DEFINITIONS[sanitizer]])]
     compiles += [(source, _SANITIZERS[sanitizer]) for source in sources]
-    headers = _contents([*HERE.rglob("*.h"), *csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
+    headers = [*HERE.rglob("*.h"), *csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")]
+    headers = builds.contents(headers)
     include = [f"-I{HERE / 'include'}", f"-I{HERE / 'native'}", f"-I{csrc}"]
 
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(CACHE / "lock"):
+    with builds.alone(CACHE):
         objects, running = [], []
         for source, flags in compiles:
             command = ["g++", *_FLAGS, *flags, *include, "-c", "-x", "c++", str(source)]
-            built, process = _start(command, headers + source.read_bytes(), source.stem + ".o")
+            text = headers + source.read_bytes()
+            built, process = builds.start(command, text, CACHE, source.stem + ".o")
             objects.append(built)
             running.append(process)
         for process in running:
-            _finish(process)
+            builds.finish(process)
         link = ["g++", *_FLAGS, *_SANITIZERS[sanitizer], *(["-shared"] if shared else []), *objects]
-        built, process = _start(link, b"", Path(main).stem + (".so" if shared else ""))
-        _finish(process)
+        name = Path(main).stem + (".so" if shared else "")
+        built, process = builds.start(link, b"", CACHE, name)
+        builds.finish(process)
     return built
-
-
-def _contents(paths: Sequence[Path]) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(paths))
-
-
-def _start(command, contents, name):
-    """Start `command`, unless what it makes is there; returns that, and what to wait for."""
-    # Sources keep their key when a copy of the tree is built: planted faults change few of them.
-    words = [Path(word).name if "/" in str(word) else str(word) for word in command]
-    key = hashlib.sha256(" ".join(words).encode() + contents).hexdigest()[:16]
-    output = CACHE / f"{key}-{name}"
-    if output.exists():
-        return output, None
-    partial = output.with_name(f"{output.name}.{os.getpid()}")
-    return output, (subprocess.Popen([*command, "-o", partial]), partial, output)
-
-
-def _finish(started):
-    if started is None:
-        return
-    process, partial, output = started
-    if process.wait():
-        raise subprocess.CalledProcessError(process.returncode, process.args)
-    partial.rename(output)

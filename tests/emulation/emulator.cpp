@@ -375,3 +375,8 @@ void* shared_memory(const void* tag, size_t bytes, size_t alignment) {
 void* dynamic_shared_memory() { return worker->dynamic_shared; }
 
 }  // namespace emulator
+
+extern "C" void configure(int64_t seed, int64_t resident_blocks) {
+  emulator::options().seed = static_cast<uint32_t>(seed);
+  emulator::options().resident_blocks = static_cast<int>(resident_blocks);
+}

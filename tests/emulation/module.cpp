@@ -1,10 +1,9 @@
-// module.cpp -- the emulated kernels behind plain C functions, for backend.py to call by ctypes.
+// module.cpp -- the launchers behind plain C functions, for backend.py to call by ctypes.
 //
 // Every argument is an int64_t or a double; addresses are int64_t. Returns are cudaError_t.
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
 
 #include "cuda/mask_pack.cuh"
 #include "cuda/row_gather.cuh"
@@ -13,7 +12,6 @@
 #include "cuda/sample_threshold.cuh"
 #include "cuda/scatter_unpack.cuh"
 #include "cuda/track_threshold.cuh"
-#include "emulator/emulator.h"
 
 namespace {
 
@@ -24,21 +22,15 @@ T* at(int64_t address) {
 
 dct::DType dtype(int64_t code) { return static_cast<dct::DType>(code); }
 
-// Filled, so that a kernel that relies on cleared memory is found out.
 struct Scratch {
-  void* data;
-  explicit Scratch(int64_t bytes) : data(std::malloc(bytes)) { std::memset(data, 0xab, bytes); }
-  ~Scratch() { std::free(data); }
+  void* data = nullptr;
+  explicit Scratch(int64_t bytes) { cudaMalloc(&data, bytes); }
+  ~Scratch() { cudaFree(data); }
 };
 
 }  // namespace
 
 extern "C" {
-
-void configure(int64_t seed, int64_t resident_blocks) {
-  emulator::options().seed = static_cast<uint32_t>(seed);
-  emulator::options().resident_blocks = static_cast<int>(resident_blocks);
-}
 
 int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t residual,
                          int64_t segments, int64_t num_segments, double density,

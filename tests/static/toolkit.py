@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
 
 def missing() -> str | None:
     """What is not there and has to be, or None."""
-    if _nvcc() is None:
+    if nvcc() is None:
         return "nvcc (CUDA_HOME or PATH says where)"
     if cuobjdump() is None:
         return "cuobjdump (it is in full CUDA toolkits, and in Triton)"
@@ -56,9 +56,8 @@ def _compile(source: Path, architecture: int) -> Compiled:
         ptx, report, sass = files
         cubin = ptx.with_suffix(".cubin")
         BUILD.mkdir(parents=True, exist_ok=True)
-        flags = _flags()
-        _output(_nvcc(), *flags, "-ptx", f"-arch=compute_{architecture}", "-o", ptx, source)
-        command = [_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-Xptxas=-v", "-o", cubin, ptx]
+        _output(nvcc(), *flags(), "-ptx", f"-arch=compute_{architecture}", "-o", ptx, source)
+        command = [nvcc(), "-cubin", f"-arch=sm_{architecture}", "-Xptxas=-v", "-o", cubin, ptx]
         report.write_text(_output(*command))
         sass.write_text(_output(cuobjdump(), "-sass", cubin))
     return Compiled(*(file.read_text() for file in files))
@@ -72,18 +71,18 @@ def _is_fresh(file: Path) -> bool:
 def _newest_source() -> float:
     here = Path(__file__).parent
     sources = [ROOT / "setup.py", *ROOT.glob("csrc/**/*.*"), *here.glob("*.cu"), here / __file__]
-    return max(path.stat().st_mtime for path in [*sources, _nvcc()])
+    return max(path.stat().st_mtime for path in [*sources, nvcc()])
 
 
 @functools.cache
-def _flags() -> list[str]:
+def flags() -> list[str]:
     """Those of setup.py that decide about machine code."""
     own = re.search(r"nvcc = (\[)\*common, (.*\])", (ROOT / "setup.py").read_text())
     return ["-std=c++17", "-O3", *ast.literal_eval(own[1] + own[2])]
 
 
 @functools.cache
-def _nvcc() -> Path | None:
+def nvcc() -> Path | None:
     """The toolkit's own: the one on PATH may be a link or a script."""
     home = os.environ.get("CUDA_HOME")
     if not home and shutil.which("nvcc"):
@@ -96,7 +95,7 @@ def _nvcc() -> Path | None:
 @functools.cache
 def cuobjdump() -> Path | None:
     """What reads machine code."""
-    folders = [_nvcc().parent]
+    folders = [nvcc().parent]
     triton = importlib.util.find_spec("triton")
     if triton is not None:
         folders += [Path(path, "backends/nvidia/bin") for path in triton.submodule_search_locations]

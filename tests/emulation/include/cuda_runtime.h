@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -68,6 +69,17 @@ inline bool launchable(const void* kernel, const cudaLaunchConfig_t& config) {
 }
 
 }  // namespace emulator
+
+// Filled, so that a kernel that relies on cleared memory is found out.
+inline cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::malloc(bytes);
+  std::memset(*data, 0xab, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   std::memset(data, value, bytes);

@@ -1,0 +1,45 @@
+"""The backend "ptx-cuda": the PTX of the CUDA kernels, executed, on CPU tensors."""
+
+import ctypes
+import functools
+
+import torch
+from emulation.backend import launchers, to_c
+
+from . import build
+
+
+class Executor:
+    """A library that `build` made."""
+
+    def __init__(self, path):
+        self._library = ctypes.CDLL(str(path))
+        self._library.ptx_error.restype = ctypes.c_char_p
+
+    def configure(self, seed: int, resident_blocks: int = 3) -> None:
+        """Choose the order in which all later calls run; 0 runs warps in turn, lanes together."""
+        self._library.ptx_configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
+
+    def call(self, op: str, *arguments) -> None:
+        """Call a launcher. Device memory is what the tensors among its arguments hold."""
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        for tensor in tensors:
+            self._library.ptx_allocate(to_c(tensor), ctypes.c_int64(tensor.nbytes))
+        try:
+            self._check(op, getattr(self._library, op)(*map(to_c, arguments)))
+        finally:
+            for tensor in tensors:
+                self._library.ptx_free(to_c(tensor))
+
+    def _check(self, what: str, error: int) -> None:
+        if error:
+            message = self._library.ptx_error().decode()
+            raise RuntimeError(f"{what} returned cudaError_t {error}: {message}")
+
+
+@functools.cache
+def executor() -> Executor:
+    return Executor(build.build())
+
+
+BACKEND = launchers(lambda *arguments: executor().call(*arguments))

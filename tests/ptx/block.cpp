@@ -1,0 +1,391 @@
+#include "block.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace ptx {
+namespace {
+
+// How often lanes that could go on together part before an access to memory: once in so many.
+constexpr uint32_t kPartOdds = 256;
+constexpr uint32_t kMostAccesses = 64;  // until another warp's turn
+
+template <typename T>
+T lane_value(const char* registers, Operand operand, int lane) {
+  T value;
+  std::memcpy(&value, registers + operand.at + lane * sizeof(T), sizeof(T));
+  return value;
+}
+
+uint64_t register_value(const char* registers, Operand operand, int lane) {
+  uint64_t value = 0;
+  std::memcpy(&value, registers + operand.at + lane * operand.bytes, operand.bytes);
+  return value;
+}
+
+uint32_t lanes_where(const char* predicates) {
+  uint32_t lanes = 0;
+  for (int lane = 0; lane < kLanes; ++lane) lanes |= uint32_t(predicates[lane] != 0) << lane;
+  return lanes;
+}
+
+}  // namespace
+
+Block::Block(Launch& launch, uint64_t index)
+    : launch_(launch),
+      program_(launch.program),
+      index_(index),
+      clock_(launch.races.new_block(),
+             static_cast<uint32_t>((launch.block.count() + 31) / 32 * 32)),
+      shared_extents_(program_.shared),
+      shared_(nullptr, std::free),
+      live_(static_cast<uint32_t>(launch.block.count())) {
+  if (program_.dynamic_shared) shared_extents_.back().end += launch.dynamic_shared_bytes;
+  if (!shared_extents_.empty()) {
+    const size_t pages = shared_extents_.back().end / Races::kPage + 1;
+    shared_.reset(static_cast<char*>(std::aligned_alloc(Races::kPage, pages * Races::kPage)));
+    std::memset(shared_.get(), 0xcd, pages * Races::kPage);
+    const auto begin = reinterpret_cast<uint64_t>(shared_.get());
+    launch_.races.forget(begin, begin + pages * Races::kPage);
+  }
+  const Dimensions &grid = launch.grid, &block = launch.block;
+  const uint32_t x = static_cast<uint32_t>(index % grid.x);
+  const uint32_t y = static_cast<uint32_t>(index / grid.x % grid.y);
+  const uint32_t z = static_cast<uint32_t>(index / grid.x / grid.y);
+  warps_.resize((live_ + kLanes - 1) / kLanes);
+  for (uint32_t w = 0; w < warps_.size(); ++w) {
+    Warp& warp = warps_[w];
+    warp.number = w;
+    warp.arena = program_.arena;
+    const uint32_t lanes = std::min<uint32_t>(live_ - w * kLanes, kLanes);
+    warp.live = kAllLanes >> (kLanes - lanes);
+    warp.groups = {{warp.live, 0}};
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      const uint32_t t = w * kLanes + lane;
+      const uint32_t values[kSpecials] = {t % block.x,
+                                          t / block.x % block.y,
+                                          t / block.x / block.y,
+                                          block.x,
+                                          block.y,
+                                          block.z,
+                                          x,
+                                          y,
+                                          z,
+                                          grid.x,
+                                          grid.y,
+                                          grid.z,
+                                          lane};
+      for (int s = 0; s < kSpecials; ++s) {
+        std::memcpy(&warp.arena[program_.special[s] + 4 * lane], &values[s], 4);
+      }
+    }
+  }
+}
+
+// The group that is furthest behind, so that lanes meet again; now and then any.
+Block::Group Block::choose(Warp& warp, bool* freely) {
+  *freely = warp.groups.size() > 1 && !launch_.in_turn && launch_.random.below(8) == 0;
+  auto chosen = warp.groups.begin();
+  if (*freely) {
+    chosen += launch_.random.below(static_cast<uint32_t>(warp.groups.size()));
+  } else {
+    chosen = std::min_element(chosen, warp.groups.end(),
+                              [](const Group& a, const Group& b) { return a.at < b.at; });
+  }
+  const Group group = *chosen;
+  warp.groups.erase(chosen);
+  return group;
+}
+
+void Block::run(uint32_t number) {
+  Warp& warp = warps_[number];
+  bool freely;
+  Group group = choose(warp, &freely);
+  uint32_t accesses = launch_.in_turn ? ~0u : 1 + launch_.random.below(kMostAccesses);
+  for (;; ++launch_.steps) {
+    const Instruction& i = program_.code[group.at];
+    if (i.labelled && !warp.groups.empty()) {
+      bool behind = false;  // others are
+      for (size_t g = warp.groups.size(); g-- > 0;) {
+        if (warp.groups[g].at == group.at) {
+          group.lanes |= warp.groups[g].lanes;
+          warp.groups.erase(warp.groups.begin() + g);
+        } else {
+          behind |= warp.groups[g].at < group.at;
+        }
+      }
+      if (behind && !freely) {
+        warp.groups.push_back(group);
+        return;
+      }
+    }
+    uint32_t lanes = group.lanes;
+    if (i.guarded) {
+      const uint32_t holds = lanes_where(&warp.arena[i.guard.at]);
+      lanes &= i.negated ? ~holds : holds;
+    }
+    switch (i.kind) {
+      case Kind::kCompute:
+        if (lanes != 0) i.run(warp.arena.data(), i, lanes);
+        ++group.at;
+        continue;
+      case Kind::kBranch:
+        branch(warp, group, i, lanes);
+        continue;
+      case Kind::kMemory:
+        if (--accesses == 0) {
+          warp.groups.push_back(group);
+          return;
+        }
+        if (!launch_.in_turn && launch_.random.below(kPartOdds) == 0) {
+          const uint32_t ahead = group.lanes & launch_.random();
+          if (ahead != 0 && ahead != group.lanes) {
+            warp.groups.push_back({group.lanes & ~ahead, group.at});
+            group.lanes = ahead;
+            lanes &= ahead;
+            freely = true;
+          }
+        }
+        if (lanes != 0) access(warp, i, lanes);
+        ++group.at;
+        continue;
+      default:
+        break;
+    }
+    // Lanes whose guard does not hold go on.
+    if (lanes != group.lanes) warp.groups.push_back({group.lanes & ~lanes, group.at + 1});
+    if (lanes == 0) return;
+    group.lanes = lanes;
+    switch (i.kind) {
+      case Kind::kCollective:
+        if (!collect(warp, group, i)) return;
+        ++group.at;
+        continue;
+      case Kind::kBarrier:
+        warp.at_barrier |= lanes;
+        for (uint32_t left = lanes; left != 0; left &= left - 1) {
+          warp.waits_at[__builtin_ctz(left)] = group.at;
+        }
+        complete_barrier();
+        return;
+      case Kind::kSleep:
+        ++launch_.sleeps;
+        warp.groups.push_back({lanes, group.at + 1});
+        return;
+      default:
+        leave(warp, lanes);
+        return;
+    }
+  }
+}
+
+void Block::branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes) {
+  if (lanes == 0) {
+    ++group.at;
+    return;
+  }
+  if (lanes != group.lanes) warp.groups.push_back({group.lanes & ~lanes, group.at + 1});
+  group = {lanes, i.target};
+}
+
+// Whether all lanes that the group waits for are in it: then it goes on.
+bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
+  const Operand mask = *std::find_if(std::rbegin(i.from), std::rend(i.from),
+                                     [](const Operand& o) { return o.at != kNone; });
+  const int first = __builtin_ctz(group.lanes);
+  const auto common = lane_value<uint32_t>(warp.arena.data(), mask, first);
+  bool together = (common & warp.live) == group.lanes;
+  for (uint32_t left = group.lanes; left != 0; left &= left - 1) {
+    const int lane = __builtin_ctz(left);
+    warp.waits_at[lane] = group.at;
+    warp.waits_for[lane] = lane_value<uint32_t>(warp.arena.data(), mask, lane);
+    if ((warp.waits_for[lane] >> lane & 1) == 0) fail(warp, lane, i, "its mask leaves itself out");
+    together &= warp.waits_for[lane] == common;
+  }
+  if (together) {
+    i.run(warp.arena.data(), i, group.lanes);
+    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, group.lanes);
+    return true;
+  }
+  warp.in_collective |= group.lanes;
+  complete_collectives(warp);
+  return false;
+}
+
+void Block::complete_collectives(Warp& warp) {
+  uint32_t incomplete = warp.in_collective;
+  while (incomplete != 0) {
+    const int first = __builtin_ctz(incomplete);
+    const int32_t at = warp.waits_at[first];
+    const uint32_t mask = warp.waits_for[first];
+    const Instruction& i = program_.code[at];
+    uint32_t here = 0;
+    for (uint32_t left = warp.in_collective; left != 0; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      const bool wants = mask >> lane & 1, wanted = warp.waits_for[lane] >> first & 1;
+      if (warp.waits_at[lane] == at && warp.waits_for[lane] == mask) {
+        here |= 1u << lane;
+      } else if (wants && wanted) {
+        char masks[64];
+        std::snprintf(masks, sizeof(masks), "mask 0x%08x against 0x%08x", mask,
+                      warp.waits_for[lane]);
+        fail(warp, first, i,
+             "it waits for lane " + std::to_string(lane) + ", which waits for it elsewhere, " +
+                 masks + ": " + place(program_.code[warp.waits_at[lane]]));
+      }
+    }
+    incomplete &= ~here;
+    if ((mask & warp.live) != here) continue;
+    i.run(warp.arena.data(), i, here);
+    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, here);
+    warp.in_collective &= ~here;
+    warp.groups.push_back({here, at + 1});
+  }
+}
+
+void Block::complete_barrier() {
+  for (const Warp& warp : warps_) {
+    if (warp.at_barrier != warp.live) return;
+  }
+  for (Warp& warp : warps_) {
+    if (warp.live == 0) continue;
+    const int first = __builtin_ctz(warp.live);
+    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (warp.waits_at[lane] != warp.waits_at[first]) {
+        fail(
+            warp, lane, program_.code[warp.waits_at[lane]],
+            "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
+      }
+    }
+    warp.groups = {{warp.live, warp.waits_at[first] + 1}};
+    warp.at_barrier = 0;
+  }
+  clock_.barrier();
+}
+
+void Block::leave(Warp& warp, uint32_t lanes) {
+  warp.live &= ~lanes;
+  live_ -= __builtin_popcount(lanes);
+  complete_collectives(warp);
+  if (live_ != 0) complete_barrier();
+}
+
+void Block::access(Warp& warp, const Instruction& i, uint32_t lanes) {
+  char* const registers = warp.arena.data();
+  if (launch_.in_turn) {
+    for (; lanes != 0; lanes &= lanes - 1) access(warp, i, __builtin_ctz(lanes), registers);
+    return;
+  }
+  // In no order that a kernel could rely on.
+  const uint32_t start = launch_.random.below(kLanes);
+  for (uint32_t n = 0; n < kLanes; ++n) {
+    const int lane = (start + n) % kLanes;
+    if ((lanes >> lane & 1) != 0) access(warp, i, lane, registers);
+  }
+}
+
+void Block::access(const Warp& warp, const Instruction& i, int lane, char* registers) {
+  const int bytes = i.element * i.count;
+  int64_t address = i.displacement;
+  if (i.address.at != kNone) address += register_value(registers, i.address, lane);
+  if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
+  char* memory = locate(warp, i, lane, address, bytes);
+
+  const uint32_t thread = warp.number * kLanes + lane;
+  if (i.space != Space::kParameter) {
+    Races& races = launch_.races;
+    const auto place = reinterpret_cast<uint64_t>(memory);
+    const char* conflict = nullptr;
+    if (i.action != Action::kStore) conflict = races.read(clock_, thread, place, bytes, i.relaxed);
+    if (i.action != Action::kLoad && conflict == nullptr) {
+      conflict = races.write(clock_, thread, place, bytes, i.relaxed);
+    }
+    if (conflict != nullptr) {
+      fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
+    }
+  }
+
+  const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
+  for (int e = 0; e < i.count; ++e, memory += i.element) {
+    const auto place = reinterpret_cast<uint64_t>(memory);
+    uint64_t old = 0;
+    std::memcpy(&old, memory, i.element);
+    if (i.action != Action::kLoad) {
+      const uint64_t operand = register_value(registers, i.from[e], lane);
+      const uint64_t value = i.action == Action::kAtomic ? i.update(old, operand) : operand;
+      std::memcpy(memory, &value, i.element);
+      if (shows_late) launch_.races.stored(clock_, thread, place, old, value);
+    } else if (shows_late) {
+      old = launch_.races.loaded(clock_, thread, place, old);
+    }
+    if (i.action == Action::kStore) continue;
+    const int unused = 64 - 8 * i.element;
+    if (i.is_signed) old = static_cast<int64_t>(old << unused) >> unused;
+    const Operand to = i.to[e];
+    std::memcpy(registers + to.at + lane * to.bytes, &old, to.bytes);
+  }
+  if (i.ordered) {
+    Clock::View& view = launch_.races.view(reinterpret_cast<uint64_t>(memory) - i.element);
+    clock_.acquire(thread, view);
+    clock_.release(thread, view);
+  }
+}
+
+char* Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes) {
+  const auto at = [&] { return " at address " + std::to_string(address); };
+  char* memory = reinterpret_cast<char*>(address);
+  bool within = false;
+  std::string bounds;
+  switch (i.space) {
+    case Space::kParameter:
+      within = address >= 0 && address + bytes <= program_.parameter_bytes;
+      memory = launch_.parameters.data() + address;
+      break;
+    case Space::kShared:
+      for (const Extent& extent : shared_extents_) {
+        within |= extent.begin <= address && address + bytes <= extent.end;
+      }
+      memory = shared_.get() + address;
+      break;
+    case Space::kGlobal:
+      within = launch_.memory.contains(address, bytes);
+      if (!within) bounds = ", " + launch_.memory.nearest(address);
+      break;
+  }
+  if (!within) fail(warp, lane, i, std::to_string(bytes) + " bytes out of bounds" + at() + bounds);
+  if (address % bytes != 0) fail(warp, lane, i, std::to_string(bytes) + " bytes misaligned" + at());
+  return memory;
+}
+
+void Block::fail(const Warp& warp, int lane, const Instruction& i, const std::string& what) const {
+  throw Error(what + ": block " + std::to_string(index_) + ", thread " +
+              std::to_string(warp.number * kLanes + lane) + ", " + place(i));
+}
+
+std::string Block::place(const Instruction& i) const {
+  return program_.entry.name + ", PTX line " + std::to_string(i.statement->line) + ": " +
+         i.statement->text;
+}
+
+std::string Block::waiting() const {
+  std::map<std::string, uint32_t> threads;
+  for (const Warp& warp : warps_) {
+    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (((warp.in_collective | warp.at_barrier) >> lane & 1) == 0) continue;
+      threads[(warp.at_barrier >> lane & 1 ? "at a barrier, " : "in a collective, ") +
+              place(program_.code[warp.waits_at[lane]])]++;
+    }
+  }
+  std::string text;
+  for (const auto& [where, count] : threads) {
+    text +=
+        "\n  block " + std::to_string(index_) + ", " + std::to_string(count) + " threads " + where;
+  }
+  return text;
+}
+
+}  // namespace ptx

@@ -1,0 +1,85 @@
+// block.h -- a thread block that runs: its warps, their lanes' ways through the program, its shared
+// memory.
+//
+// The lanes of a warp that are at one instruction run it together; lanes that branched apart go on
+// apart, in any order, until they meet again at an instruction or in a collective.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "program.h"
+
+namespace ptx {
+
+struct Dimensions {
+  uint32_t x = 1, y = 1, z = 1;
+  uint64_t count() const { return uint64_t{x} * y * z; }
+};
+
+struct Launch {
+  const Program& program;
+  Dimensions grid, block;
+  int64_t dynamic_shared_bytes;
+  std::vector<char> parameters;
+  bool in_turn;  // no random choices: every warp as far as it gets, lanes together
+  Random& random;
+  Allocations& memory;
+  Races& races;
+  uint64_t sleeps = 0, steps = 0;  // since a block has finished
+};
+
+class Block {
+ public:
+  Block(Launch& launch, uint64_t index);
+
+  uint32_t warps() const { return static_cast<uint32_t>(warps_.size()); }
+  bool runnable(uint32_t warp) const { return !warps_[warp].groups.empty(); }
+  bool finished() const { return live_ == 0; }
+  // Runs some of a runnable warp's lanes for a while.
+  void run(uint32_t warp);
+  // Where threads wait, a line for each place.
+  std::string waiting() const;
+
+ private:
+  // Lanes at one instruction.
+  struct Group {
+    uint32_t lanes;
+    int32_t at;
+  };
+  struct Warp {
+    uint32_t number;
+    std::vector<char> arena;
+    std::vector<Group> groups;
+    uint32_t live;  // lanes that have not exited
+    uint32_t in_collective = 0, at_barrier = 0;
+    int32_t waits_at[kLanes];    // the instruction
+    uint32_t waits_for[kLanes];  // of those in a collective: its mask
+  };
+
+  Group choose(Warp& warp, bool* freely);
+  void branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes);
+  bool collect(Warp& warp, const Group& group, const Instruction& i);
+  void complete_collectives(Warp& warp);
+  void complete_barrier();
+  void leave(Warp& warp, uint32_t lanes);
+  void access(Warp& warp, const Instruction& i, uint32_t lanes);
+  void access(const Warp& warp, const Instruction& i, int lane, char* registers);
+  char* locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
+  [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
+                         const std::string& what) const;
+  std::string place(const Instruction& i) const;
+
+  Launch& launch_;
+  const Program& program_;
+  const uint64_t index_;
+  Clock clock_;
+  std::vector<Extent> shared_extents_;
+  std::unique_ptr<char, void (*)(void*)> shared_;
+  std::vector<Warp> warps_;
+  uint32_t live_;
+};
+
+}  // namespace ptx

@@ -1,0 +1,49 @@
+"""Builds libraries of the launchers and their PTX, by nvcc, with the executor, by g++."""
+
+from pathlib import Path
+
+import builds
+from static import toolkit
+
+from dct_kernels._schemas import OPS
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+CACHE = HERE.parents[1] / "build" / "ptx"
+LAUNCHERS = HERE.parent / "emulation" / "module.cpp"
+
+_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC"]
+# -ffp-contract=off: what is rounded twice in PTX is rounded twice here.
+_FLAGS += ["-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+
+
+def missing() -> str | None:
+    """What is not there and has to be, or None."""
+    return "nvcc (CUDA_HOME or PATH says where)" if toolkit.nvcc() is None else None
+
+
+def build(csrc: Path = CSRC) -> Path:
+    """The library of all ops' launchers and kernels in `csrc`."""
+    headers = builds.contents([*csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
+    own = builds.contents(HERE.glob("*.h"))
+    cuda = toolkit.nvcc().parents[1] / "include"
+    nvcc = [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90", "-no-compress"]
+    nvcc += ["-Xcompiler=-fPIC", "-c"]
+    gxx = ["g++", *_FLAGS, f"-I{csrc}", "-isystem", cuda, "-c"]
+    compiles = [(nvcc, csrc / "cuda" / f"{op}.cu", headers) for op in OPS]
+    compiles += [(gxx, source, own) for source in sorted(HERE.glob("*.cpp"))]
+    compiles += [(gxx, LAUNCHERS, headers)]
+
+    objects, running = [], []
+    for command, source, included in compiles:
+        text = included + source.read_bytes()
+        built, process = builds.start([*command, source], text, CACHE, source.stem + ".o")
+        objects.append(built)
+        running.append(process)
+    for process in running:
+        builds.finish(process)
+    # -Bsymbolic: the executor's cudaMalloc, even where torch has brought the real one.
+    link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects]
+    built, process = builds.start(link, b"", CACHE, "ptx.so")
+    builds.finish(process)
+    return built

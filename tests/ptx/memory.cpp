@@ -1,0 +1,192 @@
+#include "memory.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace ptx {
+
+bool Allocations::contains(uint64_t begin, int64_t bytes) {
+  const auto within = [&](const Extent& extent) {
+    return static_cast<uint64_t>(extent.begin) <= begin &&
+           begin + bytes <= static_cast<uint64_t>(extent.end);
+  };
+  if (within(last_)) return true;
+  auto next = ends_.upper_bound(begin);
+  if (next == ends_.begin()) return false;
+  --next;
+  last_ = {static_cast<int64_t>(next->first), static_cast<int64_t>(next->second)};
+  return within(last_);
+}
+
+std::string Allocations::nearest(uint64_t address) const {
+  auto next = ends_.upper_bound(address);
+  if (next == ends_.begin()) return "below all allocations";
+  --next;
+  char text[96];
+  std::snprintf(text, sizeof(text), "%lld bytes behind the begin of an allocation of %lld",
+                static_cast<long long>(address - next->first),
+                static_cast<long long>(next->second - next->first));
+  return text;
+}
+
+// --- Clock
+
+Clock::Clock(uint32_t block, uint32_t threads) : block(block), threads(threads) {}
+
+void Clock::join(View& into, const View& from) {
+  for (const auto& [block, theirs] : from) {
+    Release& ours = into[block];
+    // Of two warps' lanes those of the later release are kept: a message knows one warp.
+    if (ours.warp == theirs.warp) {
+      for (int l = 0; l < kLanes; ++l) ours.lanes[l] = std::max(ours.lanes[l], theirs.lanes[l]);
+    } else if (theirs.epoch >= ours.epoch) {
+      ours.warp = theirs.warp;
+      ours.lanes = theirs.lanes;
+    }
+    ours.epoch = std::max(ours.epoch, theirs.epoch);
+  }
+}
+
+void Clock::barrier() {
+  ++epoch;
+  for (const auto& [thread, view] : acquired_) join(view_, view);
+  acquired_.clear();
+}
+
+void Clock::warp_barrier(uint32_t warp, uint32_t lanes) {
+  std::array<uint32_t, kLanes> joined = {};
+  Thread* const first = &threads[warp * kLanes];
+  for (uint32_t left = lanes; left != 0; left &= left - 1) {
+    const Thread& lane = first[__builtin_ctz(left)];
+    for (int l = 0; l < kLanes; ++l) joined[l] = std::max(joined[l], lane.known[l]);
+  }
+  for (uint32_t left = lanes; left != 0; left &= left - 1) {
+    const int lane = __builtin_ctz(left);
+    joined[lane] = first[lane].now++;
+  }
+  for (uint32_t left = lanes; left != 0; left &= left - 1) {
+    first[__builtin_ctz(left)].known = joined;
+  }
+}
+
+void Clock::release(uint32_t thread, View& into) {
+  join(into, view_);
+  for (const auto& [acquirer, view] : acquired_) {
+    if (acquirer == thread) join(into, view);
+  }
+  Release own = {epoch, thread / kLanes, threads[thread].known};
+  own.lanes[thread % kLanes] = threads[thread].now++;
+  join(into, {{block, own}});
+}
+
+bool Clock::after(uint32_t thread, uint32_t other, uint32_t other_thread, uint32_t other_epoch,
+                  uint32_t other_now) const {
+  const uint32_t warp = other_thread / kLanes, lane = other_thread % kLanes;
+  if (other == block) {
+    return other_thread == thread || other_epoch < epoch ||
+           (warp == thread / kLanes && other_now <= threads[thread].known[lane]);
+  }
+  const auto covers = [&](const View& view) {
+    const auto found = view.find(other);
+    return found != view.end() &&
+           (other_epoch < found->second.epoch ||
+            (warp == found->second.warp && other_now <= found->second.lanes[lane]));
+  };
+  if (covers(view_)) return true;
+  for (const auto& [acquirer, view] : acquired_) {
+    if (acquirer == thread && covers(view)) return true;
+  }
+  return false;
+}
+
+// --- Races
+
+void Races::forget(uint64_t begin, uint64_t end) {
+  for (uint64_t page = begin / kPage; page < end / kPage; ++page) pages_.erase(page);
+  for (auto& recent : recent_) recent = {};
+}
+
+Races::Granule* Races::find(uint64_t address, int bytes, int* count) {
+  const uint64_t number = address / kPage;
+  auto& recent = recent_[number % 64];
+  if (recent.number != number || recent.page == nullptr) {
+    std::unique_ptr<Page>& page = pages_[number];
+    if (page == nullptr) page = std::make_unique<Page>();
+    recent = {number, page.get()};
+  }
+  Page& page = *recent.page;
+  if (bytes < page.granule) {
+    std::vector<Granule> finer(kPage / bytes);
+    for (size_t i = 0; i < finer.size(); ++i) finer[i] = page.granules[i * bytes / page.granule];
+    page.granules = std::move(finer);
+    page.granule = bytes;
+  }
+  *count = bytes / page.granule;
+  return &page.granules[address % kPage / page.granule];
+}
+
+bool Races::ordered(const Access& earlier, const Clock& clock, uint32_t thread) const {
+  return earlier.block < first_block_ ||
+         clock.after(thread, earlier.block, earlier.thread, earlier.epoch, earlier.now);
+}
+
+const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
+                        bool strong) {
+  const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
+                      static_cast<uint16_t>(thread), strong};
+  int count;
+  Granule* granule = find(address, bytes, &count);
+  for (int g = 0; g < count; ++g, ++granule) {
+    if (!(strong && granule->write.strong) && !ordered(granule->write, clock, thread)) {
+      return "it is read, and another thread's store is not ordered before that";
+    }
+    // Of reads that are not ordered one is remembered, by chance: a later write may find it.
+    if (ordered(granule->read, clock, thread) || random_.below(2) == 0) granule->read = now;
+  }
+  return nullptr;
+}
+
+const char* Races::write(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
+                         bool strong) {
+  const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
+                      static_cast<uint16_t>(thread), strong};
+  int count;
+  Granule* granule = find(address, bytes, &count);
+  for (int g = 0; g < count; ++g, ++granule) {
+    if (!(strong && granule->write.strong) && !ordered(granule->write, clock, thread)) {
+      return "it is written, and another thread's store is not ordered before that";
+    }
+    if (!(strong && granule->read.strong) && !ordered(granule->read, clock, thread)) {
+      return "it is written, and another thread's load is not ordered before that";
+    }
+    granule->write = now;
+  }
+  return nullptr;
+}
+
+void Races::stored(const Clock& clock, uint32_t thread, uint64_t address, uint64_t old,
+                   uint64_t value) {
+  constexpr size_t kRemembered = 8;
+  std::vector<Version>& versions = versions_[address];
+  if (versions.empty()) versions.push_back({old, {}, {}});
+  if (versions.size() == kRemembered) versions.erase(versions.begin());
+  const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
+                      static_cast<uint16_t>(thread), true};
+  versions.push_back({value, now, {}});
+}
+
+uint64_t Races::loaded(const Clock& clock, uint32_t thread, uint64_t address, uint64_t current) {
+  const auto found = versions_.find(address);
+  if (found == versions_.end()) return current;
+  std::vector<Version>& versions = found->second;
+  // Not older than what the block has seen before, or what is ordered before this.
+  size_t chosen = versions.size() - 1;
+  while (chosen > 0 && versions[chosen].seen_by.count(clock.block) == 0 &&
+         !ordered(versions[chosen].writer, clock, thread) && random_.below(2) == 0) {
+    --chosen;
+  }
+  versions[chosen].seen_by[clock.block] = true;
+  return versions[chosen].value;
+}
+
+}  // namespace ptx

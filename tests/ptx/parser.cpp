@@ -1,0 +1,160 @@
+#include "parser.h"
+
+#include <cstdlib>
+#include <sstream>
+
+namespace ptx {
+namespace {
+
+std::string trimmed(const std::string& s) {
+  const size_t begin = s.find_first_not_of(" \t\r");
+  if (begin == std::string::npos) return "";
+  return s.substr(begin, s.find_last_not_of(" \t\r") - begin + 1);
+}
+
+bool starts_with(const std::string& s, const std::string& prefix) {
+  return s.compare(0, prefix.size(), prefix) == 0;
+}
+
+std::vector<std::string> words(const std::string& s) {
+  std::istringstream in(s);
+  std::vector<std::string> found;
+  for (std::string word; in >> word;) found.push_back(word);
+  return found;
+}
+
+// At the commas that are not within brackets.
+std::vector<std::string> split(const std::string& s) {
+  std::vector<std::string> parts;
+  int depth = 0;
+  size_t begin = 0;
+  for (size_t i = 0; i <= s.size(); ++i) {
+    if (i == s.size() ? !s.empty() : s[i] == ',' && depth == 0) {
+      parts.push_back(trimmed(s.substr(begin, i - begin)));
+      begin = i + 1;
+    } else if (i < s.size()) {
+      depth += (s[i] == '[' || s[i] == '{') - (s[i] == ']' || s[i] == '}');
+    }
+  }
+  return parts;
+}
+
+// ".param .align 8 .b8 name[64]" or ".shared .align 4 .u32 name" or ".param .u64 name"
+Variable variable(const std::string& declaration) {
+  Variable result;
+  int64_t element = 0;
+  const std::vector<std::string> all = words(declaration);
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i] == ".align") {
+      result.alignment = std::atoll(all[++i].c_str());
+    } else if (all[i][0] == '.' && all[i] != ".param" && all[i] != ".shared" &&
+               all[i] != ".extern" && all[i] != ".visible") {
+      element = bytes_of_type(all[i].substr(1));
+    } else if (all[i][0] != '.') {
+      const size_t bracket = all[i].find('[');
+      result.name = all[i].substr(0, bracket);
+      const int64_t count =
+          bracket == std::string::npos ? 1 : std::atoll(all[i].c_str() + bracket + 1);
+      result.bytes = element * count;
+    }
+  }
+  result.alignment = std::max(result.alignment, element);
+  return result;
+}
+
+// ".reg .b32 %r<404>": %r0 to %r403
+void declare_registers(Entry& entry, const std::string& declaration) {
+  const std::vector<std::string> all = words(declaration);
+  const size_t bracket = all.size() == 3 ? all[2].find('<') : std::string::npos;
+  if (bracket == std::string::npos) throw Error("registers are not declared as nvcc does");
+  const std::string type = all[1].substr(1);
+  entry.registers[all[2].substr(0, bracket)] = {type == "pred" ? 1 : bytes_of_type(type),
+                                                std::atoi(all[2].c_str() + bracket + 1)};
+}
+
+Statement statement(const std::string& text, int line) {
+  Statement result = {line, text, "", "", {}};
+  std::string rest = text;
+  if (rest[0] == '@') {
+    const size_t end = rest.find_first_of(" \t");
+    result.guard = rest.substr(1, end - 1);
+    rest = trimmed(rest.substr(end));
+  }
+  const size_t end = rest.find_first_of(" \t");
+  result.opcode = rest.substr(0, end);
+  if (end != std::string::npos) result.operands = split(trimmed(rest.substr(end)));
+  return result;
+}
+
+class Parser {
+ public:
+  Module parse(const std::string& text) {
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) {
+      ++number_;
+      line = trimmed(line.substr(0, line.find("//")));
+      if (line.empty()) continue;
+      try {
+        read(line);
+      } catch (const Error& error) {
+        throw Error("PTX line " + std::to_string(number_) + ": " + error.what() + ": " + line);
+      }
+    }
+    return module_;
+  }
+
+ private:
+  void read(std::string line) {
+    if (line.find(".entry") != std::string::npos) {
+      const size_t begin = line.find(".entry") + 7;
+      std::string name = trimmed(line.substr(begin, line.find('(') - begin));
+      entry_ = &module_.entries[name];
+      entry_->name = name;
+      return;
+    }
+    if (line == "{" || line == "}" || line == ")") {
+      if (line == "}") entry_ = nullptr;
+      return;
+    }
+    if (entry_ != nullptr && starts_with(line, ".param")) {
+      if (line.back() == ',') line.pop_back();
+      entry_->parameters.push_back(variable(line));
+      return;
+    }
+    for (const char* ignored : {".version", ".target", ".address_size", ".maxntid", ".minnctapersm",
+                                ".reqntid", ".pragma"}) {
+      if (starts_with(line, ignored)) return;
+    }
+    if (line.back() == ':') {
+      entry_->labels[line.substr(0, line.size() - 1)] = static_cast<int>(entry_->body.size());
+      return;
+    }
+    if (line.back() != ';') throw Error("a statement that is not one line");
+    line.pop_back();
+    if (line.find(".shared") != std::string::npos && line[0] == '.') {
+      (entry_ != nullptr ? entry_->shared : module_.shared).push_back(variable(line));
+    } else if (starts_with(line, ".reg")) {
+      declare_registers(*entry_, line);
+    } else if (entry_ == nullptr || line[0] == '.') {
+      throw Error("unknown directive");
+    } else {
+      entry_->body.push_back(statement(trimmed(line), number_));
+    }
+  }
+
+  Module module_;
+  Entry* entry_ = nullptr;
+  int number_ = 0;
+};
+
+}  // namespace
+
+Module parse(const std::string& text) { return Parser().parse(text); }
+
+int bytes_of_type(const std::string& type) {
+  const int bits = type.empty() ? 0 : std::atoi(type.c_str() + 1);
+  if (bits != 8 && bits != 16 && bits != 32 && bits != 64) throw Error("unknown type ." + type);
+  return bits / 8;
+}
+
+}  // namespace ptx

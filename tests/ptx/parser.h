@@ -1,0 +1,53 @@
+// parser.h -- PTX as text to PTX as data. Nothing is known here of what an instruction does.
+//
+// Reads what nvcc writes, one statement a line. Anything else is an error that names its line.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ptx {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Statement {
+  int line;
+  std::string text;
+  std::string guard;  // "%p1" or "!%p1" if it stands behind @; else empty
+  std::string opcode;
+  std::vector<std::string> operands;  // as written: "%r1", "[%rd2+8]", "{%r1, %r2}", "0f3F800000"
+};
+
+// A parameter, or a variable in shared memory.
+struct Variable {
+  std::string name;
+  int64_t alignment = 1, bytes = 0;
+};
+
+struct Registers {
+  int bytes, count;  // of each; a predicate is 1 byte
+};
+
+struct Entry {
+  std::string name;
+  std::vector<Variable> parameters, shared;
+  std::map<std::string, Registers> registers;  // by prefix: "%r"
+  std::vector<Statement> body;
+  std::map<std::string, int> labels;  // index into body
+};
+
+struct Module {
+  std::map<std::string, Entry> entries;
+  std::vector<Variable> shared;  // "extern" ones have 0 bytes: their size comes with a launch
+};
+
+Module parse(const std::string& text);
+
+int bytes_of_type(const std::string& type);  // "u32"
+
+}  // namespace ptx

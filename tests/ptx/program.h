@@ -1,0 +1,110 @@
+// program.h -- a kernel, decoded once into what the interpreter runs.
+//
+// A warp's registers lie in one arena: 32 lanes of 1, 2, 4 or 8 bytes each. An operand is an offset
+// into it. Immediates and special registers have their place there too, so that every operand is
+// read alike.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "parser.h"
+
+namespace ptx {
+
+constexpr int kLanes = 32;
+constexpr uint32_t kAllLanes = 0xffffffff;
+constexpr int32_t kNone = -1;  // an operand that is not there
+
+enum class Kind : uint8_t {
+  kCompute,
+  kMemory,
+  kBranch,
+  kExit,
+  kCollective,  // .sync of a warp: waits for the lanes of its mask
+  kBarrier,     // of the block
+  kSleep,
+};
+
+enum class Space : uint8_t { kGlobal, kShared, kParameter };
+enum class Action : uint8_t { kLoad, kStore, kAtomic };
+
+struct Instruction;
+using Update = uint64_t (*)(uint64_t old, uint64_t operand);
+// Runs on `lanes` of a warp.
+using Compute = void (*)(char* registers, const Instruction&, uint32_t lanes);
+
+struct Operand {
+  int32_t at = kNone;
+  uint8_t bytes = 0;  // of the register
+};
+
+struct Instruction {
+  Kind kind;
+  Compute run = nullptr;
+  bool guarded = false, negated = false;
+  bool labelled = false;  // a branch comes here
+  Operand guard, to[4], from[5];
+  int32_t target = 0;
+
+  // Of memory instructions. Data goes to to[0..count) or comes from from[0..count).
+  Action action;
+  Space space;
+  bool is_signed = false, relaxed = false, ordered = false;  // ordered: acquires and releases
+  uint8_t element = 0, count = 1;                            // bytes of one, and how many
+  Operand address;
+  int64_t displacement = 0;
+  Update update = nullptr;
+
+  const Statement* statement;
+};
+
+// What an opcode does, and how many bytes its operands have.
+struct Form {
+  Compute run;
+  std::vector<int> to, from;
+  Kind kind = Kind::kCompute;
+  Compute run_wide = nullptr;  // for registers wider than that, which conversions allow
+};
+// Of an opcode that computes or is collective; null if it is not known.
+const Form* find_form(const std::string& opcode);
+// What an atomic does: "add.u32"; null if it is not known.
+Update find_update(const std::string& operation);
+
+enum Special {
+  kThreadX,
+  kThreadY,
+  kThreadZ,
+  kThreadsX,
+  kThreadsY,
+  kThreadsZ,
+  kBlockX,
+  kBlockY,
+  kBlockZ,
+  kBlocksX,
+  kBlocksY,
+  kBlocksZ,
+  kLane,
+  kSpecials
+};
+
+struct Extent {
+  int64_t begin, end;
+};
+
+struct Program {
+  Entry entry;
+  std::vector<Instruction> code;
+  std::vector<char> arena;  // of a warp before it starts; immediates are in place
+  int32_t special[kSpecials];
+  std::vector<int64_t> parameters_at;  // where they lie among the arguments' bytes
+  int64_t parameter_bytes = 0;
+  std::vector<Extent> shared;  // variables; that of dynamic size, if there is one, comes last
+  bool dynamic_shared = false;
+};
+
+// Throws an Error that names the opcode it does not know.
+Program decode(const Module& module, const Entry& entry);
+
+}  // namespace ptx
