@@ -22,11 +22,29 @@ class Executor:
 
     def call(self, op: str, *arguments) -> None:
         """Call a launcher. Device memory is what the tensors among its arguments hold."""
+        self._on_device(op, getattr(self._library, op), arguments)
+
+    def load(self, text: str) -> None:
+        """Add the kernels of a PTX text to those of the launchers."""
+        self._check("load", self._library.ptx_load(text.encode()))
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments, shared_bytes=0) -> None:
+        """Run a kernel on tensors, whose memory is then the device's, and 64-bit integers."""
+        values = [to_c(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = [ctypes.c_int64(size) for size in (blocks, threads, shared_bytes)]
+
+        def run(*_) -> int:
+            return self._library.ptx_launch(kernel.encode(), *sizes, pointers)
+
+        self._on_device(kernel, run, arguments)
+
+    def _on_device(self, what: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         for tensor in tensors:
             self._library.ptx_allocate(to_c(tensor), ctypes.c_int64(tensor.nbytes))
         try:
-            self._check(op, getattr(self._library, op)(*map(to_c, arguments)))
+            self._check(what, function(*map(to_c, arguments)))
         finally:
             for tensor in tensors:
                 self._library.ptx_free(to_c(tensor))

@@ -4,13 +4,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 
 namespace ptx {
 namespace {
 
 // How often lanes that could go on together part before an access to memory: once in so many.
 constexpr uint32_t kPartOdds = 256;
-constexpr uint32_t kMostAccesses = 64;  // until another warp's turn
+constexpr uint32_t kMostAccesses = 6;  // until another warp's turn, as a power of 2
 
 template <typename T>
 T lane_value(const char* registers, Operand operand, int lane) {
@@ -84,26 +85,30 @@ Block::Block(Launch& launch, uint64_t index)
   }
 }
 
-// The group that is furthest behind, so that lanes meet again; now and then any.
+// The group that is furthest behind, so that lanes meet again, unless it sleeps; now and then any.
 Block::Group Block::choose(Warp& warp, bool* freely) {
   *freely = warp.groups.size() > 1 && !launch_.in_turn && launch_.random.below(8) == 0;
   auto chosen = warp.groups.begin();
   if (*freely) {
     chosen += launch_.random.below(static_cast<uint32_t>(warp.groups.size()));
   } else {
-    chosen = std::min_element(chosen, warp.groups.end(),
-                              [](const Group& a, const Group& b) { return a.at < b.at; });
+    chosen = std::min_element(chosen, warp.groups.end(), [](const Group& a, const Group& b) {
+      return std::tie(a.asleep, a.at) < std::tie(b.asleep, b.at);
+    });
   }
-  const Group group = *chosen;
+  const Group group = {chosen->lanes, chosen->at};
   warp.groups.erase(chosen);
   return group;
 }
 
 void Block::run(uint32_t number) {
   Warp& warp = warps_[number];
+  ++launch_.steps;
   bool freely;
   Group group = choose(warp, &freely);
-  uint32_t accesses = launch_.in_turn ? ~0u : 1 + launch_.random.below(kMostAccesses);
+  uint32_t accesses = ~0u;
+  if (!launch_.in_turn)
+    accesses = 1 + launch_.random.below(1u << launch_.random.below(kMostAccesses + 1));
   for (;; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
@@ -113,7 +118,7 @@ void Block::run(uint32_t number) {
           group.lanes |= warp.groups[g].lanes;
           warp.groups.erase(warp.groups.begin() + g);
         } else {
-          behind |= warp.groups[g].at < group.at;
+          behind |= !warp.groups[g].asleep && warp.groups[g].at < group.at;
         }
       }
       if (behind && !freely) {
@@ -172,7 +177,7 @@ void Block::run(uint32_t number) {
         return;
       case Kind::kSleep:
         ++launch_.sleeps;
-        warp.groups.push_back({lanes, group.at + 1});
+        warp.groups.push_back({lanes, group.at + 1, true});
         return;
       default:
         leave(warp, lanes);

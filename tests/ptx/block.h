@@ -48,6 +48,7 @@ class Block {
   struct Group {
     uint32_t lanes;
     int32_t at;
+    bool asleep = false;
   };
   struct Warp {
     uint32_t number;
