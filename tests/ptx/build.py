@@ -22,21 +22,22 @@ def missing() -> str | None:
     return "nvcc (CUDA_HOME or PATH says where)" if toolkit.nvcc() is None else None
 
 
-def build(csrc: Path = CSRC) -> Path:
-    """The library of all ops' launchers and kernels in `csrc`."""
-    headers = builds.contents([*csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
+def build(planted: dict[str, Path] | None = None) -> Path:
+    """The library of all ops' launchers and kernels; those of `planted` from another csrc."""
     own = builds.contents(HERE.glob("*.h"))
     cuda = toolkit.nvcc().parents[1] / "include"
     nvcc = [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90", "-no-compress"]
     nvcc += ["-Xcompiler=-fPIC", "-c"]
-    gxx = ["g++", *_FLAGS, f"-I{csrc}", "-isystem", cuda, "-c"]
-    compiles = [(nvcc, csrc / "cuda" / f"{op}.cu", headers) for op in OPS]
-    compiles += [(gxx, source, own) for source in sorted(HERE.glob("*.cpp"))]
-    compiles += [(gxx, LAUNCHERS, headers)]
+    gxx = ["g++", *_FLAGS, f"-I{CSRC}", "-isystem", cuda, "-c"]
+    compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp"))]
+    compiles += [(gxx, LAUNCHERS, _headers(CSRC))]
+    for op in OPS:
+        csrc = (planted or {}).get(op, CSRC)
+        compiles.append((nvcc, csrc / "cuda" / f"{op}.cu", _headers(csrc)))
 
     objects, running = [], []
-    for command, source, included in compiles:
-        text = included + source.read_bytes()
+    for command, source, headers in compiles:
+        text = headers + source.read_bytes()
         built, process = builds.start([*command, source], text, CACHE, source.stem + ".o")
         objects.append(built)
         running.append(process)
@@ -47,3 +48,7 @@ def build(csrc: Path = CSRC) -> Path:
     built, process = builds.start(link, b"", CACHE, "ptx.so")
     builds.finish(process)
     return built
+
+
+def _headers(csrc: Path) -> bytes:
+    return builds.contents([*csrc.glob("cuda/**/*.cuh"), *csrc.glob("common/*.h")])
