@@ -1,22 +1,23 @@
-"""The examples in the docstrings run, and print what they say; those in docs/training.md run."""
+"""The documentation holds: its programs and examples run, its signatures are the code's."""
 
 import doctest
 import importlib
+import inspect
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, blocks, run
 
-TRAINING = Path(__file__).parent.parent / "docs" / "training.md"
-# Fragments, which continue a program of the reader's, do not begin with an import.
-PROGRAMS = [
-    block
-    for block in re.findall(r"```python\n(.*?)```", TRAINING.read_text(), re.DOTALL)
-    if "import torch\n" in block
+PAGES = {page.name: page for page in (ROOT / "docs").glob("*.md")}
+# Signatures stand in blocks of their own, without a language.
+SIGNATURE_PAGES = {"dct_kernels": "ops.md", "dct_parallel": "api.md"}
+PUBLIC = [
+    (package, name)
+    for package in SIGNATURE_PAGES
+    for name in importlib.import_module(package).__all__
 ]
+PROGRAMS = [(page, block) for page in sorted(PAGES) for block in blocks(PAGES[page])]
 
 
 @pytest.mark.parametrize("name", ["dct_kernels.ops", "dct_kernels.layout"])
@@ -30,19 +31,72 @@ def test_docstring_examples(name):
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 3
+    assert [page for page, _ in PROGRAMS] == ["training.md"] * 4
 
 
-@pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=["cut", "pipeline", "exchange"])
+@pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=["hook", "cut", "pipeline", "exchange"])
 def test_program(index, tmp_path):
-    if "pipelining" in PROGRAMS[index]:
+    program = PROGRAMS[index][1]
+    if "pipelining" in program:
         version = torch.torch_version.TorchVersion(torch.__version__)
         if version < "2.13":
             pytest.skip("pipelining takes no integer tensors between stages before torch 2.13")
     script = tmp_path / "program.py"
-    script.write_text(PROGRAMS[index])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, script] if "torchrun" in PROGRAMS[index] else [sys.executable, script]
-    # From another folder: what is imported is the installation, not this checkout.
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    script.write_text(program)
+    run(script, tmp_path)
+
+
+def _parameters(signature):
+    """[(name, kind, default)]: annotations are the code's alone."""
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC)
+def test_signature(package, name):
+    """The page shows the signature as it is, defaults included."""
+    public = getattr(importlib.import_module(package), name)
+    page = PAGES[SIGNATURE_PAGES[package]].read_text()
+    (written,) = re.findall(rf"^```\n{name}(\([^`]*\))\n```$", page, re.MULTILINE)
+    namespace = {"torch": torch}
+    exec(f"def documented{written}: pass", namespace)
+    documented = inspect.signature(namespace["documented"])
+    assert _parameters(documented) == _parameters(inspect.signature(public))
+
+
+@pytest.mark.parametrize("name", ["DCTState", "Compressor", "WireMeter"])
+def test_methods_are_named(name):
+    page = PAGES["api.md"].read_text()
+    section = page[page.index(f"## {name}\n") :].split("\n## ")[0]
+    public = getattr(importlib.import_module("dct_parallel"), name)
+    for method in (method for method in vars(public) if not method.startswith("_")):
+        assert f"`{method}(" in section, method
+
+
+@pytest.mark.parametrize("page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    path = ROOT / "docs" / page
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, section = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), target
+        headings = re.findall(r"^#+ (.*)$", found.read_text() if section else "", re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+        assert not section or section in anchors, target
+
+
+def test_paths_named_exist():
+    """Files of the repository that a page names in code marks are where it says."""
+    folders = ("", "python/")
+    for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`([\w/]+/[\w.]+\.(?:py|cu|cuh|h|cpp|sh))\b", page.read_text()):
+            assert any((ROOT / folder / name).exists() for folder in folders), f"{page}: {name}"
+
+
+def test_the_version_is_the_same_everywhere():
+    version = importlib.import_module("dct_kernels").__version__
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    released = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == version

@@ -35,18 +35,19 @@ def build(planted: dict[str, Path] | None = None) -> Path:
         csrc = (planted or {}).get(op, CSRC)
         compiles.append((nvcc, csrc / "cuda" / f"{op}.cu", _headers(csrc)))
 
-    objects, running = [], []
-    for command, source, headers in compiles:
-        text = headers + source.read_bytes()
-        built, process = builds.start([*command, source], text, CACHE, source.stem + ".o")
-        objects.append(built)
-        running.append(process)
-    for process in running:
+    with builds.alone(CACHE):
+        objects, running = [], []
+        for command, source, headers in compiles:
+            text = headers + source.read_bytes()
+            built, process = builds.start([*command, source], text, CACHE, source.stem + ".o")
+            objects.append(built)
+            running.append(process)
+        for process in running:
+            builds.finish(process)
+        # -Bsymbolic: the executor's cudaMalloc, even where torch has brought the real one.
+        link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects]
+        built, process = builds.start(link, b"", CACHE, "ptx.so")
         builds.finish(process)
-    # -Bsymbolic: the executor's cudaMalloc, even where torch has brought the real one.
-    link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects]
-    built, process = builds.start(link, b"", CACHE, "ptx.so")
-    builds.finish(process)
     return built
 
 

@@ -1,0 +1,60 @@
+"""Checkpoint and resume: residuals differ between ranks, so every rank saves a file of its own.
+
+    torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 10
+    torchrun --nproc-per-node 2 examples/checkpoint.py FOLDER 20
+
+The first run stops after step 10, the second goes on to step 20. Both print where they start, and
+the sum of the weights, to the last digit: one run of 20 steps, in another folder, ends the same.
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook
+
+
+def train(rank, folder, stop):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)))
+    state = DCTState(ddp, density=0.05)
+    ddp.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    parts = {"model": ddp.module, "optimizer": optimizer, "dct": state}
+
+    path = os.path.join(folder, f"rank{rank}.pt")
+    if os.path.exists(path):
+        saved = torch.load(path, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    if rank == 0:
+        print(f"starts at step {state.step}")
+
+    for step in range(state.step, stop):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+        optimizer.zero_grad()
+        (ddp(x) - x.mean(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+    os.makedirs(folder, exist_ok=True)
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path + ".tmp")
+    os.replace(path + ".tmp", path)  # an interrupted save leaves the old file as it was
+    if rank == 0:
+        total = sum(parameter.double().sum().item() for parameter in ddp.parameters())
+        print(f"stops after step {state.step}, weights {total!r}")
+
+
+def main(folder, stop):
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), folder, stop)
+    gc.collect()  # the model ends before its process group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,45 @@
+"""Every program in examples/ runs and prints what its docstring says."""
+
+import re
+
+from programs import ROOT, run
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.iterdir()} == {
+        *("hook.py", "checkpoint.py", "amp.py", "hybrid.py"),
+    }
+
+
+def test_hook(tmp_path):
+    printed = run(EXAMPLES / "hook.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "fewer bytes than the all-reduce" in printed
+    assert re.search(r"sent 0\.\d\d% of the entries, 5,444 bytes a step", printed)
+
+
+def test_checkpoint(tmp_path):
+    first = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "4")
+    second = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "8")
+    whole = run(EXAMPLES / "checkpoint.py", tmp_path, "whole", "8")
+    assert "starts at step 0\nstops after step 4, " in first
+    assert "starts at step 4\n" in second
+    assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]
+
+
+def test_amp(tmp_path):
+    printed = run(EXAMPLES / "amp.py", tmp_path)  # two ranks' lines, perhaps one within the other
+    skipped = re.findall(r"rank (\d), step (\d): skipped, scale 1024\.0 -> 512\.0", printed)
+    assert sorted(skipped) == [("0", "5"), ("1", "5")]
+    weights = re.findall(r"weights (-?\d+\.\d+)", printed)
+    assert len(weights) == 2 and weights[0] == weights[1]
+
+
+def test_hybrid(tmp_path):
+    printed = run(EXAMPLES / "hybrid.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "4,244 bytes" in printed and "float32: 83,972 bytes" in printed
