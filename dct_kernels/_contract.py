@@ -38,7 +38,16 @@ def track_threshold(threshold, seen, target, reference):
 
 
 def mask_pack(
-    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    residual,
+    grad,
+    segments,
+    threshold,
+    payload,
+    seen,
+    capacity,
+    value_dtype,
+    inv_scale=None,
+    status=None,
 ):
     op, like = "mask_pack", ("residual", residual)
     checks.require_tensor(op, "residual", residual, FLOAT32)
@@ -54,12 +63,20 @@ def mask_pack(
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
     checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
     checks.require_scale(op, "inv_scale", inv_scale, like)
+    if status is not None:
+        checks.require_tensor(op, "status", status, INT32, like=like)
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     _payload_bytes(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
     checks.memory(
         op,
         {"residual": residual, "payload": payload, "seen": seen},
-        {"grad": grad, "segments": segments, "threshold": threshold, "inv_scale": inv_scale},
+        {
+            "grad": grad,
+            "segments": segments,
+            "threshold": threshold,
+            "inv_scale": inv_scale,
+            "status": status,
+        },
         (segments, residual.numel()),
         ("payload", payload),
     )

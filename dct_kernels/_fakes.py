@@ -15,7 +15,16 @@ def track_threshold(threshold, seen, target, reference):
 
 
 def mask_pack(
-    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    residual,
+    grad,
+    segments,
+    threshold,
+    payload,
+    seen,
+    capacity,
+    value_dtype,
+    inv_scale=None,
+    status=None,
 ):
     return None
 

@@ -16,7 +16,7 @@ SCHEMAS = {
     "mask_pack": (
         "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
         "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, "
-        "Tensor? inv_scale=None) -> ()"
+        "Tensor? inv_scale=None, Tensor? status=None) -> ()"
     ),
     "scatter_unpack": (
         "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType value_dtype, "

@@ -19,6 +19,7 @@ MAGIC = 0x31544344  # "DCT1"
 VERSION = 1
 FLAG_OVERFLOW = 1
 FLAG_NON_FINITE = 2
+FLAG_DAMAGE = 4  # of a payload that the sender received in its last step
 VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
@@ -42,6 +43,7 @@ class PayloadInfo(NamedTuple):
     count: int
     overflow: bool
     non_finite: bool
+    damage: bool
 
 
 def range_blocks(numel: int, ranges: int) -> int:
@@ -108,6 +110,7 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         count=count,
         overflow=bool(flags & FLAG_OVERFLOW),
         non_finite=bool(flags & FLAG_NON_FINITE),
+        damage=bool(flags & FLAG_DAMAGE),
     )
 
 

@@ -99,6 +99,7 @@ def mask_pack(
     capacity: int,
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
 ) -> None:
     """Error feedback, threshold mask and compaction in one pass over memory.
 
@@ -123,6 +124,8 @@ def mask_pack(
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
             to infinity saturates).
         inv_scale: float32, one element, or None.
+        status: int32 [P], what the last `scatter_unpack` returned, or None. If one of them is not
+            0, every range's header says "damage": all ranks learn what this one saw.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -145,6 +148,7 @@ def mask_pack(
         capacity,
         value_dtype,
         inv_scale,
+        status,
     )
     _contract.mask_pack(*args)
     torch.ops.dct.mask_pack.default(*args)

@@ -92,7 +92,7 @@ TrackThresholdArgs track_threshold_args(const Tensor& threshold, const Tensor& s
 MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
                             const Tensor& segments, const Tensor& threshold, const Tensor& payload,
                             const Tensor& seen, int64_t capacity, ScalarType value_dtype,
-                            const OptionalTensor& inv_scale) {
+                            const OptionalTensor& inv_scale, const OptionalTensor& status) {
   const Checks checks("mask_pack");
   const Arg like("residual", residual), bytes("payload", payload), counts("seen", seen);
   MaskPackArgs args{};
@@ -113,11 +113,18 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
   checks.require_int("capacity", capacity, 1, kUint32Max);
   args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
   args.inv_scale = checks.require_scale({"inv_scale", inv_scale}, like);
+  if (status.has_value()) {
+    checks.require_tensor({"status", status}, {ScalarType::Int}, {1}, like);
+    args.status = status->const_data_ptr<int32_t>();
+    args.num_status = status->numel();
+  }
   args.ranges = require_payload(checks, bytes, 2, args.numel, capacity, args.value_dtype);
   checks.require_aligned(bytes);
-  checks.require_apart(
-      {like, bytes, counts},
-      {{"grad", grad}, {"segments", segments}, {"threshold", threshold}, {"inv_scale", inv_scale}});
+  checks.require_apart({like, bytes, counts}, {{"grad", grad},
+                                               {"segments", segments},
+                                               {"threshold", threshold},
+                                               {"inv_scale", inv_scale},
+                                               {"status", status}});
   args.residual = residual.mutable_data_ptr<float>();
   args.segments = segments.const_data_ptr<int64_t>();
   args.threshold = threshold.const_data_ptr<float>();

@@ -51,9 +51,10 @@ void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& 
 
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
                const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
-               ScalarType value_dtype, const OptionalTensor& inv_scale) {
+               ScalarType value_dtype, const OptionalTensor& inv_scale,
+               const OptionalTensor& status) {
   const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
-                                           capacity, value_dtype, inv_scale);
+                                           capacity, value_dtype, inv_scale, status);
   Checks("mask_pack").require_ascending(segments, args.numel);
   cpu::mask_pack(args, torch_parallel());
 }

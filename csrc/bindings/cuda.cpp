@@ -74,9 +74,10 @@ void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& 
 
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
                const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
-               ScalarType value_dtype, const OptionalTensor& inv_scale) {
+               ScalarType value_dtype, const OptionalTensor& inv_scale,
+               const OptionalTensor& status) {
   const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
-                                           capacity, value_dtype, inv_scale);
+                                           capacity, value_dtype, inv_scale, status);
   const OnDeviceOf device(residual);
   const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args));
   require_success("mask_pack", cuda::mask_pack(args, scratch.mutable_data_ptr(), device.stream()));

@@ -44,6 +44,8 @@ struct MaskPackArgs {
   int64_t capacity;
   DType value_dtype;
   const float* inv_scale;  // one element, or null for 1
+  const int32_t* status;   // [num_status] of the last scatter_unpack
+  int64_t num_status;
 };
 
 struct ScatterUnpackArgs {

@@ -16,6 +16,7 @@ constexpr uint32_t kPayloadMagic = 0x31544344;  // "DCT1"
 constexpr uint16_t kPayloadVersion = 1;
 constexpr uint8_t kFlagOverflow = 1;
 constexpr uint8_t kFlagNonFinite = 2;
+constexpr uint8_t kFlagDamage = 4;  // of a payload that the sender received in its last step
 
 constexpr int32_t kStatusHeader = 1;
 constexpr int32_t kStatusStarts = 2;
@@ -75,9 +76,15 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
   for (uint64_t word : header.reserved) reserved |= word;
   return header.magic == kPayloadMagic && header.version == kPayloadVersion &&
          header.value_dtype == static_cast<uint8_t>(value_dtype) &&
-         (header.flags & ~(kFlagOverflow | kFlagNonFinite)) == 0 &&
+         (header.flags & ~(kFlagOverflow | kFlagNonFinite | kFlagDamage)) == 0 &&
          header.numel == static_cast<uint64_t>(numel) && header.capacity == capacity &&
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
+}
+
+// Whether entries that are not finite did not fit: whoever reads the payload must see them still.
+DCT_HOST_DEVICE inline bool lost_non_finite(const PayloadHeader& header) {
+  constexpr int kBoth = kFlagOverflow | kFlagNonFinite;
+  return (header.flags & kBoth) == kBoth;
 }
 
 }  // namespace dct

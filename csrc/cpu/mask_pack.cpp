@@ -187,6 +187,8 @@ class Packer {
   }
 
   void write_headers() {
+    const int32_t* status_end = args_.status + args_.num_status;
+    const bool damage = std::any_of(args_.status, status_end, [](int32_t s) { return s != 0; });
     auto chunk = chunks_.begin();
     for (int64_t r = 0; r < args_.ranges; ++r) {
       const Range range = range_bounds(args_.numel, args_.ranges, r);
@@ -201,8 +203,8 @@ class Packer {
       header.magic = kPayloadMagic;
       header.version = kPayloadVersion;
       header.value_dtype = static_cast<uint8_t>(args_.value_dtype);
-      header.flags =
-          (passed > args_.capacity ? kFlagOverflow : 0) | (non_finite ? kFlagNonFinite : 0);
+      header.flags = (passed > args_.capacity ? kFlagOverflow : 0) |
+                     (non_finite ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
       header.numel = range.end - range.begin;
       header.capacity = static_cast<uint32_t>(args_.capacity);
       header.count = static_cast<uint32_t>(std::min(passed, args_.capacity));

@@ -84,7 +84,7 @@ class Unpacker {
   // Adds block `block` of one payload to `sum`, or nothing and returns what is wrong with it.
   int32_t add(const uint8_t* payload, int64_t block, int64_t length, float* sum) const {
     const PayloadHeader& head = header(payload);
-    if (block == 0 && head.flags == (kFlagOverflow | kFlagNonFinite)) {
+    if (block == 0 && lost_non_finite(head)) {
       // The non-finite entry may be one that did not fit: the receiver must see it all the same.
       sum[0] = std::numeric_limits<float>::quiet_NaN();
     }

@@ -52,6 +52,13 @@ __device__ void count_seen(const MaskPackArgs& args, const Scratch& scratch, con
   }
 }
 
+// By one warp: whether a payload of the last step was damaged.
+__device__ bool any_damage(const MaskPackArgs& args) {
+  bool damage = false;
+  for (int64_t i = lane_index(); i < args.num_status; i += kWarpSize) damage |= args.status[i] != 0;
+  return __any_sync(kFullWarp, damage) != 0;
+}
+
 // By one warp: adds up the warps' counts, looks back, and writes what each tile owes the payload.
 __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout, Word* words,
                            Shared& shared) {
@@ -62,6 +69,7 @@ __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout
   if (lane < kWarps) shared.warp_before[lane] = up_to - (mine >> 1);
   const TileCount own = {__shfl_sync(kFullWarp, up_to, kWarpSize - 1),
                          __any_sync(kFullWarp, mine & 1) != 0};
+  const bool damage = at.last && any_damage(args);
   const TileCount before = look_back(words, at.index, own);
   if (lane != 0) return;
   shared.before = before.count;
@@ -80,7 +88,8 @@ __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout
   header.version = kPayloadVersion;
   header.value_dtype = static_cast<uint8_t>(args.value_dtype);
   header.flags = (total > capacity ? kFlagOverflow : 0) |
-                 (before.non_finite || own.non_finite ? kFlagNonFinite : 0);
+                 (before.non_finite || own.non_finite ? kFlagNonFinite : 0) |
+                 (damage ? kFlagDamage : 0);
   header.numel = static_cast<uint64_t>(at.range_numel);
   header.capacity = static_cast<uint32_t>(capacity);
   header.count = static_cast<uint32_t>(total < capacity ? total : capacity);

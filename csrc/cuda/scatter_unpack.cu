@@ -50,8 +50,7 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
   const uint32_t first = starts[0], end = starts[block.range_numel > 0 ? 1 : 0];
   const auto header = *reinterpret_cast<const PayloadHeader*>(payload);
   if (!header_ok(header, block.range_numel, args.capacity, args.value_dtype)) return kStatusHeader;
-  found.poisons =
-      header.flags == (kFlagOverflow | kFlagNonFinite) && block.index == 0 && block.range_numel > 0;
+  found.poisons = lost_non_finite(header) && block.index == 0 && block.range_numel > 0;
   if (first > end || end > header.count || (block.index == 0 && first != 0) ||
       (block.last && end != header.count)) {
     return kStatusStarts;

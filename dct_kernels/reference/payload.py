@@ -8,7 +8,16 @@ from .thresholds import accumulated
 
 
 def mask_pack(
-    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    residual,
+    grad,
+    segments,
+    threshold,
+    payload,
+    seen,
+    capacity,
+    value_dtype,
+    inv_scale=None,
+    status=None,
 ):
     numel = residual.numel()
     tau = threshold.repeat_interleave(segments.diff(), output_size=numel)
@@ -22,13 +31,16 @@ def mask_pack(
 
     value = round_to(acc, value_dtype, saturate=True)
     packed = torch.zeros_like(kept)
+    damage = layout.FLAG_DAMAGE if status is not None and bool((status != 0).any()) else 0
     rows = payload.view(-1, payload.shape[-1])
     for r, row in enumerate(rows):
         low, high = layout.range_bounds(numel, len(rows), r)
         passed = kept[low:high].nonzero().flatten()
         index = passed[:capacity]
         packed[low + index] = True
-        flags = layout.FLAG_OVERFLOW if passed.numel() > capacity else 0
+        flags = damage
+        if passed.numel() > capacity:
+            flags |= layout.FLAG_OVERFLOW
         if bool((active & ~finite)[low:high].any()):
             flags |= layout.FLAG_NON_FINITE
         offsets = layout.payload_layout(numel, capacity, value_dtype, len(rows))
@@ -91,12 +103,12 @@ def _add(total, row, offsets, capacity, value_dtype) -> int:
     numel = total.numel()
     raw = bytes(row[: layout.HEADER_BYTES].tolist())
     magic, version, code, flags, *sizes, count, reserved = layout.HEADER.unpack(raw)
-    known = layout.FLAG_OVERFLOW | layout.FLAG_NON_FINITE
+    lost = layout.FLAG_OVERFLOW | layout.FLAG_NON_FINITE
     if (
         (magic, version, code) != (layout.MAGIC, layout.VERSION, _code(value_dtype))
         or sizes != [numel, capacity]
         or count > min(capacity, numel)
-        or flags & ~known
+        or flags & ~(lost | layout.FLAG_DAMAGE)
         or any(reserved)
     ):
         return 1
@@ -129,7 +141,7 @@ def _add(total, row, offsets, capacity, value_dtype) -> int:
     index = owner[sound] * layout.BLOCK + position[sound]
     values = _section(row, offsets.values, count, value_dtype)[entry[sound]]
     total[index] = total[index] + values.to(torch.float32)
-    if flags == known:
+    if flags & lost == lost:
         total[0] = torch.nan
     return 2 * int(bad_starts.any()) | 4 * int(bad_positions.any())
 

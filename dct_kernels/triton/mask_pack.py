@@ -25,6 +25,7 @@ _BLOCK = tl.constexpr(layout.BLOCK)
 _HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
 _FLAG_OVERFLOW = tl.constexpr(layout.FLAG_OVERFLOW)
 _FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
+_FLAG_DAMAGE = tl.constexpr(layout.FLAG_DAMAGE)
 _PROBES = tl.constexpr(128)  # of a search
 
 
@@ -121,6 +122,18 @@ def _mark_kernel(
 
 
 @triton.jit
+def _damage_flag(status, num_status, CHUNK: tl.constexpr):
+    """Set if a payload of the last step was damaged."""
+    found = tl.zeros([CHUNK], tl.int32)
+    begin = num_status * 0
+    while begin < num_status:
+        rank = begin + tl.arange(0, CHUNK)
+        found |= tl.load(status + rank, mask=rank < num_status, other=0)
+        begin += CHUNK
+    return tl.where(tl.max((found != 0).to(tl.int32)) != 0, _FLAG_DAMAGE, 0)
+
+
+@triton.jit
 def _write_header(payload, numel, capacity, count, flags, KIND: tl.constexpr):
     lane = tl.arange(0, 8)
     header = tl.where(lane == 0, flags.to(tl.int64) << 56 | KIND, 0)
@@ -130,11 +143,11 @@ def _write_header(payload, numel, capacity, count, flags, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "numel", "num_segments", "capacity", "range_blocks", "range_tiles", "nbytes",
+    "numel", "num_segments", "num_status", "capacity", "range_blocks", "range_tiles", "nbytes",
 ])  # fmt: skip
 def _scan_kernel(
-    words, counts, seen, payload,
-    numel, num_segments, capacity, range_blocks, range_tiles, nbytes,
+    words, counts, seen, status, payload,
+    numel, num_segments, num_status, capacity, range_blocks, range_tiles, nbytes,
     KIND: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """By one program for each range. In a word, the entries before take the place of the count."""
@@ -162,6 +175,8 @@ def _scan_kernel(
     packed = tl.minimum(total, capacity)
     flags = tl.where(total > capacity, _FLAG_OVERFLOW, 0)
     flags |= tl.where(non_finite != 0, _FLAG_NON_FINITE, 0)
+    if status is not None:
+        flags |= _damage_flag(status, num_status, CHUNK)
     _write_header(message, range_numel, capacity, packed, flags, KIND)
     tl.store(starts + (range_numel + _BLOCK - 1) // _BLOCK, packed.to(tl.uint32))
 
@@ -230,12 +245,21 @@ def _pack_kernel(
 
 
 def mask_pack(
-    residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    residual,
+    grad,
+    segments,
+    threshold,
+    payload,
+    seen,
+    capacity,
+    value_dtype,
+    inv_scale=None,
+    status=None,
 ):
-    _contract.mask_pack(
-        residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale
-    )
+    args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
+    _contract.mask_pack(*args, inv_scale, status)
     numel, num_segments, device = residual.numel(), seen.numel(), residual.device
+    num_status = 0 if status is None else status.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     range_blocks = layout.range_blocks(numel, ranges)
     range_tiles = range_blocks * (layout.BLOCK // TILE)
@@ -255,8 +279,8 @@ def mask_pack(
     )  # fmt: skip
     launch(
         _scan_kernel, ranges,
-        words, counts, seen, payload,
-        numel, num_segments, capacity, range_blocks, range_tiles, sections.nbytes,
+        words, counts, seen, status, payload,
+        numel, num_segments, num_status, capacity, range_blocks, range_tiles, sections.nbytes,
         KIND=kind, TILE=TILE, CHUNK=CHUNK,
         device=device, num_warps=16,
     )  # fmt: skip

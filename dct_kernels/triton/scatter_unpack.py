@@ -68,7 +68,7 @@ def _check_kernel(
     count = sizes >> 32 & 0xFFFFFFFF
     expected = tl.where(lane == 0, KIND, tl.where(lane == 1, range_numel, 0))
     expected = tl.where(lane == 2, count << 32 | capacity, expected)
-    known = tl.where(lane == 0, ~(3 << 56), -1)  # the two flags may be set
+    known = tl.where(lane == 0, ~(7 << 56), -1)  # the three flags may be set
     wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
     wrong = wrong | (count > tl.minimum(range_numel, capacity))
 
@@ -97,7 +97,7 @@ def _check_kernel(
     found = tl.where(wrong, _HEADER, found)
     tl.atomic_or(status + row // ranges, found, mask=found != 0, sem="relaxed")
     verdict = tl.where(found == 0, entries, 0)
-    poisons = (first_word >> 56 == 3) & ~wrong & (block == 0) & (length > 0)
+    poisons = (first_word >> 56 & 3 == 3) & ~wrong & (block == 0) & (length > 0)
     tl.store(verdicts + tl.program_id(0), tl.where(poisons, verdict | _POISON, verdict))
 
 

@@ -50,9 +50,10 @@ def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> 
         nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
         payload = torch.empty(nbytes, dtype=torch.uint8)
         seen = torch.empty(SEGMENTS, dtype=torch.int32)
+        status = None if grad_dtype is None else torch.empty(RANKS, dtype=torch.int32)
         ops.mask_pack(
             residual, grad, segments, threshold, payload, seen, CAPACITY, value_dtype,
-            inv_scale=torch.empty(1),
+            inv_scale=torch.empty(1), status=status,
         )  # fmt: skip
 
     label = f"mask_pack, gradient {_name(grad_dtype)}, values {_name(value_dtype)}"

@@ -49,6 +49,7 @@ def arguments(op):
             "capacity": CAPACITY,
             "value_dtype": F32,
             "inv_scale": torch.tensor(1.0),
+            "status": torch.tensor([0, 2, 0], dtype=I32),
         }
     if op == "scatter_unpack":
         return {

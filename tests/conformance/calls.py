@@ -32,12 +32,13 @@ def mask_pack(
     value_dtype=torch.float32,
     ranges=None,
     inv_scale=None,
+    status=None,
     offset=0,
 ):
     """Run mask_pack, hold residual, seen and every byte against the oracle, return them.
 
     `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `threshold` and `segments`
-    may be lists; by default one segment and room for everything.
+    may be lists; by default one segment and room for everything. `status` is a list or None.
     """
     numel = residual.numel()
     threshold = torch.as_tensor(threshold, dtype=torch.float32)
@@ -60,6 +61,7 @@ def mask_pack(
         capacity,
         value_dtype,
         arena.read(inv_scale),
+        None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
     )
     arena.check()
 
@@ -72,6 +74,7 @@ def mask_pack(
         rows,
         geometry,
         None if inv_scale is None else inv_scale.item(),
+        status or (),
     )
     bits.assert_equal(seen.cpu().numpy(), expected_seen, "seen")
     bits.assert_floats(new, expected_residual.view(np.uint32), "residual")

@@ -26,7 +26,7 @@ def test_contiguous(op):
 
 ABSENT = {
     "sample_threshold": {"residual": None, "inv_scale": None},
-    "mask_pack": {"grad": None, "inv_scale": None},
+    "mask_pack": {"grad": None, "inv_scale": None, "status": None},
     "scatter_unpack": {"out_scale": None},
 }
 

@@ -64,7 +64,7 @@ def test_payload_layout_by_hand():
 def test_payload_info_reads_a_header():
     geometry = payload.Geometry(20000, 5, "bfloat16")
     row = bytearray(geometry.nbytes)
-    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=3)
+    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=7)
     payload.write(row, geometry, content)
     info = payload_info(torch.frombuffer(row, dtype=torch.uint8))
     assert info._asdict() == {
@@ -74,5 +74,6 @@ def test_payload_info_reads_a_header():
         "count": 2,
         "overflow": True,
         "non_finite": True,
+        "damage": True,
     }
     assert payload.indices(payload.read(row, geometry, 0)) == [3, 17000]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import payload
 
+import dct_kernels
 from conformance import bits, calls, samples
 
 value_dtypes = pytest.mark.parametrize("value_dtype", bits.PAYLOAD_VALUES, ids=bits.name)
@@ -109,6 +110,50 @@ def test_ranges_overflow_one_by_one(backend):
     assert packed.seen.tolist() == [2, 6, 4]
 
 
+STATUSES = {
+    "of no ranks": [],
+    "sound": [0],
+    "damaged": [1],
+    "sound ranks": [0] * 33,
+    "the first of 31": [2, *[0] * 30],
+    "the last of 32": [*[0] * 31, 4],
+    "the last of 33": [*[0] * 32, 7],
+    "one of 1000": [*[0] * 700, 1, *[0] * 299],
+    "all of 1000": [3] * 1000,
+    "the sign bit": [0, -(2**31), 0],
+}
+
+
+@pytest.mark.parametrize("status", STATUSES.values(), ids=STATUSES)
+@pytest.mark.parametrize("ranges", [1, 3])
+def test_damage_of_the_last_step_is_in_every_header(backend, ranges, status):
+    """Beside the flags of a range's own: the first has both others; of three the last is empty."""
+    residual = torch.zeros(20000)
+    residual[:6] = torch.tensor([1.0, 1, 1, 1, 1, math.nan])
+    packed = calls.mask_pack(
+        backend, residual, None, [0.5], capacity=5, ranges=ranges, status=status
+    )
+    damage = payload.DAMAGE if any(status) else 0
+    flags = [content.flags for content in packed.contents]
+    assert flags == [payload.OVERFLOW | payload.NON_FINITE | damage, *[damage] * (ranges - 1)]
+
+
+def test_damage_of_an_empty_tensor(backend):
+    packed = calls.mask_pack(backend, torch.empty(0), None, [], [0], status=[0, 1])
+    assert [content.flags for content in packed.contents] == [payload.DAMAGE]
+
+
+@pytest.mark.parametrize("flags", range(8))
+def test_payload_info_says_the_flags(backend, flags):
+    residual = torch.tensor([1.0, math.nan if flags & payload.NON_FINITE else 1.0, 1.0])
+    capacity = 2 if flags & payload.OVERFLOW else 3
+    status = [0, flags & payload.DAMAGE]
+    packed = calls.mask_pack(backend, residual, None, [0.5], capacity=capacity, status=status)
+    info = dct_kernels.payload_info(torch.frombuffer(bytearray(packed.rows[0]), dtype=torch.uint8))
+    said = (info.overflow, info.non_finite, info.damage)
+    assert said == (bool(flags & 1), bool(flags & 2), bool(flags & 4))
+
+
 @pytest.mark.parametrize("ranges", [None, 2, 7])
 def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
     numel = 40 * 16384 + 123
@@ -125,6 +170,7 @@ def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
         value_dtype=torch.bfloat16,
         ranges=ranges,
         inv_scale=torch.tensor(0.125),
+        status=[0, 0, 1],
     )
 
 

@@ -79,11 +79,20 @@ def track_threshold(call, threshold, seen, target, reference):
 
 
 def mask_pack(
-    call, residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale=None
+    call,
+    residual,
+    grad,
+    segments,
+    threshold,
+    payload,
+    seen,
+    capacity,
+    value_dtype,
+    inv_scale=None,
+    status=None,
 ):
-    _contract.mask_pack(
-        residual, grad, segments, threshold, payload, seen, capacity, value_dtype, inv_scale
-    )
+    args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
+    _contract.mask_pack(*args, inv_scale, status)
     call(
         "mask_pack",
         residual,
@@ -99,6 +108,8 @@ def mask_pack(
         capacity,
         value_dtype,
         inv_scale,
+        status,
+        0 if status is None else status.numel(),
     )
 
 

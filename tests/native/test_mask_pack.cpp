@@ -13,6 +13,7 @@ struct Case {
   int64_t numel, ranges, capacity, threads;
   std::vector<int64_t> segments;
   std::vector<float> tau, residual;
+  std::vector<int32_t> status;
   bool has_grad;
   float inv_scale;
 };
@@ -28,6 +29,10 @@ Case random_case(Random& random, int64_t numel) {
     c.tau.push_back(random.pick({0.0f, -1.0f, 1.0f, 2.5f, 2.5f, 1e-40f, HUGE_VALF, NAN}));
   }
   c.residual = random.reals<float>(numel);
+  c.status.resize(random.pick({0, 1, 31, 32, 33}));
+  if (!c.status.empty() && random.chance(0.5)) {
+    c.status[random.integer(0, static_cast<int64_t>(c.status.size()) - 1)] = 4;
+  }
   c.has_grad = random.chance(0.7);
   c.inv_scale = random.pick({1.0f, 0.3f, 1.0f / 65536, 1e30f});
   return c;
@@ -57,6 +62,8 @@ void run(const Case& c, const std::vector<Grad>& grad) {
   args.capacity = c.capacity;
   args.value_dtype = value_dtype;
   args.inv_scale = &c.inv_scale;
+  args.status = c.status.data();
+  args.num_status = static_cast<int64_t>(c.status.size());
   with_threads(c.threads, [&](const cpu::Parallel& p) { cpu::mask_pack(args, p); });
 
   std::vector<int32_t> passed(c.tau.size(), 0);
@@ -65,6 +72,7 @@ void run(const Case& c, const std::vector<Grad>& grad) {
     const Range range = range_bounds(c.numel, c.ranges, r);
     uint32_t count = 0;
     uint8_t flags = 0;
+    for (int32_t status : c.status) flags |= status != 0 ? kFlagDamage : 0;
     int64_t i = range.begin;
     for (int64_t b = 0; b <= num_blocks(range.end - range.begin); ++b) {
       std::memcpy(out + layout.starts + 4 * b, &count, 4);

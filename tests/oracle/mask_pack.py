@@ -5,10 +5,11 @@ import numpy as np
 from . import floats, payload
 
 
-def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=None):
+def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=None, status=()):
     """New residual and seen; `rows`, one bytearray a range, are written in place.
 
-    `residual`, `grad` (or None), `threshold` are float32 arrays, `segments` a list of S + 1.
+    `residual`, `grad` (or None), `threshold` are float32 arrays, `segments` a list of S + 1,
+    `status` a list of any length.
     """
     acc = floats.accumulate(residual, grad, inv_scale)
     active = np.zeros(geometry.numel, bool)
@@ -34,6 +35,8 @@ def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=Non
         flags = payload.OVERFLOW if len(through) > geometry.capacity else 0
         if (active & ~finite)[low:high].any():
             flags |= payload.NON_FINITE
+        if any(status):
+            flags |= payload.DAMAGE
         payload.write(
             row, geometry, payload.content(geometry, r, packed - low, values[packed], flags)
         )

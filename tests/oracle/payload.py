@@ -11,7 +11,7 @@ BLOCK = 16384
 HEADER = struct.Struct("<4sHBBQII40s")
 MAGIC = b"DCT1"
 CODES = {"float32": 0, "bfloat16": 1}
-OVERFLOW, NON_FINITE = 1, 2
+OVERFLOW, NON_FINITE, DAMAGE = 1, 2, 4
 
 
 @dataclass(frozen=True)

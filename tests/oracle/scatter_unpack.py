@@ -33,7 +33,7 @@ def _add(total, content, geometry):
         content.magic != payload.MAGIC
         or content.version != 1
         or content.dtype_code != payload.CODES[geometry.dtype]
-        or content.flags not in (0, 1, 2, 3)
+        or content.flags not in range(8)
         or content.numel != numel
         or content.capacity != geometry.capacity
         or count > min(content.capacity, numel)
@@ -62,6 +62,6 @@ def _add(total, content, geometry):
             continue
         for position, value in zip(positions, values[first:end], strict=True):
             total[b * payload.BLOCK + position] += value
-    if content.flags == payload.OVERFLOW | payload.NON_FINITE and numel > 0:
+    if content.flags & payload.OVERFLOW and content.flags & payload.NON_FINITE and numel > 0:
         total[0] += np.float32(np.nan)
     return status

@@ -24,6 +24,9 @@ void one_case(Random& random) {
   std::vector<float> tau(count);
   for (float& t : tau) t = random.pick({-1.0f, 0.0f, 1.0f, 1.0f, 2.0f, 2.0f, NAN, INFINITY});
   const float inv_scale = random.chance(0.5) ? 1.0f : 1.0f / 3.0f;
+  std::vector<int32_t> status(random.pick<size_t>({0, 1, 31, 32, 33, 100}), 0);
+  const bool damage = !status.empty() && random.chance(0.5);
+  if (damage) status[random.below(status.size())] = random.pick({1, 2, 4, -1});
 
   // What must come out, in the order in which a single thread would find it.
   Floats left = residual;
@@ -52,7 +55,8 @@ void one_case(Random& random) {
       const float value = payload.append(i - payload.begin, acc);
       if (std::isfinite(acc)) left.set_bits(i, test::bits_of(acc - value));
     }
-    payload.finish((kept > static_cast<uint64_t>(capacity) ? 1 : 0) | (non_finite ? 2 : 0));
+    payload.finish((kept > static_cast<uint64_t>(capacity) ? 1 : 0) | (non_finite ? 2 : 0) |
+                   (damage ? 4 : 0));
     payloads.push_back(payload);
   }
 
@@ -72,7 +76,9 @@ void one_case(Random& random) {
                                   ranges,
                                   capacity,
                                   value_dtype,
-                                  &inv_scale};
+                                  &inv_scale,
+                                  status.data(),
+                                  static_cast<int64_t>(status.size())};
   test::Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
   test::expect(dct::cuda::mask_pack(args, scratch.data(), nullptr) == cudaSuccess, "launch");
   test::expect_equal(residual.bytes, left.bytes, "residual, byte");
@@ -100,7 +106,9 @@ void garbage_segments(Random& random) {
                                   1,
                                   capacity,
                                   DType::kFloat32,
-                                  nullptr};
+                                  nullptr,
+                                  nullptr,
+                                  0};
   test::Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
   test::expect(dct::cuda::mask_pack(args, scratch.data(), nullptr) == cudaSuccess, "launch");
 }
