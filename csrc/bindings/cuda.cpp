@@ -43,6 +43,7 @@ class OnDeviceOf {
 
 void require_success(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next check of anybody's would report it as its own
   throw std::runtime_error("dct::" + std::string(op) + ": CUDA says: " + cudaGetErrorString(error));
 }
 

@@ -1,7 +1,7 @@
 // scatter_unpack.cu -- the sum of all ranks' payloads, scattered into a dense tensor.
 //
 // A thread block owns one payload block of the output, 16,384 elements, in shared memory; in it
-// each warp owns 1,024. It first checks what every rank sent for the block, and notes where the
+// each warp owns 2,048. It first checks what every rank sent for the block, and notes where the
 // entries of each warp begin. Then each warp, on its own, adds its entries rank after rank and
 // writes its part of the output once.
 #include "../common/payload.h"
@@ -16,10 +16,10 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = 512;
-  static constexpr int kMinBlocks = 3;  // of 66 KB of shared memory each
-  static constexpr int kRanks = 32;     // checked at a time
-  static constexpr int kInFlight = 4;   // ranks whose entries a warp reads before it adds them
+  static constexpr int kThreads = 256;
+  static constexpr int kMinBlocks = 3;  // of 67 KB of shared memory each
+  static constexpr int kRanks = 64;     // checked at a time
+  static constexpr int kInFlight = 8;   // times 32 entries that a warp reads before it uses them
 };
 constexpr int kWarps = Policy::kThreads / kWarpSize;
 constexpr int kPart = kBlock / kWarps;  // elements a warp owns
@@ -63,50 +63,71 @@ __device__ int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayo
   return 0;
 }
 
-// By one warp: whether the positions ascend strictly within the block.
-__device__ bool positions_ok(const RankBlock& rank, int length) {
-  bool bad = false;
-  for (int i = lane_index(); i < rank.entries; i += kWarpSize) {
-    bad |= rank.positions[i] >= length || (i > 0 && rank.positions[i] <= rank.positions[i - 1]);
+// By one warp: whether a rank's positions ascend strictly within the block; notes where each warp's
+// entries begin. Several rounds of positions, each with the one before it, are read before the
+// first is looked at; whoever has none reads the last again.
+__device__ bool divide(RankBlock& rank, int length) {
+  constexpr int kRounds = Policy::kInFlight;
+  const int lane = lane_index(), last = rank.entries - 1;
+  for (int begin = lane; begin - lane <= last; begin += kRounds * kWarpSize) {
+    uint16_t position[kRounds], below[kRounds];
+#pragma unroll
+    for (int q = 0; q < kRounds; ++q) {
+      const int i = min(begin + q * kWarpSize, last);
+      position[q] = rank.positions[i];
+      below[q] = rank.positions[max(i - 1, 0)];
+    }
+    bool bad = false;
+#pragma unroll
+    for (int q = 0; q < kRounds; ++q) {
+      bad |= (position[q] >= length) | ((begin + q > 0) & (last > 0) & (position[q] <= below[q]));
+    }
+    if (__any_sync(kFullWarp, bad)) return false;
+#pragma unroll
+    for (int q = 0; q < kRounds; ++q) {
+      const int i = begin + q * kWarpSize;
+      if (i > last) break;
+      const int before = i == 0 ? -1 : below[q] / kPart;
+      const int part = position[q] / kPart;
+      for (int p = before + 1; p <= part; ++p) rank.part[p] = static_cast<uint16_t>(i);
+    }
   }
-  return !__any_sync(kFullWarp, bad);
+  const int parts = last < 0 ? 0 : rank.positions[last] / kPart + 1;
+  if (parts + lane <= kWarps) rank.part[parts + lane] = static_cast<uint16_t>(last + 1);
+  return true;
 }
 
-// By one warp: notes where in the first `entries` each warp's entries begin.
-__device__ void divide(RankBlock& rank, int entries) {
-  for (int i = lane_index(); i <= entries; i += kWarpSize) {
-    const int before = i == 0 ? -1 : rank.positions[i - 1] / kPart;
-    const int part = i == entries ? kWarps : rank.positions[i] / kPart;
-    for (int p = before + 1; p <= part; ++p) rank.part[p] = static_cast<uint16_t>(i);
-  }
-}
-
-// By one warp, for its own elements: adds the ranks in order. The entries of several ranks are read
-// before the first is added, because each read takes as long as hundreds of additions.
+// By one warp, for its own elements: adds the ranks in order, 32 entries of one rank at a time.
+// Several times 32 are read before the first are added, because each read takes as long as hundreds
+// of additions; they are converted where they are added, because a conversion waits for what it
+// converts.
 template <typename Value>
 __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
   const int warp = warp_index(), lane = lane_index();
-  for (int begin = 0; begin < num_ranks; begin += Policy::kInFlight) {
-    int entry[Policy::kInFlight], end[Policy::kInFlight], position[Policy::kInFlight];
-    float value[Policy::kInFlight];
+  int rank = 0, first = ranks[0].part[warp];
+  while (rank < num_ranks) {
+    int position[Policy::kInFlight];
+    Value value[Policy::kInFlight][1];
 #pragma unroll
-    for (int r = 0; r < Policy::kInFlight; ++r) {
-      entry[r] = end[r] = 0;
-      if (begin + r >= num_ranks) continue;
-      const RankBlock& rank = ranks[begin + r];
-      entry[r] = rank.part[warp] + lane;
-      end[r] = rank.part[warp + 1];
-      if (entry[r] >= end[r]) continue;
-      position[r] = rank.positions[entry[r]];
-      value[r] = to_float(reinterpret_cast<const Value*>(rank.values)[entry[r]]);
+    for (int q = 0; q < Policy::kInFlight; ++q) {
+      position[q] = -1;
+      if (rank == num_ranks) continue;
+      const RankBlock& from = ranks[rank];
+      const int entry = first + lane, end = from.part[warp + 1];
+      if (entry < end) {
+        uint16_t read[1];
+        stream_in(from.positions + entry, read);
+        stream_in(reinterpret_cast<const Value*>(from.values) + entry, value[q]);
+        position[q] = read[0];
+      }
+      first += kWarpSize;
+      if (first >= end && ++rank < num_ranks) first = ranks[rank].part[warp];
     }
 #pragma unroll
-    for (int r = 0; r < Policy::kInFlight; ++r) {
-      if (entry[r] < end[r]) sums[position[r]] = __fadd_rn(sums[position[r]], value[r]);
-      for (int i = entry[r] + kWarpSize; i < end[r]; i += kWarpSize) {
-        const RankBlock& rank = ranks[begin + r];
-        float& sum = sums[rank.positions[i]];
-        sum = __fadd_rn(sum, to_float(reinterpret_cast<const Value*>(rank.values)[i]));
+    for (int q = 0; q < Policy::kInFlight; ++q) {
+      if (position[q] >= 0) {
+        float& sum = sums[position[q]];
+        sum = __fadd_rn(sum, to_float(value[q][0]));
       }
       __syncwarp();
     }
@@ -147,11 +168,13 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   const RangeTiles::Tile& block = shared.block;
   const int warp = warp_index(), lane = lane_index();
   if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x);
-  for (int i = lane; i < kPart; i += kWarpSize) sums[warp * kPart + i] = 0.0f;
+  auto* own = reinterpret_cast<float4*>(sums + warp * kPart);
+  for (int i = lane; i < kPart / 4; i += kWarpSize) own[i] = make_float4(0, 0, 0, 0);
+  __syncthreads();
   for (int64_t begin = 0; begin < args.ranks; begin += Policy::kRanks) {
     const int64_t left = args.ranks - begin;
     const int num_ranks = left < Policy::kRanks ? static_cast<int>(left) : Policy::kRanks;
-    __syncthreads();  // the block is located, and the ranks before are added
+    if (begin > 0) __syncthreads();  // the ranks before are added
     if (thread_index() < num_ranks) {
       const int64_t rank = begin + thread_index();
       const uint8_t* payload = args.payloads + (rank * args.ranges + block.range) * layout.nbytes;
@@ -161,9 +184,10 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     __syncthreads();
     const int length = static_cast<int>(block.bounds.end - block.bounds.begin);
     for (int r = warp; r < num_ranks; r += kWarps) {
-      const bool ok = positions_ok(ranks[r], length);
-      if (!ok && lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
-      divide(ranks[r], ok ? ranks[r].entries : 0);
+      if (divide(ranks[r], length)) continue;
+      __syncwarp();  // what was noted of a bad block is forgotten
+      if (lane <= kWarps) ranks[r].part[lane] = 0;
+      if (lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
     }
     __syncthreads();
     add<Value>(ranks, num_ranks, sums);
@@ -172,7 +196,6 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     }
     __syncwarp();
   }
-  __syncthreads();  // the block is located, even if there are no ranks
   const int offset = warp * kPart;
   const int64_t begin = block.bounds.begin + offset;
   const int length = static_cast<int>(min(block.bounds.end - begin, int64_t{kPart}));
@@ -186,14 +209,17 @@ template <typename Value, typename Out>
 cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   const RangeTiles blocks(args.numel, args.ranges, kBlock);
   if (blocks.total > kMaxGrid) return cudaErrorInvalidValue;
-  const cudaError_t opted_in = cudaFuncSetAttribute(
-      scatter_unpack_kernel<Value, Out>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSumBytes);
+  const auto kernel = scatter_unpack_kernel<Value, Out>;
+  const cudaError_t opted_in =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSumBytes);
   if (opted_in != cudaSuccess) return opted_in;
+  const cudaError_t carved = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (carved != cudaSuccess) return carved;
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(scatter_unpack_kernel<Value, Out>, dim3(static_cast<unsigned>(blocks.total)),
-                Policy::kThreads, kSumBytes, stream, args, blocks, layout,
-                is_aligned(args.out, 16));
+  return launch(kernel, dim3(static_cast<unsigned>(blocks.total)), Policy::kThreads, kSumBytes,
+                stream, args, blocks, layout, is_aligned(args.out, 16));
 }
 
 }  // namespace

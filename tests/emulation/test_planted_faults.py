@@ -101,14 +101,14 @@ FAULTS = [
         "    __syncthreads();\n    add<Value>",
         "    add<Value>",
         "thread",
-        "data race",
+        "ThreadSanitizer",  # a race, or what it made of a pointer
     ),
     Fault(
         "a position at the end of the block accepted",
         "scatter_unpack",
         "scatter_unpack.cu",
-        "rank.positions[i] >= length",
-        "rank.positions[i] > length",
+        "position[q] >= length",
+        "position[q] > length",
     ),
     Fault(
         "ranks not added in order",

@@ -49,8 +49,8 @@ class Kernel:
             used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
             if any(used & registers for registers in pending):
                 pending = []
-            if load := re.match(r"LDG\.E\.EF\.(64|128) R(\d+),", _unpredicated(instruction)):
-                width, first = int(load[1]) // 32, int(load[2])
+            if load := re.match(r"LDG\.E\.EF(\.\w+)? R(\d+),", _unpredicated(instruction)):
+                width, first = {".64": 2, ".128": 4}.get(load[1], 1), int(load[2])
                 pending.append(set(range(first, first + width)))
             most = max(most, len(pending))
         return most

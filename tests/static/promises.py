@@ -28,8 +28,13 @@ PROMISES = {
     "sample_threshold_kernel": Promise(),
     "track_threshold_kernel": Promise(divides=True),
     # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two.
+    # Eight positions and their values are read before the first is added.
     "scatter_unpack_kernel": Promise(
-        wide_loads=1, wide_stores=1, dynamic_shared_bytes=16384 * 4, fewer_blocks={80: 2}
+        wide_loads=1,
+        wide_stores=1,
+        streams_in_flight=16,
+        dynamic_shared_bytes=16384 * 4,
+        fewer_blocks={80: 2},
     ),
     "row_pack_narrow_kernel": Promise(),
     "row_pack_wide_kernel": Promise(),

@@ -12,6 +12,14 @@ namespace dct::cuda {
 template <int kBytes>
 struct VectorOfBytes;
 template <>
+struct VectorOfBytes<2> {
+  using Type = unsigned short;
+};
+template <>
+struct VectorOfBytes<4> {
+  using Type = unsigned;
+};
+template <>
 struct VectorOfBytes<8> {
   using Type = uint2;
 };
@@ -20,7 +28,7 @@ struct VectorOfBytes<16> {
   using Type = uint4;
 };
 
-// N elements of T, 8 or 16 bytes, as the instruction moves them.
+// N elements of T, up to 16 bytes, as the instruction moves them.
 template <typename T, int N>
 using Vector = typename VectorOfBytes<sizeof(T) * N>::Type;
 

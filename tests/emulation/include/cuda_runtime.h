@@ -34,7 +34,11 @@ enum cudaError_t {
 };
 using cudaStream_t = struct EmulatedStream*;
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -87,7 +91,8 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
 }
 
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int bytes) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
   constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
   if (bytes > kMaxBytes) return cudaErrorInvalidValue;
   emulator::SharedLimits& limits = emulator::shared_limits();
