@@ -60,18 +60,14 @@ __device__ Segment find_segment(const SampleThresholdArgs& args, int64_t numel, 
   return segment;
 }
 
-template <typename T>
-__device__ uint32_t read_key(const SampleThresholdArgs& args, const Segment& segment, int64_t pick,
-                             float scale) {
-  int64_t i = segment.begin;
-  i += segment.picks == segment.numel
-           ? pick
-           : stratified_pick(pick, segment.numel, segment.picks, args.seed,
-                             static_cast<uint32_t>(segment.index));
-  const float residual = args.residual != nullptr ? args.residual[i] : 0.0f;
-  return magnitude_key(accumulate(residual, static_cast<const T*>(args.x)[i], scale));
+__device__ int64_t place_of(const SampleThresholdArgs& args, const Segment& segment, int64_t pick) {
+  if (segment.picks == segment.numel) return segment.begin + pick;
+  return segment.begin + stratified_pick(pick, segment.numel, segment.picks, args.seed,
+                                         static_cast<uint32_t>(segment.index));
 }
 
+// All places are known before the first is read, and all are read before the first key is made.
+// Past the end the last pick is read again.
 template <typename T>
 __device__ void count(const SampleThresholdArgs& args, const Segment& segment, Digit digit,
                       uint32_t prefix, uint32_t* histogram) {
@@ -79,17 +75,24 @@ __device__ void count(const SampleThresholdArgs& args, const Segment& segment, D
   const int64_t stride = segment.blocks * Policy::kThreads;
   const int64_t first = segment.block * Policy::kThreads + thread_index();
   for (int64_t pick = first; pick < segment.picks; pick += stride * Policy::kInFlight) {
-    uint32_t key[Policy::kInFlight];
+    int64_t place[Policy::kInFlight];
+    T x[Policy::kInFlight];
+    float residual[Policy::kInFlight] = {};
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
-      const int64_t at = pick + q * stride;
-      if (at < segment.picks) key[q] = read_key<T>(args, segment, at, scale);
+      place[q] = place_of(args, segment, min(pick + q * stride, segment.picks - 1));
+    }
+#pragma unroll
+    for (int q = 0; q < Policy::kInFlight; ++q) {
+      x[q] = static_cast<const T*>(args.x)[place[q]];
+      if (args.residual != nullptr) residual[q] = args.residual[place[q]];
     }
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
       if (pick + q * stride >= segment.picks) break;
-      if (key[q] >> (digit.shift + digit.bits) != prefix) continue;
-      atomicAdd(&histogram[key[q] >> digit.shift & ((1u << digit.bits) - 1)], 1u);
+      const uint32_t key = magnitude_key(accumulate(residual[q], x[q], scale));
+      if (key >> (digit.shift + digit.bits) != prefix) continue;
+      atomicAdd(&histogram[key >> digit.shift & ((1u << digit.bits) - 1)], 1u);
     }
   }
 }

@@ -44,12 +44,20 @@ class Kernel:
     @property
     def streams_in_flight(self) -> int:
         """The most streaming loads that are issued before what one of them loads is used."""
+        return self._in_flight(r"LDG\.E\.EF(\.\w+)? R(\d+),")
+
+    @property
+    def halves_in_flight(self) -> int:
+        """The same, of plain loads of 16 bits."""
+        return self._in_flight(r"LDG\.E(\.U16) R(\d+),")
+
+    def _in_flight(self, pattern: str) -> int:
         most, pending = 0, []
         for instruction in self.instructions:
             used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
             if any(used & registers for registers in pending):
                 pending = []
-            if load := re.match(r"LDG\.E\.EF(\.\w+)? R(\d+),", _unpredicated(instruction)):
+            if load := re.match(pattern, _unpredicated(instruction)):
                 width, first = {".64": 2, ".128": 4}.get(load[1], 1), int(load[2])
                 pending.append(set(range(first, first + width)))
             most = max(most, len(pending))

@@ -10,6 +10,7 @@ class Promise:
     wide_loads: int = 0  # at least so many of 16 bytes
     wide_stores: int = 0
     streams_in_flight: int = 0  # at least so many streaming loads before the first is used
+    halves_in_flight: int = 0  # the same, of plain loads of 16 bits
     # A correctly rounded division is made of fused multiply-adds, and flushes where it makes NaNs.
     divides: bool = False
     dynamic_shared_bytes: int = 0
@@ -25,7 +26,10 @@ PROMISES = {
     "mask_pack_kernel<BFloat16>": Promise(wide_loads=4, wide_stores=4, streams_in_flight=8),
     "mask_pack_kernel<Float16>": Promise(wide_loads=4, wide_stores=4, streams_in_flight=8),
     "mask_pack_kernel<NoGrad>": Promise(wide_loads=4, streams_in_flight=4),
-    "sample_threshold_kernel": Promise(),
+    # Four picks of x and of the residual; other loads of 32 bits hide what reads float32.
+    "sample_threshold_kernel<float>": Promise(),
+    "sample_threshold_kernel<BFloat16>": Promise(halves_in_flight=4),
+    "sample_threshold_kernel<Float16>": Promise(halves_in_flight=4),
     "track_threshold_kernel": Promise(divides=True),
     # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two.
     # Eight positions and their values are read before the first is added.
@@ -63,6 +67,7 @@ def broken(kernel: Kernel, promise: Promise) -> list[str]:
         "wide loads": (kernel.count(r"LDG\S*\.128"), promise.wide_loads),
         "wide stores": (kernel.count(r"STG\S*\.128"), promise.wide_stores),
         "streams in flight": (kernel.streams_in_flight, promise.streams_in_flight),
+        "halves in flight": (kernel.halves_in_flight, promise.halves_in_flight),
         "blocks": (kernel.blocks(promise.dynamic_shared_bytes), blocks),
     }
     return [f"{what}: {n}, not 0" for what, n in none.items() if n != 0] + [
