@@ -70,13 +70,15 @@ $(VENV)-abi/installed:
 	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=77" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
 	touch $@
 
-# The binary built against TORCH, loaded unchanged by OTHER_TORCH: the op tests, with no build there.
+# The binary built against TORCH, loaded unchanged by OTHER_TORCH: the tests of ops and of the layer,
+# with no build there.
 abi: $(VENV)/built $(VENV)-abi/installed
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not triton"
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not triton" \
+	  && $(OTHER)/pytest parallel -n auto --ignore parallel/test_pipeline.py
 
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
 # and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.

@@ -149,6 +149,7 @@ def _state(rank, world_size=2, **changes):
     }
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_merging_wants_every_rank_of_one_run_once(tmp_path):
     merged = merge_states(_state(rank) for rank in range(2))
     assert merged["ranks"]["mean"]["parameters"]["p.0"]["residual"] == 0.5
