@@ -10,8 +10,10 @@ _load.setup()
 from .layout import PayloadInfo, PayloadLayout, payload_info, payload_layout  # noqa: E402
 from .ops import (  # noqa: E402
     mask_pack,
+    row_dequantize,
     row_gather,
     row_pack,
+    row_quantize,
     row_unpack,
     sample_threshold,
     scatter_unpack,
@@ -26,8 +28,10 @@ __all__ = [
     "mask_pack",
     "payload_info",
     "payload_layout",
+    "row_dequantize",
     "row_gather",
     "row_pack",
+    "row_quantize",
     "row_unpack",
     "sample_threshold",
     "scatter_unpack",

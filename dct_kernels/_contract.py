@@ -125,6 +125,25 @@ def row_unpack(values, positions, width, dtype):
     _positions(op, positions, values.shape[0], width, values.shape[1], ("values", values))
 
 
+def row_quantize(x, format):
+    op = "row_quantize"
+    checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
+    checks.require_int(op, "x.shape[1]", x.shape[1], 1, 2**31 - 1)
+    checks.require_choice(op, "format", format, row_layout.FORMATS)
+
+
+def row_dequantize(rows, width, format, dtype):
+    op = "row_dequantize"
+    checks.require_tensor(op, "rows", rows, UINT8, (2,))
+    checks.require_int(op, "width", width, 1, 2**31 - 1)
+    checks.require_choice(op, "format", format, row_layout.FORMATS)
+    checks.require_dtype(op, "dtype", dtype, checks.FLOATS)
+    row_bytes = row_layout.row_bytes(width, format)
+    if rows.shape[1] != row_bytes:
+        rule = f"of {row_bytes} bytes a row for width {width} and {format}"
+        checks.fail(op, "rows", rule, rows.shape[1])
+
+
 def _payload_bytes(op, arg, payload, numel, capacity, value_dtype, ranges):
     if ranges < 1:
         checks.fail(op, arg, "of at least 1 range", ranges)

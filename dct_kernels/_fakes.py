@@ -52,6 +52,15 @@ def row_unpack(values, positions, width, dtype):
     return values.new_empty(values.shape[0], width, dtype=dtype)
 
 
+def row_quantize(x, format):
+    rows, width = x.shape
+    return x.new_empty(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
+
+
+def row_dequantize(rows, width, format, dtype):
+    return rows.new_empty(rows.shape[0], width, dtype=dtype)
+
+
 for _fake in (
     sample_threshold,
     track_threshold,
@@ -60,5 +69,7 @@ for _fake in (
     row_pack,
     row_gather,
     row_unpack,
+    row_quantize,
+    row_dequantize,
 ):
     torch.library.register_fake(f"dct::{_fake.__name__}", _fake, lib=library)

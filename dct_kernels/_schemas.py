@@ -25,6 +25,8 @@ SCHEMAS = {
     "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor positions)",
     "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
     "row_unpack": "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",
+    "row_quantize": "(Tensor x, str format) -> Tensor",
+    "row_dequantize": "(Tensor rows, SymInt width, str format, ScalarType dtype) -> Tensor",
 }
 
 OPS = tuple(SCHEMAS)

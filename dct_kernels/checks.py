@@ -5,6 +5,7 @@ adapters say the same words. The metadata checks trace under torch.compile; `mem
 addresses and contents, which exist only when the op runs.
 """
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -44,6 +45,13 @@ def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dt
         fail(op, arg, "a torch.dtype", type(dtype).__name__, TypeError)
     if dtype not in allowed:
         fail(op, arg, _names(allowed), dtype, TypeError)
+
+
+def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        fail(op, arg, "a string", type(value).__name__, TypeError)
+    if value not in choices:
+        fail(op, arg, _either(choices), value)
 
 
 def require_tensor(
@@ -142,5 +150,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    names = [_name(dtype) for dtype in dtypes]
+    return _either([_name(dtype) for dtype in dtypes])
+
+
+def _either(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -264,3 +264,62 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     """
     _contract.row_unpack(values, positions, width, dtype)
     return torch.ops.dct.row_unpack.default(values, positions, width, dtype)
+
+
+def row_quantize(x: Tensor, format: str) -> Tensor:
+    """Every entry of every row in a few bits, with a scale a row. Not differentiable.
+
+    The result is bytes, which carry no gradient: straight-through is for the caller to arrange.
+    A row's bytes follow from that row alone, and their number from d and the format, so no sizes
+    need exchanging. Formats, with bytes a row, codes first (docs/ops.md has every bit):
+
+    - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
+    - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
+      of all; what is not above is 0.
+    - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
+    - "mxfp4", ceil(d / 2) + ceil(d / 32): OCP Microscaling, a power of two for every 32 entries. A
+      baseline, on the CPU and the eager backend only.
+
+    A row with a NaN or an infinity dequantises to NaN everywhere ("mxfp4": its block of 32), so
+    that a loss or a GradScaler sees it. A scale below 2**-126 is 0: such a row becomes zeros.
+
+    Args:
+        x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
+        format: one of the above.
+
+    Returns:
+        uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
+
+    Source: row-wise quantised exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
+    after signSGD with a scale (arXiv 1901.09847), mxfp4 after the OCP MX specification 1.0; a
+    bfloat16 scale and the order-free sums are our reconstruction.
+
+    >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
+    tensor([[224, 113, 128,  63]], dtype=torch.uint8)
+    """
+    _contract.row_quantize(x, format)
+    return torch.ops.dct.row_quantize.default(x, format)
+
+
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
+
+    Rows are not trusted: any bytes give some number, NaN or infinity, as docs/ops.md states, and
+    no access out of bounds.
+
+    Args:
+        rows: uint8 [B, w] for this width and format, at any address.
+        width: d, 1 to 2**31 - 1.
+        format: as given to `row_quantize`.
+        dtype: of the result, float32, bfloat16 or float16; rounded as `.to(dtype)` does, so
+            float16 overflows to infinity.
+
+    Returns:
+        [B, width] of dtype.
+
+    >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
+    ...                torch.float32)
+    tensor([[ 0., -2.,  1.,  7.]])
+    """
+    _contract.row_dequantize(rows, width, format, dtype)
+    return torch.ops.dct.row_dequantize.default(rows, width, format, dtype)

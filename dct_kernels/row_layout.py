@@ -1,6 +1,7 @@
-"""How a row's k positions travel: the smallest of three encodings, decided by (width, k) alone.
+"""How a row travels: the positions of its k entries, or all of its entries in few bits.
 
-Both sides know width and k, so no message ever says which encoding it uses.
+Positions take the smallest of three encodings, decided by (width, k) alone; a quantised row's size
+is decided by (width, format). Both sides know these, so no message ever says how it is encoded.
 """
 
 import enum
@@ -28,3 +29,21 @@ def position_bytes(width: int, k: int) -> int:
     if encoding is Encoding.BITMAP:
         return (width + 7) // 8
     return k if encoding is Encoding.UINT8 else 2 * k
+
+
+SCALED_BY_ROW = ("int8", "int4", "ternary", "sign")  # codes, then one bfloat16 scale
+FORMATS = (*SCALED_BY_ROW, "mxfp4")  # OCP Microscaling: codes, then a scale for every 32 columns
+
+CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8, "mxfp4": 2}
+MXFP4_BLOCK = 32
+
+
+def code_bytes(width: int, format: str) -> int:
+    """Bytes of one quantised row's codes, which come first."""
+    return (width - 1) // CODES_PER_BYTE[format] + 1
+
+
+def row_bytes(width: int, format: str) -> int:
+    """Bytes of one quantised row."""
+    scales = (width - 1) // MXFP4_BLOCK + 1 if format == "mxfp4" else 2
+    return code_bytes(width, format) + scales

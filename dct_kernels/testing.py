@@ -1,4 +1,4 @@
-"""For tests and benches: every backend's seven ops side by side in one process."""
+"""For tests and benches: every backend's ops side by side in one process."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ __all__ = ["available", "backends"]
 
 
 def backends() -> dict[str, SimpleNamespace]:
-    """{name: its seven callables, and `.device`, the device whose tensors they take}.
+    """{name: its ops as callables, and `.device`, the device whose tensors they take}.
 
     Only what this process can run. `eager` takes any device and is listed on the CPU; so is
     `triton` where its kernels are interpreted (TRITON_INTERPRET=1).

@@ -59,7 +59,7 @@ def seed():
 
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
-    """The seven callables of one backend, and `.device`, where its tensors live."""
+    """The ops of one backend as callables, and `.device`, where its tensors live."""
     if request.param == "emulated":
         emulated.configure(request.config.getoption("--emulation-seed"))
     if request.param == "ptx-cuda":

@@ -23,7 +23,7 @@ PUBLIC = {
     "dct_kernels": {
         *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout"),
         *("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack"),
-        *("row_pack", "row_gather", "row_unpack"),
+        *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "WireMeter"),

@@ -23,6 +23,7 @@ from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import ROUNDS
 from dct_bench.kernels.cases import Case
 from dct_kernels import payload_layout
+from dct_kernels.row_layout import SCALED_BY_ROW
 
 GRAPHS_BELOW = 2**22
 ROWS = 65536
@@ -38,6 +39,9 @@ def all_cases(device: str, scale: int) -> Iterator[Case]:
         for density in (0.05, 0.1):
             yield cases.row_pack(device, rows, width, density, density == 0.05)
             yield cases.row_unpack(device, rows, width, density, False)
+        for format in SCALED_BY_ROW:
+            yield cases.row_quantize(device, rows, width, format)
+            yield cases.row_dequantize(device, rows, width, format)
     for density in (NOTHING, EVERYTHING):
         yield cases.mask_pack(device, sweep, density, F32, F32, False)
     yield overflow(device, sweep)

@@ -75,7 +75,7 @@ def call(op: str, **args: object) -> Call:
 
 
 def calls(seed: int, numel: int = NUMEL, rows: int = ROWS) -> list[Call]:
-    """All seven ops and one data-parallel step, on CPU tensors drawn from `seed`; no NaN."""
+    """All ops and one data-parallel step, on CPU tensors drawn from `seed`; no NaN."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -113,6 +113,14 @@ def calls(seed: int, numel: int = NUMEL, rows: int = ROWS) -> list[Call]:
         call("row_pack", x=x, k=K, value_dtype=BF16),
         call("row_gather", x=normal(rows, WIDTH), positions=positions, k=K, value_dtype=F32),
         call("row_unpack", values=values, positions=positions, width=WIDTH, dtype=F32),
+        call("row_quantize", x=x, format="int4"),
+        call(
+            "row_dequantize",
+            rows=eager.row_quantize(x, "ternary"),
+            width=WIDTH,
+            format="ternary",
+            dtype=BF16,
+        ),
         Call(
             "step",
             pack | track | {"out": normal(numel)},

@@ -2,7 +2,7 @@
 
     python bench/gpu/comparison.py --backend cuda
 
-`pytest tests/conformance -k cuda` asks far more, but needs pytest and hypothesis. Here: all seven
+`pytest tests/conformance -k cuda` asks far more, but needs pytest and hypothesis. Here: all
 ops over sizes around every boundary, dtypes, densities from nothing to everything, ties, NaN,
 infinity, subnormals, overflow, ranges and misaligned views.
 """
@@ -18,6 +18,7 @@ from common import BF16, F32, Call, call, report, same
 from torch import Tensor
 
 from dct_kernels import payload_layout, testing
+from dct_kernels.row_layout import SCALED_BY_ROW
 
 F16 = torch.float16
 SIZES = (0, 1, 31, 32, 33, 4095, 4096, 4097, 16383, 16384, 16385, 50_021)
@@ -126,6 +127,15 @@ def row_calls(eager) -> Iterator[Call]:
             for at in (positions, garbage):
                 yield call("row_gather", x=x, positions=at, k=k, value_dtype=out)
                 yield call("row_unpack", values=packed, positions=at, width=width, dtype=out)
+    widths = sorted({width for width, _ in SHAPES})
+    for width, dtype, format in itertools.product(widths, (F32, BF16, F16), SCALED_BY_ROW):
+        for rows in (0, 1, 33):
+            x = values(rows * width, dtype).view(rows, width)
+            yield call("row_quantize", x=x, format=format)
+            sound = eager.row_quantize(x, format)
+            garbage = torch.randint(256, sound.shape, dtype=torch.uint8)
+            for of in (sound, garbage):
+                yield call("row_dequantize", rows=of, width=width, format=format, dtype=dtype)
 
 
 def placed(one: Call, device: str, offset: int) -> Call:

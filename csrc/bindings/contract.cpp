@@ -44,6 +44,32 @@ void require_positions(const Checks& checks, const Tensor& positions, int64_t ro
   }
 }
 
+const char* name(RowFormat format) {
+  switch (format) {
+    case RowFormat::kInt8:
+      return "int8";
+    case RowFormat::kInt4:
+      return "int4";
+    case RowFormat::kTernary:
+      return "ternary";
+    case RowFormat::kSign:
+      return "sign";
+    default:
+      return "mxfp4";
+  }
+}
+
+RowFormat require_format(const Checks& checks, const std::string& format,
+                         std::initializer_list<RowFormat> allowed) {
+  std::string rule;
+  for (const RowFormat& each : allowed) {
+    if (format == name(each)) return each;
+    if (!rule.empty()) rule += &each + 1 == allowed.end() ? " or " : ", ";
+    rule += name(each);
+  }
+  checks.fail("format", rule, format);
+}
+
 }  // namespace
 
 SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor& residual,
@@ -201,6 +227,41 @@ RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int
   args.rows = values.size(0);
   args.width = width;
   args.k = values.size(1);
+  return args;
+}
+
+RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format,
+                                  std::initializer_list<RowFormat> allowed) {
+  const Checks checks("row_quantize");
+  RowQuantizeArgs args{};
+  args.x_dtype = checks.require_tensor({"x", x}, kFloats, {2}, {"x", x});
+  checks.require_int("x.shape[1]", x.size(1), 1, kInt32Max);
+  args.format = require_format(checks, format, allowed);
+  args.x = x.const_data_ptr();
+  args.rows = x.size(0);
+  args.width = x.size(1);
+  return args;
+}
+
+RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const std::string& format,
+                                      ScalarType dtype, std::initializer_list<RowFormat> allowed) {
+  const Checks checks("row_dequantize");
+  const Arg like("rows", rows);
+  RowDequantizeArgs args{};
+  checks.require_tensor(like, {ScalarType::Byte}, {2}, like);
+  checks.require_int("width", width, 1, kInt32Max);
+  args.format = require_format(checks, format, allowed);
+  args.out_dtype = checks.require_dtype("dtype", dtype, kFloats);
+  const int64_t bytes = row_bytes(width, args.format);
+  if (rows.size(1) != bytes) {
+    checks.fail("rows",
+                "of " + std::to_string(bytes) + " bytes a row for width " + std::to_string(width) +
+                    " and " + format,
+                rows.size(1));
+  }
+  args.quantized = rows.const_data_ptr<uint8_t>();
+  args.rows = rows.size(0);
+  args.width = width;
   return args;
 }
 

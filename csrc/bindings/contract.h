@@ -5,7 +5,9 @@
 // What is left to the caller: the results an op allocates, and on the CPU the contents of segments.
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "../common/ops.h"
@@ -39,5 +41,12 @@ RowGatherArgs row_gather_args(const Tensor& x, const Tensor& positions, int64_t 
 
 RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int64_t width,
                               ScalarType dtype);
+
+// `allowed`: the formats this device has.
+RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format,
+                                  std::initializer_list<RowFormat> allowed);
+
+RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const std::string& format,
+                                      ScalarType dtype, std::initializer_list<RowFormat> allowed);
 
 }  // namespace dct

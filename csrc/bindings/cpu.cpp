@@ -7,8 +7,10 @@
 
 #include "../common/rows.h"
 #include "../cpu/mask_pack.h"
+#include "../cpu/row_dequantize.h"
 #include "../cpu/row_gather.h"
 #include "../cpu/row_pack.h"
+#include "../cpu/row_quantize.h"
 #include "../cpu/row_unpack.h"
 #include "../cpu/sample_threshold.h"
 #include "../cpu/scatter_unpack.h"
@@ -96,6 +98,26 @@ Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, 
   return out;
 }
 
+constexpr std::initializer_list<RowFormat> kRowFormats = {
+    RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign, RowFormat::kMxfp4};
+
+Tensor row_quantize(const Tensor& x, const std::string& format) {
+  RowQuantizeArgs args = row_quantize_args(x, format, kRowFormats);
+  Tensor rows = new_empty(x, {args.rows, row_bytes(args.width, args.format)}, ScalarType::Byte);
+  args.out = rows.mutable_data_ptr<uint8_t>();
+  cpu::row_quantize(args, torch_parallel());
+  return rows;
+}
+
+Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& format,
+                      ScalarType dtype) {
+  RowDequantizeArgs args = row_dequantize_args(rows, width, format, dtype, kRowFormats);
+  Tensor out = new_empty(rows, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  cpu::row_dequantize(args, torch_parallel());
+  return out;
+}
+
 }  // namespace
 }  // namespace dct
 
@@ -107,4 +129,6 @@ STABLE_TORCH_LIBRARY_IMPL(dct, CPU, m) {
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));
   m.impl("row_gather", TORCH_BOX(&dct::row_gather));
   m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
+  m.impl("row_quantize", TORCH_BOX(&dct::row_quantize));
+  m.impl("row_dequantize", TORCH_BOX(&dct::row_dequantize));
 }

@@ -11,8 +11,10 @@
 
 #include "../common/rows.h"
 #include "../cuda/mask_pack.cuh"
+#include "../cuda/row_dequantize.cuh"
 #include "../cuda/row_gather.cuh"
 #include "../cuda/row_pack.cuh"
+#include "../cuda/row_quantize.cuh"
 #include "../cuda/row_unpack.cuh"
 #include "../cuda/sample_threshold.cuh"
 #include "../cuda/scatter_unpack.cuh"
@@ -125,6 +127,28 @@ Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, 
   return out;
 }
 
+constexpr std::initializer_list<RowFormat> kRowFormats = {RowFormat::kInt8, RowFormat::kInt4,
+                                                          RowFormat::kTernary, RowFormat::kSign};
+
+Tensor row_quantize(const Tensor& x, const std::string& format) {
+  RowQuantizeArgs args = row_quantize_args(x, format, kRowFormats);
+  const OnDeviceOf device(x);
+  Tensor rows = new_empty(x, {args.rows, row_bytes(args.width, args.format)}, ScalarType::Byte);
+  args.out = rows.mutable_data_ptr<uint8_t>();
+  require_success("row_quantize", cuda::row_quantize(args, device.stream()));
+  return rows;
+}
+
+Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& format,
+                      ScalarType dtype) {
+  RowDequantizeArgs args = row_dequantize_args(rows, width, format, dtype, kRowFormats);
+  const OnDeviceOf device(rows);
+  Tensor out = new_empty(rows, {args.rows, width}, dtype);
+  args.out = out.mutable_data_ptr();
+  require_success("row_dequantize", cuda::row_dequantize(args, device.stream()));
+  return out;
+}
+
 }  // namespace
 }  // namespace dct
 
@@ -136,4 +160,6 @@ STABLE_TORCH_LIBRARY_IMPL(dct, CUDA, m) {
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));
   m.impl("row_gather", TORCH_BOX(&dct::row_gather));
   m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));
+  m.impl("row_quantize", TORCH_BOX(&dct::row_quantize));
+  m.impl("row_dequantize", TORCH_BOX(&dct::row_dequantize));
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "row_formats.h"
 
 namespace dct {
 
@@ -92,6 +93,24 @@ struct RowUnpackArgs {
   int64_t rows;
   int64_t width;
   int64_t k;
+  void* out;  // out: [rows, width] of out_dtype
+  DType out_dtype;
+};
+
+struct RowQuantizeArgs {
+  const void* x;  // [rows, width] of x_dtype
+  DType x_dtype;
+  int64_t rows;
+  int64_t width;
+  RowFormat format;
+  uint8_t* out;  // out: [rows, row_bytes(width, format)]
+};
+
+struct RowDequantizeArgs {
+  const uint8_t* quantized;  // [rows, row_bytes(width, format)]
+  int64_t rows;
+  int64_t width;
+  RowFormat format;
   void* out;  // out: [rows, width] of out_dtype
   DType out_dtype;
 };

@@ -15,8 +15,7 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
-constexpr int64_t kTile = 2048;             // elements on their way there
+constexpr int64_t kTile = 2048;  // elements on their way there
 
 template <typename Value, typename Out>
 class Unpacker {

@@ -10,6 +10,8 @@
 
 namespace dct::cpu {
 
+constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
+
 // memcpy past the caches, for memory that will have left them before anyone reads it: its lines are
 // not fetched only to be overwritten. The compiler has no loop for that; SSE2 is in every x86-64.
 inline void stream_copy(void* to, const void* from, int64_t nbytes) {

@@ -7,7 +7,7 @@ import functools
 
 from .. import _contract
 from .._schemas import OPS
-from . import payload, rows, thresholds
+from . import payload, quantized_rows, rows, thresholds
 
 
 def _checked(function):
@@ -29,5 +29,7 @@ scatter_unpack = _checked(payload.scatter_unpack)
 row_pack = _checked(rows.row_pack)
 row_gather = _checked(rows.row_gather)
 row_unpack = _checked(rows.row_unpack)
+row_quantize = _checked(quantized_rows.row_quantize)
+row_dequantize = _checked(quantized_rows.row_dequantize)
 
 __all__ = list(OPS)

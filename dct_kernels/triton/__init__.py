@@ -6,8 +6,10 @@ before its kernels have run, allocates only through torch, and keeps nothing bet
 
 from ._launch import INTERPRETED
 from .mask_pack import mask_pack
+from .row_dequantize import row_dequantize
 from .row_gather import row_gather
 from .row_pack import row_pack
+from .row_quantize import row_quantize
 from .row_unpack import row_unpack
 from .sample_threshold import sample_threshold
 from .scatter_unpack import scatter_unpack
@@ -16,8 +18,10 @@ from .track_threshold import track_threshold
 __all__ = [
     "INTERPRETED",
     "mask_pack",
+    "row_dequantize",
     "row_gather",
     "row_pack",
+    "row_quantize",
     "row_unpack",
     "sample_threshold",
     "scatter_unpack",

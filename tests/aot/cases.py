@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 import dct_kernels
-from dct_kernels.row_layout import position_bytes
+from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -127,6 +127,24 @@ def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> lis
     ]
 
 
+def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Case]:
+    label = f"{format}, {width} columns, {_name(dtype)}"
+
+    def quantize(ops):
+        ops.row_quantize(torch.empty(ROWS, width, dtype=dtype), format)
+
+    def dequantize(ops):
+        rows = torch.empty(ROWS, row_bytes(width, format), dtype=torch.uint8)
+        ops.row_dequantize(rows, width, format, dtype)
+
+    # Groups of five columns do not lie at multiples of a vector.
+    wide_loads = () if format == "ternary" else ("wide_loads",)
+    return [
+        Case(f"row_quantize, {label}", quantize, some=wide_loads, dividing=ARCHITECTURES),
+        Case(f"row_dequantize, {label}", dequantize, ("wide_stores",), ("narrow_stores",)),
+    ]
+
+
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -140,5 +158,8 @@ _CASES = [
     *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
     *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
     *row_cases("bitmap of wide rows", F16, F16),
+    *(case for name in SCALED_BY_ROW for case in quantized_row_cases(name, 256, F32)),
+    *(case for name in SCALED_BY_ROW for case in quantized_row_cases(name, 64, BF16)),
+    *quantized_row_cases("ternary", 16384, F16),
 ]
 CASES = {case.name: case for case in _CASES}

@@ -9,7 +9,7 @@ PUBLIC = (ValueError, TypeError)
 U8, I32, I64 = torch.uint8, torch.int32, torch.int64
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 OPS = ("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack")
-OPS += ("row_pack", "row_gather", "row_unpack")
+OPS += ("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
 NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32).nbytes
 
@@ -67,6 +67,11 @@ def arguments(op):
         return {"x": x, "k": K, "value_dtype": F32}
     if op == "row_gather":
         return {"x": x, "positions": positions, "k": K, "value_dtype": F32}
+    if op == "row_quantize":
+        return {"x": x, "format": "int8"}
+    if op == "row_dequantize":
+        rows = torch.zeros(ROWS, WIDTH + 2, dtype=U8)
+        return {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32}
     values = torch.ones(ROWS, K)
     return {"values": values, "positions": positions, "width": WIDTH, "dtype": F32}
 

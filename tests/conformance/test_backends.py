@@ -78,7 +78,7 @@ def test_the_command_lists_every_backend(available):
     assert set(testing.backends()) & set(BACKENDS) == runnable
 
 
-def test_a_backend_is_seven_callables_and_a_device():
+def test_a_backend_is_its_ops_and_a_device():
     for backend in testing.backends().values():
         assert set(vars(backend)) == {*OPS, "device"}
         torch.empty(0, device=backend.device)
@@ -167,6 +167,8 @@ def test_schemas():
         "positions)",
         "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
         "row_unpack": "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",
+        "row_quantize": "(Tensor x, str format) -> Tensor",
+        "row_dequantize": "(Tensor rows, SymInt width, str format, ScalarType dtype) -> Tensor",
     }
     actual = {op: str(getattr(torch.ops.dct, op).default._schema) for op in OPS}
     assert actual == {op: f"dct::{op}{schema}" for op, schema in expected.items()}
@@ -177,4 +179,5 @@ def test_schemas():
 def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold", "track_threshold")
-    run_again((*ops, "row_pack", "row_unpack"), "-k", "cpp", ATEN_CPU_CAPABILITY=isa)
+    ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
+    run_again(ops, "-k", "cpp", ATEN_CPU_CAPABILITY=isa)

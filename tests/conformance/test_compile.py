@@ -8,13 +8,16 @@ from conformance import samples
 from dct_kernels import (
     mask_pack,
     payload_layout,
+    row_dequantize,
     row_gather,
     row_pack,
+    row_quantize,
     row_unpack,
     sample_threshold,
     scatter_unpack,
     track_threshold,
 )
+from dct_kernels.row_layout import FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +103,18 @@ def test_row_ops_compile_once_for_every_size():
         x, grad = (samples.normal(batch * width, seed=s).view(batch, width) for s in (0, 1))
         calls.append((x, grad, k))
     assert_one_compilation(rows, calls)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_rows_compile_once_for_every_size(format):
+    def exchange(x, dtype):
+        return row_dequantize(row_quantize(torch.relu(x), format), x.shape[1], format, dtype)
+
+    calls = [
+        (samples.normal(rows * width).view(rows, width), torch.bfloat16)
+        for rows, width in [(5, 64), (31, 129), (8, 250), (100, 99)]
+    ]
+    assert_one_compilation(exchange, calls)
 
 
 def test_without_a_gradient_and_into_ranges():

@@ -6,6 +6,7 @@ from conftest import BACKENDS
 
 from conformance import samples
 from dct_kernels import payload_layout
+from dct_kernels.row_layout import SCALED_BY_ROW
 
 
 @pytest.fixture
@@ -33,10 +34,15 @@ def everything(backend):
     values, positions = backend.row_pack(x, 9, torch.float16)
     gathered = backend.row_gather(x.flip(1), positions, 9, torch.float32)
     dense = backend.row_unpack(values, positions, 200, torch.bfloat16)
+    rows = [backend.row_quantize(x, format) for format in SCALED_BY_ROW]
+    coarse = [
+        backend.row_dequantize(quantized, 200, format, torch.float16)
+        for quantized, format in zip(rows, SCALED_BY_ROW, strict=True)
+    ]
     tracked = threshold.clone()
     backend.track_threshold(tracked, seen, torch.full_like(tracked, 99.0), threshold)
     results = (threshold, payload, seen, residual, out, status, values, positions)
-    results += (gathered, dense, tracked)
+    results += (gathered, dense, *rows, *coarse, tracked)
     return [result.cpu().contiguous().view(torch.uint8) for result in results]
 
 

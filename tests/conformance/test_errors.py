@@ -163,6 +163,23 @@ WRONG = [
     ("row_unpack", "width", -1, ValueError),
     ("row_unpack", "width", 2**31, ValueError),
     ("row_unpack", "dtype", F64, TypeError),
+    ("row_quantize", "x", torch.ones(ROWS), ValueError),
+    ("row_quantize", "x", torch.ones(ROWS, WIDTH, dtype=F64), TypeError),
+    ("row_quantize", "x", torch.ones(ROWS, WIDTH, dtype=I64), TypeError),
+    ("row_quantize", "x", strided(ROWS, WIDTH), ValueError),
+    ("row_quantize", "format", "int3", ValueError),
+    ("row_quantize", "format", "INT8", ValueError),
+    ("row_quantize", "format", "", ValueError),
+    ("row_dequantize", "rows", torch.zeros(ROWS, WIDTH + 2), TypeError),
+    ("row_dequantize", "rows", u8(ROWS * (WIDTH + 2)), ValueError),
+    ("row_dequantize", "rows", u8(ROWS, WIDTH), ValueError),
+    ("row_dequantize", "rows", u8(ROWS, WIDTH + 3), ValueError),
+    ("row_dequantize", "rows", u8(ROWS, 2 * WIDTH + 4)[:, ::2], ValueError),
+    ("row_dequantize", "width", 0, ValueError),
+    ("row_dequantize", "width", -1, ValueError),
+    ("row_dequantize", "width", 2**31, ValueError),
+    ("row_dequantize", "format", "float8", ValueError),
+    ("row_dequantize", "dtype", F64, TypeError),
 ]
 # Errors that name another argument than the one that was changed.
 NAMED = [
@@ -172,6 +189,9 @@ NAMED = [
     ("row_unpack", "width", K - 1, "values.shape[1]", ValueError),
     ("row_unpack", "width", 10, "positions", ValueError),
     ("row_pack", "x", torch.ones(ROWS, 0), "k", ValueError),
+    ("row_quantize", "x", torch.ones(ROWS, 0), "x.shape[1]", ValueError),
+    ("row_dequantize", "width", WIDTH + 1, "rows", ValueError),
+    ("row_dequantize", "format", "int4", "rows", ValueError),
 ]
 CASES = [(op, arg, value, arg, error) for op, arg, value, error in WRONG] + NAMED
 

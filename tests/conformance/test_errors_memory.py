@@ -123,6 +123,11 @@ def test_arguments_on_two_devices(op, first, other):
         ("row_gather", "positions", None),
         ("row_gather", "value_dtype", None),
         ("row_unpack", "width", "50"),
+        ("row_quantize", "x", [[1.0]]),
+        ("row_quantize", "format", 8),
+        ("row_dequantize", "rows", b""),
+        ("row_dequantize", "format", None),
+        ("row_dequantize", "dtype", "float32"),
     ],
 )
 def test_values_of_another_type(op, arg, value):

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 import dct_kernels
 from conformance import bits, samples
 from conformance.arguments import OPS, arguments
+from dct_kernels import row_layout
 
 floats = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 
@@ -99,6 +100,8 @@ EMPTY = {
     "row_pack": {"x": torch.empty(0, 50)},
     "row_gather": {"x": torch.empty(0, 50), "positions": torch.empty(0, 4, dtype=torch.uint8)},
     "row_unpack": {"values": torch.empty(0, 4), "positions": torch.empty(0, 4, dtype=torch.uint8)},
+    "row_quantize": {"x": torch.empty(0, 50)},
+    "row_dequantize": {"rows": torch.empty(0, 52, dtype=torch.uint8)},
 }
 
 
@@ -126,6 +129,17 @@ def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
     check("row_pack", {"x": x, "k": k, "value_dtype": value_dtype})
     check("row_gather", {"x": x, "positions": positions, "k": k, "value_dtype": value_dtype})
     check("row_unpack", {"values": values, "positions": positions, "width": width, "dtype": dtype})
+
+
+@pytest.mark.parametrize("format", row_layout.FORMATS)
+@floats
+def test_quantised_rows(dtype, format):
+    """Of what requires a gradient, too: the bytes have none."""
+    x = samples.normal(5 * 33, dtype).view(5, 33).requires_grad_()
+    check("row_quantize", {"x": x, "format": format})
+    rows = dct_kernels.row_quantize(x, format)
+    assert not rows.requires_grad
+    check("row_dequantize", {"rows": rows, "width": 33, "format": format, "dtype": dtype})
 
 
 @pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])

@@ -10,6 +10,7 @@ from oracle import floats, payload
 from oracle import rows as oracle_rows
 
 from conformance import bits, calls
+from dct_kernels.row_layout import SCALED_BY_ROW
 
 any_float = st.floats(width=32)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -107,6 +108,39 @@ def test_row_pack_and_unpack(backend, data, width, dtype):
         expected = torch.zeros(width, dtype=dtype)
         expected[columns] = row[columns]
         assert torch.equal(unpacked.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@settings(max_examples=60)
+@given(
+    row=st.lists(finite, min_size=1, max_size=70),
+    power=st.integers(-3, 3),
+    format=st.sampled_from(SCALED_BY_ROW),
+)
+def test_quantised_rows(backend, row, power, format):
+    """Nothing is further off than its step, no sign changes, and rows scale with powers of 2."""
+
+    def through(x):
+        rows = backend.row_quantize(x.to(backend.device), format)
+        y = backend.row_dequantize(rows, x.shape[1], format, torch.float32).cpu()
+        scale = rows[0, -2:].cpu().numpy().copy().view(np.uint16)
+        return y, floats.widen(scale, "bfloat16").item()
+
+    x = torch.tensor([row])
+    y, step = through(x)
+    assert step >= 0
+    assert (y * x.sign() >= 0).all() or format == "sign"
+    if step == 0:
+        assert (y == 0).all()
+    elif format in ("int8", "int4"):
+        assert ((y.double() - x.double()).abs() <= 0.5001 * step).all()
+        assert (y.abs() >= step * (126 if format == "int8" else 7)).any()
+    else:
+        values = (-step, step) if format == "sign" else (-step, 0.0, step)
+        assert torch.isin(y, torch.tensor(values)).all()
+        assert step <= x.double().abs().max() * 1.01
+    if 2.0**-90 < step < 2.0**90:
+        scaled, _ = through(x * 2.0**power)
+        assert torch.equal(scaled, y * 2.0**power)
 
 
 @settings(max_examples=100)

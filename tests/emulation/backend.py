@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dct_kernels import _contract, row_layout
+from dct_kernels import _contract, checks, row_layout
 from dct_kernels._schemas import OPS
 
 from . import build
@@ -160,8 +160,28 @@ def row_unpack(call, values, positions, width, dtype):
     return out
 
 
+_FORMATS = row_layout.SCALED_BY_ROW  # in the order of their codes
+
+
+def row_quantize(call, x, format):
+    _contract.row_quantize(x, format)
+    checks.require_choice("row_quantize", "format", format, _FORMATS)
+    rows, width = x.shape
+    out = _poisoned(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
+    call("row_quantize", x, x.dtype, rows, width, _FORMATS.index(format), out)
+    return out
+
+
+def row_dequantize(call, rows, width, format, dtype):
+    _contract.row_dequantize(rows, width, format, dtype)
+    checks.require_choice("row_dequantize", "format", format, _FORMATS)
+    out = _poisoned(rows.shape[0], width, dtype=dtype)
+    call("row_dequantize", rows, rows.shape[0], width, _FORMATS.index(format), out, dtype)
+    return out
+
+
 def launchers(call: Callable[..., None]) -> SimpleNamespace:
-    """The seven ops. `call` takes the name of one and its arguments, in the order of module.cpp.
+    """The ops. `call` takes the name of one and its arguments, in the order of module.cpp.
 
     Results are allocated here, poisoned.
     """

@@ -6,8 +6,10 @@
 #include <cstdint>
 
 #include "cuda/mask_pack.cuh"
+#include "cuda/row_dequantize.cuh"
 #include "cuda/row_gather.cuh"
 #include "cuda/row_pack.cuh"
+#include "cuda/row_quantize.cuh"
 #include "cuda/row_unpack.cuh"
 #include "cuda/sample_threshold.cuh"
 #include "cuda/scatter_unpack.cuh"
@@ -114,5 +116,21 @@ int64_t row_unpack(int64_t values, int64_t value_dtype, int64_t positions, int64
       at<void>(values), dtype(value_dtype), at<uint8_t>(positions), rows, width, k,
       at<void>(out),    dtype(out_dtype)};
   return dct::cuda::row_unpack(args, nullptr);
+}
+
+int64_t row_quantize(int64_t x, int64_t x_dtype, int64_t rows, int64_t width, int64_t format,
+                     int64_t out) {
+  const dct::RowQuantizeArgs args = {
+      at<void>(x),     dtype(x_dtype), rows, width, static_cast<dct::RowFormat>(format),
+      at<uint8_t>(out)};
+  return dct::cuda::row_quantize(args, nullptr);
+}
+
+int64_t row_dequantize(int64_t quantized, int64_t rows, int64_t width, int64_t format, int64_t out,
+                       int64_t out_dtype) {
+  const dct::RowDequantizeArgs args = {
+      at<uint8_t>(quantized), rows, width, static_cast<dct::RowFormat>(format), at<void>(out),
+      dtype(out_dtype)};
+  return dct::cuda::row_dequantize(args, nullptr);
 }
 }

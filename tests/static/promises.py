@@ -45,6 +45,15 @@ PROMISES = {
     "row_gather_kernel": Promise(),
     "row_unpack_narrow_kernel": Promise(wide_stores=1),
     "row_unpack_wide_kernel": Promise(),
+    # A lane's 16 columns, 32 of them in the widest rows, are read before any is used.
+    "row_quantize_narrow_kernel<float": Promise(
+        wide_loads=4, wide_stores=1, streams_in_flight=4, divides=True
+    ),
+    "row_quantize_narrow_kernel": Promise(
+        wide_loads=2, wide_stores=1, streams_in_flight=2, divides=True
+    ),
+    "row_quantize_wide_kernel": Promise(divides=True),
+    "row_dequantize_kernel": Promise(wide_stores=1),
 }
 
 

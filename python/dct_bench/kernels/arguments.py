@@ -8,7 +8,8 @@ import torch
 from dct_dlrm.argument_types import count, density, several
 from dct_dlrm.command_line import Formatter
 
-TIMED = ("mask_pack", "sample_threshold", "scatter_unpack", "row_pack", "row_unpack")
+TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
+TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
 ROUNDS = 5  # turns of a fast call; each is timed on every buffer set
 
 DESCRIPTION = """\

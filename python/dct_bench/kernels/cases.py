@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dct_kernels import payload_layout, testing
-from dct_kernels.row_layout import position_bytes
+from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
 
 from . import peers
 from .peers import Peer
@@ -61,6 +61,10 @@ def cases(
                 # how fast the system gives pages.
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, 0.05, with_peers)
+        for op, make in (("row_quantize", row_quantize), ("row_dequantize", row_dequantize)):
+            for format in SCALED_BY_ROW if op in ops else ():
+                elements = numel if device == "cuda" else numel // 4
+                yield make(device, elements // width, width, format)
 
 
 def mask_pack(
@@ -178,6 +182,39 @@ def row_unpack(device: str, rows: int, width: int, density: float, with_peers: b
         lambda ops, i: (ops.row_unpack(*packed[i], width, F32),),
         allocates=True,
         density=density,
+    )
+
+
+def row_quantize(device: str, rows: int, width: int, format: str) -> Case:
+    moved = rows * (4 * width + row_bytes(width, format))
+    sets = _sets(moved)
+    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
+    return Case(
+        "row_quantize",
+        f"[{rows}, {width}], {format}",
+        rows * width,
+        moved,
+        sets,
+        lambda ops, i: (ops.row_quantize(x[i], format),),
+        allocates=True,
+    )
+
+
+def row_dequantize(device: str, rows: int, width: int, format: str) -> Case:
+    moved = rows * (4 * width + row_bytes(width, format))
+    sets = _sets(moved)
+    quantize = _best(device).row_quantize
+    quantized = [
+        quantize(tensor.view(rows, width), format) for tensor in _normal(sets, rows * width, device)
+    ]
+    return Case(
+        "row_dequantize",
+        f"[{rows}, {width}], {format}",
+        rows * width,
+        moved,
+        sets,
+        lambda ops, i: (ops.row_dequantize(quantized[i], width, format, F32),),
+        allocates=True,
     )
 
 

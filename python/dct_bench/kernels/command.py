@@ -125,8 +125,9 @@ def lines(result: dict) -> Iterator[str]:
         times = f"{ms['median']:.3f} ({ms['q20']:.3f}-{ms['q80']:.3f})"
         # What a peer moves is not what must move: its rate would say nothing.
         ours = name in (COPY, COPY_KERNEL, "eager", "cpp", "cuda", "triton")
+        density = "" if result["density"] is None else f"{result['density']:.1%}"
         yield (
-            f"| {result['op']} | {result['numel']:,}: {result['case']} | {result['density']:.1%} | "
+            f"| {result['op']} | {result['numel']:,}: {result['case']} | {density} | "
             f"{name} | {times} | {f'{rate:,.1f}' if ours else ''} | {copy / ms['median']:.1%} |"
         )
 

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     (folder / "report.md").write_text("\n".join(text) + "\n")
     _save(folder / "of_copy.png", results, _of_copy, _largest)
     _save(folder / "by_size.png", results, _over("numel", "elements"), _densest_first)
-    _save(folder / "by_density.png", results, _over("density", "density"), _largest)
+    _save(folder / "by_density.png", results, _over("density", "density"), _largest_of_densities)
     print(f"in {folder}: report.md, of_copy.png, by_size.png, by_density.png")
     return 0
 
@@ -63,11 +63,15 @@ def _largest(results: list[dict]) -> list[dict]:
     return [result for result in results if result["numel"] == most]
 
 
+def _largest_of_densities(results: list[dict]) -> list[dict]:
+    return [result for result in _largest(results) if result["density"] is not None]
+
+
 def _densest_first(results: list[dict]) -> list[dict]:
-    """Of one density, the one measured at most sizes."""
-    densities = [result["density"] for result in results]
-    usual = max(set(densities), key=densities.count)
-    return [result for result in results if result["density"] == usual]
+    """Of one density, the one measured at most sizes, or of none."""
+    densities = [result["density"] for result in results if result["density"] is not None]
+    usual = max(set(densities), key=densities.count, default=None)
+    return [result for result in results if result["density"] in (usual, None)]
 
 
 def _of_copy(axes: Axes, case: str, results: list[dict]) -> None:

@@ -1,0 +1,99 @@
+#pragma once
+
+// Quantised rows: codes of all columns, then their scale. docs/ops.md states every bit. What is
+// here, the kernels of the CPU and of CUDA share.
+
+#include <cstdint>
+#include <type_traits>
+
+#include "host_device.h"
+#include "rounding.h"
+
+namespace dct {
+
+enum class RowFormat : uint8_t {
+  kInt8,
+  kInt4,
+  kTernary,
+  kSign,
+  kMxfp4,  // a scale for every 32 columns; on the CPU only
+};
+
+// Calls `function` with the format as a type: the one way from it to a template argument.
+template <typename Function>
+decltype(auto) dispatch(RowFormat format, Function&& function) {
+  switch (format) {
+    case RowFormat::kInt8:
+      return function(std::integral_constant<RowFormat, RowFormat::kInt8>{});
+    case RowFormat::kInt4:
+      return function(std::integral_constant<RowFormat, RowFormat::kInt4>{});
+    case RowFormat::kTernary:
+      return function(std::integral_constant<RowFormat, RowFormat::kTernary>{});
+    case RowFormat::kSign:
+      return function(std::integral_constant<RowFormat, RowFormat::kSign>{});
+    default:
+      return function(std::integral_constant<RowFormat, RowFormat::kMxfp4>{});
+  }
+}
+
+constexpr int64_t kMxfp4Block = 32;
+constexpr int64_t kScaleBytes = 2;  // bfloat16, of all formats but mxfp4
+
+DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
+  switch (format) {
+    case RowFormat::kInt8:
+      return 1;
+    case RowFormat::kTernary:
+      return 5;
+    case RowFormat::kSign:
+      return 8;
+    default:
+      return 2;
+  }
+}
+
+// Bytes of one row's codes, which come first.
+DCT_HOST_DEVICE constexpr int64_t code_bytes(int64_t width, RowFormat format) {
+  return (width - 1) / codes_per_byte(format) + 1;
+}
+
+// Bytes of one row.
+DCT_HOST_DEVICE constexpr int64_t row_bytes(int64_t width, RowFormat format) {
+  const int64_t mxfp4_scales = (width - 1) / kMxfp4Block + 1;
+  return code_bytes(width, format) + (format == RowFormat::kMxfp4 ? mxfp4_scales : kScaleBytes);
+}
+
+// The code of a row's largest magnitude in the integer formats.
+DCT_HOST_DEVICE constexpr float levels(RowFormat format) {
+  return format == RowFormat::kInt8 ? 127.0f : 7.0f;
+}
+
+// Added to a float32 below 2^22, it leaves the nearest integer, ties to even, in the low bits, as
+// two's complement.
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
+
+// Row sums are of integers, so that they do not depend on their order: magnitudes in units that
+// make the row's largest one have 22 bits, truncated. 2^10 of them fit 32 bits.
+constexpr int kUnitBits = 22;
+constexpr int64_t kUnitsInWord = 1024;
+
+struct Units {
+  float in_one, unit;  // powers of two, inverse to each other and normal
+};
+
+DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
+  const int32_t own = largest_key >> 23;
+  const uint32_t exponent = own < kUnitBits ? kUnitBits : own;
+  return {bits_to_float((253 + kUnitBits - exponent) << 23),
+          bits_to_float((exponent - (kUnitBits - 1)) << 23)};
+}
+
+// The scale that travels: finite, and normal or 0. `x` is not negative.
+DCT_HOST_DEVICE inline BFloat16 row_scale(float x) {
+  const BFloat16 scale = round_saturating<BFloat16>(x);
+  return {static_cast<uint16_t>(scale.bits < 0x0080 ? 0 : scale.bits)};
+}
+
+constexpr BFloat16 kNanScale = {kFloat32Nan >> 16};  // of a row with a NaN or an infinity
+
+}  // namespace dct

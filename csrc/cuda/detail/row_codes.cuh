@@ -1,0 +1,89 @@
+#pragma once
+
+// Quantised rows: what a row's scale is, what one entry's code is, what bytes hold which codes.
+// Codes are bytes, two's complement; of a sign, 1 if it is negative.
+
+#include "../../common/row_formats.h"
+#include "platform.cuh"
+
+namespace dct::cuda {
+
+__device__ inline int magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
+
+// A magnitude in whole units. All sums are of these.
+__device__ inline uint32_t whole_units(float magnitude) {
+  return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
+}
+
+template <typename Total>
+__device__ float mean_of(Total total, Total count) {
+  return __fdiv_rn(static_cast<float>(total), static_cast<float>(count > 0 ? count : 1));
+}
+
+// How a row's entries become codes.
+struct Coding {
+  float factor;  // of an entry, before it is rounded or compared
+  float bound;   // what passes it, is not 0: of ternary
+  BFloat16 scale;
+  bool usable;  // else all codes are 0
+
+  // `mean`: of the magnitudes kept, in units; of the formats that have one.
+  __device__ Coding(RowFormat format, int top, float mean, float bound) : bound(bound) {
+    const bool finite = top < static_cast<int>(kFloat32Infinity);
+    const bool integers = format == RowFormat::kInt8 || format == RowFormat::kInt4;
+    const Units units = units_of(top);
+    const float exact =
+        integers ? __fdiv_rn(bits_to_float(top), levels(format)) : __fmul_rn(mean, units.unit);
+    scale = finite ? row_scale(exact) : kNanScale;
+    usable = finite && scale.bits != 0;
+    factor = integers ? __fdiv_rn(1.0f, usable ? to_float(scale) : 1.0f) : units.in_one;
+  }
+
+  template <RowFormat kFormat>
+  __device__ uint32_t code(float x) const {
+    if constexpr (kFormat == RowFormat::kSign) return x < 0.0f;
+    const float scaled = __fmul_rn(x, factor);
+    if constexpr (kFormat == RowFormat::kTernary) {
+      return static_cast<uint32_t>((scaled > bound) - (scaled < -bound)) & 255;
+    }
+    return float_to_bits(__fadd_rn(scaled, kRoundToInteger)) & 255;
+  }
+};
+
+// Packs the codes of columns that one byte holds: code(i) is that of its i-th column.
+template <RowFormat kFormat, typename Code>
+__device__ uint8_t pack_byte(Code code) {
+  uint32_t byte = 0;
+#pragma unroll
+  for (int i = codes_per_byte(kFormat) - 1; i >= 0; --i) {
+    const uint32_t digit = code(i);
+    if constexpr (kFormat == RowFormat::kInt8) byte = digit;
+    if constexpr (kFormat == RowFormat::kInt4) byte = byte << 4 | (digit & 15);
+    if constexpr (kFormat == RowFormat::kSign) byte = byte << 1 | digit;
+    // Modulo 256, so that -1 may be 255.
+    if constexpr (kFormat == RowFormat::kTernary) byte = byte * 3 + digit;
+  }
+  return static_cast<uint8_t>(byte);
+}
+
+// Calls store(i, code) for the codes of the columns that a byte holds, whatever the byte is.
+template <RowFormat kFormat, typename Store>
+__device__ void unpack_byte(uint32_t byte, Store store) {
+  if constexpr (kFormat == RowFormat::kInt8) store(0, byte);
+  if constexpr (kFormat == RowFormat::kTernary) {
+    byte = (byte + 121) & 255;
+    byte = byte < 242 ? byte : 242;
+  }
+#pragma unroll
+  for (int i = 0; i < codes_per_byte(kFormat); ++i) {
+    if constexpr (kFormat == RowFormat::kInt4) store(i, ((byte >> 4 * i & 15) ^ 8) - 8);
+    if constexpr (kFormat == RowFormat::kSign) store(i, 1 - 2 * (byte >> i & 1));
+    if constexpr (kFormat == RowFormat::kTernary) {
+      const uint32_t quotient = byte * 171 >> 9;  // byte / 3, of bytes
+      store(i, byte - 3 * quotient - 1);
+      byte = quotient;
+    }
+  }
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,121 @@
+#pragma once
+
+// row_quantize of a wide row, by a block: its largest magnitude, its sums, its codes; after the
+// first time it comes from the cache.
+
+#include "../../common/ops.h"
+#include "row_codes.cuh"
+#include "row_elements.cuh"
+#include "warp.cuh"
+
+namespace dct::cuda {
+
+constexpr int kWideThreads = 256;
+constexpr int kWideWarps = kWideThreads / kWarpSize;
+
+__device__ inline int larger(int a, int b) { return a > b ? a : b; }
+template <typename T>
+__device__ T sum(T a, T b) {
+  return a + b;
+}
+
+// Over groups of kLanes lanes.
+template <int kLanes, typename Value, typename Operation>
+__device__ Value reduce(Value value, Operation operation) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = operation(value, __shfl_xor_sync(kFullWarp, value, distance));
+  }
+  return value;
+}
+
+struct Partials {
+  Word of_warp[kWideWarps];
+};
+
+// Over a block.
+template <typename Value, typename Operation>
+__device__ Value reduce_block(Value value, Operation operation) {
+  DCT_SHARED(Partials, partials);
+  value = reduce<kWarpSize>(value, operation);
+  if (lane_index() == 0) partials.of_warp[warp_index()] = static_cast<Word>(value);
+  __syncthreads();
+  value = static_cast<Value>(partials.of_warp[0]);
+  for (int warp = 1; warp < kWideWarps; ++warp) {
+    value = operation(value, static_cast<Value>(partials.of_warp[warp]));
+  }
+  __syncthreads();
+  return value;
+}
+
+struct WideRow {
+  const RowQuantizeArgs& args;
+  int64_t row;
+
+  __device__ float operator[](int64_t column) const {
+    return load_element(args.x, row * args.width + column, args.x_dtype);
+  }
+
+  __device__ int top() const {
+    int top = 0;
+    for (int64_t c = thread_index(); c < args.width; c += kWideThreads) {
+      top = larger(top, magnitude_bits((*this)[c]));
+    }
+    return reduce_block(top, larger);
+  }
+
+  // The mean, in units, of the magnitudes above the bound.
+  __device__ float mean_above(float in_one, float bound) const {
+    Word total = 0, kept = 0;
+    for (int64_t c = thread_index(); c < args.width; c += kWideThreads) {
+      const float magnitude = fabsf(__fmul_rn((*this)[c], in_one));
+      if (!(magnitude > bound)) continue;
+      total += whole_units(magnitude);
+      ++kept;
+    }
+    return mean_of(reduce_block(total, sum<Word>), reduce_block(kept, sum<Word>));
+  }
+
+  template <RowFormat kFormat>
+  __device__ void quantize() const {
+    const int highest = top();
+    const float in_one = units_of(highest).in_one;
+    float mean = 0.0f, bound = -1.0f;
+    if constexpr (kFormat == RowFormat::kTernary) {
+      bound = __fmul_rn(0.75f, mean_above(in_one, bound));
+    }
+    if constexpr (kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign) {
+      mean = mean_above(in_one, bound);
+    }
+    const Coding coding(kFormat, highest, mean, bound);
+    constexpr int kEach = codes_per_byte(kFormat);
+    const int64_t bytes = code_bytes(args.width, kFormat);
+    uint8_t* out = args.out + row * row_bytes(args.width, kFormat);
+    for (int64_t i = thread_index(); i < bytes; i += kWideThreads) {
+      const uint8_t byte = pack_byte<kFormat>([&](int k) -> uint32_t {
+        const int64_t column = i * kEach + k;
+        return column < args.width ? coding.code<kFormat>((*this)[column]) : 0;
+      });
+      out[i] = coding.usable ? byte : 0;
+    }
+    if (thread_index() < kScaleBytes) {
+      out[bytes + thread_index()] = static_cast<uint8_t>(coding.scale.bits >> 8 * thread_index());
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kWideThreads) row_quantize_wide_kernel(RowQuantizeArgs args) {
+  const WideRow row = {args, blockIdx.x};
+  switch (args.format) {
+    case RowFormat::kInt8:
+      return row.quantize<RowFormat::kInt8>();
+    case RowFormat::kInt4:
+      return row.quantize<RowFormat::kInt4>();
+    case RowFormat::kTernary:
+      return row.quantize<RowFormat::kTernary>();
+    default:
+      return row.quantize<RowFormat::kSign>();
+  }
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,111 @@
+// row_dequantize.cu -- rows of floats from codes of few bits.
+//
+// 4, 8, 16 or 32 lanes take a row, 40 columns each at a time: a byte's codes go to shared memory,
+// one a byte, and from there by vectors to the output. Bytes are read one by one, since rows are
+// not aligned to anything; they are few.
+#include "detail/launch.cuh"
+#include "detail/row_codes.cuh"
+#include "detail/vectors.cuh"
+#include "detail/warp.cuh"
+#include "row_dequantize.cuh"
+
+namespace dct::cuda {
+namespace {
+
+struct Policy {
+  static constexpr int kThreads = 256;
+  static constexpr int kVectorBytes = 16;
+  static constexpr int kColumns = 40;      // of a lane: whole bytes of every format, whole vectors
+  static constexpr int kBusyColumns = 16;  // of a lane: more lanes for a row that gives them these
+};
+
+struct Shared {
+  alignas(16) uint8_t codes[Policy::kThreads * Policy::kColumns];
+};
+
+// By a group of lanes: the row whose bytes are `in`; of an inactive one, nothing is stored.
+template <RowFormat kFormat, typename Out>
+__device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool active, int lanes,
+                               bool aligned, uint8_t* codes) {
+  constexpr int kPer = Policy::kVectorBytes / sizeof(Out);
+  constexpr int kEach = codes_per_byte(kFormat);
+  const int lane = thread_index() % lanes, most = lanes * Policy::kColumns;
+  const int64_t bytes = code_bytes(width, kFormat);
+  const float scale = to_float(BFloat16{static_cast<uint16_t>(in[bytes] | in[bytes + 1] << 8)});
+  for (int64_t begin = 0; begin < width; begin += most) {
+    const int columns = width - begin < most ? static_cast<int>(width - begin) : most;
+    for (int i = lane; i * kEach < columns; i += lanes) {
+      unpack_byte<kFormat>(in[begin / kEach + i], [&](int k, uint32_t code) {
+        codes[i * kEach + k] = static_cast<uint8_t>(code);
+      });
+    }
+    __syncwarp();
+    for (int c = lane * kPer; active && c < columns; c += lanes * kPer) {
+      Out values[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; e += 4) {
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(codes + c + e);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto code = static_cast<int8_t>(word >> 8 * i);
+          values[e + i] = round_to<Out>(__fmul_rn(static_cast<float>(code), scale));
+        }
+      }
+      if (aligned) {
+        stream_out(out + begin + c, values);
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        if (c + e < columns) out[begin + c + e] = values[e];
+      }
+    }
+    __syncwarp();
+  }
+}
+
+template <typename Out>
+__global__ void __launch_bounds__(Policy::kThreads)
+    row_dequantize_kernel(RowDequantizeArgs args, int lanes, bool aligned) {
+  DCT_SHARED(Shared, shared);
+  const int own = thread_index() / lanes;
+  const int64_t index = int64_t{blockIdx.x} * (Policy::kThreads / lanes) + own;
+  // A warp's lanes stay together: those past the last row take the first.
+  const bool active = index < args.rows;
+  const int64_t row = active ? index : 0, width = args.width;
+  const uint8_t* in = args.quantized + row * row_bytes(width, args.format);
+  Out* out = static_cast<Out*>(args.out) + row * width;
+  uint8_t* codes = shared.codes + own * lanes * Policy::kColumns;
+  switch (args.format) {
+    case RowFormat::kInt8:
+      return dequantize_row<RowFormat::kInt8>(in, out, width, active, lanes, aligned, codes);
+    case RowFormat::kInt4:
+      return dequantize_row<RowFormat::kInt4>(in, out, width, active, lanes, aligned, codes);
+    case RowFormat::kTernary:
+      return dequantize_row<RowFormat::kTernary>(in, out, width, active, lanes, aligned, codes);
+    default:
+      return dequantize_row<RowFormat::kSign>(in, out, width, active, lanes, aligned, codes);
+  }
+}
+
+template <typename Out>
+cudaError_t run(const RowDequantizeArgs& args, cudaStream_t stream) {
+  int lanes = 4;
+  while (lanes < kWarpSize && lanes * Policy::kBusyColumns < args.width) lanes *= 2;
+  const int64_t rows = Policy::kThreads / lanes, blocks = (args.rows + rows - 1) / rows;
+  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
+  const int64_t bytes = args.width * static_cast<int64_t>(sizeof(Out));
+  const bool aligned =
+      is_aligned(args.out, Policy::kVectorBytes) && bytes % Policy::kVectorBytes == 0;
+  return launch(row_dequantize_kernel<Out>, dim3(static_cast<unsigned>(blocks)), Policy::kThreads,
+                0, stream, args, lanes, aligned);
+}
+
+}  // namespace
+
+cudaError_t row_dequantize(const RowDequantizeArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  return dispatch(args.out_dtype, [&](auto out) { return run<decltype(out)>(args, stream); });
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../common/ops.h"
+
+namespace dct::cuda {
+
+// Rows of floats from their codes and scales, whatever these are; any format but mxfp4. One launch;
+// none without rows.
+cudaError_t row_dequantize(const RowDequantizeArgs& args, cudaStream_t stream);
+
+}  // namespace dct::cuda

@@ -1,0 +1,149 @@
+"""Eager row_quantize and row_dequantize. docs/ops.md states the formats."""
+
+import torch
+
+from ..row_layout import CODES_PER_BYTE, MXFP4_BLOCK, code_bytes
+from .rounding import FLOAT32_NAN, INFINITY_KEY, magnitude_key, round_to
+
+LEVELS = {"int8": 127, "int4": 7}  # the code of a row's largest magnitude
+MEAN_BITS = 22  # of a magnitude in the fixed point of means
+SMALLEST_NORMAL = 2.0**-126
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def row_quantize(x, format):
+    x = x.to(torch.float32)
+    if format == "mxfp4":
+        return _quantize_mxfp4(x)
+    top = magnitude_key(x).amax(1, keepdim=True)
+    finite = top < INFINITY_KEY
+    # A row that holds a NaN or an infinity says so by its scale; its codes are 0.
+    x, top = torch.where(finite, x, 0.0), torch.where(finite, top, 0)
+    if format in LEVELS:
+        scale = _scale(_divide(top.view(torch.float32), LEVELS[format]))
+        codes = (x * torch.where(scale > 0, 1 / scale, 0.0)).round()
+    else:
+        fixed, unit = _fixed_point(x, top)
+        mean = _mean(fixed, torch.full_like(top, x.shape[1]))
+        kept = torch.ones_like(fixed, dtype=torch.bool)
+        if format == "ternary":
+            kept = fixed > 0.75 * mean
+            mean = _mean(torch.where(kept, fixed, 0.0), kept.sum(1, keepdim=True))
+        scale = _scale(mean * unit)
+        codes = torch.where(kept & (scale > 0), x.sign(), 0.0)
+    scale = torch.where(finite, scale, torch.nan)
+    return torch.cat([_pack(codes.to(torch.int8), format), _to_bytes(scale)], 1)
+
+
+def row_dequantize(rows, width, format, dtype):
+    if format == "mxfp4":
+        return _dequantize_mxfp4(rows, width, dtype)
+    codes = _unpack(rows[:, :-2], format)[:, :width]
+    return round_to(codes.to(torch.float32) * _from_bytes(rows[:, -2:]), dtype)
+
+
+def _scale(x):
+    """float32 -> the bfloat16 that travels, as float32: finite, and normal or 0."""
+    scale = round_to(x, torch.bfloat16, saturate=True).to(torch.float32)
+    return torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
+
+
+def _to_bytes(scale):
+    """float32 [B, 1] that bfloat16 holds -> its bytes [B, 2], little-endian."""
+    bits = round_to(scale, torch.bfloat16).view(torch.int16).to(torch.int32)
+    return torch.cat([bits & 255, bits >> 8 & 255], 1).to(torch.uint8)
+
+
+def _from_bytes(scale):
+    low, high = scale.to(torch.int32).split(1, dim=1)
+    return (low << 16 | high << 24).view(torch.float32)
+
+
+def _fixed_point(x, top):
+    """|x| in units of `unit`, [B, 1], where the row's largest is below 2**MEAN_BITS.
+
+    Both factors are powers of two, and normal: a row below 2**-105 has a unit of 2**-126.
+    """
+    exponent = (top >> 23).clamp(min=MEAN_BITS)
+    units_to_one = (253 + MEAN_BITS - exponent) << 23
+    unit = (exponent - (MEAN_BITS - 1)) << 23
+    return x.abs() * units_to_one.view(torch.float32), unit.view(torch.float32)
+
+
+def _mean(fixed, count):
+    """Of the whole units of magnitudes [B, d]: their sum does not depend on its order."""
+    total = fixed.to(torch.int64).sum(1, keepdim=True)
+    return _divide(total.to(torch.float32), count.clamp(min=1))
+
+
+def _divide(x, by):
+    """Correctly rounded: dividing by a number, torch multiplies by its reciprocal on CUDA."""
+    return x / (torch.zeros_like(x) + by)
+
+
+def _pack(codes, format):
+    """int8 [B, d] -> uint8 [B, code_bytes]; codes are 0 past the width."""
+    if format == "int8":
+        return codes.view(torch.uint8)
+    each = CODES_PER_BYTE[format]
+    nbytes = code_bytes(codes.shape[1], format)
+    codes = torch.nn.functional.pad(codes, (0, nbytes * each - codes.shape[1]))
+    codes = codes.view(codes.shape[0], nbytes, each)
+    if format == "int4":
+        codes = codes & 15
+    if format == "sign":
+        codes = (codes < 0).to(torch.int8)
+    packed = (codes.to(torch.int32) * _weights(format, codes.device)).sum(2) & 255
+    return packed.to(torch.uint8)
+
+
+def _unpack(packed, format):
+    """uint8 [B, code_bytes] -> int32 [B, >= d], whatever the bytes are."""
+    if format == "int8":
+        return packed.view(torch.int8)
+    packed = packed.to(torch.int32).unsqueeze(2)
+    weights = _weights(format, packed.device)
+    if format == "ternary":
+        # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
+        digits = ((packed + 121) & 255).clamp(max=242) // weights % 3
+        return (digits - 1).flatten(1)
+    digits = packed // weights % (16 if format == "int4" else 2)
+    codes = 1 - 2 * digits if format == "sign" else (digits ^ 8) - 8
+    return codes.flatten(1)
+
+
+def _weights(format, device):
+    """What each code counts in its byte."""
+    base = {"int4": 16, "ternary": 3, "sign": 2}[format]
+    return base ** torch.arange(CODES_PER_BYTE[format], dtype=torch.int32, device=device)
+
+
+def _quantize_mxfp4(x):
+    rows, width = x.shape
+    blocks = (width - 1) // MXFP4_BLOCK + 1
+    x = torch.nn.functional.pad(x, (0, blocks * MXFP4_BLOCK - width)).view(
+        rows, blocks, MXFP4_BLOCK
+    )
+    top = magnitude_key(x).amax(2, keepdim=True)
+    # 2**(floor(log2(largest)) - 2), so that the largest is in [4, 8), if the exponent has 8 bits.
+    scale = ((top >> 23) - 2).clamp(min=0)
+    magnitude = x.abs() * ((254 - scale) << 23).view(torch.float32)
+    codes = (magnitude > 0.25).to(torch.int32)
+    codes += (magnitude >= 0.75).to(torch.int32) + (magnitude > 1.25) + (magnitude >= 1.75)
+    codes += (magnitude > 2.5).to(torch.int32) + (magnitude >= 3.5) + (magnitude > 5)
+    codes += (x.view(torch.int32) >> 28) & 8
+    finite = top < INFINITY_KEY
+    codes = torch.where(finite, codes, 0).flatten(1)[:, : 2 * code_bytes(width, "mxfp4")]
+    scale = torch.where(finite, scale, 255).flatten(1)
+    return torch.cat([codes[:, 0::2] | codes[:, 1::2] << 4, scale], 1).to(torch.uint8)
+
+
+def _dequantize_mxfp4(rows, width, dtype):
+    nbytes = code_bytes(width, "mxfp4")
+    packed, scale = rows[:, :nbytes].to(torch.int64), rows[:, nbytes:].to(torch.int32)
+    codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)[:, :width]
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=rows.device)
+    power = torch.where(scale == 0, 1 << 22, scale << 23)  # 2**-127 is subnormal
+    power = torch.where(scale == 255, FLOAT32_NAN, power).view(torch.float32)
+    power = power.repeat_interleave(MXFP4_BLOCK, 1)[:, :width]
+    return round_to(values[codes] * power, dtype)

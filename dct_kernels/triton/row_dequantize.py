@@ -1,0 +1,64 @@
+"""row_dequantize: rows of floats from codes of few bits.
+
+Every column finds its own code: the few bytes of a row are read again and again from the cache.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import _contract, checks, row_layout
+from . import _rows
+from ._launch import launch
+from ._numeric import round_to
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_dequantize_kernel(
+    quantized, out, rows, width, FORMAT: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = _rows.rows_of_program(ROWS)
+    code_bytes = (width - 1) // EACH + 1
+    source = quantized + row * (code_bytes + 2)
+    low = tl.load(source + code_bytes, mask=row < rows, other=0).to(tl.int32)
+    high = tl.load(source + code_bytes + 1, mask=row < rows, other=0).to(tl.int32)
+    scale = (low << 16 | high << 24).to(tl.float32, bitcast=True)
+    for tile in range(TILES):
+        column = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = (row < rows) & (column < width)
+        code = tl.load(source + column // EACH, mask=inside, other=0).to(tl.int32)
+        digit = column % EACH
+        if FORMAT == "int8":
+            code = (code ^ 128) - 128
+        elif FORMAT == "int4":
+            code = ((code >> 4 * digit & 15) ^ 8) - 8
+        elif FORMAT == "sign":
+            code = 1 - 2 * (code >> digit & 1)
+        else:
+            # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
+            code = tl.minimum((code + 121) & 255, 242)
+            weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
+            code = code // tl.where(digit == 4, 81, weight) % 3 - 1
+        elements = round_to(code.to(tl.float32) * scale, out.dtype.element_ty)
+        tl.store(out + row * width + column, elements, mask=inside)
+
+
+def row_dequantize(rows, width, format, dtype):
+    _contract.row_dequantize(rows, width, format, dtype)
+    checks.require_choice("row_dequantize", "format", format, row_layout.SCALED_BY_ROW)
+    batch = rows.shape[0]
+    out = rows.new_empty(batch, width, dtype=dtype)
+    tiles = _rows.tiles(width)
+    launch(
+        _row_dequantize_kernel,
+        triton.cdiv(batch, tiles.rows),
+        *(rows, out, batch, width),
+        FORMAT=format,
+        EACH=row_layout.CODES_PER_BYTE[format],
+        ROWS=tiles.rows,
+        BLOCK=tiles.block,
+        TILES=tiles.count,
+        device=rows.device,
+        num_warps=tiles.num_warps,
+    )
+    return out

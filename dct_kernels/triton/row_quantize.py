@@ -1,0 +1,137 @@
+"""row_quantize: every entry of every row in a few bits.
+
+A tile is of places: as many for each byte as it holds codes, rounded up to a power of two, so that
+a byte's codes are one row of a reshaped tile. A wide row is read tile by tile, once for its largest
+magnitude, once for each sum that its mean needs, and once for its codes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import _contract, checks, row_layout
+from . import _rows
+from ._launch import launch
+from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, round_saturating, to_float
+
+UNIT_BITS = tl.constexpr(22)  # of the row's largest magnitude, in the units that sums count
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: leaves an integer in the low bits
+SMALLEST_NORMAL = tl.constexpr(0x0080)  # bfloat16
+
+
+@triton.jit
+def _load(x, row, rows, place, width, EACH: tl.constexpr, PLACES: tl.constexpr):
+    """Elements in float32 at these places, 0 where there is none, and which there are."""
+    if EACH == PLACES:
+        inside = (row < rows) & (place < width)
+        column = place
+    else:
+        column = place // PLACES * EACH + place % PLACES
+        inside = (row < rows) & (place % PLACES < EACH) & (column < width)
+    return to_float(tl.load(x + row * width + column, mask=inside, other=0)), inside
+
+
+@triton.jit
+def _mean_above(
+    x, row, rows, width, finite, in_one, bound,
+    EACH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, 1]: the mean, in units, of the magnitudes above the bound."""
+    ROWS: tl.constexpr = row.shape[0]
+    total = tl.zeros([ROWS, 1], tl.int64)
+    kept = tl.zeros([ROWS, 1], tl.int32)
+    for tile in range(TILES):
+        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        elements, inside = _load(x, row, rows, place, width, EACH, PLACES)
+        magnitude = tl.where(finite, tl.abs(elements), 0.0) * in_one
+        keep = inside & (magnitude > bound)
+        units = tl.where(keep, magnitude, 0.0).to(tl.int32)
+        total += tl.sum(units.to(tl.int64), 1)[:, None]
+        kept += tl.sum(keep.to(tl.int32), 1)[:, None]
+    return tl.div_rn(total.to(tl.float32), tl.maximum(kept, 1).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_quantize_kernel(
+    x, out, rows, width, FORMAT: tl.constexpr, EACH: tl.constexpr, PLACES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = _rows.rows_of_program(ROWS)
+    top = tl.zeros([ROWS, 1], tl.int32)
+    for tile in range(TILES):
+        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        elements, _ = _load(x, row, rows, place, width, EACH, PLACES)
+        magnitude = elements.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        top = tl.maximum(top, tl.max(magnitude, 1)[:, None])
+    finite = top < FLOAT32_INFINITY
+
+    exponent = tl.maximum(top >> 23, UNIT_BITS)
+    in_one = ((-exponent + (253 + UNIT_BITS)) << 23).to(tl.float32, bitcast=True)
+    unit = ((exponent - (UNIT_BITS - 1)) << 23).to(tl.float32, bitcast=True)
+    bound = tl.full([ROWS, 1], -1.0, tl.float32)
+    if FORMAT == "ternary":
+        bound = 0.75 * _mean_above(
+            x, row, rows, width, finite, in_one, bound, EACH, PLACES, BLOCK, TILES
+        )
+    if FORMAT == "ternary" or FORMAT == "sign":
+        mean = _mean_above(x, row, rows, width, finite, in_one, bound, EACH, PLACES, BLOCK, TILES)
+        exact = mean * unit
+    else:
+        levels = tl.full([ROWS, 1], 127.0 if FORMAT == "int8" else 7.0, tl.float32)
+        exact = tl.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), levels)
+    scale = round_saturating(exact, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    scale = tl.where(scale < SMALLEST_NORMAL, 0, scale)
+    usable = finite & (scale != 0)
+    rounded = tl.where(usable, scale << 16, 0x3F800000).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), rounded)
+    scale = tl.where(finite, scale, FLOAT32_NAN >> 16)
+
+    code_bytes = (width - 1) // EACH + 1
+    target = out + row * (code_bytes + 2)
+    for tile in range(TILES):
+        place = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        elements, inside = _load(x, row, rows, place, width, EACH, PLACES)
+        elements = tl.where(usable, elements, 0.0)
+        if FORMAT == "sign":
+            codes = (elements < 0).to(tl.int32) << place % 8
+        elif FORMAT == "ternary":
+            scaled = elements * in_one
+            codes = (scaled > bound).to(tl.int32) - (scaled < -bound).to(tl.int32)
+            digit = place % PLACES
+            weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
+            codes *= tl.where(digit == 4, 81, weight)
+        else:
+            codes = (elements * inverse + ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
+            if FORMAT == "int4":
+                codes = (codes & 15) << 4 * (place % 2)
+        codes = tl.where(inside & usable, codes, 0)
+        packed = tl.sum(tl.reshape(codes, [ROWS, BLOCK // PLACES, PLACES]), 2)
+        byte = tile * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)[None, :]
+        packed = (packed & 255).to(tl.uint8)
+        tl.store(target + byte, packed, mask=(row < rows) & (byte < code_bytes))
+    half = tl.arange(0, 2)[None, :]
+    tl.store(target + code_bytes + half, (scale >> 8 * half & 255).to(tl.uint8), mask=row < rows)
+
+
+def row_quantize(x, format):
+    _contract.row_quantize(x, format)
+    checks.require_choice("row_quantize", "format", format, row_layout.SCALED_BY_ROW)
+    rows, width = x.shape
+    out = x.new_empty(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
+    each = row_layout.CODES_PER_BYTE[format]
+    places = triton.next_power_of_2(each)
+    tiles = _rows.tiles(row_layout.code_bytes(width, format) * places)
+    launch(
+        _row_quantize_kernel,
+        triton.cdiv(rows, tiles.rows),
+        *(x, out, rows, width),
+        FORMAT=format,
+        EACH=each,
+        PLACES=places,
+        ROWS=tiles.rows,
+        BLOCK=tiles.block,
+        TILES=tiles.count,
+        device=x.device,
+        num_warps=tiles.num_warps,
+    )
+    return out

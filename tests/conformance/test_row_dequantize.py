@@ -1,0 +1,129 @@
+"""row_dequantize, of sound rows and of whatever a peer sent."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import quantized_rows as oracle
+
+from conformance import bits, samples
+from conformance.memory import Arena
+from conformance.test_row_quantize import WIDTHS, formats, require, rows_of_kinds, scaled_by_row
+
+dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
+
+
+def check(backend, rows, width, format, dtype=torch.float32, offset=0):
+    require(backend, format)
+    arena = Arena(backend.device, offset)
+    out = backend.row_dequantize(arena.read(rows), width, format, dtype)
+    arena.check()
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    expected = oracle.row_dequantize(rows.numpy(), width, format, bits.name(dtype))
+    bits.assert_floats(out, expected, f"{format} dequantised")
+    return out.cpu()
+
+
+def quantized(x, format):
+    return torch.from_numpy(oracle.row_quantize(bits.numbers(x), format).copy())
+
+
+def garbage(rows, width, format, seed=0):
+    rng = np.random.default_rng([seed, rows, width])
+    raw = rng.integers(0, 256, (rows, oracle.row_bytes(width, format)), dtype=np.uint8)
+    return torch.from_numpy(raw)
+
+
+@formats
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(backend, width, format):
+    check(backend, quantized(rows_of_kinds(width), format), width, format)
+
+
+@formats
+@dtypes
+def test_garbage(backend, dtype, format):
+    """Random bytes, all zeros and all ones: numbers, infinities and NaN, as stated."""
+    for width in (1, 7, 64, 1025, 4099):
+        rows = garbage(40 if width < 1000 else 4, width, format)
+        rows = torch.cat([rows, rows[:1] * 0, rows[:1] * 0 + 255])
+        check(backend, rows, width, format, dtype)
+
+
+@formats
+def test_every_byte(backend, format):
+    """Of codes, with a scale of 1: trits past 121, int8's -128 and int4's -8 among them."""
+    each = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8, "mxfp4": 2}[format]
+    rows = torch.arange(256).to(torch.uint8).view(256, 1)
+    scale = torch.tensor([127] if format == "mxfp4" else [0x80, 0x3F], dtype=torch.uint8)
+    check(backend, torch.cat([rows, scale.expand(256, -1)], 1), each, format)
+
+
+@scaled_by_row
+@dtypes
+def test_every_scale(backend, dtype, format):
+    """NaN, infinite, negative and subnormal ones among them; a width of one byte of codes."""
+    scales = torch.arange(0, 2**16, 7 if backend.device == "cpu" else 1)
+    rows = torch.full((len(scales), 3), 0x7E, dtype=torch.uint8)
+    rows[:, 1], rows[:, 2] = (scales & 255).to(torch.uint8), (scales >> 8).to(torch.uint8)
+    check(backend, rows, 1, format, dtype)
+
+
+@formats
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 300])
+def test_rows(backend, rows, format):
+    for width in (13, 64):
+        check(backend, garbage(rows, width, format), width, format)
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, dtype, format):
+    for width in (64, 20):
+        check(backend, garbage(20, width, format), width, format, dtype, offset)
+
+
+@scaled_by_row
+@pytest.mark.parametrize("width", [20000, 70001])
+def test_wide_rows(backend, width, format):
+    check(backend, garbage(2, width, format), width, format)
+
+
+def test_by_hand(backend):
+    rows = torch.tensor([[0x80, 0x7F, 0, 0, 0xC0]], dtype=torch.uint8)  # a scale of -2
+    assert check(backend, rows, 3, "int8").tolist() == [[256.0, -254.0, 0.0]]
+    assert bits.raw(check(backend, rows, 3, "int8"))[0, 2] == 0x80000000
+    assert check(backend, rows[:, 1:], 4, "int4").tolist() == [[2.0, -14.0, 0.0, 0.0]]
+    rows = torch.tensor([[79, 0x00, 0x40]], dtype=torch.uint8)  # 79 = 1 - 3 + 81
+    assert check(backend, rows, 5, "ternary").tolist() == [[2.0, -2.0, 0.0, 0.0, 2.0]]
+    assert check(backend, rows, 5, "sign").tolist() == [[-2.0, -2.0, -2.0, -2.0, 2.0]]
+
+
+@formats
+@dtypes
+def test_float16_overflows_and_nan_comes_through(backend, dtype, format):
+    require(backend, format)
+    x = torch.tensor([[1e6, -1e6] * 16, [math.nan] + [1.0] * 31, [1e-6] * 32])
+    rows = backend.row_quantize(x.to(backend.device), format).cpu()
+    out = check(backend, rows, 32, format, dtype)
+    assert out[1].isnan().all()
+    assert out[0].isinf().all() == (dtype == torch.float16)
+    assert out[2].ne(0).all()
+
+
+@formats
+@pytest.mark.parametrize("width", [5, 64, 300])
+def test_round_trip(backend, width, format):
+    """Close to x, and what it gives is a fixed point: quantised again it is the same."""
+    require(backend, format)
+    x = samples.normal(20 * width).view(20, width)
+    rows = backend.row_quantize(x.to(backend.device), format)
+    once = backend.row_dequantize(rows, width, format, torch.float32)
+    again = backend.row_dequantize(backend.row_quantize(once, format), width, format, torch.float32)
+    error = ((once.cpu() - x).square().mean() / x.square().mean()).sqrt()
+    limit = {"int8": 0.01, "int4": 0.25, "ternary": 0.6, "sign": 0.75, "mxfp4": 0.15}[format]
+    assert error < limit
+    torch.testing.assert_close(again, once, rtol=0.01, atol=0)

@@ -1,0 +1,197 @@
+"""row_quantize: scales and codes of every format, bit for bit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import quantized_rows as oracle
+
+from conformance import bits, samples
+from conformance.memory import Arena
+from dct_kernels import row_layout
+
+x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+scaled_by_row = pytest.mark.parametrize("format", oracle.SCALED_BY_ROW)
+
+# Around bytes of 2, 5 and 8 codes, vectors, warps, blocks of 32 and what a program holds at once.
+WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
+WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
+HAS_MXFP4 = ("eager", "cpp")
+
+
+def name(backend):
+    from conftest import BACKENDS
+
+    return next(name for name, known in BACKENDS.items() if known is backend)
+
+
+def require(backend, format):
+    """mxfp4 is a baseline, which two backends have; test_mxfp4_elsewhere is about the others."""
+    if format == "mxfp4" and name(backend) not in HAS_MXFP4:
+        pytest.skip("a baseline: on eager and cpp only")
+
+
+def check(backend, x, format, offset=0):
+    require(backend, format)
+    arena = Arena(backend.device, offset)
+    rows = backend.row_quantize(arena.read(x), format)
+    arena.check()
+    assert rows.dtype == torch.uint8
+    assert rows.is_contiguous()
+    expected = oracle.row_quantize(bits.numbers(x), format)
+    bits.assert_equal(rows.cpu().numpy(), expected, f"{format} rows")
+    return rows.cpu()
+
+
+def rows_of_kinds(width, dtype=torch.float32):
+    """Normal; of few magnitudes and hard ones, finite and not; zeros; one alone; an outlier."""
+    kinds = [
+        samples.normal(2 * width, dtype).view(2, width),
+        samples.hard(2 * width, dtype, non_finite=False).view(2, width),
+        samples.hard(width, dtype, seed=1).view(1, width),
+        torch.zeros(1, width, dtype=dtype),
+        torch.eye(1, width, dtype=dtype) * -3,
+        samples.normal(width, dtype, seed=2).view(1, width),
+    ]
+    kinds[-1][0, width // 2] = 5000.0
+    return torch.cat(kinds)
+
+
+@formats
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(backend, width, format):
+    check(backend, rows_of_kinds(width), format)
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=bits.name)
+def test_dtypes(backend, dtype, format):
+    for width in (7, 64, 257, 1024, 2052):
+        check(backend, rows_of_kinds(width, dtype), format)
+
+
+@scaled_by_row
+@pytest.mark.parametrize("width", [4096, 20000, 70001])
+def test_wide_rows(backend, width, format):
+    check(backend, samples.normal(2 * width).view(2, width), format)
+
+
+@formats
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 300])
+def test_rows(backend, rows, format):
+    for width in (13, 64):
+        check(backend, samples.normal(rows * width).view(rows, width), format)
+
+
+@formats
+@x_dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, dtype, format):
+    for width in (64, 20):
+        check(backend, rows_of_kinds(width, dtype), format, offset)
+
+
+@formats
+def test_rows_of_every_exponent(backend, format):
+    """Each row is of one magnitude: from rows that vanish to rows whose scale rounds to the top."""
+    x = samples.normal(16 * 256).view(256, 16).clamp(-3, 3) / 3
+    exponents = torch.arange(-127, 129).clamp(max=127).view(256, 1)
+    x = (x.double() * torch.exp2(exponents.double())).float()
+    x[-1] = torch.finfo(torch.float32).max
+    check(backend, x, format)
+
+
+@formats
+def test_random_bits(backend, format):
+    check(backend, samples.patterns(40 * 33).view(40, 33), format)
+
+
+def test_int8_by_hand(backend):
+    """Halves go to even; the largest is 127 though its scale was rounded."""
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.0, -126.5, 1e-30]])
+    rows = check(backend, x, "int8")
+    assert rows.view(torch.int8)[0, :-2].tolist() == [127, 0, 2, -2, 0, -126, 0]
+    assert rows[0, -2:].tolist() == [0x80, 0x3F]
+    for seed in range(3):
+        x = samples.normal(50 * 64, seed=seed).view(50, 64)
+        codes = check(backend, x, "int8").view(torch.int8)[:, :-2].int()
+        assert codes.abs().amax(1).ge(126).all()
+
+
+def test_int4_by_hand(backend):
+    """The first of two columns is the low nibble."""
+    rows = check(backend, torch.tensor([[7.0, -7.0, 2.5]]), "int4")
+    assert rows.tolist() == [[0x97, 0x02, 0x80, 0x3F]]
+
+
+def test_ternary_by_hand(backend):
+    """A byte is the sum of its codes times 1, 3, 9, 27, 81."""
+    x = torch.tensor([[4.0, -4.0, 1.0, 0.0, 2.0, -2.0]])  # .75 of the mean is 1.625
+    rows = check(backend, x, "ternary")
+    assert rows.view(torch.int8)[0, :-2].tolist() == [1 - 3 + 81, -1]
+    assert rows[0, -2:].tolist() == [0x40, 0x40]  # 3
+
+
+def test_sign_by_hand(backend):
+    """The first column is the least significant bit; a zero of either sign is not negative."""
+    x = torch.tensor([[-1.0, 1.0, -1.0, -0.0, 0.0, 2.0, -2.0, 1.0, -2.0]])
+    rows = check(backend, x, "sign")
+    assert rows[0, :-2].tolist() == [0b01000101, 1]
+    assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # 10 / 9
+
+
+@pytest.mark.parametrize("backend_name", HAS_MXFP4)
+def test_mxfp4_by_hand(backend_name):
+    from conftest import BACKENDS
+
+    if backend_name not in BACKENDS:
+        pytest.skip(f"no {backend_name} here")
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.5, -0.25, -6.0]
+    rows = check(BACKENDS[backend_name], torch.tensor([ties]), "mxfp4")
+    assert rows.tolist() == [[0x20, 0x42, 0x64, 0x76, 0xF8, 127]]
+
+
+@pytest.mark.parametrize("op", ["row_quantize", "row_dequantize"])
+def test_mxfp4_elsewhere(backend, op):
+    """Where the baseline is not, the error names the formats that are."""
+    if name(backend) in HAS_MXFP4:
+        pytest.skip("this backend has it")
+    x, rows = torch.ones(1, 32), torch.zeros(1, 17, dtype=torch.uint8)
+    args = (x, "mxfp4") if op == "row_quantize" else (rows, 32, "mxfp4", torch.float32)
+    args = tuple(a.to(backend.device) if isinstance(a, torch.Tensor) else a for a in args)
+    text = f"dct::{op}: format must be int8, int4, ternary or sign, got mxfp4"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        getattr(backend, op)(*args)
+
+
+@scaled_by_row
+@x_dtypes
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_with_nan_or_infinity(backend, bad, dtype, format):
+    """It says so by its scale, alone among its rows."""
+    clean = check(backend, samples.normal(3 * 100, dtype).view(3, 100), format)
+    for column in (0, 40, 99):
+        x = samples.normal(3 * 100, dtype).view(3, 100)
+        x[1, column] = bad
+        rows = check(backend, x, format)
+        assert rows[1].tolist() == [0] * (rows.shape[1] - 2) + [0xC0, 0x7F]
+        assert torch.equal(rows[::2], clean[::2])
+
+
+@formats
+def test_permuted_rows(backend, format):
+    """A row's scale is that of its values, in whatever order they are."""
+    require(backend, format)
+    x = samples.normal(1000).view(1, 1000)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(1000))
+    scales = [check(backend, rows, format)[0, -2:] for rows in (x, x[:, order].contiguous())]
+    if format != "mxfp4":
+        assert torch.equal(*scales)
+
+
+@formats
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sizes(width, format):
+    assert row_layout.row_bytes(width, format) == oracle.row_bytes(width, format)

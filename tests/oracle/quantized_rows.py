@@ -1,0 +1,151 @@
+"""row_quantize, row_dequantize: one row at a time, in Python's integers."""
+
+import functools
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from . import floats
+
+F32 = np.float32
+SCALED_BY_ROW = ("int8", "int4", "ternary", "sign")
+FORMATS = (*SCALED_BY_ROW, "mxfp4")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+NAN, SMALLEST_NORMAL = 0x7FC0, 0x0080  # raw bfloat16
+
+
+def row_bytes(width, format):
+    if format == "mxfp4":
+        return math.ceil(width / 2) + math.ceil(width / 32)
+    return math.ceil(width / {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]) + 2
+
+
+def row_quantize(x, format):
+    """uint8 [B, w]; x is a float32 array [B, d]."""
+    raw = b"".join(_quantize(row.tobytes(), format) for row in x)
+    return np.frombuffer(raw, np.uint8).reshape(len(x), row_bytes(x.shape[1], format))
+
+
+def row_dequantize(rows, width, format, dtype):
+    """Raw bits [B, width]; rows are uint8 [B, w] of anything."""
+    out = np.empty((len(rows), width), np.float64)
+    for row, values in zip(rows.tolist(), out, strict=True):
+        codes, scales = _read(row, width, format)
+        each = np.repeat(scales, 32)[:width] if format == "mxfp4" else scales[0]
+        with np.errstate(invalid="ignore"):
+            values[:] = np.array(codes, np.float64) * each  # exact in float64
+    with np.errstate(over="ignore"):
+        return floats.narrow(out.astype(F32), dtype)
+
+
+@functools.lru_cache(10000)  # the same rows for every backend
+def _quantize(row, format):
+    row = np.frombuffer(row, F32)
+    return _mxfp4_row(row) if format == "mxfp4" else _row(row, format)
+
+
+def _row(row, format):
+    codes, scale = [0] * len(row), NAN
+    if np.isfinite(row).all():
+        codes, scale = {"ternary": _ternary, "sign": _sign}.get(format, _integers)(row, format)
+        if scale == 0:
+            codes = [0] * len(row)
+    return _pack(codes, format) + scale.to_bytes(2, "little")
+
+
+def _scale(x):
+    """Raw bfloat16 that stays finite, and 0 where it would be subnormal."""
+    (raw,) = floats.narrow(np.array([x], F32), "bfloat16", saturate=True).tolist()
+    return raw if raw >= SMALLEST_NORMAL else 0
+
+
+def _integers(row, format):
+    levels = {"int8": 127, "int4": 7}[format]
+    scale = _scale(F32(np.abs(row).max()) / F32(levels))
+    if scale == 0:
+        return [0] * len(row), 0
+    inverse = F32(1) / floats.widen([scale], "bfloat16")[0]
+    codes = [round(float(x)) for x in row * inverse]  # Python's round takes halves to even
+    assert max(map(abs, codes)) <= levels
+    return codes, scale
+
+
+def _in_units(row):
+    """Magnitudes and the unit of their sums, as multiples of 2**-149, the smallest float32."""
+    bits = (row.view(np.uint32) & 0x7FFFFFFF).tolist()
+    magnitudes = [(b & 0x7FFFFF | 0x800000) << (b >> 23) - 1 if b >> 23 else b for b in bits]
+    # 2**-21 of the largest's power of two, and no less than 2**-126.
+    return magnitudes, 1 << max(max(magnitudes).bit_length() - 1 - 21, 149 - 126)
+
+
+def _mean(units):
+    return F32(sum(units)) / F32(len(units)) if units else F32(0)
+
+
+def _sign(row, format):
+    magnitudes, unit = _in_units(row)
+    mean = _mean([m // unit for m in magnitudes])
+    return [1 if x < 0 else 0 for x in row.tolist()], _scale(mean * F32(unit * 2.0**-149))
+
+
+def _ternary(row, format):
+    magnitudes, unit = _in_units(row)
+    threshold = Fraction(float(F32(0.75) * _mean([m // unit for m in magnitudes]))) * unit
+    kept = [m > math.floor(threshold) for m in magnitudes]
+    mean = _mean([m // unit for m, keep in zip(magnitudes, kept, strict=True) if keep])
+    codes = [(x > 0) - (x < 0) if keep else 0 for x, keep in zip(row.tolist(), kept, strict=True)]
+    return codes, _scale(mean * F32(unit * 2.0**-149))
+
+
+def _pack(codes, format):
+    each, base = {"int8": (1, 256), "int4": (2, 16), "ternary": (5, 3), "sign": (8, 2)}[format]
+    packed = []
+    for begin in range(0, len(codes), each):
+        digits = codes[begin : begin + each]
+        if format == "int4":
+            digits = [code % 16 for code in digits]
+        packed.append(sum(code * base**i for i, code in enumerate(digits)) % 256)
+    return bytes(packed)
+
+
+def _mxfp4_row(row):
+    nibbles, scales = [], []
+    for begin in range(0, len(row), 32):
+        block = row[begin : begin + 32]
+        if not np.isfinite(block).all():
+            nibbles += [0] * len(block)
+            scales.append(255)
+            continue
+        top = float(np.abs(block).max())
+        scale = max(math.frexp(top)[1] - 1 - 2, -127) if top else -127
+        scales.append(scale + 127)
+        exact = np.abs(block.astype(np.float64)) * 2.0**-scale
+        even_first = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+        nearest = np.abs(exact[:, None] - E2M1[even_first]).argmin(1)  # the first of equals
+        nibbles += (even_first[nearest] + 8 * np.signbit(block)).tolist()
+    return _pack(nibbles, "int4") + bytes(scales)
+
+
+def _read(row, width, format):
+    """The row's codes as numbers, and its scales: one, or one for every 32 codes."""
+    if format == "mxfp4":
+        nibbles = [byte >> shift & 15 for byte in row for shift in (0, 4)][:width]
+        values = [math.copysign(float(E2M1[n % 8]), -1 if n & 8 else 1) for n in nibbles]
+        powers = row[math.ceil(width / 2) :]
+        return values, [math.nan if p == 255 else 2.0 ** (p - 127) for p in powers]
+    (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
+    codes = []
+    for byte in row[:-2]:
+        signed = byte - 256 if byte > 127 else byte
+        if format == "int8":
+            codes.append(signed)
+        elif format == "int4":
+            codes += [n - 16 if n > 7 else n for n in (byte % 16, byte // 16)]
+        elif format == "sign":
+            codes += [-1 if byte >> i & 1 else 1 for i in range(8)]
+        else:
+            # 122 to 127 and -128 to -122 are no sums of five codes: they read as 121.
+            number = signed if -121 <= signed <= 121 else 121
+            codes += [(number + 121) // 3**i % 3 - 1 for i in range(5)]
+    return codes[:width], [scale]
