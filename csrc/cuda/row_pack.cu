@@ -1,8 +1,9 @@
 // row_pack.cu -- exact top-k of every row.
 //
-// A narrow row is held in registers by 8, 16 or 32 lanes, as keys. They look for a threshold that
+// A narrow row is held in registers by 4 to 32 lanes, as keys. They look for a threshold that
 // exactly k keys reach by bisection, which ends as soon as it is met; only equal keys can prevent
-// that, and then the first of them are taken. Wide rows: detail/row_pack_wide.cuh.
+// that, and then the first of them are taken. What is chosen is a bit a column: the bits, not the
+// keys, are brought into the row's order. Wide rows: detail/row_pack_wide.cuh.
 #include "detail/launch.cuh"
 #include "detail/row_pack_wide.cuh"
 #include "detail/vectors.cuh"
@@ -13,21 +14,19 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  static constexpr int kMaxWords = 1024;  // of 32 bits, in a narrow row
-
-  // Blocks a multiprocessor: with up to 16 words a thread needs no more than 64 registers, with 32
-  // no more than 128.
-  static constexpr int min_blocks(int words) { return words <= 16 ? 4 : 2; }
+  // Blocks a multiprocessor: with 32 columns a thread needs no more than 64 registers, with 64 no
+  // more than 80.
+  static constexpr int min_blocks(int columns) { return columns <= 32 ? 4 : 3; }
 };
+constexpr int kVectorWords = 4;
 
 // A row among kLanes lanes of a warp; kWarpSize / kLanes rows go side by side.
 template <int kLanes>
 struct Group {
-  static constexpr unsigned kMask = kLanes == kWarpSize ? kFullWarp : (1u << kLanes % 32) - 1;
-
-  __device__ static int lane() { return lane_index() % kLanes; }
-  __device__ static unsigned ballot(bool predicate) {
-    return __ballot_sync(kFullWarp, predicate) >> (lane_index() - lane()) & kMask;
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
+  template <typename T>
+  __device__ static T from(T value, int lane) {  // modulo kLanes
+    return __shfl_sync(kFullWarp, value, (lane_index() & ~(kLanes - 1)) | (lane & (kLanes - 1)));
   }
   __device__ static int sum(int value) {
     if constexpr (kLanes == kWarpSize) {
@@ -43,37 +42,71 @@ struct Group {
     }
     return value;
   }
+  // Of the lanes below.
+  __device__ static int sum_below(int value) {
+    int sum = value;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, sum, distance);
+      if (lane() >= distance) sum += below;
+    }
+    return sum - value;
+  }
 };
 
-template <typename T, int kLanes, bool kAligned, int kWords>
-__device__ void load_words(const T* row, int width, uint32_t (&words)[kWords]) {
-  constexpr int kStride = kLanes * RowKeys<T>::kPerWord;
-  const int first = Group<kLanes>::lane() * RowKeys<T>::kPerWord;
+// Vectors of four words go round the lanes: word c of a lane's vector j is word
+// 4 * (j * kLanes + lane) + c of the row.
+template <typename T, int kLanes, int kWords>
+__device__ void load_words(const T* row, int width, bool aligned, uint32_t (&words)[kWords]) {
+  using Keys = RowKeys<T>;
+  constexpr int kColumns = kVectorWords * Keys::kPerWord, kStride = kLanes * kColumns;
+  const T* own = row + Group<kLanes>::lane() * kColumns;
+  const int left = width - Group<kLanes>::lane() * kColumns;
+  if (aligned) {
+    uint4 vectors[kWords / kVectorWords];
 #pragma unroll
-  for (int j = 0; j < kWords; ++j) {
-    words[j] =
-        RowKeys<T>::template load<kAligned>(row + first + j * kStride, width - first - j * kStride);
+    for (int j = 0; j < kWords / kVectorWords; ++j) {
+      vectors[j] = make_uint4(0, 0, 0, 0);
+      if (left > j * kStride) vectors[j] = *reinterpret_cast<const uint4*>(own + j * kStride);
+    }
+#pragma unroll
+    for (int j = 0; j < kWords / kVectorWords; ++j) {
+      words[4 * j] = Keys::word(vectors[j].x);
+      words[4 * j + 1] = Keys::word(vectors[j].y);
+      words[4 * j + 2] = Keys::word(vectors[j].z);
+      words[4 * j + 3] = Keys::word(vectors[j].w);
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int at = w / kVectorWords * kStride + w % kVectorWords * Keys::kPerWord;
+      words[w] = Keys::load(own + at, left - at);
+    }
   }
 }
 
 template <typename T, int kLanes, int kWords>
-__device__ Choice choose(const uint32_t (&words)[kWords], int width, int k) {
+__device__ Choice choose(const uint32_t (&words)[kWords], int k) {
   using Keys = RowKeys<T>;
-  int own_max = 0;
+  int largest = 0, second = 0;  // of a lane
 #pragma unroll
   for (int j = 0; j < kWords; ++j) {
 #pragma unroll
-    for (int e = 0; e < Keys::kPerWord; ++e) own_max = max(own_max, Keys::key(words[j], e));
+    for (int e = 0; e < Keys::kPerWord; ++e) {
+      const int key = Keys::key(words[j], e);
+      second = max(second, min(largest, key));
+      largest = max(largest, key);
+    }
   }
   // count(keys >= low) >= k and count(keys >= high) == above < k. Each lane has a key that is at
-  // least the smallest of the lanes' largest, so kLanes keys are.
+  // least the smallest of the lanes' largest, so kLanes keys are; and two at least the smallest of
+  // their second largest. More than k: a low that k keys reach would be met only at the end.
   const auto smaller = [](int a, int b) { return min(a, b); };
   const auto larger = [](int a, int b) { return max(a, b); };
-  int low = Group<kLanes>::reduce(own_max, smaller);
-  int high = Group<kLanes>::reduce(own_max, larger) + 1;
+  const int reached_by_all = k < kLanes ? largest : k < 2 * kLanes ? second : 0;
+  int low = min(Group<kLanes>::reduce(reached_by_all, smaller), Keys::kInfinity);
+  int high = min(Group<kLanes>::reduce(largest, larger), Keys::kInfinity) + 1;
   int above = 0, reached = -1;  // reached: count(keys >= low), once known
-  if (k > kLanes) low = 0;
-  if (low == 0) reached = width;
   while (__any_sync(kFullWarp, reached != k && high - low > 1)) {
     const int middle = low + (high - low) / 2;
     const int count = Group<kLanes>::sum(Keys::count(words, middle));
@@ -90,95 +123,87 @@ __device__ Choice choose(const uint32_t (&words)[kWords], int width, int k) {
   return {low, k - above};
 }
 
-// The low 4 bits of x, each followed by a zero.
-__device__ unsigned spread_bits(unsigned x) {
-  x = (x | x << 2) & 0x33;
-  return (x | x << 1) & 0x55;
+// From a lane's keys, which lie apart in the row, to as many that lie side by side: key i of the
+// result is column lane * kWords * kPerWord + i.
+template <int kLanes, int kWords, int kPerWord>
+__device__ KeyMask<kWords * kPerWord> side_by_side(KeyMask<kWords * kPerWord> mask) {
+  constexpr int kVectors = kWords / kVectorWords, kColumns = kVectorWords * kPerWord;
+  const int first = Group<kLanes>::lane() * kVectors;  // vector of the row
+  const int shift = static_cast<int>(threadIdx.x % kLanes * kVectors / kLanes) * kColumns;
+  KeyMask<kWords * kPerWord> result = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const auto other = Group<kLanes>::from(mask, first + i) >> (shift + i / kLanes * kColumns);
+    result |= (other & ((1u << kColumns) - 1)) << (i * kColumns);
+  }
+  return result;
 }
 
-// A lane's columns that are above the cut and equal to it; word j's element e is bit j of mask e.
-template <int kPerWord>
-struct Masks {
-  uint32_t above[kPerWord], equal[kPerWord];
-};
+template <typename Mask>
+__device__ int count_bits(Mask mask) {
+  if constexpr (sizeof(Mask) == 8) {
+    return __popc(static_cast<uint32_t>(mask)) + __popc(static_cast<uint32_t>(mask >> 32));
+  }
+  return __popc(static_cast<uint32_t>(mask));
+}
+template <typename Mask>
+__device__ int lowest_bit(Mask mask) {
+  const auto low = static_cast<int>(mask);
+  if constexpr (sizeof(Mask) == 8) {
+    if (low == 0) return 31 + __ffs(static_cast<int>(mask >> 32));
+  }
+  return __ffs(low) - 1;
+}
 
+// Which of the columns that lie side by side are chosen. Columns past the row have key 0: they are
+// chosen by nobody, because they come after all others.
 template <typename T, int kLanes, int kWords>
-__device__ Masks<RowKeys<T>::kPerWord> compare(const uint32_t (&words)[kWords], Choice choice,
-                                               int width, bool active) {
+__device__ auto chosen_columns(const uint32_t (&words)[kWords], Choice choice) {
   using Keys = RowKeys<T>;
-  Masks<Keys::kPerWord> masks = {};
-#pragma unroll
-  for (int j = 0; j < kWords; ++j) {
-#pragma unroll
-    for (int e = 0; e < Keys::kPerWord; ++e) {
-      const int column = (j * kLanes + Group<kLanes>::lane()) * Keys::kPerWord + e;
-      const int key = Keys::key(words[j], e);
-      const bool inside = active && column < width;
-      masks.above[e] |= uint32_t{inside && key > choice.cut} << j;
-      masks.equal[e] |= uint32_t{inside && key == choice.cut} << j;
+  // Above infinity there is nothing, NaN or not.
+  const bool infinite = choice.cut == Keys::kInfinity;
+  const uint32_t above_from = infinite ? 1u << Keys::kBits : static_cast<uint32_t>(choice.cut + 1);
+  const auto above = Keys::reaching(words, above_from);
+  auto chosen = side_by_side<kLanes, kWords, Keys::kPerWord>(above);
+  if (__any_sync(kFullWarp, choice.ties > 0)) {
+    const auto equal = Keys::reaching(words, static_cast<uint32_t>(max(choice.cut, 0))) & ~above;
+    auto tied = side_by_side<kLanes, kWords, Keys::kPerWord>(equal);
+    const int before = Group<kLanes>::sum_below(count_bits(tied));
+    for (int left = static_cast<int>(choice.ties) - before; left > 0 && tied != 0; --left) {
+      chosen |= tied & -tied;
+      tied &= tied - 1;
     }
   }
-  return masks;
-}
-
-// By a group: stores the chosen columns in order. The loop is not unrolled: its body is long, and
-// all it needs of the row is in the masks.
-template <int kLanes, int kPerWord>
-__device__ void store_chosen(const Masks<kPerWord>& masks, int ties, const PackedRow& packed,
-                             int width, bool active) {
-  constexpr int kLanesPerByte = 8 / kPerWord;
-  const int lane = Group<kLanes>::lane();
-  const unsigned below = (1u << lane) - 1;
-  const bool any_ties = __any_sync(kFullWarp, ties > 0);
-  int above_before = 0, equal_before = 0;  // in the words before
-#pragma unroll 1
-  for (int j = 0; j * kLanes * kPerWord < width; ++j) {
-    const int column = (j * kLanes + lane) * kPerWord;
-    int above = above_before, equal = equal_before;  // before this lane's columns
-#pragma unroll
-    for (int e = 0; e < kPerWord; ++e) {
-      const unsigned all_above = Group<kLanes>::ballot(masks.above[e] >> j & 1);
-      const unsigned all_equal = any_ties ? Group<kLanes>::ballot(masks.equal[e] >> j & 1) : 0;
-      above += __popc(all_above & below);
-      equal += __popc(all_equal & below);
-      above_before += __popc(all_above);
-      equal_before += __popc(all_equal);
-    }
-    unsigned byte = 0;
-#pragma unroll
-    for (int e = 0; e < kPerWord; ++e) {
-      const bool is_above = masks.above[e] >> j & 1, is_equal = masks.equal[e] >> j & 1;
-      const bool chosen = is_above || (is_equal && equal < ties);
-      if (chosen) packed.store(above + min(equal, ties), column + e);
-      above += is_above;
-      equal += is_equal;
-      if (!packed.has_bitmap()) continue;
-      const unsigned bits = Group<kLanes>::ballot(chosen) >> lane;
-      byte |= kPerWord == 1 ? bits : spread_bits(bits & 15) << e;
-    }
-    if (packed.has_bitmap() && active && lane % kLanesPerByte == 0 && column < width) {
-      packed.positions[column / 8] = static_cast<uint8_t>(byte);
-    }
-  }
+  return chosen;
 }
 
 template <typename T, int kLanes, int kWords>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::min_blocks(kWords))
+__global__ void __launch_bounds__(Policy::kThreads,
+                                  Policy::min_blocks(kWords* RowKeys<T>::kPerWord))
     row_pack_narrow_kernel(RowPackArgs args, bool aligned) {
-  constexpr int kRows = Policy::kThreads / kLanes;
+  constexpr int kRows = Policy::kThreads / kLanes, kColumns = kWords * RowKeys<T>::kPerWord;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kLanes;
   const bool active = row < args.rows;
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
   const T* x = static_cast<const T*>(args.x) + (active ? row : 0) * args.width;
   uint32_t words[kWords];
-  if (aligned) {
-    load_words<T, kLanes, true>(x, width, words);
-  } else {
-    load_words<T, kLanes, false>(x, width, words);
+  load_words<T, kLanes>(x, width, aligned, words);
+  auto chosen = chosen_columns<T, kLanes>(words, choose<T, kLanes>(words, k));
+  int slot = Group<kLanes>::sum_below(count_bits(chosen));
+  if (!active) return;
+
+  const PackedRow packed(args, row);
+  const int first = Group<kLanes>::lane() * kColumns;
+  if (packed.has_bitmap()) {
+#pragma unroll
+    for (int b = 0; b < kColumns; b += 8) {
+      if (first + b < width) packed.positions[(first + b) / 8] = static_cast<uint8_t>(chosen >> b);
+    }
   }
-  const Choice choice = choose<T, kLanes>(words, width, k);
-  const auto masks = compare<T, kLanes>(words, choice, width, active);
-  store_chosen<kLanes>(masks, static_cast<int>(choice.ties), PackedRow(args, row), width, active);
+  for (x += first; chosen != 0; chosen &= chosen - 1) {
+    const int column = lowest_bit(chosen);
+    packed.store(slot++, first + column, to_float(x[column]));
+  }
 }
 
 template <typename T, int kLanes, int kWords>
@@ -186,19 +211,23 @@ cudaError_t run_narrow(const RowPackArgs& args, cudaStream_t stream) {
   constexpr int kRows = Policy::kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
   if (blocks > kMaxGrid) return cudaErrorInvalidValue;
-  const bool aligned = is_aligned(args.x, 4) && args.width * sizeof(T) % 4 == 0;
+  const bool aligned = is_aligned(args.x, 16) && args.width * sizeof(T) % 16 == 0;
   return launch(row_pack_narrow_kernel<T, kLanes, kWords>, dim3(static_cast<unsigned>(blocks)),
                 Policy::kThreads, 0, stream, args, aligned);
 }
 
+// With 32 columns a lane what is done once a lane costs little, and a lane's choice is one word.
 template <typename T>
 cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
-  const int64_t words = (args.width + RowKeys<T>::kPerWord - 1) / RowKeys<T>::kPerWord;
-  if (words <= 64) return run_narrow<T, 8, 8>(args, stream);
-  if (words <= 128) return run_narrow<T, 16, 8>(args, stream);
-  if (words <= 256) return run_narrow<T, 32, 8>(args, stream);
-  if (words <= 512) return run_narrow<T, 32, 16>(args, stream);
-  if (words <= Policy::kMaxWords) return run_narrow<T, 32, 32>(args, stream);
+  constexpr int kWords = 32 / RowKeys<T>::kPerWord;
+  if (args.width <= 64) return run_narrow<T, 4, kWords / 2>(args, stream);
+  if (args.width <= 128) return run_narrow<T, 4, kWords>(args, stream);
+  if (args.width <= 256) return run_narrow<T, 8, kWords>(args, stream);
+  if (args.width <= 512) return run_narrow<T, 16, kWords>(args, stream);
+  if (args.width <= 1024) return run_narrow<T, 32, kWords>(args, stream);
+  if constexpr (RowKeys<T>::kPerWord == 2) {
+    if (args.width <= 2048) return run_narrow<T, 32, 2 * kWords>(args, stream);
+  }
   if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
   return launch(row_pack_wide_kernel<T>, dim3(static_cast<unsigned>(args.rows)), kSelectThreads, 0,
                 stream, args);

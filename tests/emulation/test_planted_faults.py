@@ -139,8 +139,8 @@ FAULTS = [
         "one tie too many",
         "rows",
         "row_pack.cu",
-        "is_equal && equal < ties",
-        "is_equal && equal <= ties",
+        "left > 0 && tied != 0",
+        "left >= 0 && tied != 0",
     ),
 ]
 

@@ -40,7 +40,8 @@ PROMISES = {
         dynamic_shared_bytes=16384 * 4,
         fewer_blocks={80: 2},
     ),
-    "row_pack_narrow_kernel": Promise(),
+    # Two vectors of a lane or more; those of a row whose width is no multiple of 16 bytes are not.
+    "row_pack_narrow_kernel": Promise(wide_loads=2),
     "row_pack_wide_kernel": Promise(),
     "row_gather_kernel": Promise(),
     "row_unpack_narrow_kernel": Promise(wide_stores=1),

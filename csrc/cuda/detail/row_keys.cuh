@@ -1,7 +1,10 @@
 #pragma once
 
 // Magnitudes of row elements as integers that order alike, in 32-bit words: one key of float32 in a
-// word, or two of a two-byte dtype, which are then compared together. NaN ranks as infinity.
+// word, or two of a two-byte dtype, which are then compared together. A NaN has a key above that of
+// infinity; thresholds are no higher than infinity's, so that the two rank alike.
+
+#include <type_traits>
 
 #include "../../common/dtype.h"
 #include "../../common/rounding.h"
@@ -12,24 +15,41 @@ namespace dct::cuda {
 template <typename T>
 struct RowKeys;
 
+// A bit for each of N keys, the first in the lowest.
+template <int N>
+using KeyMask = std::conditional_t<(N > 32), uint64_t, uint32_t>;
+
+// The mask with its bits moved up by one, and the highest bit of x below them.
+__device__ inline uint32_t append_sign(uint32_t mask, uint32_t x) {
+  return __funnelshift_l(x, mask, 1);
+}
+__device__ inline uint64_t append_sign(uint64_t mask, uint32_t x) { return mask << 1 | x >> 31; }
+
 template <>
 struct RowKeys<float> {
   static constexpr int kBits = 31, kPerWord = 1, kInfinity = 0x7f800000;
 
-  // Of the columns of one word, of which `left` are in the row: those beyond have key 0. kAligned:
-  // words of the row are.
-  template <bool kAligned>
+  __device__ static uint32_t word(uint32_t bits) { return bits & 0x7fffffff; }
+  // The word of the column at `at`; with key 0 if no column is left in the row.
   __device__ static uint32_t load(const float* at, int left) {
-    return left > 0 ? float_to_bits(*at) & 0x7fffffff : 0;
+    return word(left > 0 ? float_to_bits(*at) : 0);
   }
-  __device__ static int key(uint32_t word, int) { return min(static_cast<int>(word), kInfinity); }
+  __device__ static int key(uint32_t word, int) { return static_cast<int>(word); }
   // How many keys are >= threshold, for 0 < threshold <= kInfinity.
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
-    int count = 0;
+    int count = N;
 #pragma unroll
-    for (int j = 0; j < N; ++j) count += words[j] >= static_cast<uint32_t>(threshold);
+    for (int j = 0; j < N; ++j) count += (static_cast<int>(words[j]) - threshold) >> 31;
     return count;
+  }
+  // Which keys are >= threshold; none, if it is 1 << kBits.
+  template <int N>
+  __device__ static KeyMask<N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
+    KeyMask<N> below = 0;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j) below = append_sign(below, words[j] - threshold);
+    return ~below & static_cast<KeyMask<N>>(~uint64_t{0} >> (64 - N));
   }
 };
 
@@ -37,22 +57,18 @@ template <int kInfinityBits>
 struct HalfKeys {
   static constexpr int kBits = 15, kPerWord = 2, kInfinity = kInfinityBits;
   // Above each key, where the sign was: a subtraction from one half then never borrows from the
-  // other.
+  // other, and leaves the guard where the key is not below what is subtracted.
   static constexpr uint32_t kGuards = 0x80008000;
 
-  template <bool kAligned, typename T>
+  __device__ static uint32_t word(uint32_t bits) { return bits | kGuards; }
+  template <typename T>
   __device__ static uint32_t load(const T* at, int left) {
-    uint32_t bits = 0;
-    if (kAligned) {  // then the width is even
-      if (left > 0) bits = *reinterpret_cast<const uint32_t*>(at);
-    } else {
-      if (left > 0) bits = at[0].bits;
-      if (left > 1) bits |= uint32_t{at[1].bits} << 16;
-    }
-    return bits | kGuards;
+    uint32_t bits = left > 0 ? at[0].bits : 0;
+    if (left > 1) bits |= uint32_t{at[1].bits} << 16;
+    return word(bits);
   }
   __device__ static int key(uint32_t word, int element) {
-    return min(static_cast<int>(word >> (16 * element) & 0x7fff), kInfinity);
+    return static_cast<int>(word >> (16 * element) & 0x7fff);
   }
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
@@ -61,6 +77,16 @@ struct HalfKeys {
 #pragma unroll
     for (int j = 0; j < N; ++j) counts += ((words[j] - both) & kGuards) >> 15;
     return static_cast<int>((counts & 0xffff) + (counts >> 16));
+  }
+  template <int N>
+  __device__ static KeyMask<2 * N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
+    KeyMask<2 * N> mask = 0;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j) {
+      const uint32_t guards = words[j] - threshold * 0x10001;
+      mask = append_sign(append_sign(mask, guards), guards << 16);
+    }
+    return mask;
   }
 };
 template <>

@@ -9,23 +9,23 @@
 namespace dct::cuda {
 
 struct PackedRow {
-  const RowPackArgs& args;
-  int64_t row;
   PositionEncoding encoding;
-  uint8_t* positions;
+  DType value_dtype;
+  uint8_t *values, *positions;
 
   __device__ PackedRow(const RowPackArgs& args, int64_t row)
-      : args(args),
-        row(row),
-        encoding(position_encoding(args.width, args.k)),
+      : encoding(position_encoding(args.width, args.k)),
+        value_dtype(args.value_dtype),
+        values(static_cast<uint8_t*>(args.values) + row * args.k * itemsize(args.value_dtype)),
         positions(args.positions + row * position_bytes(args.width, args.k)) {}
 
   __device__ bool has_bitmap() const { return encoding == PositionEncoding::kBitmap; }
 
-  // Column `column` is the slot-th that is chosen. A bitmap is written by the caller.
-  __device__ void store(int64_t slot, int64_t column) const {
-    const float x = load_element(args.x, row * args.width + column, args.x_dtype);
-    store_element(args.values, row * args.k + slot, x, args.value_dtype);
+  // Column `column`, which holds x, is the slot-th that is chosen. A bitmap is written by the
+  // caller.
+  template <typename Index>
+  __device__ void store(Index slot, Index column, float x) const {
+    store_element(values, slot, x, value_dtype);
     if (encoding == PositionEncoding::kUint8) {
       positions[slot] = static_cast<uint8_t>(column);
     } else if (encoding == PositionEncoding::kUint16) {

@@ -17,10 +17,11 @@ struct RowPackWideShared {
   ScanStorage<kSelectThreads> scan;
 };
 
-// The key of one column.
+// The key of one column; of a NaN, that of infinity.
 template <typename T>
 __device__ int row_key(const T* row, int64_t column) {
-  return RowKeys<T>::key(RowKeys<T>::template load<false>(row + column, 1), 0);
+  using Keys = RowKeys<T>;
+  return min(Keys::key(Keys::load(row + column, 1), 0), Keys::kInfinity);
 }
 
 template <typename T>
@@ -64,7 +65,9 @@ __global__ void __launch_bounds__(kSelectThreads) row_pack_wide_kernel(RowPackAr
     const int64_t above_before = above + (both.before & 0xffff);
     const int64_t equal_before = equal + (both.before >> 16);
     const bool chosen = is_above || (is_equal && equal_before < choice.ties);
-    if (chosen) packed.store(above_before + min(equal_before, choice.ties), column);
+    if (chosen) {
+      packed.store(above_before + min(equal_before, choice.ties), column, to_float(row[column]));
+    }
     if (packed.has_bitmap()) {
       const unsigned bits = __ballot_sync(kFullWarp, chosen);
       if (lane_index() % 8 == 0 && column < args.width) {

@@ -8,8 +8,8 @@ constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffff;
 
 __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ inline int warp_index() { return thread_index() / kWarpSize; }
-__device__ inline int lane_index() { return thread_index() % kWarpSize; }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }
 
 // Sum over this lane and those below it.
 template <typename T>

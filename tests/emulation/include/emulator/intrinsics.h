@@ -17,6 +17,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x != 0 ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>(((uint64_t{high} << 32 | low) << (shift & 31)) >> 32);
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 // Compiled with -ffp-contract=off, so each of these rounds once, as on a GPU.
