@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "parser.h"
@@ -67,6 +68,8 @@ struct Form {
   Kind kind = Kind::kCompute;
   Compute run_wide = nullptr;  // for registers wider than that, which conversions allow
 };
+using Forms = std::unordered_map<std::string, Form>;  // by opcode
+void add_collectives(Forms& forms);
 // Of an opcode that computes or is collective; null if it is not known.
 const Form* find_form(const std::string& opcode);
 // What an atomic does: "add.u32"; null if it is not known.

@@ -1,0 +1,101 @@
+// collectives.cpp -- what the lanes of a warp do together. `lanes` are those that take part.
+#include <cstring>
+
+#include "functors.h"
+#include "lanes.h"
+
+namespace ptx {
+namespace {
+
+template <typename Combine>
+void reduce(char* registers, const Instruction& i, uint32_t lanes) {
+  const auto* from = lanes_of<const uint32_t>(registers, i.from[0]);
+  uint32_t sum = from[__builtin_ctz(lanes)];
+  for (uint32_t left = lanes & (lanes - 1); left != 0; left &= left - 1) {
+    sum = Combine()(sum, from[__builtin_ctz(left)]);
+  }
+  auto* to = lanes_of<uint32_t>(registers, i.to[0]);
+  for_each_lane(lanes, [&](int lane) { to[lane] = sum; });
+}
+
+uint32_t ballot_of(char* registers, Operand predicate, uint32_t lanes) {
+  const auto* from = lanes_of<const uint8_t>(registers, predicate);
+  uint32_t result = 0;
+  for (int lane = 0; lane < kLanes; ++lane) result |= uint32_t{from[lane]} << lane;
+  return result & lanes;
+}
+void ballot(char* registers, const Instruction& i, uint32_t lanes) {
+  const uint32_t result = ballot_of(registers, i.from[0], lanes);
+  auto* to = lanes_of<uint32_t>(registers, i.to[0]);
+  for_each_lane(lanes, [&](int lane) { to[lane] = result; });
+}
+template <bool kAll>
+void vote(char* registers, const Instruction& i, uint32_t lanes) {
+  const uint32_t yes = ballot_of(registers, i.from[0], lanes);
+  auto* to = lanes_of<uint8_t>(registers, i.to[0]);
+  for_each_lane(lanes, [&](int lane) { to[lane] = kAll ? yes == lanes : yes != 0; });
+}
+
+enum class Shuffle { kUp, kDown, kButterfly, kIndex };
+template <Shuffle kMode>
+void shuffle(char* registers, const Instruction& i, uint32_t lanes) {
+  uint32_t before[kLanes];
+  std::memcpy(before, registers + i.from[0].at, sizeof(before));
+  const auto* b = lanes_of<const uint32_t>(registers, i.from[1]);
+  const auto* c = lanes_of<const uint32_t>(registers, i.from[2]);
+  auto* to = lanes_of<uint32_t>(registers, i.to[0]);
+  for_each_lane(lanes, [&](int lane) {
+    const int amount = b[lane] & 31, clamp = c[lane] & 31, segment = c[lane] >> 8 & 31;
+    const int last = (lane & segment) | (clamp & ~segment), first = lane & segment;
+    int source = 0;
+    bool within = false;
+    switch (kMode) {
+      case Shuffle::kUp:
+        source = lane - amount;
+        within = source >= last;
+        break;
+      case Shuffle::kDown:
+        source = lane + amount;
+        within = source <= last;
+        break;
+      case Shuffle::kButterfly:
+        source = lane ^ amount;
+        within = source <= last;
+        break;
+      case Shuffle::kIndex:
+        source = first | (amount & ~segment);
+        within = source <= last;
+        break;
+    }
+    if (!within) source = lane;
+    // What comes from a lane that takes no part is undefined.
+    to[lane] = (lanes >> source & 1) != 0 ? before[source] : 0xdeadbeef;
+    if (i.to[1].at != kNone) lanes_of<uint8_t>(registers, i.to[1])[lane] = within;
+  });
+}
+
+void nothing(char*, const Instruction&, uint32_t) {}
+
+}  // namespace
+
+void add_collectives(Forms& forms) {
+  forms.insert({
+      {"redux.sync.add.u32", {reduce<Add>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.add.s32", {reduce<Add>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.min.u32", {reduce<Min>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.max.u32", {reduce<Max>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.and.b32", {reduce<And>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.or.b32", {reduce<Or>, {4}, {4, 4}, Kind::kCollective}},
+      {"vote.sync.ballot.b32", {ballot, {4}, {1, 4}, Kind::kCollective}},
+      {"vote.sync.any.pred", {vote<false>, {1}, {1, 4}, Kind::kCollective}},
+      {"vote.sync.all.pred", {vote<true>, {1}, {1, 4}, Kind::kCollective}},
+      {"shfl.sync.up.b32", {shuffle<Shuffle::kUp>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
+      {"shfl.sync.down.b32", {shuffle<Shuffle::kDown>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
+      {"shfl.sync.bfly.b32",
+       {shuffle<Shuffle::kButterfly>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
+      {"shfl.sync.idx.b32", {shuffle<Shuffle::kIndex>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
+      {"bar.warp.sync", {nothing, {}, {4}, Kind::kCollective}},
+  });
+}
+
+}  // namespace ptx
