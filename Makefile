@@ -77,7 +77,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not triton" \
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not ptx and not triton" \
 	  && $(OTHER)/pytest parallel -n auto --ignore parallel/test_pipeline.py
 
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
@@ -117,6 +117,7 @@ triton: $(VENV)/built
 check-all: test lint abi sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
+	for seed in 0 2 3; do $(BIN)/python -m pytest tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest -m large
 	DCT_BACKEND=eager $(BIN)/python -m pytest tests/parallel
 
