@@ -186,13 +186,20 @@ struct FindShift {
   uint32_t operator()(uint32_t a) const { return a == 0 ? ~0u : __builtin_clz(a); }
 };
 struct Insert {
-  uint32_t operator()(uint32_t a, uint32_t b, uint32_t position, uint32_t length) const {
+  template <typename T>
+  T operator()(T a, T b, uint32_t position, uint32_t length) const {
     position &= 255, length &= 255;
-    for (uint32_t i = 0; i < length && position + i < 32; ++i) {
-      const uint32_t bit = 1u << (position + i);
+    for (uint32_t i = 0; i < length && position + i < 8 * sizeof(T); ++i) {
+      const T bit = T{1} << (position + i);
       b = (a >> i & 1) != 0 ? b | bit : b & ~bit;
     }
     return b;
+  }
+};
+// The high word of high:low moved up.
+struct FunnelLeft {
+  uint32_t operator()(uint32_t low, uint32_t high, uint32_t n) const {
+    return static_cast<uint32_t>(((uint64_t{high} << 32 | low) << (n & 31)) >> 32);
   }
 };
 // Each nibble of `selector` names a byte of {b, a}; its top bit asks for that byte's sign instead.

@@ -107,6 +107,8 @@ class Table {
     forms["brev.b32"] = form<Reverse, uint32_t, uint32_t>();
     forms["bfind.shiftamt.u32"] = form<FindShift, uint32_t, uint32_t>();
     forms["bfi.b32"] = form<Insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["bfi.b64"] = form<Insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
+    forms["shf.l.wrap.b32"] = form<FunnelLeft, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["prmt.b32"] = form<Permute, uint32_t, uint32_t, uint32_t, uint32_t>();
 
     comparisons();
