@@ -27,7 +27,8 @@ PUBLIC = {
     },
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "WireMeter"),
-        *("RowPack", "RowUnpack", "pack", "unpack", "all_to_all_rows", "all_gather_rows"),
+        *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
+        *("all_to_all_rows", "all_gather_rows"),
     },
 }
 

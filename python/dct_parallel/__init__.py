@@ -11,6 +11,10 @@ Model parallel: only the largest activations of every row cross, and their gradi
     y = unpack(values, positions, width)
     y = all_to_all_rows(x, splits, density=0.05)
 
+Or every entry of every row, in few bits.
+
+    y = all_to_all_rows(x, splits, forward="int4", backward="int4")
+
 A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel) and rows
 (activations at a cut of a model). Both stand on what lies beside them here: compressor (one
 tensor, no network), agreement, collectives, groups, executors, readback, and wire, which counts
@@ -19,13 +23,24 @@ bytes.
 
 from .compressor import Compressor
 from .data_parallel import DCTState, dct_hook, merge_states
-from .rows import RowPack, RowUnpack, all_gather_rows, all_to_all_rows, pack, unpack
+from .rows import (
+    RowDequantize,
+    RowPack,
+    RowQuantize,
+    RowUnpack,
+    all_gather_rows,
+    all_to_all_rows,
+    pack,
+    unpack,
+)
 from .wire import WireMeter
 
 __all__ = [
     "Compressor",
     "DCTState",
+    "RowDequantize",
     "RowPack",
+    "RowQuantize",
     "RowUnpack",
     "WireMeter",
     "all_gather_rows",

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_gather(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Every rank's `tensor` [n] into `output` [P, n], in rank order."""
     # One collective, two names: from torch 2.13 the older warns, before it the newer is missing.
     if hasattr(dist, "all_gather_single"):
-        dist.all_gather_single(output.view(-1), tensor, group=group)
-    else:
-        dist.all_gather_into_tensor(output.view(-1), tensor, group=group)
+        return dist.all_gather_single(output.view(-1), tensor, group=group, async_op=async_op)
+    return dist.all_gather_into_tensor(output.view(-1), tensor, group=group, async_op=async_op)
 
 
 def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

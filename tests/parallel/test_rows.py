@@ -9,7 +9,7 @@ from oracle import rows as oracle
 from torch import nn
 
 from dct_parallel import RowPack, RowUnpack, pack, unpack
-from dct_parallel.rows import messages, packing
+from dct_parallel.rows import packing
 
 
 def _columns(x, k):
@@ -139,17 +139,6 @@ def test_compiled_without_a_graph_break():
     (gradient,) = torch.autograd.grad(y.square().sum(), x)
     assert torch.equal(y, cut(x))
     assert torch.equal(gradient, torch.autograd.grad(cut(x).square().sum(), x)[0])
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_a_message_of_values_with_odd_strides(rows):
-    """Without rows an op of k = 1 may return strides (1, 0): no dimension to view as bytes."""
-    values = torch.arange(float(rows)).as_strided((rows, 1), (1, 0))
-    positions = torch.full((rows, 1), 7, dtype=torch.uint8)
-    message = messages.to_message(values, positions)
-    assert message.shape == (rows, 5)
-    back = messages.from_message(message, 1, torch.float32)
-    assert torch.equal(back[0], values) and torch.equal(back[1], positions)
 
 
 def test_non_finite_entries_cross():

@@ -1,15 +1,19 @@
 """Rows at a cut of a model, compressed: activations forward, their gradients back.
 
-Reading order: packing (rows into values and positions, and back), messages and counts (what a
-collective needs), all_to_all, all_gather.
+Reading order: packing (a row's largest entries), codecs (rows as bytes, by those or in few bits),
+quantising (in few bits, between two modules), counts and transfer (what a collective needs),
+all_to_all, all_gather.
 """
 
 from .all_gather import all_gather_rows
 from .all_to_all import all_to_all_rows
 from .packing import RowPack, RowUnpack, pack, row_k, unpack
+from .quantising import RowDequantize, RowQuantize
 
 __all__ = [
+    "RowDequantize",
     "RowPack",
+    "RowQuantize",
     "RowUnpack",
     "all_gather_rows",
     "all_to_all_rows",

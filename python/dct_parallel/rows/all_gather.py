@@ -1,4 +1,4 @@
-"""Packed rows to every rank: a layer whose features are split over ranks.
+"""Rows to every rank: a layer whose features are split over ranks.
 
 DCT, model-parallel side (arXiv 2010.08899), for tensor parallelism: each rank packs its own slice
 of the features, so the mask is that of the owner. The use for this collective, exactly k a row, and
@@ -6,123 +6,151 @@ the wire format are our reconstruction.
 """
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from dct_kernels import checks, row_gather
-from dct_kernels.row_layout import position_bytes
+from dct_kernels import checks
 
 from ..collectives import all_gather
-from ..groups import GroupForBackward, require_group
+from ..groups import require_group
+from .codecs import Codec, make_codec
 from .counts import exchange_counts, require_counts
-from .messages import from_message, require_rows, to_message
-from .packing import pack, row_k, unpack
+from .packing import require_rows
+from .transfer import Transfer
 
 
+@overload
 def all_gather_rows(
     x: Tensor,
     widths: Sequence[int] | None = None,
     *,
-    density: float,
+    density: float | None = None,
     value_dtype: torch.dtype | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Every rank's features of the same rows, side by side. Differentiable in x.
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def all_gather_rows(
+    x: Tensor,
+    widths: Sequence[int] | None = None,
+    *,
+    density: float | None = None,
+    value_dtype: torch.dtype | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: Literal[True],
+) -> Transfer: ...
+def all_gather_rows(
+    x: Tensor,
+    widths: Sequence[int] | None = None,
+    *,
+    density: float | None = None,
+    value_dtype: torch.dtype | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Tensor | Transfer:
+    """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
-    Of each rank's part of a row the k = ceil(density * its width) largest entries arrive, the
-    others are zero. The gradient is the sum of all ranks' gradients of that part, at the entries
-    that were sent, as of torch's own all-gather: ranks that compute the same loss from the result
-    divide it by their number. Summed in rank order in float32, so it is deterministic; density 1 in
-    x's own dtype equals the uncompressed run.
+    What crosses of each rank's part of a row is as in `all_to_all_rows`: with `density`, its
+    k = ceil(density * its width) largest entries, the others being zero; with `forward` and
+    `backward`, every entry in those formats. The gradient is the sum of all ranks' gradients of
+    that part, as of torch's own all-gather: ranks that compute the same loss from the result divide
+    it by their number. Summed in rank order in float32, so it is deterministic; density 1 in x's
+    own dtype, and x's own dtype both ways, equal the uncompressed run.
 
-    Forward, k values and their positions a row cross in one all-gather, filled up to the longest
-    rank's; backward, each rank sends each other k values a row, in one all-to-all. Both need every
-    rank, as `all_to_all_rows` says. Without `widths`, an all-to-all of 40 bytes to every rank goes
-    ahead, and the host waits for its result; it also checks that ranks agree. With `widths` nothing
-    of this is spent and nothing is checked.
+    Forward, the parts cross in one all-gather, filled up to the longest rank's; backward, each rank
+    sends each other the gradient of its part, in one all-to-all. Both need every rank, as
+    `all_to_all_rows` says. Without `widths`, an all-to-all of 40 bytes to every rank goes ahead,
+    and the host waits for its result; it also checks that ranks agree. With `widths` nothing of
+    this is spent and nothing is checked.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
         density: fraction of each part of a row to send, in (0, 1].
-        value_dtype: of values and gradients on the wire, float32, bfloat16 or float16; default x's.
+        value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
+            float16; default x's.
+        forward, backward: number formats of rows and of their gradients, instead of a density.
         group: the ranks that take part, default all; gloo or NCCL.
+        async_op: return a handle whose `wait()` gives the rows, as `all_to_all_rows` does.
 
     Returns:
-        [B, sum of every rank's d] of x's dtype, in rank order.
+        [B, sum of every rank's d] of x's dtype, in rank order; or the handle.
 
     Raises:
         ValueError, TypeError: an argument is out of its range here. The other ranks get an error
             when the group's timeout ends.
-        ValueError: B, density, value_dtype or requires_grad differ between ranks; on every rank,
-            naming everybody's. Not with `widths`.
+        ValueError: B, a setting or requires_grad differ between ranks; on every rank, naming
+            everybody's. Not with `widths`.
         RuntimeError: from the collective, if a rank is gone.
     """
     op = "all_gather_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
-    checks.require_density(op, density)
-    value_dtype = value_dtype or x.dtype
-    checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
+    rows, width = x.shape
+    if density is not None and value_dtype is None:
+        value_dtype = x.dtype
+    choice = (density, value_dtype, forward, backward)
+    settings = make_codec(op, width, *choice).settings
+    if density is not None:  # parts may differ in width, and so in k
+        settings = {"density": float(density), "value_dtype": value_dtype}
     if widths is None:
-        must_match = {
-            "B": x.shape[0],
-            "density": float(density),
-            "value_dtype": value_dtype,
-            "requires_grad": x.requires_grad and torch.is_grad_enabled(),
-        }
-        widths = exchange_counts(op, [x.shape[1]] * group.size(), must_match, x.device, group)
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        must_match = {"B": rows, **settings, "requires_grad": needs_grad}
+        widths = exchange_counts(op, [width] * group.size(), must_match, x.device, group)
     require_counts(op, "widths", widths, group.size(), low=1)
-    if widths[group.rank()] != x.shape[1]:
-        checks.fail(op, "x", f"of width {widths[group.rank()]} like widths", x.shape[1])
-    return _Gather.apply(x, list(widths), float(density), value_dtype, group)
+    if widths[group.rank()] != width:
+        checks.fail(op, "x", f"of width {widths[group.rank()]} like widths", width)
+    codecs = [make_codec(op, width, *choice) for width in widths]
+    transfer = _AllGather(codecs, list(widths), rows, group).start(x)
+    return transfer if async_op else transfer.wait()
 
 
-class _Gather(torch.autograd.Function):
-    """Packed parts of rows to everybody, the gradients of their values back to the owner."""
+class _AllGather(Transfer):
+    """Encoded parts of rows to everybody, the encoded gradients of each to its owner."""
 
-    @staticmethod
-    def forward(ctx, x, widths, density, value_dtype, group):
-        rows, ks = x.shape[0], [row_k(width, density) for width in widths]
-        sizes = [
-            k * value_dtype.itemsize + position_bytes(width, k)
-            for width, k in zip(widths, ks, strict=True)
-        ]
-        own = to_message(*pack(x, ks[group.rank()], value_dtype)).flatten()
-        received = own.new_empty(len(sizes), rows * max(sizes))
-        all_gather(received, pad(own, (0, received.shape[1] - len(own))), group)
-        parts, positions = [], []
-        for message, size, width, k in zip(received, sizes, widths, ks, strict=True):
-            packed = from_message(message[: rows * size].view(rows, size), k, value_dtype)
-            parts.append(unpack(*packed, width, x.dtype))
-            positions.append(packed[1])
-        ctx.save_for_backward(*positions)
-        ctx.widths, ctx.ks, ctx.value_dtype = widths, ks, value_dtype
-        ctx.group = GroupForBackward(group)
+    def __init__(
+        self, codecs: list[Codec], widths: list[int], rows: int, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(group)
+        self._codecs, self._widths, self._rows = codecs, widths, rows
+        self._rank = group.rank()
+        self._own = codecs[self._rank]
+
+    def _send(self, x: Tensor) -> None:
+        message = self._own.encode(x).flatten()
+        longest = self._rows * max(codec.message_bytes for codec in self._codecs)
+        received = message.new_empty(len(self._codecs), longest)
+        padded = pad(message, (0, longest - len(message)))
+        self._in_flight(all_gather(received, padded, self._group.get(), async_op=True), received)
+
+    def _receive(self) -> Tensor:
+        parts = []
+        for message, codec in zip(self._arrived(), self._codecs, strict=True):
+            size = codec.message_bytes
+            part = message[: self._rows * size].view(self._rows, size)
+            parts.append(codec.decode(part, self._dtype))
         return torch.cat(parts, 1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        group = ctx.group.get()
-        rank, rows = group.rank(), grad.shape[0]
-        parts = zip(grad.split(ctx.widths, 1), ctx.saved_tensors, ctx.ks, strict=True)
-        sent = [row_gather(part.contiguous(), at, k, ctx.value_dtype) for part, at, k in parts]
-        sizes = [rows * k for k in ctx.ks]
-        received = grad.new_empty(len(sizes), rows, ctx.ks[rank], dtype=ctx.value_dtype)
-        dist.all_to_all_single(
-            received.view(-1),
-            torch.cat([part.flatten() for part in sent]),
-            [sizes[rank]] * len(sizes),
-            sizes,
-            group=group,
-        )
-        total = torch.zeros_like(received[0], dtype=torch.float32)
-        for part in received:  # in rank order: the same bits every time
-            total += part.float()
-        own = ctx.saved_tensors[rank]
-        return unpack(total, own, ctx.widths[rank], grad.dtype), None, None, None, None
+    def _send_gradient(self, grad: Tensor) -> None:
+        parts = zip(grad.split(self._widths, 1), self._codecs, strict=True)
+        messages = [codec.encode_gradient(part.contiguous()) for part, codec in parts]
+        sizes = [message.numel() for message in messages]
+        sent = torch.cat([message.flatten() for message in messages])
+        self._all_to_all(sent, sizes, [sizes[self._rank]] * len(sizes))
+
+    def _receive_gradient(self) -> Tensor:
+        messages = self._arrived().view(len(self._codecs), self._rows, self._own.gradient_bytes)
+        total = torch.zeros(self._rows, self._widths[self._rank], device=messages.device)
+        for message in messages:  # in rank order: the same bits every time
+            total += self._own.decode_gradient(message, torch.float32)
+        return total.to(self._dtype)

@@ -7,6 +7,10 @@ import torch.distributed as dist
 
 from dct_kernels import checks
 
+from .codecs import ROW_FORMATS
+
+Setting = bool | int | float | torch.dtype | str  # of strings, a format of rows
+
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
     """`counts` is an int for every rank, at least `low`."""
@@ -19,7 +23,7 @@ def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: in
 def exchange_counts(
     op: str,
     counts: Sequence[int],
-    must_match: dict[str, bool | int | float | torch.dtype],
+    must_match: dict[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[int]:
@@ -45,11 +49,17 @@ def exchange_counts(
     return [int(count) for count in received]
 
 
-def _number(value: bool | int | float | torch.dtype) -> float:
+def _number(value: Setting) -> float:
+    if isinstance(value, str):  # below 0, where no other setting is: ranks may differ in kind, too
+        return -1.0 - ROW_FORMATS.index(value)
     return float(checks.FLOATS.index(value) if isinstance(value, torch.dtype) else value)
 
 
-def _value(number: float, like: bool | int | float | torch.dtype) -> object:
+def _value(number: float, like: Setting) -> object:
+    if number < 0:
+        return ROW_FORMATS[-1 - int(number)]
+    if isinstance(like, str):
+        return f"a density's {number:g}"
     if isinstance(like, torch.dtype):
         return str(checks.FLOATS[int(number)]).removeprefix("torch.")
     return type(like)(number)

@@ -15,6 +15,13 @@ import dct_kernels
 from dct_kernels import checks
 
 
+def require_rows(op: str, x: Tensor) -> Tensor:
+    """`x` [B, d], made contiguous."""
+    x = x.contiguous() if isinstance(x, Tensor) else x
+    checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
+    return x
+
+
 def row_k(width: int, density: float) -> int:
     """Entries kept of a row: ceil(density * width), at least 1 and at most `width`."""
     return min(max(math.ceil(float(density) * width), 1), width)

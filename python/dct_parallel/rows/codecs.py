@@ -1,0 +1,147 @@
+"""Rows as messages, and back: their largest entries, or every entry in few bits.
+
+A codec is made for one exchange. It turns rows into bytes where they leave and bytes into rows
+where they arrive, and later the gradient of what arrived, on its way back. The sizes of its
+messages follow from what it was made with, so no size is ever sent.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dct_kernels import checks, row_dequantize, row_gather, row_pack, row_quantize, row_unpack
+from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
+
+from .packing import row_k
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in checks.FLOATS}
+ROW_FORMATS = (*_DTYPES, *FORMATS)
+
+
+class Codec(Protocol):
+    """Rows [B, width] as uint8 [B, message_bytes], their gradients as [B, gradient_bytes]."""
+
+    message_bytes: int
+    gradient_bytes: int
+    settings: dict[str, object]  # that ranks must agree on
+
+    def encode(self, x: Tensor) -> Tensor: ...
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    def encode_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of what `decode` returned."""
+        ...
+
+    def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of what `encode` was given."""
+        ...
+
+
+class LargestEntries:
+    """The k largest of a row with their positions, and their gradients without (DCT-MP)."""
+
+    def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
+        self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
+        self.settings = {"k": self._k, "value_dtype": value_dtype}
+        self.gradient_bytes = self._k * value_dtype.itemsize
+        self.message_bytes = self.gradient_bytes + position_bytes(width, self._k)
+
+    def encode(self, x: Tensor) -> Tensor:
+        values, self._sent = row_pack(x, self._k, self._value_dtype)
+        return torch.cat([_as_bytes(values), self._sent], 1)  # one collective, not two
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        self._received = message[:, self.gradient_bytes :].contiguous()
+        values = _as_floats(message[:, : self.gradient_bytes], self._value_dtype)
+        return row_unpack(values, self._received, self._width, dtype)
+
+    def encode_gradient(self, grad: Tensor) -> Tensor:
+        return _as_bytes(row_gather(grad, self._received, self._k, self._value_dtype))
+
+    def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        values = _as_floats(message, self._value_dtype)
+        return row_unpack(values, self._sent, self._width, dtype)
+
+
+class EveryEntry:
+    """Every entry of a row, in a number format of its own for each way."""
+
+    def __init__(self, width: int, forward: str, backward: str) -> None:
+        self._width, self._forward, self._backward = width, forward, backward
+        self.settings = {"forward": forward, "backward": backward}
+        self.message_bytes = format_bytes(width, forward)
+        self.gradient_bytes = format_bytes(width, backward)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return quantise(x, self._forward)
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantise(message, self._width, self._forward, dtype)
+
+    def encode_gradient(self, grad: Tensor) -> Tensor:
+        return quantise(grad, self._backward)
+
+    def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantise(message, self._width, self._backward, dtype)
+
+
+def format_bytes(width: int, format: str) -> int:
+    """Bytes of a row of `width` in one of ROW_FORMATS."""
+    return width * _DTYPES[format].itemsize if format in _DTYPES else row_bytes(width, format)
+
+
+def quantise(x: Tensor, format: str) -> Tensor:
+    """Rows [B, d] as uint8 [B, format_bytes(d, format)]."""
+    if format in _DTYPES:
+        return _as_bytes(x.to(_DTYPES[format]))
+    return row_quantize(x, format)
+
+
+def dequantise(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """The rows [B, width] that `quantise` made bytes of, in `dtype`."""
+    if format in _DTYPES:
+        return _as_floats(message, _DTYPES[format]).to(dtype)
+    return row_dequantize(message.contiguous(), width, format, dtype)
+
+
+def require_format(op: str, arg: str, format: str | None, where: str = "") -> None:
+    """`format` is one of ROW_FORMATS; `where` ends the rule."""
+    if format not in ROW_FORMATS:
+        checks.fail(op, arg, f"one of {', '.join(ROW_FORMATS)}{where}", repr(format))
+
+
+def make_codec(
+    op: str,
+    width: int,
+    density: float | None,
+    value_dtype: torch.dtype | None,
+    forward: str | None,
+    backward: str | None,
+) -> Codec:
+    """The codec of rows of `width`: by a density, or else by a format for each way."""
+    formats = {"forward": forward, "backward": backward}
+    if density is None:
+        for arg, format in formats.items():
+            require_format(op, arg, format, " where there is no density")
+        if value_dtype is not None:
+            checks.fail(op, "value_dtype", "given with a density only", value_dtype)
+        return EveryEntry(width, forward, backward)
+    for arg, format in formats.items():
+        if format is not None:
+            checks.fail(op, arg, "left out where there is a density", repr(format))
+    checks.require_density(op, density)
+    checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
+    return LargestEntries(width, density, value_dtype)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    # Flat first: without rows an op may leave strides in which nothing can be viewed as bytes.
+    nbytes = values.shape[1] * values.itemsize
+    return values.flatten().view(torch.uint8).view(len(values), nbytes)
+
+
+def _as_floats(message: Tensor, dtype: torch.dtype) -> Tensor:
+    # contiguous() would leave a single row as it is: not aligned for dtype.
+    return message.clone(memory_format=torch.contiguous_format).view(dtype)

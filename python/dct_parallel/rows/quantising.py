@@ -1,0 +1,146 @@
+"""Rows in few bits at a cut between two modules, for any transport that carries a tensor.
+
+Every entry crosses, with a scale a row; where DCT-MP's largest entries lose quality, this is the
+way to the same bytes. Straight-through: the gradient of the received row, quantised in turn, is
+that of the row that was sent. Our reconstruction of row-wise quantised exchange (FBGEMM). Knows no
+network.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dct_kernels import checks
+
+from .codecs import dequantise, format_bytes, quantise, require_format
+
+# What travels must be floating point for autograd and torch.distributed.pipelining to send a
+# gradient back, and the gradient has its shape: bytes, viewed as these, filled up to the longer.
+_CARRIER = torch.bfloat16
+
+
+class RowQuantize(nn.Module):
+    """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
+
+    The message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it,
+    and let one module alone take it in, a `RowDequantize` of the same formats. Its gradient is a
+    message likewise. Quantises in eval mode alike. Deterministic, bitwise the same everywhere.
+
+    Args:
+        forward_format: of rows, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
+            `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
+        backward_format: of their gradients, one of these; default `forward_format`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+    """
+
+    def __init__(self, forward_format: str, backward_format: str | None = None) -> None:
+        super().__init__()
+        self.formats = _formats("RowQuantize", forward_format, backward_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            checks.fail("RowQuantize", "x", "a tensor", type(x).__name__, TypeError)
+        if x.dim() == 0 or x.dtype not in checks.FLOATS:
+            got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
+            checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
+        return _Quantise.apply(x, *self.formats)
+
+    def extra_repr(self) -> str:
+        return "{}, {}".format(*self.formats)
+
+
+class RowDequantize(nn.Module):
+    """The first module of the next stage: the message of a `RowQuantize` in, [..., width] out.
+
+    Messages are not trusted: any bytes of the right length give some numbers.
+
+    Args:
+        width: d of the rows.
+        forward_format, backward_format: as given to `RowQuantize`.
+        dtype: of the result, float32, bfloat16 or float16.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, or a message is not of the length
+            that width and formats give; the text names it.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        forward_format: str,
+        backward_format: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        checks.require_int("RowDequantize", "width", width, 1, 2**31 - 1)
+        checks.require_dtype("RowDequantize", "dtype", dtype, checks.FLOATS)
+        self.formats = _formats("RowDequantize", forward_format, backward_format)
+        self.width, self.dtype = width, dtype
+
+    def forward(self, message: Tensor) -> Tensor:
+        m = message_size(self.width, *self.formats)
+        checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
+        if message.dim() == 0 or message.shape[-1] != m:
+            got = list(message.shape)
+            checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
+        return _Dequantise.apply(message, self.width, *self.formats, self.dtype)
+
+    def extra_repr(self) -> str:
+        return "width={}, {}, {}, dtype={}".format(self.width, *self.formats, self.dtype)
+
+
+def message_size(width: int, forward_format: str, backward_format: str) -> int:
+    """Elements of 2 bytes in the message of one row, either way."""
+    longer = max(format_bytes(width, forward_format), format_bytes(width, backward_format))
+    return (longer - 1) // _CARRIER.itemsize + 1
+
+
+class _Quantise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward_format, backward_format):
+        ctx.width, ctx.dtype, ctx.backward_format = x.shape[-1], x.dtype, backward_format
+        return _to_message(
+            x, forward_format, message_size(ctx.width, forward_format, backward_format)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _from_message(grad, ctx.width, ctx.backward_format, ctx.dtype), None, None
+
+
+class _Dequantise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, message, width, forward_format, backward_format, dtype):
+        ctx.size, ctx.backward_format = message.shape[-1], backward_format
+        return _from_message(message, width, forward_format, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _to_message(grad, ctx.backward_format, ctx.size), None, None, None, None
+
+
+def _to_message(x: Tensor, format: str, size: int) -> Tensor:
+    coded = quantise(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous(), format)
+    message = coded.new_zeros(coded.shape[0], size * _CARRIER.itemsize)
+    message[:, : coded.shape[1]] = coded
+    return message.view(_CARRIER).view(*x.shape[:-1], size)
+
+
+def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    rows = message.reshape(math.prod(message.shape[:-1]), message.shape[-1]).contiguous()
+    coded = rows.view(torch.uint8)[:, : format_bytes(width, format)]
+    return dequantise(coded, width, format, dtype).view(*message.shape[:-1], width)
+
+
+def _formats(owner: str, forward_format: str, backward_format: str | None) -> tuple[str, str]:
+    require_format(owner, "forward_format", forward_format)
+    if backward_format is None:
+        return forward_format, forward_format
+    require_format(owner, "backward_format", backward_format)
+    return forward_format, backward_format

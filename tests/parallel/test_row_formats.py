@@ -1,0 +1,247 @@
+"""Rows in few bits between ranks and between modules: what arrives, what comes back, how much."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_kernels import row_dequantize, row_quantize
+from dct_kernels.row_layout import row_bytes
+from dct_parallel import RowDequantize, RowQuantize, WireMeter, all_gather_rows, all_to_all_rows
+from dct_parallel.rows import codecs
+from ranks import run_ranks
+
+WIDTH = 37
+TABLE_BYTES = 40  # to every other rank: how many rows, and four settings
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAIRS = [("int4", "int4"), ("int8", "ternary"), ("mxfp4", "sign"), ("bfloat16", "float16")]
+
+
+def _through(x, format):
+    """What arrives of x, in x's dtype."""
+    if format in DTYPES:
+        return x.to(DTYPES[format]).to(x.dtype)
+    return row_dequantize(row_quantize(x, format), x.shape[1], format, x.dtype)
+
+
+def _bytes(width, format):
+    return width * DTYPES[format].itemsize if format in DTYPES else row_bytes(width, format)
+
+
+def _splits(source, ranks):
+    return [0 if source == r == 1 else 1 + (source + 2 * r) % 3 for r in range(ranks)]
+
+
+def _rows(source, ranks):
+    generator = torch.Generator().manual_seed(source)
+    return torch.randn(sum(_splits(source, ranks)), WIDTH, generator=generator)
+
+
+def _grads(rank, ranks):
+    received = sum(_splits(source, ranks)[rank] for source in range(ranks))
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(received, WIDTH, generator=generator)
+
+
+def _expected(rank, ranks, forward, backward):
+    arrived = [
+        _through(_rows(source, ranks), forward).split(_splits(source, ranks))[rank]
+        for source in range(ranks)
+    ]
+    returned = []
+    for r in range(ranks):
+        from_sources = [_splits(source, ranks)[r] for source in range(ranks)]
+        returned.append(_through(_grads(r, ranks), backward).split(from_sources)[rank])
+    return torch.cat(arrived), torch.cat(returned)
+
+
+def _exchanged(rank):
+    ranks = dist.get_world_size()
+    splits = _splits(rank, ranks)
+    into = [_splits(source, ranks)[rank] for source in range(ranks)]
+    for forward, backward in PAIRS:
+        for known in (None, into):
+            for async_op in (False, True):
+                x = _rows(rank, ranks).requires_grad_()
+                with WireMeter() as meter:
+                    y = all_to_all_rows(
+                        x, splits, known, forward=forward, backward=backward, async_op=async_op
+                    )
+                    sent = meter.take()
+                    y = y.wait() if async_op else y
+                    y.backward(_grads(rank, ranks))
+                    returned = meter.take()
+                arrived, gradient = _expected(rank, ranks, forward, backward)
+                assert torch.equal(y, arrived) and torch.equal(x.grad, gradient)
+                table = 0 if known else TABLE_BYTES * (ranks - 1)
+                assert sent == table + (sum(splits) - splits[rank]) * _bytes(WIDTH, forward)
+                assert returned == (sum(into) - into[rank]) * _bytes(WIDTH, backward)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_to_all(world_size):
+    run_ranks(_exchanged, world_size)
+
+
+def _gathered(rank):
+    ranks = dist.get_world_size()
+    widths = [WIDTH + 3 * r for r in range(ranks)]
+    parts = [
+        torch.randn(4, width, generator=torch.Generator().manual_seed(width)) for width in widths
+    ]
+    grads = [
+        torch.randn(4, sum(widths), generator=torch.Generator().manual_seed(r))
+        for r in range(ranks)
+    ]
+    for forward, backward in [*PAIRS, ("float32", "float32")]:
+        for async_op in (False, True):
+            x = parts[rank].clone().requires_grad_()
+            y = all_gather_rows(x, forward=forward, backward=backward, async_op=async_op)
+            y = y.wait() if async_op else y
+            assert torch.equal(y, torch.cat([_through(part, forward) for part in parts], 1))
+            y.backward(grads[rank])
+            total = torch.zeros(4, widths[rank])
+            for grad in grads:
+                total += _through(grad.split(widths, 1)[rank].contiguous(), backward)
+            assert torch.equal(x.grad, total)
+
+
+def test_all_gather():
+    run_ranks(_gathered, 2)
+
+
+def _trained(rank, **settings):
+    torch.manual_seed(rank)
+    table, head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
+    for step in range(5):
+        rows = table(torch.randint(20, (6,), generator=torch.Generator().manual_seed(step)))
+        optimizer.zero_grad()
+        head(all_to_all_rows(rows, [3, 3], **settings)).square().mean().backward()
+        optimizer.step()
+    return table.weight.detach().clone()
+
+
+def _like_uncompressed(rank):
+    whole = _trained(rank, density=1.0)
+    assert torch.equal(_trained(rank, forward="float32", backward="float32"), whole)
+    assert not torch.equal(_trained(rank, forward="int8", backward="int8"), whole)
+
+
+def test_own_dtype_both_ways_is_the_uncompressed_exchange():
+    run_ranks(_like_uncompressed, 2)
+
+
+def _two_in_flight(rank):
+    first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
+    settings = {"forward": "float32", "backward": "float32", "async_op": True}
+    transfers = [all_to_all_rows(x, [1, 1], **settings) for x in (first, second)]
+    received = [transfer.wait() for transfer in transfers]
+    (received[0].sum() + 2 * received[1].sum()).backward()
+    assert torch.equal(first.grad, torch.ones(2, 8))
+    assert torch.equal(second.grad, torch.full((2, 5), 2.0))
+    with pytest.raises(RuntimeError, match="waited for once"):
+        transfers[0].wait()
+
+
+def test_two_transfers_in_flight():
+    run_ranks(_two_in_flight, 2)
+
+
+def _disagree(rank, settings, text):
+    x = torch.randn(2, 8)
+    for exchange in (
+        lambda **s: all_to_all_rows(x, [1, 1], **s),
+        lambda **s: all_gather_rows(x, **s),
+    ):
+        with pytest.raises(ValueError, match=text):
+            exchange(**settings[rank])
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            [{"forward": "int4", "backward": "sign"}, {"forward": "int4", "backward": "int4"}],
+            "backward must be the same on every rank, got sign on rank 0, int4 on rank 1",
+        ),
+        (
+            [{"density": 0.5}, {"forward": "float32", "backward": "float32"}],
+            "must be the same on every rank, got .* on rank 0, .* on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_told(settings, text):
+    run_ranks(_disagree, 2, settings, text)
+
+
+def _wrong_arguments(rank):
+    x = torch.randn(4, 8)
+    known = "float32, bfloat16, float16, int8, int4, ternary, sign, mxfp4"
+    for call, text in [
+        (
+            lambda: all_to_all_rows(x, [4]),
+            f"forward must be one of {known} where there is no density",
+        ),
+        (lambda: all_to_all_rows(x, [4], forward="int4"), "backward must be one of float32"),
+        (
+            lambda: all_to_all_rows(x, [4], forward="int5", backward="int4"),
+            "no density, got 'int5'",
+        ),
+        (
+            lambda: all_to_all_rows(x, [4], density=0.5, forward="int4", backward="int4"),
+            "forward must be left out where there is a density, got 'int4'",
+        ),
+        (
+            lambda: all_gather_rows(x, forward="int4", backward="int4", value_dtype=torch.float32),
+            "value_dtype must be given with a density only, got float32",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+
+
+def test_errors_name_the_argument():
+    run_ranks(_wrong_arguments, 1)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [*PAIRS, ("float32", "float32")])
+@pytest.mark.parametrize("shape", [(WIDTH,), (3, WIDTH), (2, 3, WIDTH), (0, WIDTH)])
+def test_modules_carry_rows_and_gradients(shape, forward, backward):
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    message = RowQuantize(forward, backward)(x)
+    carried = message.detach().clone().requires_grad_()  # as a transport between devices does
+    y = RowDequantize(WIDTH, forward, backward)(carried)
+    y.backward(grad)
+    assert carried.grad.shape == message.shape and carried.grad.dtype == message.dtype
+    message.backward(carried.grad)
+    longer = max(_bytes(WIDTH, forward), _bytes(WIDTH, backward))
+    assert message.shape == (*shape[:-1], (longer + 1) // 2) and message.dtype == torch.bfloat16
+    flat = (-1, WIDTH)
+    assert torch.equal(y.view(flat), _through(x.detach().view(flat), forward))
+    assert torch.equal(x.grad.view(flat), _through(grad.view(flat), backward))
+
+
+def test_modules_name_what_is_wrong():
+    with pytest.raises(ValueError, match="RowQuantize: forward_format must be one of float32"):
+        RowQuantize("int3")
+    with pytest.raises(
+        ValueError, match=re.escape("message must be [..., 3] for width 8, got [1, 4]")
+    ):
+        RowDequantize(8, "int4")(torch.zeros(1, 4, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="dtype of message must be bfloat16, got float32"):
+        RowDequantize(8, "int4")(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="at least 1-D, got 0-D float32"):
+        RowQuantize("int4")(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_bytes_of_values_with_odd_strides(rows):
+    """Without rows an op of k = 1 may return strides (1, 0): no dimension to view as bytes."""
+    values = torch.arange(float(rows)).as_strided((rows, 1), (1, 0))
+    for format in DTYPES:
+        message = codecs.quantise(values, format)
+        assert message.shape == (rows, DTYPES[format].itemsize)
+        assert torch.equal(codecs.dequantise(message, 1, format, torch.float32), values)
