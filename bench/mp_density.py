@@ -53,7 +53,7 @@ from dct_parallel.groups import GroupForBackward
 from dct_parallel.rows import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
-WHOLE = whole_rows(torch.float32)
+WHOLE = whole_rows("float32", "float32")
 
 
 class Int8(torch.autograd.Function):
@@ -144,7 +144,7 @@ def variants(args: argparse.Namespace) -> dict[str, Variant]:
     """Everything that is trained, by name, in the order of the table; uncompressed first."""
     found = {
         "float32": Variant(WHOLE),
-        "float16": Variant(whole_rows(torch.float16)),
+        "float16": Variant(whole_rows("float16", "float16")),
         "int8": Variant(Int8.apply),
     }
     for density in args.densities:

@@ -40,6 +40,20 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
     return parse
 
 
+def pair(known: Collection[str]) -> Callable:
+    """An argparse type: two of `known`, or one twice, joined by ','."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        values = tuple(text.split(","))
+        if len(values) != 2 or not set(values) <= set(known):
+            raise argparse.ArgumentTypeError(
+                f"must be two of {', '.join(known)}, joined by ',', got {text!r}"
+            )
+        return values
+
+    return parse
+
+
 def widths(text: str) -> list[int]:
     """An argparse type: the hidden widths of an MLP."""
     parts = text.split("-")

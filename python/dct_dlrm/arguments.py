@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
+from dct_parallel.rows.codecs import ROW_FORMATS
 
-from .argument_types import count, density, number, positive, several, widths
+from .argument_types import count, density, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .modes import MODES, START_STEP
 
@@ -25,6 +26,8 @@ examples:
       Criteo's file
   dct-train --parallel hybrid --mp-density 0.05
       embedding tables sharded over the ranks; DCT on their rows and on the MLPs' gradients
+  dct-train --parallel hybrid --mp-format int4,int4 --dedup
+      the same with rows in 4 bits an entry, each distinct row once
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
@@ -119,11 +122,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.005,
         help="DCT: fraction of each large parameter's entries sent per step",
     )
-    exchange.add_argument(
+    rows = exchange.add_mutually_exclusive_group()
+    rows.add_argument(
         "--mp-density",
         type=density,
         default=0.05,
         help="hybrid, DCT: fraction of each pooled embedding sent, and of its gradient, rounded up",
+    )
+    rows.add_argument(
+        "--mp-format",
+        type=pair(ROW_FORMATS),
+        metavar="FORWARD,BACKWARD",
+        help="hybrid, DCT: instead, every entry of a pooled embedding in one number format, of its "
+        f"gradient in another; of {', '.join(ROW_FORMATS)}",
+    )
+    exchange.add_argument(
+        "--dedup",
+        action="store_true",
+        help="hybrid, every mode: a row that several samples of a rank's batch ask for crosses "
+        "once, and the sum of its gradients",
     )
     exchange.add_argument(
         "--refresh-every",

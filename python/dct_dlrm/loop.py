@@ -111,7 +111,7 @@ def train(
     model = DLRM(table_rows(options.hash_size), options.embedding_dim, options.bottom, options.top)
     if options.parallel == "hybrid":
         plan = shard_tables(table_rows(options.hash_size), dist.get_world_size())
-        model = HybridDLRM(model, plan, EXCHANGES[mode](options))
+        model = HybridDLRM(model, plan, EXCHANGES[mode](options), options.dedup)
         ddp = model.mlps = _replicated(model.mlps, options)
     else:
         ddp = model = _replicated(model, options)

@@ -8,14 +8,16 @@ from dct_parallel import WireMeter
 
 from .models.hybrid import HybridDLRM
 
+PURPOSES = ("counts", "ids", "mp_forward", "mp_backward", "dp")
+
 
 class Traffic:
     """Counts while active; call `forward_done` and `step_done` in every step.
 
     Attributes:
         wire: bytes of each step in all collectives.
-        purposes: of a hybrid model, bytes of each step, apart: "ids", the rows' "mp_forward" and
-            "mp_backward", and "dp", which is all the rest. Empty for other models.
+        purposes: of a hybrid model, bytes of each step, apart: "counts", "ids", the rows'
+            "mp_forward" and "mp_backward", and "dp", which is all the rest. Empty for other models.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,9 +27,10 @@ class Traffic:
         self._meters = [self._all]
         self._hybrid = isinstance(model, HybridDLRM)
         if self._hybrid:
-            self.purposes = {"ids": [], "mp_forward": [], "mp_backward": [], "dp": []}
-            self._ids, self._rows = WireMeter(model.ids_group), WireMeter(model.rows_group)
-            self._meters += [self._ids, self._rows]
+            self.purposes = {name: [] for name in PURPOSES}
+            groups = (model.counts_group, model.ids_group, model.rows_group)
+            self._counts, self._ids, self._rows = (WireMeter(group) for group in groups)
+            self._meters += [self._counts, self._ids, self._rows]
 
     def __enter__(self) -> "Traffic":
         for meter in self._meters:
@@ -52,7 +55,8 @@ class Traffic:
         """From here on, it is the next step."""
         self.wire.append(self._all.take())
         if self._hybrid:
+            self.purposes["counts"].append(self._counts.take())
             self.purposes["ids"].append(self._ids.take())
             self.purposes["mp_backward"].append(self._rows.take())
-            told = sum(self.purposes[name][-1] for name in ("ids", "mp_forward", "mp_backward"))
+            told = sum(self.purposes[name][-1] for name in PURPOSES[:-1])
             self.purposes["dp"].append(self.wire[-1] - told)

@@ -89,15 +89,16 @@ def _against_one_process(folder):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = shard_tables(ROWS, ranks)
     float32 = torch.float32
-    for density, exchange in (
-        (1.0, whole_rows(float32)),
-        (1.0, largest_entries(1.0, float32)),
-        (0.5, largest_entries(0.5, float32)),
+    for density, exchange, dedup in (
+        (1.0, whole_rows("float32", "float32"), False),
+        (1.0, whole_rows("float32", "float32"), True),
+        (1.0, largest_entries(1.0, float32), False),
+        (0.5, largest_entries(0.5, float32), True),
     ):
         whole = _masked_model(density)
         reference = torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean()
         reference.backward()
-        model = HybridDLRM(_model(), plan, exchange)
+        model = HybridDLRM(_model(), plan, exchange, dedup)
         assert len(model.tables) == len(plan[rank])
         samples = _samples(rank)
         torch.testing.assert_close(model(*samples[:2]), whole(*samples[:2]))
@@ -147,6 +148,16 @@ def test_dense_hybrid_training_is_data_parallel_training(tmp_path):
     assert hybrid_loss[0] == loss[0]
     torch.testing.assert_close(hybrid_loss, loss, rtol=1e-5, atol=0)
     assert hybrid_scores == pytest.approx([auc, log_loss], rel=1e-4)
+
+
+def test_distinct_rows_train_as_all_rows_do(tmp_path):
+    """Sums of a row's gradients differ in their order, nothing else does."""
+    hybrid = ("--epochs", "3", "--modes", "dense", "--parallel", "hybrid")
+    loss, *scores = _trained(tmp_path, *hybrid)
+    distinct_loss, *distinct_scores = _trained(tmp_path, *hybrid, "--dedup")
+    assert distinct_loss[0] == loss[0]
+    torch.testing.assert_close(distinct_loss, loss, rtol=1e-5, atol=0)
+    assert distinct_scores == pytest.approx(scores, rel=1e-4)
 
 
 def test_density_one_in_float32_is_the_dense_exchange_bit_for_bit(tmp_path):

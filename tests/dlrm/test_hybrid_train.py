@@ -16,7 +16,7 @@ from dct_dlrm.train import main
 
 RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8
 LINEARS = [(16, 13), (DIM, 16), (64, DIM + 27 * 26 // 2), (1, 64)]
-PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
+PURPOSES = ("counts", "ids", "mp_forward", "mp_backward", "dp")
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,14 @@ def test_bytes_by_formula(results):
     sent = {mode: _sent(run) for mode, run in results.items()}
     whole = rows * DIM
     assert sent["dense"] == {
+        "counts": 0,
         "ids": 4 * rows,
         "mp_forward": 4 * whole,
         "mp_backward": 4 * whole,
         "dp": 4 * numel,
     }
     assert sent["bf16"] == {
+        "counts": 0,
         "ids": 4 * rows,
         "mp_forward": 2 * whole,
         "mp_backward": 2 * whole,
@@ -97,11 +99,28 @@ def test_bytes_are_the_mean_and_the_most_of_all_ranks():
     launch(_uneven, 3)
 
 
+def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
+    """A count a table; then as many ids as rows, which are fewer than the samples'."""
+    command = ["--parallel", "hybrid", "--modes", "dct", "--rows", "1500", "--hash-size", "50"]
+    command += ["--batch-size", str(BATCH), "--embedding-dim", str(DIM), "--bottom", "16"]
+    command += ["--top", "64", "--mp-format", "int4,sign", "--dedup", "--out", str(tmp_path)]
+    assert main(command) == 0
+    sent = _sent(json.loads((tmp_path / "summary.json").read_text())["modes"]["dct"][0])
+    assert sent["counts"] == 8 * 13
+    # What one rank asks the other answers; these are means over both.
+    asked = sent["ids"] / 4
+    assert 0 < asked < 0.5 * 13 * BATCH
+    assert sent["mp_backward"] == pytest.approx(asked * (DIM / 8 + 2))
+    assert sent["mp_forward"] == pytest.approx(asked * (DIM / 2 + 2))
+
+
 @pytest.mark.parametrize(
     "argument, value, rule",
     [
         ("--mp-density", "0", "must be a number in (0, 1], got '0'"),
         ("--mp-density", "1.01", "must be a number in (0, 1], got '1.01'"),
+        ("--mp-format", "int4", "must be two of float32, bfloat16,"),
+        ("--mp-format", "int4,int5", "must be two of float32, bfloat16,"),
         ("--embedding-lr", "0", "must be a number > 0, got '0'"),
         ("--parallel", "model", "invalid choice: 'model'"),
     ],

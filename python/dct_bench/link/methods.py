@@ -89,7 +89,7 @@ class Method(NamedTuple):
 
 
 def _float32_rows(options: argparse.Namespace) -> Exchange:
-    return whole_rows(torch.float32)
+    return whole_rows("float32", "float32")
 
 
 def _largest_entries(options: argparse.Namespace) -> Exchange:

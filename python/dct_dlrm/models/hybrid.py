@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .distinct import distinct, repeat
 from .dlrm import DLRM, look_up
 from .row_exchange import Exchange, all_to_all
 
@@ -25,22 +26,33 @@ class HybridDLRM(nn.Module):
         model: the whole DLRM, equal on every rank; what this rank does not own is dropped from it.
         plan: the tables of every rank.
         exchange: of rows; may be replaced between steps, on all ranks.
+        dedup: whether a row that several samples of a rank's batch ask for crosses once, and so
+            does its gradient, their sum. How many they are goes ahead, 8 bytes for every table, and
+            the host waits for it.
 
     Attributes:
         tables: this rank's.
         mlps: of (integers, embeddings); to be wrapped.
-        ids_group, rows_group: process groups of the two exchanges, each with its own, so that their
-            bytes can be told apart.
+        counts_group, ids_group, rows_group: process groups of the exchanges, each with its own, so
+            that their bytes can be told apart.
     """
 
-    def __init__(self, model: DLRM, plan: Sequence[Sequence[int]], exchange: Exchange) -> None:
+    def __init__(
+        self,
+        model: DLRM,
+        plan: Sequence[Sequence[int]],
+        exchange: Exchange,
+        dedup: bool = False,
+    ) -> None:
         super().__init__()
-        self.plan, self.exchange = plan, exchange
+        self.plan, self.exchange, self.dedup = plan, exchange, dedup
         self.tables = nn.ModuleList(model.tables[t] for t in plan[dist.get_rank()])
         self.mlps = _MLPs(model)
+        self.counts_group = dist.new_group(group_desc="counts")
         self.ids_group = dist.new_group(group_desc="ids")
         self.rows_group = dist.new_group(group_desc="rows")
         by_rank = torch.tensor([table for own in plan for table in own])
+        self.register_buffer("_by_rank", by_rank, persistent=False)
         self.register_buffer("_order", by_rank.argsort(), persistent=False)
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
@@ -49,23 +61,38 @@ class HybridDLRM(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [batch, tables, embedding_dim] of table rows [batch, tables]."""
-        batch, ranks = len(ids), len(self.plan)
-        embedded = look_up(self.tables, self._own_ids(ids))
-        if embedded.requires_grad:
-            embedded.register_hook(lambda grad: grad / ranks)
-        splits = [batch * len(self.tables)] * ranks
-        output_splits = [batch * len(tables) for tables in self.plan]
-        rows = self.exchange(embedded.flatten(0, 1), splits, output_splits, self.rows_group)
-        by_rank = [part.view(batch, -1, rows.shape[1]) for part in rows.split(output_splits)]
-        return torch.cat(by_rank, dim=1).index_select(1, self._order)
+        look_up_rows = self._distinct_rows if self.dedup else self._all_rows
+        return look_up_rows(ids).index_select(1, self._order)
 
-    def _own_ids(self, ids: Tensor) -> Tensor:
-        """Rows of this rank's tables, for the samples of all ranks: [ranks * batch, own tables]."""
-        batch, own = len(ids), len(self.tables)
+    def _all_rows(self, ids: Tensor) -> Tensor:
+        """Embeddings of all tables, rank by rank: a row of every sample crosses."""
+        batch, own, ranks = len(ids), len(self.tables), len(self.plan)
         sent = torch.cat([ids[:, list(tables)].flatten() for tables in self.plan])
-        splits = [batch * len(tables) for tables in self.plan]
-        received = all_to_all(sent, splits, [batch * own] * len(self.plan), self.ids_group)
-        return received.view(-1, own)
+        mine, theirs = [batch * own] * ranks, [batch * len(tables) for tables in self.plan]
+        received = all_to_all(sent, theirs, mine, self.ids_group)
+        embedded = self._for_mean(look_up(self.tables, received.view(-1, own)))
+        rows = self.exchange(embedded.flatten(0, 1), mine, theirs, self.rows_group)
+        by_rank = [part.view(batch, -1, rows.shape[1]) for part in rows.split(theirs)]
+        return torch.cat(by_rank, dim=1)
+
+    def _distinct_rows(self, ids: Tensor) -> Tensor:
+        """The same: each distinct row crosses once."""
+        own, ranks = len(self.tables), len(self.plan)
+        wanted, inverse, counts = distinct(ids.index_select(1, self._by_rank))
+        tables = [len(tables) for tables in self.plan]
+        asked = all_to_all(counts, tables, [own] * ranks, self.counts_group).tolist()
+        theirs = [int(of_rank.sum()) for of_rank in counts.split(tables)]
+        mine = [sum(asked[r * own : (r + 1) * own]) for r in range(ranks)]
+        received = all_to_all(wanted, theirs, mine, self.ids_group).split(asked)
+        embedded = torch.cat([self.tables[i % own](part) for i, part in enumerate(received)])
+        rows = self.exchange(self._for_mean(embedded), mine, theirs, self.rows_group)
+        return repeat(rows, inverse)
+
+    def _for_mean(self, embedded: Tensor) -> Tensor:
+        """Makes gradients of these, which are sums over ranks, means."""
+        if embedded.requires_grad:
+            embedded.register_hook(lambda grad: grad / len(self.plan))
+        return embedded
 
 
 class _MLPs(nn.Module):

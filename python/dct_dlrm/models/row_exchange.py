@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dct_parallel import all_to_all_rows
-from dct_parallel.groups import GroupForBackward
 
 # (x [rows to all ranks, width], ordered by destination; how many go to each rank; how many come
 # from each; group) -> rows [from all ranks, width], ordered by source. Differentiable, collective.
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], Tensor]
 
 
-def whole_rows(dtype: torch.dtype) -> Exchange:
-    """Every entry crosses, in `dtype`, and so does its gradient."""
+def whole_rows(forward: str, backward: str) -> Exchange:
+    """Every entry crosses, in a number format for each way: see `all_to_all_rows`."""
 
     def exchange(
         x: Tensor, splits: Sequence[int], output_splits: Sequence[int], group: dist.ProcessGroup
     ) -> Tensor:
-        return AllToAll.apply(x.to(dtype), splits, output_splits, group).to(x.dtype)
+        return all_to_all_rows(
+            x, splits, output_splits, forward=forward, backward=backward, group=group
+        )
 
     return exchange
 
@@ -40,22 +40,6 @@ def largest_entries(density: float, value_dtype: torch.dtype = torch.bfloat16) -
     return exchange
 
 
-class AllToAll(torch.autograd.Function):
-    """torch.distributed.all_to_all_single, differentiable: gradients go back as they came."""
-
-    @staticmethod
-    def forward(ctx, x, splits, output_splits, group):
-        ctx.splits, ctx.output_splits = splits, output_splits
-        ctx.group = GroupForBackward(group)
-        return all_to_all(x, splits, output_splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        group = ctx.group.get()
-        return all_to_all(grad, ctx.output_splits, ctx.splits, group), None, None, None
-
-
 def all_to_all(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
@@ -65,10 +49,16 @@ def all_to_all(
     return received
 
 
+def _dct(options: argparse.Namespace) -> Exchange:
+    if options.mp_format is not None:
+        return whole_rows(*options.mp_format)
+    return largest_entries(options.mp_density)
+
+
 # By mode of the gradients' exchange: both use the same number format.
 EXCHANGES: dict[str, Callable[[argparse.Namespace], Exchange]] = {
-    "dense": lambda options: whole_rows(torch.float32),
-    "bf16": lambda options: whole_rows(torch.bfloat16),
-    "powersgd": lambda options: whole_rows(torch.float32),
-    "dct": lambda options: largest_entries(options.mp_density),
+    "dense": lambda options: whole_rows("float32", "float32"),
+    "bf16": lambda options: whole_rows("bfloat16", "bfloat16"),
+    "powersgd": lambda options: whole_rows("float32", "float32"),
+    "dct": _dct,
 }

@@ -1,0 +1,48 @@
+"""Every row that a batch asks for, once: samples share values, above all those of small tables."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The different values of every column.
+
+    Args:
+        ids: int32 [batch, tables], 0 and up.
+
+    Returns:
+        wanted int32 [n], column by column, ascending in each; inverse int64 [batch, tables], where
+        in `wanted` each id is; counts int64 [tables], how many of `wanted` are of each column.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    keys, inverse = torch.unique(ids + (columns << 32), return_inverse=True)
+    counts = torch.bincount(keys >> 32, minlength=ids.shape[1])
+    return (keys & 0xFFFFFFFF).int(), inverse, counts
+
+
+def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
+    """rows[inverse], [..., d]; of rows used several times, gradients are summed in sample order.
+
+    In float32 and in the order of `inverse`, whatever the device, so that equal batches give equal
+    bits. A row of `rows` [n, d] that `inverse` does not name has gradient 0.
+    """
+    return _Repeat.apply(rows, inverse)
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, inverse):
+        ctx.save_for_backward(inverse)
+        ctx.rows = len(rows)
+        return rows.index_select(0, inverse.flatten()).view(*inverse.shape, rows.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        flat = inverse.flatten()
+        uses = torch.bincount(flat, minlength=ctx.rows)
+        by_row = grad.flatten(0, -2).index_select(0, flat.argsort(stable=True))
+        summed = torch.segment_reduce(by_row.float(), "sum", lengths=uses, initial=0.0)
+        return summed.to(grad.dtype), None
