@@ -217,6 +217,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ho
                      {block.x, block.y, block.z}, config->dynamicSmemBytes, arguments);
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
   constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
     return cudaErrorInvalidValue;
