@@ -40,8 +40,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ptx-cases",
         type=int,
-        default=8,
-        help="run a test on so many of its cases where PTX is executed; 0 for all",
+        default=3,
+        help="run a test on so many of its cases where PTX is executed, and from 8 on those that "
+        "search their cases; 0 for all",
     )
     parser.addoption(
         "--triton-cases",

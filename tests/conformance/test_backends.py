@@ -130,6 +130,7 @@ def test_eager_forced_is_eager():
     assert result.stdout == "[False, True]\n", result.stderr
 
 
+@pytest.mark.large
 def test_eager_forced_passes_opcheck_and_autograd():
     """Elsewhere these tests run on whatever the dispatcher picks, which may be compiled."""
     run_again(("opcheck", "autograd"), backend="eager")
@@ -175,7 +176,8 @@ def test_schemas():
 
 
 @pytest.mark.skipif("cpp" not in testing.backends(), reason="no compiled CPU kernels")
-@pytest.mark.parametrize("isa", [pytest.param("default", marks=pytest.mark.large), "avx2"])
+@pytest.mark.large  # the native tests run on every instruction set by default
+@pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold", "track_threshold")

@@ -87,8 +87,15 @@ def test_results_are_not_overwritten_unasked(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "launcher, number",
+    [
+        pytest.param("local", signal.SIGINT, id="SIGINT"),
+        pytest.param("local", signal.SIGTERM, id="SIGTERM", marks=pytest.mark.large),
+        pytest.param("torchrun", signal.SIGINT, id="torchrun-SIGINT", marks=pytest.mark.large),
+        pytest.param("torchrun", signal.SIGTERM, id="torchrun-SIGTERM", marks=pytest.mark.large),
+    ],
+)
 def test_an_interrupted_run_keeps_what_is_finished(tmp_path, launcher, number):
     """To all processes at once, as a terminal sends it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

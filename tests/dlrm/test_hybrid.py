@@ -117,7 +117,7 @@ def _against_one_process(folder):
     Path(folder, f"done{rank}").touch()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.large), 2, 3])
 def test_logits_and_gradients_are_those_of_one_process(ranks):
     with tempfile.TemporaryDirectory() as folder:
         launch(_against_one_process, ranks, folder)
@@ -160,6 +160,7 @@ def test_distinct_rows_train_as_all_rows_do(tmp_path):
     assert distinct_scores == pytest.approx(scores, rel=1e-4)
 
 
+@pytest.mark.large
 def test_density_one_in_float32_is_the_dense_exchange_bit_for_bit(tmp_path):
     hybrid = ("--parallel", "hybrid", "--modes", "dense")
     loss, *scores = _trained(tmp_path, *hybrid)

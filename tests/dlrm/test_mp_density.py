@@ -75,6 +75,7 @@ def _exchanges(folder):
     Path(folder, f"done{rank}").touch()
 
 
+@pytest.mark.large
 def test_every_exchange_sends_what_it_says():
     with tempfile.TemporaryDirectory() as folder:
         launch(_exchanges, 2, folder)
@@ -93,6 +94,7 @@ def test_the_best_learning_rate_of_each():
     assert [run["seed"] for run in found["a"]] == [0, 1]
 
 
+@pytest.mark.large
 def test_the_bench_runs_and_reports(tmp_path):
     small = "--rows 1500 --hash-size 50 --embedding-dim 16 --bottom 8 --top 16"
     command = [sys.executable, BENCH, *small.split(), "--densities", "0.125", "--ablations"]

@@ -142,6 +142,7 @@ def test_the_meter_counts_point_to_point_messages():
     run_ranks(_sent, 2)
 
 
+@pytest.mark.large
 def test_the_bench_runs_and_reports(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 50)
