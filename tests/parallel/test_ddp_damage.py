@@ -19,7 +19,7 @@ PLACES = {  # byte of the payload -> status
 }
 
 
-def _damaged(rank, byte, status, victims, settle_early):
+def _damaged(rank, byte, status, victims, read_early):
     """The victims receive rank 1's payload of step 4 with one byte changed."""
     model = DistributedDataParallel(Dictated(SIZES))  # one bucket
     state = DCTState(model, density=0.05)
@@ -42,7 +42,7 @@ def _damaged(rank, byte, status, victims, settle_early):
     for step in range(5):  # noqa: B007  (in_flight and run read it)
         run()
     residuals = [bucket.compressor.residual.clone() for bucket in state._buckets.values()]
-    if settle_early:
+    if read_early:
         with pytest.raises(RuntimeError, match="every payload of step 4 must be intact"):
             state.stats()
     step = 5

@@ -154,7 +154,7 @@ class DCTState:
         require_same("DCTState", told)
 
         self._checkpoint = "none"
-        self._settled = False  # whether ranks know that they go on from the same step
+        self._start_compared = False  # whether ranks know that they go on from the same step
         self._patience = None
         self._rank, self._world_size = dist.get_rank(), given.size()
         # On the CPU one of its own, as collectives of the executor's thread must not interleave
@@ -242,9 +242,9 @@ class DCTState:
         self._require_bound("load_state_dict")
         sizes, density = self._compressed_sizes(), self.settings.density
         entry = checkpoint.find(state, self._rank, self._world_size, density, sizes)
-        if self._settled:  # others may train on, and never look here
+        if self._start_compared:  # others may train on, and never look here
             self._patience = LOAD_PATIENCE
-        self._settled = False
+        self._start_compared = False
         self._checkpoint = f"one of {entry['world_size']} ranks"
         self._run_id = entry["run_id"]
         self._failure = None
@@ -324,16 +324,16 @@ class DCTState:
 
     def _begin_step(self) -> None:
         self._finish_last_step()
-        if not self._settled:
-            self._settle()
+        if not self._start_compared:
+            self._compare_start()
         self._loss_scale.begin()
 
-    def _settle(self) -> None:
+    def _compare_start(self) -> None:
         """Raise on every rank if they do not go on from the same step of the same run."""
         start = {"checkpoint": self._checkpoint, "run_id": self._run_id, "step": self.step}
         told = self._agreement.exchange("load_state_dict", start, self._patience)
         require_same("load_state_dict", told)
-        self._settled = True
+        self._start_compared = True
 
     def _finish_last_step(self) -> None:
         """Learn how the last step went; raise on every rank if a payload of it was damaged."""
