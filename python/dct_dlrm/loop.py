@@ -85,6 +85,8 @@ def run(
     """Train and test. Collective: every rank calls it with the same arguments but its own rows."""
     model, result = train(mode, seed, data, options, on_step)
     auc, bce = test(model, data)
+    if isinstance(model, HybridDLRM):
+        model.close()
     return dataclasses.replace(result, auc=auc, log_loss=bce)
 
 
@@ -147,6 +149,8 @@ def train(
                 )
             on_step(losses[step])
     _check_equal(ddp)
+    if state is not None:
+        state.close()
     return model, Run(
         seed,
         None,

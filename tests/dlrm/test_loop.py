@@ -51,6 +51,13 @@ def test_training_learns():
     assert result.auc > 0.55
 
 
+def test_a_run_leaves_no_process_group_behind():
+    """Each has threads that wake a hundred times a second, and a program may make many runs."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    _run("dct", 0, "--parallel", "hybrid")
+    assert set(dist.distributed_c10d._world.pg_map) == before
+
+
 def test_a_learning_rate_that_diverges_is_named():
     with pytest.raises(UsageError, match=r"--lr must be so small .* got 1e\+30: (nan|inf) at step"):
         _run("dense", 0, "--lr", "1e30")

@@ -55,6 +55,11 @@ class HybridDLRM(nn.Module):
         self.register_buffer("_by_rank", by_rank, persistent=False)
         self.register_buffer("_order", by_rank.argsort(), persistent=False)
 
+    def close(self) -> None:
+        """End the process groups of the exchanges, on every rank: each has threads of its own."""
+        for group in (self.counts_group, self.ids_group, self.rows_group):
+            dist.destroy_process_group(group)
+
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
         """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
         return self.mlps(ints, self.embed(ids))
