@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -15,7 +16,7 @@ from torch.multiprocessing import (
     ProcessContext,
     ProcessExitedException,
     ProcessRaisedException,
-    spawn,
+    start_processes,
 )
 
 from .command_line import on_ending_signals
@@ -36,7 +37,8 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
     """Call `work(*args)` on every rank, in a gloo process group.
 
     Under torchrun this process is one rank and `ranks` is ignored. Otherwise `ranks` local
-    processes are started and waited for; `work` must then be importable and `args` picklable.
+    processes are started and waited for; `work` must then be importable and `args` picklable, and
+    the environment is that of this process's first call.
     Each rank computes with cores / local ranks threads.
 
     Raises:
@@ -53,11 +55,19 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
         with _interrupts_held():
-            context = spawn(_local_rank, (ranks, rendezvous, work, args), nprocs=ranks, join=False)
+            context = _start(ranks, rendezvous, work, args)
         try:
             _wait(context)
         finally:
             _end(context)
+
+
+def _start(ranks: int, rendezvous: str, work: Callable[..., None], args: tuple) -> ProcessContext:
+    # All ranks are forked from a process that has imported what they need: once, not once a rank,
+    # and for all calls of this program. DDP's constructor imports dynamo.
+    multiprocessing.set_forkserver_preload([work.__module__, "torch._dynamo"])
+    given = (ranks, rendezvous, work, args)
+    return start_processes(_local_rank, given, ranks, join=False, start_method="forkserver")
 
 
 def _wait(context: ProcessContext) -> None:
