@@ -175,10 +175,10 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
         with progress.bar(console, run_name, steps) as on_step:
             model, run = loop.train(name, seed, data, options, on_step)
         record = run.summary() | variant._asdict() | {"exchange": name, "embedding_lr": lr}
-        record["auc"], record["log_loss"] = loop.test(model, data)
+        record["auc"], record["log_loss"] = loop.test(model, data.test, data.train)
         if args.ablations and variant.density:
             model.exchange = WHOLE
-            record["auc_off"], record["log_loss_off"] = loop.test(model, data)
+            record["auc_off"], record["log_loss_off"] = loop.test(model, data.test, data.train)
         records.append(record)
         if console is not None:
             scores = f"AUC {record['auc']:.4f}, log loss {record['log_loss']:.4f}"

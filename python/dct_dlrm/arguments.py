@@ -78,6 +78,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="fraction of the rows kept for the test, chosen by a hash of the row number",
     )
 
+    data.add_argument(
+        "--validation-fraction",
+        type=number(float, lambda x: 0 <= x < 1, "a number in [0, 1)"),
+        default=0.0,
+        metavar="F",
+        help="fraction of the rows kept for choosing settings by, chosen by the same hash: neither "
+        "trained on nor among the test rows, with scores of their own",
+    )
+
     training = parser.add_argument_group("training")
     training.add_argument(
         "--ranks", type=count, default=2, help="local processes; under torchrun, torchrun's count"
@@ -187,6 +196,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     add_out(parser, FOLDER, RESULT)
     options = parser.parse_args(arguments)
+    if options.test_fraction + options.validation_fraction >= 1:
+        parser.error(
+            "argument --validation-fraction: must leave rows to train on beside a --test-fraction "
+            f"of {options.test_fraction:g}, got {options.validation_fraction:g}"
+        )
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options

@@ -67,9 +67,11 @@ def _config(options: argparse.Namespace) -> dict[str, object]:
 
 def _heading(data: Dataset) -> str:
     counts = data.description
+    names = ("train", "training"), ("validation", "validation"), ("test", "test")
+    rows = [f"{counts[f'{key}_rows']:,} {name} rows" for key, name in names if key in counts]
     return (
-        f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
-        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps an epoch"
+        f"{', '.join(rows)}; {dist.get_world_size()} ranks, "
+        f"{counts['steps_per_epoch']:,} steps an epoch"
     )
 
 

@@ -36,6 +36,7 @@ class Run:
     Attributes:
         seed: of weights and batches.
         auc, log_loss: on the test rows.
+        validation_auc, validation_log_loss: on the validation rows, None where there are none.
         density_mean: entries sent over entries compressed, over the compressed steps; None for a
             mode that sends none.
         loss: float64 [steps], mean over ranks of the training loss.
@@ -56,6 +57,8 @@ class Run:
     wire_bytes_max: np.ndarray
     density: list[tuple[int, float]]
     purposes: dict[str, np.ndarray]
+    validation_auc: float | None = None
+    validation_log_loss: float | None = None
 
     def summary(self) -> dict[str, object]:
         """The numbers of this run, from the steps after compression starts; JSON."""
@@ -63,6 +66,7 @@ class Run:
             "seed": self.seed,
             "auc": self.auc,
             "log_loss": self.log_loss,
+            **self._validation(),
             "step_ms_median": float(np.median(self.step_ms[START_STEP:])),
             "wire_bytes_per_step_per_rank": float(np.mean(self.wire_bytes[START_STEP:])),
             "wire_bytes_per_step_max_rank": float(np.mean(self.wire_bytes_max[START_STEP:])),
@@ -72,6 +76,14 @@ class Run:
                 f"{purpose}_bytes_per_step_per_rank": float(np.mean(sent[START_STEP:]))
                 for purpose, sent in self.purposes.items()
             },
+        }
+
+    def _validation(self) -> dict[str, float]:
+        if self.validation_auc is None:
+            return {}
+        return {
+            "validation_auc": self.validation_auc,
+            "validation_log_loss": self.validation_log_loss,
         }
 
 
@@ -84,7 +96,10 @@ def run(
 ) -> Run:
     """Train and test. Collective: every rank calls it with the same arguments but its own rows."""
     model, result = train(mode, seed, data, options, on_step)
-    auc, bce = test(model, data)
+    if options.validation_fraction:
+        auc, bce = test(model, data.validation, data.train)
+        result = dataclasses.replace(result, validation_auc=auc, validation_log_loss=bce)
+    auc, bce = test(model, data.test, data.train)
     if isinstance(model, HybridDLRM):
         model.close()
     return dataclasses.replace(result, auc=auc, log_loss=bce)
@@ -169,19 +184,21 @@ def train(
 
 
 @torch.no_grad()
-def test(model: nn.Module, data: Dataset) -> tuple[float | None, float | None]:
-    """(AUC, log loss) over the test rows of all ranks, on rank 0; None elsewhere. Collective."""
+def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, float | None]:
+    """(AUC, log loss) over `rows` of all ranks, on rank 0; None elsewhere. Collective.
+
+    A hybrid model needs as many rows on every rank: any of `others` do, and are cut off again.
+    """
     counts = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, len(data.test))
-    # A hybrid model needs as many rows on every rank: any others do, and are cut off again.
-    filler = data.train.take(torch.zeros(max(counts) - len(data.test), dtype=torch.int64))
-    padded = Rows.concatenate([data.test, filler])
+    dist.all_gather_object(counts, len(rows))
+    filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
+    padded = Rows.concatenate([rows, filler])
     logits = [torch.empty(0)]
     for index in torch.arange(len(padded)).split(TEST_BATCH):
-        rows = padded.take(index)
-        logits.append(model(rows.ints, rows.ids))
-    probability = torch.sigmoid(torch.cat(logits)[: len(data.test)].double())
-    gathered = gather_rows(torch.stack([data.test.labels, probability], dim=1).numpy())
+        batch = padded.take(index)
+        logits.append(model(batch.ints, batch.ids))
+    probability = torch.sigmoid(torch.cat(logits)[: len(rows)].double())
+    gathered = gather_rows(torch.stack([rows.labels, probability], dim=1).numpy())
     return (None, None) if gathered is None else score(gathered[:, 0], gathered[:, 1])
 
 

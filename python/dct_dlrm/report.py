@@ -50,8 +50,14 @@ def write_history(folder: Path, runs: Runs) -> None:
 def line(mode: str, run: Run) -> str:
     """One run in one line."""
     result = run.summary()
+    scores = f"AUC {result['auc']:.4f}, log loss {result['log_loss']:.4f}, "
+    if "validation_auc" in result:
+        scores += (
+            f"validation AUC {result['validation_auc']:.4f}, "
+            f"log loss {result['validation_log_loss']:.4f}, "
+        )
     return (
-        f"{mode} seed {run.seed}: AUC {result['auc']:.4f}, log loss {result['log_loss']:.4f}, "
+        f"{mode} seed {run.seed}: {scores}"
         f"{result['wire_bytes_per_step_per_rank']:,.0f} bytes and "
         f"{result['step_ms_median']:.1f} ms per step"
     )
@@ -60,21 +66,23 @@ def line(mode: str, run: Run) -> str:
 def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
     """Modes side by side: mean and standard deviation over seeds; bytes per rank."""
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("AUC", "log loss", "bytes/step", "fewer by", "ms/step"):
+    scores = {"auc": "AUC", "log_loss": "log loss"}
+    if all("validation_auc" in run.summary() for of_mode in runs.values() for run in of_mode):
+        scores |= {"validation_auc": "validation AUC", "validation_log_loss": "log loss"}
+    for heading in (*scores.values(), "bytes/step", "fewer by", "ms/step"):
         table.add_column(heading, justify="right", no_wrap=True)
     dense = _mean(runs, "dense", "wire_bytes_per_step_per_rank") if "dense" in runs else 0
     for mode in runs:
         sent = _mean(runs, mode, "wire_bytes_per_step_per_rank")
         table.add_row(
             mode,
-            _spread(runs, mode, "auc"),
-            _spread(runs, mode, "log_loss"),
+            *(_spread(runs, mode, key) for key in scores),
             f"{sent:,.0f}",
             f"{dense / sent:.1f}x" if dense and sent else "-",
             f"{_mean(runs, mode, 'step_ms_median'):.1f}",
         )
     if bayes is not None:
-        table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}", "", "", "")
+        table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}")
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
     if all(run.purposes for of_mode in runs.values() for run in of_mode):

@@ -30,6 +30,8 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--lr", "inf", "must be a number > 0, got 'inf'"),
         ("--test-fraction", "0", f"{FRACTION} '0'"),
         ("--test-fraction", "1", f"{FRACTION} '1'"),
+        ("--validation-fraction", "1", "must be a number in [0, 1), got '1'"),
+        ("--validation-fraction", "0.8", "must leave rows to train on beside a --test-fraction of"),
         ("--bottom", "512,256", f"{WIDTHS} '512,256'"),
         ("--top", "512-0", f"{WIDTHS} '512-0'"),
         ("--modes", "dense,sparse", "must be some of dense,bf16,powersgd,dct, got 'dense,sparse'"),

@@ -120,6 +120,7 @@ def test_ranks_with_other_weights_are_caught():
         (["--batch-size", "5000"], r"--batch-size must be at most the training rows .* got 5000"),
         (["--rows", "150"], r"a run must take more than 2 steps, got 1"),
         (["--test-fraction", "0.00001"], r"the test rows must have labels 0 and 1, got 0 ones"),
+        (["--validation-fraction", "0.00001"], r"the validation rows .* got 0 .*--validation-frac"),
     ],
 )
 def test_too_few_rows(arguments_, text):
@@ -169,7 +170,33 @@ def test_what_was_left_out_is_told_before_what_that_leads_to(tmp_path):
 
 def test_the_split_is_stable_and_of_the_right_size():
     numbers = np.arange(50_000)
-    whole = dataset.is_test(numbers, 0.2)
+    whole, validation = dataset.split(numbers, 0.2, 0.1)
     assert whole.mean() == pytest.approx(0.2, abs=0.01)
-    np.testing.assert_array_equal(dataset.is_test(numbers[1::3], 0.2), whole[1::3])
-    assert dataset.is_test(numbers, 0.3)[whole].all()
+    assert validation.mean() == pytest.approx(0.1, abs=0.01) and not (whole & validation).any()
+    of_some = dataset.split(numbers[1::3], 0.2, 0.1)
+    np.testing.assert_array_equal(of_some, (whole[1::3], validation[1::3]))
+    assert dataset.split(numbers, 0.3, 0)[0][whole].all()
+    for fraction in (0, 0.5):  # more validation rows are fewer training rows
+        np.testing.assert_array_equal(dataset.split(numbers, 0.2, fraction)[0], whole)
+        assert dataset.split(numbers, 0.2, fraction)[1].mean() == pytest.approx(fraction, abs=0.01)
+
+
+def test_validation_rows_are_neither_trained_on_nor_tested(monkeypatch):
+    scored = []
+    monkeypatch.setattr(loop, "score", lambda y, p: scored.append(y) or (0.5 + len(scored), 0.4))
+    plain = dataset.load(arguments.parse(SMALL))
+    options = arguments.parse([*SMALL, "--validation-fraction", "0.1"])
+    data = dataset.load(options)
+    assert torch.equal(data.test.ids, plain.test.ids) and len(plain.validation) == 0
+    parts = (
+        {tuple(ids.tolist()) for ids in data.train.ids},
+        {tuple(ids.tolist()) for ids in data.validation.ids},
+    )
+    whole = [tuple(ids.tolist()) for ids in plain.train.ids]
+    assert len(data.train) + len(data.validation) == len(whole)
+    assert set(whole) == parts[0] | parts[1] and 100 < len(data.validation) < 200
+    assert data.description["validation_rows"] == len(data.validation)
+    summary = loop.run("dense", 0, data, options, lambda loss: None).summary()
+    np.testing.assert_array_equal(scored[0], data.validation.labels.numpy())
+    np.testing.assert_array_equal(scored[1], data.test.labels.numpy())
+    assert (summary["validation_auc"], summary["auc"]) == (1.5, 2.5)

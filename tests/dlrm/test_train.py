@@ -155,6 +155,7 @@ def test_under_torchrun_its_ranks_count(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = _start(
         *("--ranks", 5, "--rows", 600, "--batch-size", 32, "--modes", "dct", "--out", tmp_path),
+        *("--validation-fraction", 0.2),
         *SMALL,
         launcher=torchrun,
     )
@@ -162,3 +163,6 @@ def test_under_torchrun_its_ranks_count(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["config"]["ranks"] == 2
     assert done.stdout.count("dct seed 0") == 1  # only rank 0 speaks
+    (run,) = summary["modes"]["dct"]
+    assert run["validation_auc"] != run["auc"] and 0.3 < run["validation_log_loss"] < 1
+    assert f"validation AUC {run['validation_auc']:.4f}" in done.stdout

@@ -23,26 +23,32 @@ class Dataset:
     """One rank's share of the rows: rank r holds rows r, r + P, r + 2 P, ...
 
     Attributes:
-        train, test: encoded rows.
+        train, validation, test: encoded rows, in no two of them the same.
         probability: float64 [len(test)], the true one of label 1; None for data from a file.
         description: of all ranks' rows, for the summary.
         warning: what was left out of a file; None if nothing.
     """
 
     train: Rows
+    validation: Rows
     test: Rows
     probability: np.ndarray | None
     description: dict[str, object]
     warning: str | None = None
 
 
-def is_test(numbers: np.ndarray, fraction: float) -> np.ndarray:
-    """Which rows are test rows: `fraction` of them, chosen by a hash of the row number.
+def split(
+    numbers: np.ndarray, test_fraction: float, validation_fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows are test rows and which are validation rows, by a hash of the row number.
 
     The choice needs no row count, so a file is read once; it is the same in every run and world
-    size. It is not a split by time: neighbours of a test row are in the training set.
+    size, and the test rows are the same whatever the validation fraction. It is not a split by
+    time: neighbours of a test row are in the training set.
     """
-    return hashing.uniform(0, _SPLIT_STREAM, numbers) < fraction
+    place = hashing.uniform(0, _SPLIT_STREAM, numbers)
+    test = place < test_fraction
+    return test, ~test & (place < test_fraction + validation_fraction)
 
 
 def load(options: argparse.Namespace) -> Dataset:
@@ -71,16 +77,16 @@ def load(options: argparse.Namespace) -> Dataset:
         numbers = np.arange(rank, options.rows, world_size)
         encoded, probability = _generate(numbers, rows)
         source, warning = {"generator_seed": GENERATOR_SEED}, None
-    test = is_test(numbers, options.test_fraction)
-    train_rows, test_rows = _rows_where(encoded, ~test), _rows_where(encoded, test)
+    test, validation = split(numbers, options.test_fraction, options.validation_fraction)
+    parts = [_rows_where(encoded, mask) for mask in (~(test | validation), validation, test)]
     try:
-        description = source | _check(train_rows, test_rows, options)
+        description = source | _check(*parts, options)
     except UsageError as error:
         # What was left out may be why.
         raise UsageError(f"{warning}\n{error}" if warning else str(error)) from None
     if probability is not None:
         probability = probability[test]
-    return Dataset(train_rows, test_rows, probability, description, warning)
+    return Dataset(*parts, probability, description, warning)
 
 
 def _generate(numbers: np.ndarray, rows: tuple[int, ...]) -> tuple[Rows, np.ndarray]:
@@ -97,20 +103,19 @@ def _rows_where(rows: Rows, mask: np.ndarray) -> Rows:
     return rows.take(torch.from_numpy(np.flatnonzero(mask)))
 
 
-def _check(train: Rows, test: Rows, options: argparse.Namespace) -> dict[str, object]:
+def _check(
+    train: Rows, validation: Rows, test: Rows, options: argparse.Namespace
+) -> dict[str, object]:
     """Counts over all ranks, which all agree on whether they will do."""
-    shares = _from_all_ranks((len(train), len(test), int(test.labels.sum())))
-    train_counts, test_counts, clicks = zip(*shares, strict=True)
+    train_counts = _from_all_ranks(len(train))
     if min(train_counts) < options.batch_size:
         raise UsageError(
             f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
             f"got {options.batch_size}"
         )
-    if not 0 < sum(clicks) < sum(test_counts):
-        raise UsageError(
-            f"the test rows must have labels 0 and 1, got {sum(clicks)} ones in {sum(test_counts)}"
-            " rows: raise --test-fraction"
-        )
+    held_out = _held_out("test", test)
+    if options.validation_fraction:
+        held_out |= _held_out("validation", validation)
     steps_per_epoch = min(train_counts) // options.batch_size
     if options.epochs * steps_per_epoch <= START_STEP:
         raise UsageError(
@@ -119,10 +124,21 @@ def _check(train: Rows, test: Rows, options: argparse.Namespace) -> dict[str, ob
         )
     return {
         "train_rows": sum(train_counts),
-        "test_rows": sum(test_counts),
-        "test_click_rate": sum(clicks) / sum(test_counts),
+        **held_out,
         "steps_per_epoch": steps_per_epoch,
     }
+
+
+def _held_out(name: str, rows: Rows) -> dict[str, object]:
+    """Counts of rows that are not trained on; without both labels they have no AUC."""
+    shares = _from_all_ranks((len(rows), int(rows.labels.sum())))
+    count, clicks = (sum(of_ranks) for of_ranks in zip(*shares, strict=True))
+    if not 0 < clicks < count:
+        raise UsageError(
+            f"the {name} rows must have labels 0 and 1, got {clicks} ones in {count} rows: raise "
+            f"--{name}-fraction"
+        )
+    return {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
 
 
 def _from_all_ranks(value) -> list:
