@@ -1,4 +1,4 @@
-"""Hybrid DLRM over densities of its pooled-embedding exchange, beside quantised rows.
+"""Hybrid DLRM over densities of its pooled-embedding exchange; mp_formats.py has rows in few bits.
 
     python bench/mp_density.py --data ROWS.tsv --epochs 5 --batch-size 64 --seeds 3
     python bench/mp_density.py --rows 1000000 --densities 0.25,0.075 --embedding-lrs 3,10
@@ -40,46 +40,13 @@ from dct_dlrm import arguments, loop, progress
 from dct_dlrm.data import dataset
 from dct_dlrm.data.features import TABLES
 from dct_dlrm.launch import launch
-from dct_dlrm.models.row_exchange import (
-    EXCHANGES,
-    Exchange,
-    all_to_all,
-    largest_entries,
-    whole_rows,
-)
+from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES
 from dct_parallel import pack, unpack
-from dct_parallel.groups import GroupForBackward
 from dct_parallel.rows import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
 WHOLE = whole_rows("float32", "float32")
-
-
-class Int8(torch.autograd.Function):
-    """Rows as 8-bit integers and a float32 scale each, there and back."""
-
-    @staticmethod
-    def forward(ctx, x, splits, output_splits, group):
-        ctx.splits, ctx.output_splits = splits, output_splits
-        ctx.group = GroupForBackward(group)
-        return Int8._cross(x, splits, output_splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        group = ctx.group.get()
-        return Int8._cross(grad, ctx.output_splits, ctx.splits, group), None, None, None
-
-    @staticmethod
-    def _cross(x: Tensor, splits, output_splits, group) -> Tensor:
-        width = x.shape[1]
-        scale = x.abs().amax(1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / 127
-        integers = (x / scale).round().clamp(-127, 127).to(torch.int8)
-        message = torch.cat([integers.view(torch.uint8), scale.view(torch.uint8)], 1)
-        received = all_to_all(message, splits, output_splits, group)
-        scale = received[:, width:].clone().view(torch.float32)
-        return received[:, :width].clone().view(torch.int8) * scale
 
 
 class FreshMask(torch.autograd.Function):
@@ -145,7 +112,6 @@ def variants(args: argparse.Namespace) -> dict[str, Variant]:
     found = {
         "float32": Variant(WHOLE),
         "float16": Variant(whole_rows("float16", "float16")),
-        "int8": Variant(Int8.apply),
     }
     for density in args.densities:
         found[f"DCT {100 * density:.4g} %"] = Variant(largest_entries(density), density)

@@ -71,11 +71,12 @@ class Kind(NamedTuple):
             if not 0 < density <= 1:
                 raise argparse.ArgumentTypeError(f"must be above 0% and up to 100%, got {name!r}")
             return Kind(None, None, density, bool(plus))
-        forward, _, backward = formats.partition(",")
-        if not {forward, backward or forward} <= set(ROW_FORMATS):
+        forward, comma, backward = formats.partition(",")
+        backward = backward if comma else forward
+        if not {forward, backward} <= set(ROW_FORMATS):
             rule = f"one or two of {', '.join(ROW_FORMATS)}, or a percentage"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        return Kind(forward, backward or forward, None, bool(plus))
+        return Kind(forward, backward, None, bool(plus))
 
     def exchange(self) -> Exchange:
         if self.density is not None:

@@ -1,0 +1,119 @@
+"""bench/mp_formats.py: rates chosen on validation rows, finished runs kept, factors and pairs."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dct_dlrm.errors import UsageError
+
+BENCH = Path(__file__).parents[2] / "bench" / "mp_formats.py"
+sys.path.insert(0, str(BENCH.parent))
+import mp_formats  # noqa: E402
+from mp_formats import Kind, Run  # noqa: E402
+
+NAMES = ("float32", "int4,sign+dedup")
+
+
+@pytest.mark.parametrize(
+    "name, kind, bytes_of_64",
+    [
+        ("float32", Kind("float32", "float32", None, False), (256, 256)),
+        ("int4,sign+dedup", Kind("int4", "sign", None, True), (34, 10)),
+        ("int4,ternary", Kind("int4", "ternary", None, False), (34, 15)),
+        ("mxfp4", Kind("mxfp4", "mxfp4", None, False), (34, 34)),
+        ("7.5%+dedup", Kind(None, None, 0.075, True), (15, 10)),
+    ],
+)
+def test_names_of_exchanges(name, kind, bytes_of_64):
+    assert Kind.parse(name) == kind
+    codec = kind.codec(64)
+    assert (codec.message_bytes, codec.gradient_bytes) == bytes_of_64
+
+
+@pytest.mark.parametrize("name", ["int5", "int4,", "int4+", "int4+once", "0%", "101%", "x%", ""])
+def test_a_wrong_name(name):
+    with pytest.raises(argparse.ArgumentTypeError, match="must"):
+        Kind.parse(name)
+
+
+def _record(exchange, rate, seed, loss, auc=0.7, rows=10):
+    codec = Kind.parse(exchange).codec(64)
+    record = {"exchange": exchange, "rate": rate, "seed": seed, "settings": {"embedding_dim": 64}}
+    record["validation"] = {"auc": auc, "log_loss": loss}
+    if seed:
+        record["test"] = {"auc": auc, "log_loss": loss}
+    sent = {"ids": 4 * rows, "counts": 0, "mp_forward": rows * codec.message_bytes}
+    sent["mp_backward"] = rows * codec.gradient_bytes
+    return record | {f"{key}_bytes_per_step_per_rank": value for key, value in sent.items()}
+
+
+def test_rates_are_chosen_by_the_validation_rows_of_seed_0():
+    records = [_record("float32", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
+    records += [_record("int4", rate, 0, loss) for rate, loss in ((1, 0.3), (3, 0.4))]
+    records += [_record("float32", 9, seed, 0.1) for seed in (1, 2)]  # other seeds do not count
+    records += [{"exchange": "int4", "rate": 9, "seed": 0, "diverged": True}]
+    assert mp_formats.best_rates(records) == {"float32": 3, "int4": 1}
+
+
+def test_report():
+    """Against float32 by bytes of the runs, against distinct float32 by those of distinct rows."""
+    records = [_record("float32", rate, 0, loss, rows=40) for rate, loss in ((1, 0.5), (3, 0.4))]
+    records += [_record("float32", 3, seed, 0.4, auc=0.7 + seed / 100, rows=40) for seed in (1, 2)]
+    records += [_record("float32", 1, 1, 0.4, auc=0.9, rows=40)]  # not at its rate: left out
+    records += [_record("int4,sign+dedup", rate, 0, 0.5 / rate) for rate in (1, 3)]
+    records += [
+        _record("int4,sign+dedup", 3, seed, 0.4, auc=0.7 + seed / 100 + extra)
+        for seed, extra in ((1, 0.001), (2, 0.003))
+    ]
+    lines = mp_formats.report(records).splitlines()
+    dense, coarse = (next(s for s in lines if s.startswith(f"| {n} ")) for n in NAMES)
+    assert "| 1.0x | 0.2x | 3 (edge) | 2 | 0.7150 ± 0.0071 |" in dense
+    # 40 rows of 512 bytes over 10 of 44; 10 of 512 over the same
+    assert "| 46.5x | 11.6x | 3 (edge) | 2 |" in coarse
+    assert coarse.endswith("| +0.0020 ± 0.0014 |")
+    assert "| float32 | 0.5000 (0.7000) | 0.4000 (0.7000) |" in lines
+
+
+def test_runs_of_other_settings_are_refused(tmp_path):
+    run = Run("7.5%", 0.5, 3)
+    assert run.path(tmp_path).name == "7.5percent_lr0.5_seed3.json"
+    mp_formats.write(run.path(tmp_path), run._asdict() | {"settings": {"epochs": 5}})
+    assert mp_formats.read(tmp_path, {"epochs": 5})[0]["rate"] == 0.5
+    with pytest.raises(UsageError, match=r"runs of one setting, got epochs 5 in .*, 4 asked for"):
+        mp_formats.read(tmp_path, {"epochs": 4})
+
+
+@pytest.mark.large
+def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
+    small = "--rows 1500 --hash-size 50 --embedding-dim 16 --bottom 8 --top 16 --seeds 1"
+    command = [sys.executable, BENCH, *small.split(), "--out", tmp_path, "--exchanges", "float32"]
+    command += ["int4,sign+dedup", "--rates", "0.1,1e30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    records = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(records) == 2 * (2 + 1)
+    for name in ("float32", "int4-sign+dedup"):
+        assert records[f"{name}_lr1e+30_seed0.json"]["diverged"] is True
+        chosen, tested = (records[f"{name}_lr0.1_seed{seed}.json"] for seed in (0, 1))
+        assert "test" not in chosen and "auc" not in chosen
+        assert 0.3 < tested["test"]["auc"] < 1 and tested["test"] != tested["validation"]
+    sent = records["int4-sign+dedup_lr0.1_seed1.json"]
+    rows = sent["ids_bytes_per_step_per_rank"] / 4
+    assert sent["counts_bytes_per_step_per_rank"] == 8 * 13 and rows < 0.5 * 128 * 13
+    assert sent["mp_forward_bytes_per_step_per_rank"] == pytest.approx(rows * (8 + 2))
+    assert sent["mp_backward_bytes_per_step_per_rank"] == pytest.approx(rows * (2 + 2))
+    assert (tmp_path / "report.md").read_text() in done.stdout
+    (tmp_path / "float32_lr0.1_seed1.json").unlink()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.stdout.startswith("1 of 1: float32, lr 0.1, seed 1: validation AUC")
+    assert again.stdout.count("validation AUC") == 1
+
+
+def test_a_wrong_argument_is_named():
+    for extra in (["--exchanges", "int5"], ["--rates", "0"], ["--validation-fraction", "0"]):
+        done = subprocess.run([sys.executable, BENCH, *extra], capture_output=True, text=True)
+        assert done.returncode != 0 and extra[0] in done.stderr
