@@ -65,8 +65,9 @@ def test_loopback(tmp_path, capsys):
 
 def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     """13 tables on each of 2 ranks, a batch of 16, embeddings of 32 entries, of which 4 cross."""
-    modes = ["hybrid-dense", "hybrid-dp", "hybrid-dct"]
+    modes = ["hybrid-dense", "hybrid-dp", "hybrid-dct", "hybrid-format", "hybrid-format-dedup"]
     small = [*SMALL[:-1], ",".join(modes), "--embedding-dim", "32", "--mp-density", "0.125"]
+    small += ["--mp-format", "int4,sign"]
     assert cli.main(["link", "--loopback", *small, "--out", str(tmp_path)]) == 0
     cells = {
         cell["mode"]: cell for cell in json.loads((tmp_path / "link.json").read_text())["cells"]
@@ -79,8 +80,19 @@ def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     mlps = sent["hybrid-dense"] - ids - dense_rows
     assert mlps > 4 * 512 * 256 and mlps % 4 == 0
     assert sent["hybrid-dp"] - ids - dense_rows < mlps / 50
-    for cell in cells.values():
+    few_bits = cells["hybrid-format"]["purpose_bytes"]
+    assert few_bits["ids"] == ids and few_bits["counts"] == 0
+    assert (few_bits["mp_forward"], few_bits["mp_backward"]) == (rows * 18, rows * 6)
+    distinct = cells["hybrid-format-dedup"]["purpose_bytes"]
+    asked = distinct["ids"] / 4
+    assert distinct["counts"] == 13 * 8 and 0 < asked < 0.9 * rows
+    assert distinct["mp_forward"] == pytest.approx(18 * asked)
+    assert distinct["mp_backward"] == pytest.approx(6 * asked)
+    for mode, cell in cells.items():
         assert cell["failed"] is None
+        assert sum(cell["purpose_bytes"].values()) == pytest.approx(cell["payload_bytes"])
+        counts = cell["purpose_ms"].pop("counts")
+        assert min(cell["purpose_ms"].values()) > 0 and (counts > 0) == mode.endswith("dedup")
         assert min(cell["phases_ms"].values()) > 0
         assert sum(cell["phases_ms"].values()) <= cell["step_ms"][2]
     said = capsys.readouterr().out

@@ -2,8 +2,9 @@
 
 import argparse
 
-from dct_dlrm.argument_types import count, density, number, positive, several, widths
+from dct_dlrm.argument_types import count, density, number, pair, positive, several, widths
 from dct_dlrm.command_line import Formatter, add_out
+from dct_parallel.rows.codecs import ROW_FORMATS
 
 from ..rates import parse_rate
 from .methods import METHODS, REPLICATED
@@ -28,6 +29,9 @@ examples:
       where does DCT stop paying?
   sudo $(which dct-bench) link --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
       tables sharded: what DCT on the exchange of embeddings adds to DCT on gradients
+  sudo $(which dct-bench) link --embedding-dim 64 --rates 1gbit --mp-format int4,ternary \
+      --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
+      rows in few bits, each distinct one once; where counts and ids of rows stand in a step
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
 
@@ -69,7 +73,8 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
         "feedback (values and int32 indices in one all-gather), DCT; with embedding tables sharded "
         "over the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on "
-        "the MLPs' gradients, hybrid-dct on rows, too",
+        "the MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows "
+        "in few bits; with -dedup each distinct row of a rank's batch crosses once",
     )
     measured.add_argument(
         "--loopback",
@@ -112,5 +117,13 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         type=density,
         default=0.05,
         help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
+    )
+    model.add_argument(
+        "--mp-format",
+        type=pair(ROW_FORMATS),
+        default="int4,int4",
+        metavar="FORWARD,BACKWARD",
+        help="hybrid-format: number formats of pooled embeddings and of their gradients, of "
+        f"{', '.join(ROW_FORMATS)}",
     )
     add_out(parser, FOLDER, RESULT)

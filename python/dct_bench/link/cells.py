@@ -23,6 +23,8 @@ class Cell:
         phases_ms: {phase: mean over ranks, and over the steps between the 20 % and 80 % quantiles}.
         payload_bytes: that a rank hands to collectives, all-reduce counted as a ring.
         wire_bytes, packets: that left a rank's interface, by its counters.
+        purpose_bytes: of a hybrid model, what payload_bytes are for; else empty.
+        purpose_ms: {counts, ids, rows, dp: time that some of its collectives took}, likewise.
     """
 
     ranks: int
@@ -35,6 +37,8 @@ class Cell:
     payload_bytes: float | None = None
     wire_bytes: float | None = None
     packets: float | None = None
+    purpose_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
+    purpose_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def counted_over_formula(self) -> float:
@@ -71,6 +75,12 @@ def merge(
     def per_step(key: str) -> float:
         return sum(np.mean([rank[key] for rank in r]) for r in rounds) / len(times)
 
+    def of_purposes(key: str) -> dict[str, float]:
+        return {
+            purpose: sum(np.mean([rank[key][purpose] for rank in r]) for r in rounds) / len(times)
+            for purpose in rounds[0][0][key]
+        }
+
     return Cell(
         ranks,
         rate,
@@ -82,4 +92,6 @@ def merge(
         payload_bytes=per_step("payload_bytes"),
         wire_bytes=per_step("wire_bytes") / shared,
         packets=per_step("packets") / shared,
+        purpose_bytes=of_purposes("purpose_bytes"),
+        purpose_ms={name: 1e3 * value for name, value in of_purposes("purpose_seconds").items()},
     )

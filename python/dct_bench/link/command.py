@@ -72,6 +72,7 @@ def _measure(
 ) -> tuple[dict, list[dict], list[Cell]]:
     """(model, links, cells) of one rank count."""
     keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "mp_density")
+    keys += ("mp_format",)
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
     settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked"}

@@ -71,11 +71,15 @@ def _powersgd(rank: int) -> Callable:
 
 
 class Method(NamedTuple):
-    """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated."""
+    """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated.
+
+    With `dedup` each distinct row of a batch crosses once.
+    """
 
     title: str
     register: Callable[[DistributedDataParallel, argparse.Namespace], object]  # its hook
     exchange: Callable[[argparse.Namespace], Exchange] | None = None
+    dedup: bool = False
 
     @property
     def dense(self) -> str:
@@ -96,6 +100,10 @@ def _largest_entries(options: argparse.Namespace) -> Exchange:
     return largest_entries(options.mp_density)
 
 
+def _few_bits(options: argparse.Namespace) -> Exchange:
+    return whole_rows(*options.mp_format)
+
+
 REPLICATED = {
     "dense": Method("dense float32", MODES["dense"]),
     "bf16": Method("bf16 hook", MODES["bf16"]),
@@ -108,5 +116,8 @@ HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
     "hybrid-dp": Method("hybrid, DCT-DP", MODES["dct"], _float32_rows),
     "hybrid-dct": Method("hybrid, DCT-DP and -MP", MODES["dct"], _largest_entries),
+    "hybrid-dense-dedup": Method("hybrid, float32, dedup", MODES["dense"], _float32_rows, True),
+    "hybrid-format": Method("hybrid, DCT-DP, few bits", MODES["dct"], _few_bits),
+    "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", MODES["dct"], _few_bits, True),
 }
 METHODS = REPLICATED | HYBRID

@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from collections import Counter
 from types import TracebackType
 
 import torch.distributed as dist
@@ -49,6 +50,7 @@ class Phases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: dict[str, list[Interval]] = {"exchange": [], "wire": []}
+        self._wire: Counter[str] = Counter()
         self._originals: dict = {}
 
     def watch(self, ddp: DistributedDataParallel) -> None:
@@ -104,6 +106,12 @@ class Phases:
             "unpack": total - packed,
         }
 
+    def take_wire(self) -> dict[str, float]:
+        """{description of its process group: seconds in collectives} since the last take."""
+        with self._lock:
+            taken, self._wire = self._wire, Counter()
+        return dict(taken)
+
     def __enter__(self) -> "Phases":
         for name in _COLLECTIVES:
             if hasattr(dist, name):  # names differ between torch versions
@@ -129,12 +137,19 @@ class Phases:
         @functools.wraps(collective)
         def timed(*args, **kwargs):
             start = time.perf_counter()
+
+            def end(_: object = None) -> None:
+                self._end("wire", start)
+                group = kwargs.get("group") or dist.group.WORLD
+                with self._lock:
+                    self._wire[group.group_desc] += time.perf_counter() - start
+
             work = collective(*args, **kwargs)
             if kwargs.get("async_op"):
                 # Before the caller adds a callback of its own: they run in this order.
-                work.get_future().add_done_callback(lambda _: self._end("wire", start))
+                work.get_future().add_done_callback(end)
             else:
-                self._end("wire", start)
+                end()
             return work
 
         return timed

@@ -18,6 +18,7 @@ def print_tables(console: Console, links: list[dict], cells: list[Cell]) -> None
     for link in links:
         _print_times(console, link, [cell for cell in cells if cell.rate == link["rate"]])
     _print_bytes(console, [cell for cell in cells if cell.step_ms is not None])
+    _print_purposes(console, [cell for cell in cells if cell.purpose_bytes])
     for cell in cells:
         if cell.failed:
             text = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)} failed: {cell.failed}"
@@ -135,6 +136,22 @@ def _print_bytes(console: Console, cells: list[Cell]) -> None:
             f"{100 * largest:.1f} % at most\n"
         )
         console.print(text, markup=False, highlight=False)
+
+
+def _print_purposes(console: Console, cells: list[Cell]) -> None:
+    """What the bytes of hybrid modes are for, and how long the collectives that send them take."""
+    if not cells:
+        return
+    bytes_of = _table("What those of hybrid modes are for", "rate", *cells[0].purpose_bytes)
+    times = _table("ms of collectives", "rate", *cells[0].purpose_ms)
+    for cell in cells:
+        name = METHODS[cell.mode].title, describe_rate(cell.rate)
+        bytes_of.add_row(*name, *(f"{sent:,.0f}" for sent in cell.purpose_bytes.values()))
+        times.add_row(*name, *(f"{ms:.2f}" for ms in cell.purpose_ms.values()))
+    console.print(bytes_of)
+    console.print(times)
+    text = "a step's first collective waits for the rank that comes later: ids, or counts of rows"
+    console.print(f"{text}\n", markup=False, highlight=False)
 
 
 def _table(title: str, *headings: str) -> Table:

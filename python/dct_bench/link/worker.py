@@ -28,7 +28,7 @@ from dct_dlrm.data.synthetic import Generator
 from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.models.hybrid import HybridDLRM
 from dct_dlrm.models.sharding import shard_tables
-from dct_parallel import WireMeter
+from dct_dlrm.traffic import Traffic
 
 from .methods import METHODS, Method
 from .phases import PHASES, Phases
@@ -80,8 +80,8 @@ class Worker:
         os.environ["MASTER_PORT"] = str(port)
         dist.init_process_group("gloo")
         try:
-            with Phases() as phases, WireMeter() as meter:
-                return self._train(mode, steps, seconds, phases, meter)
+            with Phases() as phases:
+                return self._train(mode, steps, seconds, phases)
         finally:
             gc.collect()  # the model ends before its group, and a lane's thread with its state
             dist.destroy_process_group()
@@ -98,48 +98,53 @@ class Worker:
             model = ddp = _one_bucket(model)
         else:
             plan = shard_tables(table_rows(self.options.hash_size), self.ranks)
-            model = HybridDLRM(model, plan, phases.timed(method.exchange(self.options)))
+            exchange = phases.timed(method.exchange(self.options))
+            model = HybridDLRM(model, plan, exchange, method.dedup)
             ddp = model.mlps = _one_bucket(model.mlps)
         phases.watch(ddp)
         method.register(ddp, self.options)
         return model
 
-    def _train(
-        self, mode: str, steps: int, seconds: float, phases: Phases, meter: WireMeter
-    ) -> dict:
+    def _train(self, mode: str, steps: int, seconds: float, phases: Phases) -> dict:
         model = self._parallel_model(METHODS[mode], phases)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr, fused=True)
 
-        def step(number: int) -> float:
+        def step(number: int, traffic: Traffic) -> float:
             batch = self.batches[number % BATCHES]
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = binary_cross_entropy_with_logits(
-                model(batch.ints, batch.ids), batch.labels.float()
-            )
+            logits = model(batch.ints, batch.ids)
+            traffic.forward_done()
+            loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
-            return time.perf_counter() - start
+            took = time.perf_counter() - start
+            traffic.step_done()
+            return took
 
-        warm = [step(number) for number in range(WARMUP_STEPS)]
+        with Traffic(model) as traffic:
+            warm = [step(number, traffic) for number in range(WARMUP_STEPS)]
         longest = torch.tensor(statistics.median(warm[WARMUP_STEPS // 2 :]))
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # ranks must agree
         steps = min(steps, max(MIN_STEPS, int(seconds / longest.item())))
         dist.barrier()
         phases.take(0)
-        meter.take()
+        phases.take_wire()
         before = self._counted()
         times, split = [], []
-        for number in range(WARMUP_STEPS, WARMUP_STEPS + steps):
-            times.append(step(number))
-            split.append(phases.take(times[-1]))
-        payload = meter.take()
+        with Traffic(model) as traffic:
+            for number in range(WARMUP_STEPS, WARMUP_STEPS + steps):
+                times.append(step(number, traffic))
+                split.append(phases.take(times[-1]))
+        wire = phases.take_wire()
         dist.barrier()  # what others still send is on its way, too
         after = self._counted()
         return {
             "seconds": times,
             "phases": {phase: [part[phase] for part in split] for phase in PHASES},
-            "payload_bytes": payload,
+            "payload_bytes": sum(traffic.wire),
+            "purpose_bytes": {name: sum(sent) for name, sent in traffic.purposes.items()},
+            "purpose_seconds": _by_purpose(wire) if traffic.purposes else {},
             "wire_bytes": after[0] - before[0],
             "packets": after[1] - before[1],
         }
@@ -158,6 +163,12 @@ def _one_bucket(model: torch.nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(
             model, bucket_cap_mb=1024, gradient_as_bucket_view=True, broadcast_buffers=False
         )
+
+
+def _by_purpose(wire: dict[str, float]) -> dict[str, float]:
+    """Seconds by what they were for, from seconds by process group."""
+    rows = {purpose: wire.pop(purpose, 0.0) for purpose in ("counts", "ids", "rows")}
+    return rows | {"dp": sum(wire.values())}
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
