@@ -272,7 +272,9 @@ def _validation(records: Sequence[dict], run: Run) -> str:
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.Namespace]:
     """(dct-train's options, this command's)."""
     parser = Parser(prog="mp_formats.py", description=__doc__, formatter_class=Formatter)
-    parser.add_argument("--exchanges", nargs="+", type=_name, default=NAMES, metavar="EXCHANGE")
+    parser.add_argument(
+        "--exchanges", nargs="+", type=exchange_name, default=NAMES, metavar="EXCHANGE"
+    )
     parser.add_argument(
         "--rates", type=several(positive), default=[0.3, 1.0, 3.0, 10.0], help="of the tables"
     )
@@ -285,7 +287,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     return arguments.parse(["--validation-fraction", "0.1", *rest, *fixed]), args
 
 
-def _name(text: str) -> str:
+def exchange_name(text: str) -> str:
+    """An argparse type: the name of an exchange, checked."""
     Kind.parse(text)
     return text
 
