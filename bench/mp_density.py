@@ -145,6 +145,7 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
         if args.ablations and variant.density:
             model.exchange = WHOLE
             record["auc_off"], record["log_loss_off"] = loop.test(model, data.test, data.train)
+        model.close()
         records.append(record)
         if console is not None:
             scores = f"AUC {record['auc']:.4f}, log loss {record['log_loss']:.4f}"

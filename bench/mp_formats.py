@@ -117,6 +117,7 @@ def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> No
         if run.seed != RATE_SEED:
             parts["test"] = data.test
         scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
+        model.close()
         if console is None:
             continue
         record = run._asdict() | {"settings": settings, "data": data.description}
