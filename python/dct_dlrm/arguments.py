@@ -31,6 +31,8 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
+  dct-train --seeds 5 --out runs/five --checkpoint-every 500 --resume
+      started again after whatever ended it, it goes on, and ends as if nothing had happened
 
 DIR receives summary.json (results), history.json (per step) and curves.png, anew after every run of
 a mode and a seed: what an interrupted command has finished is kept.
@@ -107,6 +109,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     training.add_argument(
         "--seeds", type=count, default=1, help="runs per mode, with seeds 0 ... SEEDS-1"
+    )
+
+    restart = parser.add_argument_group("restart")
+    restart.add_argument(
+        "--checkpoint-every",
+        type=count,
+        metavar="N",
+        help="steps between checkpoints in DIR, which every rank must see then; the last one stays",
+    )
+    restart.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in DIR (--out), if there is one, to the same results, bit "
+        "for bit",
     )
 
     exchange = parser.add_argument_group("exchange between ranks")
@@ -201,6 +217,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "argument --validation-fraction: must leave rows to train on beside a --test-fraction "
             f"of {options.test_fraction:g}, got {options.validation_fraction:g}"
         )
+    if options.resume and options.out is None:
+        parser.error("--resume must come with --out, got none")
+    if options.resume and options.overwrite:
+        parser.error("--resume must come without --overwrite, got both")
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options

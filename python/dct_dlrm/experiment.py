@@ -8,11 +8,15 @@ import torch.distributed as dist
 from rich.console import Console
 
 from . import plot, progress, report
+from .checkpoint import Checkpoints
 from .data.dataset import Dataset, load
 from .data.features import table_rows
-from .loop import gather_rows, run, score
+from .loop import Run, gather_rows, run, score
 from .models.sharding import describe, shard_tables
+from .ranks import from_all_ranks
 
+# Options with which a command may go on that differ from those it was started with.
+NOT_IN_CHECKPOINTS = ("out", "overwrite", "checkpoint_every", "resume", "tensorboard", "ranks")
 PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
 
 
@@ -27,22 +31,63 @@ def compare(options: argparse.Namespace) -> None:
         if options.parallel == "hybrid":
             console.print(_plan(options), markup=False, highlight=False)
     bayes = _bayes(data)
+    saving = options.checkpoint_every is not None
+    checkpoints = _checkpoints(options, data) if saving or options.resume else None
+    saved = checkpoints.load() if options.resume else None
+    finished, training = (saved["finished"], saved["training"]) if saved else ([], None)
+
+    def save(training: dict | None) -> None:
+        checkpoints.save({"finished": finished, "training": training})
+
     runs: report.Runs = {}
+    for mode, result in finished:
+        runs.setdefault(mode, []).append(Run.restored(result))
+    if saved and console is not None:
+        _write(options, data, runs, bayes)
+        console.print(_going_on(saved), markup=False, highlight=False)
     for seed in range(options.seeds):
         for mode in options.modes:
+            if len(runs.get(mode, [])) > seed:
+                continue
             steps = options.epochs * data.description["steps_per_epoch"]
-            with progress.bar(console, f"{mode} seed {seed}", steps) as on_step:
-                result = run(mode, seed, data, options, on_step)
+            done = len(training["noted"]["losses"]) if training else 0
+            with progress.bar(console, f"{mode} seed {seed}", steps, done) as on_step:
+                result = run(mode, seed, data, options, on_step, training, save if saving else None)
+            training = None
             runs.setdefault(mode, []).append(result)
+            if saving:
+                finished.append((mode, result.saved()))
+                save(None)
             if console is not None:
-                # Every time: what is finished is kept, whatever comes.
-                report.write_summary(options.out, _config(options), data.description, runs, bayes)
-                report.write_history(options.out, runs)
-                plot.write_curves(options.out, runs)
+                _write(options, data, runs, bayes)
                 console.print(report.line(mode, result), markup=False, highlight=False)
     if console is not None:
         report.print_table(console, runs, bayes)
         console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")
+
+
+def _write(
+    options: argparse.Namespace, data: Dataset, runs: report.Runs, bayes: report.Bayes | None
+) -> None:
+    """After every run: what is finished is kept, whatever comes."""
+    report.write_summary(options.out, _config(options), data.description, runs, bayes)
+    report.write_history(options.out, runs)
+    plot.write_curves(options.out, runs)
+
+
+def _checkpoints(options: argparse.Namespace, data: Dataset) -> Checkpoints:
+    settings = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in _plain(options).items()
+        if name not in NOT_IN_CHECKPOINTS
+    }
+    settings |= {"--ranks": dist.get_world_size()} | data.description
+    return Checkpoints(from_all_ranks(options.out)[0], settings)
+
+
+def _going_on(saved: dict) -> str:
+    done = len(saved["training"]["noted"]["losses"]) if saved["training"] else 0
+    return f"goes on after {len(saved['finished'])} finished runs and {done:,} steps of the next"
 
 
 def _bayes(data: Dataset) -> report.Bayes | None:
@@ -54,14 +99,17 @@ def _bayes(data: Dataset) -> report.Bayes | None:
 
 
 def _config(options: argparse.Namespace) -> dict[str, object]:
-    config = {
-        key: str(value) if key in ("data", "out") and value is not None else value
-        for key, value in vars(options).items()
-    }
-    return config | {
+    return _plain(options) | {
         "ranks": dist.get_world_size(),
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
+    }
+
+
+def _plain(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        key: str(value) if key in ("data", "out") and value is not None else value
+        for key, value in vars(options).items()
     }
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_parallel import DCTState
 from dct_parallel.data_parallel import RECENT_STEPS
 
+from . import checkpoint
 from .data.dataset import Dataset
 from .data.features import Rows, table_rows
 from .errors import UsageError
@@ -24,9 +26,11 @@ from .models.hybrid import HybridDLRM
 from .models.row_exchange import EXCHANGES
 from .models.sharding import shard_tables
 from .modes import FIXED_DENSITY, MODES, START_STEP
+from .ranks import from_all_ranks
 from .traffic import Traffic
 
 TEST_BATCH = 8192
+Save = Callable[[dict], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +47,10 @@ class Run:
         step_ms: float64 [steps], this rank's time from batch to updated weights.
         wire_bytes: float64 [steps], sent in all collectives, mean over ranks.
         wire_bytes_max: the same of the rank that sends most.
+        weights: a digest over all ranks' weights.
         density: (step, mean since the step before it in this list) pairs.
         purposes: hybrid only: the parts of wire_bytes, see `Traffic`; float64 [steps] each.
+        purposes_max: the same, each of the rank that sends most.
     """
 
     seed: int
@@ -55,8 +61,10 @@ class Run:
     step_ms: np.ndarray
     wire_bytes: np.ndarray
     wire_bytes_max: np.ndarray
+    weights: str
     density: list[tuple[int, float]]
     purposes: dict[str, np.ndarray]
+    purposes_max: dict[str, np.ndarray]
     validation_auc: float | None = None
     validation_log_loss: float | None = None
 
@@ -72,9 +80,14 @@ class Run:
             "wire_bytes_per_step_max_rank": float(np.mean(self.wire_bytes_max[START_STEP:])),
             "density_mean": self.density_mean,
             "ranks_equal": True,  # a run in which they differ raises
+            "weights_sha256": self.weights,
             **{
                 f"{purpose}_bytes_per_step_per_rank": float(np.mean(sent[START_STEP:]))
                 for purpose, sent in self.purposes.items()
+            },
+            **{
+                f"{purpose}_bytes_per_step_max_rank": float(np.mean(sent[START_STEP:]))
+                for purpose, sent in self.purposes_max.items()
             },
         }
 
@@ -86,6 +99,15 @@ class Run:
             "validation_log_loss": self.validation_log_loss,
         }
 
+    def saved(self) -> dict[str, object]:
+        """All of it as a checkpoint may hold it, with tensors for arrays."""
+        return _convert(vars(self), np.ndarray, torch.from_numpy)
+
+    @staticmethod
+    def restored(saved: dict[str, object]) -> "Run":
+        """The run that `saved` gave this."""
+        return Run(**_convert(saved, torch.Tensor, torch.Tensor.numpy))
+
 
 def run(
     mode: str,
@@ -93,9 +115,11 @@ def run(
     data: Dataset,
     options: argparse.Namespace,
     on_step: Callable[[float], None],
+    saved: dict | None = None,
+    save: Save | None = None,
 ) -> Run:
     """Train and test. Collective: every rank calls it with the same arguments but its own rows."""
-    model, result = train(mode, seed, data, options, on_step)
+    model, result = train(mode, seed, data, options, on_step, saved, save)
     if options.validation_fraction:
         auc, bce = test(model, data.validation, data.train)
         result = dataclasses.replace(result, validation_auc=auc, validation_log_loss=bce)
@@ -111,6 +135,8 @@ def train(
     data: Dataset,
     options: argparse.Namespace,
     on_step: Callable[[float], None],
+    saved: dict | None = None,
+    save: Save | None = None,
 ) -> tuple[nn.Module, Run]:
     """The model, and all of its run but the scores. Collective.
 
@@ -119,6 +145,8 @@ def train(
 
     Args:
         on_step: called with this rank's loss after every step.
+        saved: what this rank gave to `save`; the run goes on from there, to the same end.
+        save: called every `options.checkpoint_every` steps with all that this rank needs for that.
 
     Raises:
         UsageError: the loss became infinite or NaN.
@@ -132,15 +160,24 @@ def train(
         ddp = model.mlps = _replicated(model.mlps, options)
     else:
         ddp = model = _replicated(model, options)
-    state = MODES[mode](ddp, options)
+    exchange = MODES[mode](ddp, options)
+    dct = exchange if isinstance(exchange, DCTState) else None
     optimizer = torch.optim.SGD(_parameter_groups(model, options), lr=options.lr, fused=True)
     steps_per_epoch = data.description["steps_per_epoch"]
     total = options.epochs * steps_per_epoch
-    losses, step_ms = np.empty((2, total))
+    traffic = Traffic(model)
+    losses: list[float] = []
+    step_ms: list[float] = []
     density: list[tuple[int, float]] = []
-    batches = _batches(data.train, seed, steps_per_epoch, options)
-    with Traffic(model) as traffic:
-        for step, batch in enumerate(batches):
+    parts = {"model": model, "optimizer": optimizer, "exchange": exchange}
+    noted = {"losses": losses, "step_ms": step_ms, "density": density}
+    noted |= {"wire": traffic.wire, **traffic.purposes}
+    if saved is not None:
+        _rebuild_buckets(model, data.train.take(slice(options.batch_size)))
+        checkpoint.restore(saved, parts, noted)
+    batches = _batches(data.train, seed, steps_per_epoch, options, start=len(losses))
+    with traffic:
+        for step, batch in enumerate(batches, start=len(losses)):
             start = time.perf_counter()
             optimizer.zero_grad()
             logits = model(batch.ints, batch.ids)
@@ -148,12 +185,12 @@ def train(
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
-            step_ms[step] = 1e3 * (time.perf_counter() - start)
+            step_ms.append(1e3 * (time.perf_counter() - start))
             # Windows that end with the last step, so that their means make up the mean of all.
-            if state is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
-                density.append((step + 1, state.stats()["density"]))
+            if dct is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
+                density.append((step + 1, dct.stats()["density"]))
             traffic.step_done()
-            losses[step] = loss.item()
+            losses.append(loss.item())
             if not np.isfinite(losses[step]):
                 which, got = "--lr", f"{options.lr}"
                 if options.embedding_lr:
@@ -163,23 +200,25 @@ def train(
                     f"{losses[step]} at step {step}, {mode}, seed {seed}"
                 )
             on_step(losses[step])
+            if save is not None and (step + 1) % options.checkpoint_every == 0:
+                save(checkpoint.capture(parts, noted))
     _check_equal(ddp)
-    if state is not None:
-        state.close()
+    if dct is not None:
+        dct.close()
+    purposes = traffic.purposes.items()
     return model, Run(
         seed,
         None,
         None,
-        FIXED_DENSITY.get(mode) if state is None else _mean_density(density),
-        _mean_over_ranks(losses),
-        step_ms,
+        FIXED_DENSITY.get(mode) if dct is None else _mean_density(density),
+        _mean_over_ranks(np.array(losses)),
+        np.array(step_ms),
         _mean_over_ranks(np.array(traffic.wire, dtype=float)),
         _max_over_ranks(np.array(traffic.wire, dtype=float)),
+        _digest_of_all_ranks(model),
         density,
-        {
-            purpose: _mean_over_ranks(np.array(sent, dtype=float))
-            for purpose, sent in traffic.purposes.items()
-        },
+        {name: _mean_over_ranks(np.array(sent, dtype=float)) for name, sent in purposes},
+        {name: _max_over_ranks(np.array(sent, dtype=float)) for name, sent in purposes},
     )
 
 
@@ -230,14 +269,33 @@ def _replicated(module: nn.Module, options: argparse.Namespace) -> DistributedDa
 
 
 def _batches(
-    train: Rows, seed: int, steps_per_epoch: int, options: argparse.Namespace
+    train: Rows, seed: int, steps_per_epoch: int, options: argparse.Namespace, start: int
 ) -> Iterator[Rows]:
-    """The rank's rows in another order every epoch, a last incomplete batch left out."""
+    """The rank's rows in another order every epoch, a last incomplete batch left out.
+
+    Without the first `start` batches: what comes after them depends on the seed alone.
+    """
     generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    for _ in range(options.epochs):
+    for epoch in range(options.epochs):
         order = torch.randperm(len(train), generator=generator)
-        for index in order.split(options.batch_size)[:steps_per_epoch]:
+        done = max(0, start - epoch * steps_per_epoch)
+        for index in order.split(options.batch_size)[done:steps_per_epoch]:
             yield train.take(index)
+
+
+def _rebuild_buckets(model: nn.Module, batch: Rows) -> None:
+    """Bring DDP's buckets into the order in which a run has them after its first step.
+
+    In another one sums have other roundings, and a full payload other entries.
+    """
+    model(batch.ints, batch.ids).sum().backward()
+
+
+def _convert(value: object, kind: type, convert: Callable) -> object:
+    """`value` with every `kind` in it, and in its dicts, converted."""
+    if isinstance(value, dict):
+        return {key: _convert(item, kind, convert) for key, item in value.items()}
+    return convert(value) if isinstance(value, kind) else value
 
 
 def _mean_density(windows: list[tuple[int, float]]) -> float:
@@ -257,12 +315,19 @@ def _max_over_ranks(values: np.ndarray) -> np.ndarray:
     return most.numpy()
 
 
-def _check_equal(model: nn.Module) -> None:
+def _digest(module: nn.Module) -> str:
     digest = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in module.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    digests = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _digest_of_all_ranks(module: nn.Module) -> str:
+    return hashlib.sha256("".join(from_all_ranks(_digest(module))).encode()).hexdigest()
+
+
+def _check_equal(model: nn.Module) -> None:
+    digests = from_all_ranks(_digest(model))
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise RuntimeError(f"weights must be equal on all ranks, got others on ranks {different}")

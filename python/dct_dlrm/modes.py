@@ -26,11 +26,28 @@ def _bf16(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
     ddp.register_comm_hook(None, hook)
 
 
-def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-    state = powerSGD_hook.PowerSGDState(
+class PowerSGD(powerSGD_hook.PowerSGDState):
+    """Torch's state with what a checkpoint needs of it."""
+
+    # Not its generator: that is asked once, at the first compressed step.
+    _SAVED = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
+
+    def state_dict(self) -> dict:
+        """This rank's; not copied."""
+        return {name: getattr(self, name) for name in self._SAVED}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a `state_dict`."""
+        for name in self._SAVED:
+            setattr(self, name, state[name])
+
+
+def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> PowerSGD:
+    state = PowerSGD(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=START_STEP
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
 
 
 def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
@@ -45,8 +62,9 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
     return state
 
 
-# Each registers its hook and returns its state, if that knows what was sent.
-MODES: dict[str, Callable[[DistributedDataParallel, argparse.Namespace], DCTState | None]] = {
+# Each registers its hook and returns its state, if it has one.
+Mode = Callable[[DistributedDataParallel, argparse.Namespace], DCTState | PowerSGD | None]
+MODES: dict[str, Mode] = {
     "dense": _dense,
     "bf16": _bf16,
     "powersgd": _powersgd,

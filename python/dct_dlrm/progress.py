@@ -10,11 +10,14 @@ _SMOOTHING = 0.98
 
 
 @contextlib.contextmanager
-def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[float], None]]:
+def bar(
+    console: Console | None, title: str, steps: int, done: int
+) -> Iterator[Callable[[float], None]]:
     """A function to be called with the loss after every step; it moves a bar on a terminal.
 
     Args:
         console: None on ranks that are to be silent.
+        done: of the `steps`, before this.
     """
     if console is None or not console.is_terminal:
         yield lambda loss: None
@@ -27,7 +30,7 @@ def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[f
         TextColumn("loss {task.fields[loss]:.4f}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=steps, loss=float("nan"))
+        task = progress.add_task(title, total=steps, completed=done, loss=float("nan"))
         smooth = None
 
         def on_step(loss: float) -> None:

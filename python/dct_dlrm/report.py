@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from . import files
 from .loop import Run
 
 Runs = dict[str, list[Run]]  # by mode
@@ -131,6 +132,4 @@ def _spread(runs: Runs, mode: str, key: str) -> str:
 
 
 def _write(path: Path, content: dict) -> None:
-    aside = path.with_name(f"{path.name}.part")  # no reader, and no interrupt, finds half of it
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    aside.replace(path)
+    files.write(path, (json.dumps(content, indent=1) + "\n").encode())

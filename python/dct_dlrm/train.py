@@ -1,9 +1,12 @@
 """dct-train: compare ways of averaging gradients on DLRM."""
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .command_line import exit_status, results_folder
+from .errors import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str] | None) -> None:
     # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
-    from .arguments import FOLDER, RESULT, parse
+    from .arguments import RESULT, parse
 
     options = parse(arguments)
 
@@ -25,7 +28,7 @@ def _train(arguments: Sequence[str] | None) -> None:
     if options.data is not None:
         criteo.check_file(options.data)
     if is_first():
-        options.out = results_folder(options, FOLDER, RESULT)
+        options.out = _folder(options)
     try:
         launch(compare, options.ranks, options)
     except KeyboardInterrupt:
@@ -33,6 +36,28 @@ def _train(arguments: Sequence[str] | None) -> None:
         if (options.out / RESULT).exists():
             raise KeyboardInterrupt(f"finished runs are in {options.out}") from None
         raise
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    """Where results go, and where there may be a checkpoint to go on from.
+
+    Raises:
+        UsageError: it cannot be used, or holds what would be lost.
+    """
+    from .arguments import FOLDER, RESULT
+    from .checkpoint import MANIFEST
+
+    saved = options.out is not None and (options.out / MANIFEST).exists()
+    if saved and options.resume:
+        return options.out
+    if saved and not options.overwrite:
+        raise UsageError(
+            f"--out must be without a checkpoint, got {options.out}, which has one: --resume goes "
+            "on from it, --overwrite removes it"
+        )
+    folder = results_folder(options, FOLDER, RESULT)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    return folder
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError
 from ..modes import START_STEP
+from ..ranks import from_all_ranks
 from . import criteo, hashing
 from .features import Rows, table_rows
 from .synthetic import Generator
@@ -62,7 +63,7 @@ def load(options: argparse.Namespace) -> Dataset:
     probability = None
     if options.data is not None:
         encoded, numbers, report = criteo.read(options.data, rows, rank, world_size)
-        report = criteo.ReadReport.merge(_from_all_ranks(report))
+        report = criteo.ReadReport.merge(from_all_ranks(report))
         source = {"file": str(options.data), "malformed": report.malformed}
         warning = f"left out: {report.describe()}" if report.malformed else None
         if not report.rows:
@@ -107,7 +108,7 @@ def _check(
     train: Rows, validation: Rows, test: Rows, options: argparse.Namespace
 ) -> dict[str, object]:
     """Counts over all ranks, which all agree on whether they will do."""
-    train_counts = _from_all_ranks(len(train))
+    train_counts = from_all_ranks(len(train))
     if min(train_counts) < options.batch_size:
         raise UsageError(
             f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
@@ -131,7 +132,7 @@ def _check(
 
 def _held_out(name: str, rows: Rows) -> dict[str, object]:
     """Counts of rows that are not trained on; without both labels they have no AUC."""
-    shares = _from_all_ranks((len(rows), int(rows.labels.sum())))
+    shares = from_all_ranks((len(rows), int(rows.labels.sum())))
     count, clicks = (sum(of_ranks) for of_ranks in zip(*shares, strict=True))
     if not 0 < clicks < count:
         raise UsageError(
@@ -139,9 +140,3 @@ def _held_out(name: str, rows: Rows) -> dict[str, object]:
             f"--{name}-fraction"
         )
     return {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
-
-
-def _from_all_ranks(value) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
