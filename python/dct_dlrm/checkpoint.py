@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import io
 import json
+import pickle
 from pathlib import Path
 
 import torch
@@ -111,7 +112,12 @@ class Checkpoints:
                 f"{path} must be the file that {self._manifest.name} names, got another, or a part "
                 f"of it, of {len(content):,} bytes"
             )
-        return torch.load(io.BytesIO(content), weights_only=True)
+        try:
+            return torch.load(io.BytesIO(content), weights_only=True)
+        except pickle.UnpicklingError:
+            raise UsageError(
+                f"{path} must be loadable with weights_only=True, got what is not"
+            ) from None
 
     def _write_own(self, state: object) -> dict[str, str]:
         buffer = io.BytesIO()

@@ -16,6 +16,7 @@ from .errors import UsageError, WorkerError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The extra `train`: what the commands need beside torch, {module: its package}.
 EXTRA = {"numpy": "numpy", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
+OPTIONAL = ("tensorboard",)  # an extra each, for one option alone
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -109,9 +110,10 @@ def exit_status(command: str, work: Callable[[], int | None]) -> int:
         text, status = str(error), 1
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRA:
+        if missing not in EXTRA and missing not in OPTIONAL:
             raise
-        text = f"{missing} is not installed: pip install {' '.join(EXTRA.values())}"
+        packages = EXTRA.values() if missing in EXTRA else [missing]
+        text = f"{missing} is not installed: pip install {' '.join(packages)}"
         status = 1
     except KeyboardInterrupt as interrupt:
         text = ": ".join(["interrupted", *interrupt.args])

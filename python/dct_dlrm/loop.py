@@ -26,6 +26,7 @@ from .models.hybrid import HybridDLRM
 from .models.row_exchange import EXCHANGES
 from .models.sharding import shard_tables
 from .modes import FIXED_DENSITY, MODES, START_STEP
+from .progress import Step
 from .ranks import from_all_ranks
 from .traffic import Traffic
 
@@ -114,7 +115,7 @@ def run(
     seed: int,
     data: Dataset,
     options: argparse.Namespace,
-    on_step: Callable[[float], None],
+    on_step: Callable[[Step], None],
     saved: dict | None = None,
     save: Save | None = None,
 ) -> Run:
@@ -134,7 +135,7 @@ def train(
     seed: int,
     data: Dataset,
     options: argparse.Namespace,
-    on_step: Callable[[float], None],
+    on_step: Callable[[Step], None],
     saved: dict | None = None,
     save: Save | None = None,
 ) -> tuple[nn.Module, Run]:
@@ -144,7 +145,7 @@ def train(
     parallelism.
 
     Args:
-        on_step: called with this rank's loss after every step.
+        on_step: called after every step.
         saved: what this rank gave to `save`; the run goes on from there, to the same end.
         save: called every `options.checkpoint_every` steps with all that this rank needs for that.
 
@@ -199,7 +200,7 @@ def train(
                     f"{which} must be so small that the loss stays finite, got {got}: "
                     f"{losses[step]} at step {step}, {mode}, seed {seed}"
                 )
-            on_step(losses[step])
+            on_step(Step(step + 1, losses[step], traffic.wire[step], dct))
             if save is not None and (step + 1) % options.checkpoint_every == 0:
                 save(checkpoint.capture(parts, noted))
     _check_equal(ddp)
