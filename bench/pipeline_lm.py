@@ -1,13 +1,15 @@
 """Trains a small language model as a two-stage pipeline, the activations between stages packed.
 
     python bench/pipeline_lm.py [--data TEXT_FILE] [--densities 1,0.5,0.25,0.1,0.05,0.02]
-                                [--schedule 1f1b] [--steps 300] [--seeds 2] [--out runs/pipeline]
+                                [--formats int8,int4] [--schedule 1f1b] [--steps 300] [--seeds 2]
+                                [--out runs/pipeline]
 
 Two processes over gloo, torch.distributed.pipelining: RowPack ends the first stage, RowUnpack
-begins the second. The dense run and those at every density see the same batches from the same
-weights. Bytes of a step are counted where they are sent: forward by the first stage, backward by
-the second. Prints a table, with the held-out loss as trained and with compression switched off;
-writes summary.json and loss.png. Without --data, the text is generated.
+begins the second; or RowQuantize and RowDequantize, with rows in each of --formats both ways. The
+dense run and all others see the same batches from the same weights. Bytes of a step are counted
+where they are sent: forward by the first stage, backward by the second. Prints a table, with the
+held-out loss as trained and with compression switched off; writes summary.json and loss.png.
+Without --data, the text is generated.
 
 --fresh-mask adds, for each density, the ablation that picks the largest *gradients* in the backward
 pass instead of reusing the mask; it computes on whole tensors, so its bytes are by formula.
@@ -27,9 +29,19 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from dct_dlrm.argument_types import several
 from dct_kernels.row_layout import position_bytes
-from dct_parallel import RowPack, RowUnpack, WireMeter, pack, unpack
+from dct_parallel import (
+    RowDequantize,
+    RowPack,
+    RowQuantize,
+    RowUnpack,
+    WireMeter,
+    pack,
+    unpack,
+)
 from dct_parallel.rows import row_k
+from dct_parallel.rows.codecs import ROW_FORMATS
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 VALUE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,35 +61,58 @@ class FreshMask(torch.autograd.Function):
         return unpack(*pack(grad, ctx.k), grad.shape[-1]), None
 
 
-class First(nn.Module):
-    """Embedding and the first half of the blocks; what it returns crosses to `Second`."""
+class SendFresh(nn.Module):
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
 
-    def __init__(self, args: argparse.Namespace, vocabulary: int, density: float | None) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return FreshMask.apply(x, self.k)
+
+
+def cut(args: argparse.Namespace, mode: dict) -> tuple[nn.Module | None, nn.Module | None]:
+    """(what ends the first stage, what begins the second), None where there is nothing."""
+    if mode["fresh"]:
+        return SendFresh(row_k(args.width, mode["density"])), None
+    if mode["density"] is not None:
+        sender = RowPack(mode["density"], value_dtype=args.value_dtype)
+        return sender, RowUnpack(args.width, torch.float32)
+    if mode["format"] is not None:
+        return RowQuantize(mode["format"]), RowDequantize(args.width, mode["format"])
+    return None, None
+
+
+class First(nn.Module):
+    """Embedding and the first half of the blocks; what it returns crosses to `Second`.
+
+    The last of it is `sender`, if there is one.
+    """
+
+    def __init__(self, args: argparse.Namespace, vocabulary: int, sender: nn.Module | None) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, args.width)
         self.place = nn.Parameter(0.02 * torch.randn(args.context, args.width))
         self.blocks = _blocks(args)
-        self.pack = None if density is None else RowPack(density, value_dtype=args.value_dtype)
-        self.fresh_k = None
+        self.sender = sender
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = _run(self.blocks, self.embed(tokens) + self.place)
-        if self.fresh_k is not None:
-            return FreshMask.apply(x, self.fresh_k)
-        return x if self.pack is None else self.pack(x)
+        return x if self.sender is None else self.sender(x)
 
 
 class Second(nn.Module):
-    """The other half of the blocks, and the next byte's logits."""
+    """The other half of the blocks, and the next byte's logits; the first of it is `receiver`."""
 
-    def __init__(self, args: argparse.Namespace, vocabulary: int, density: float | None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, vocabulary: int, receiver: nn.Module | None
+    ) -> None:
         super().__init__()
-        self.unpack = None if density is None else RowUnpack(args.width, torch.float32)
+        self.receiver = receiver
         self.blocks = _blocks(args)
         self.head = nn.Sequential(nn.LayerNorm(args.width), nn.Linear(args.width, vocabulary))
 
     def forward(self, *message: Tensor) -> Tensor:
-        x = message[0] if self.unpack is None else self.unpack(*message)
+        x = message[0] if self.receiver is None else self.receiver(*message)
         return self.head(_run(self.blocks, x))
 
 
@@ -126,11 +161,9 @@ def batch_of(tokens: Tensor, size: int, context: int, seed: int) -> tuple[Tensor
 def train(rank: int, args: argparse.Namespace, tokens: Tensor, mode: dict, seed: int) -> dict:
     """One run. Rank 0 returns the bytes sent forward, rank 1 those backward, and the losses."""
     vocabulary, held_out = int(tokens.max()) + 1, int(HELD_OUT * len(tokens))
-    density = None if mode["fresh"] else mode["density"]
+    sender, receiver = cut(args, mode)
     torch.manual_seed(seed)
-    stages = [First(args, vocabulary, density), Second(args, vocabulary, density)]
-    if mode["fresh"]:
-        stages[0].fresh_k = row_k(args.width, mode["density"])
+    stages = [First(args, vocabulary, sender), Second(args, vocabulary, receiver)]
     stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
     schedule = SCHEDULES[args.schedule](stage, args.microbatches, loss_fn=_loss)
     optimizer = torch.optim.AdamW(stages[rank].parameters(), args.lr)
@@ -162,8 +195,8 @@ def train(rank: int, args: argparse.Namespace, tokens: Tensor, mode: dict, seed:
     stages[0].load_state_dict(trained[0])
     held = batch_of(tokens[-held_out:], args.held_out_excerpts, args.context, 0)
     result |= {"loss": curve, "held_out": evaluate(stages, *held)}
-    if stages[0].pack is not None:
-        stages[0].pack.inference = False
+    if isinstance(sender, RowPack):
+        sender.inference = False
         result["held_out_uncompressed"] = evaluate(stages, *held)
     return result
 
@@ -188,11 +221,7 @@ def _rank(rank: int, args: argparse.Namespace, tokens: Tensor, folder: str) -> N
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    modes = [{"name": "dense", "density": None, "fresh": False}]
-    for density in args.densities:
-        modes.append({"name": f"{density:.0%}", "density": density, "fresh": False})
-        if args.fresh_mask and density < 1:
-            modes.append({"name": f"{density:.0%} fresh mask", "density": density, "fresh": True})
+    modes = modes_of(args)
     for mode in modes:
         mode["runs"] = []
         for seed in range(args.seeds):
@@ -210,6 +239,18 @@ def _rank(rank: int, args: argparse.Namespace, tokens: Tensor, folder: str) -> N
         Path(folder, "modes.json").write_text(json.dumps(modes))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def modes_of(args: argparse.Namespace) -> list[dict]:
+    """Every way to cross that is trained."""
+    plain = {"density": None, "fresh": False, "format": None}
+    modes = [plain | {"name": "dense"}]
+    for density in args.densities:
+        name = f"{100 * density:.3g}%"
+        modes.append(plain | {"name": name, "density": density})
+        if args.fresh_mask and density < 1:
+            modes.append(plain | {"name": f"{name} fresh mask", "density": density, "fresh": True})
+    return modes + [plain | {"name": format, "format": format} for format in args.formats]
 
 
 def report(args: argparse.Namespace, modes: list[dict]) -> str:
@@ -239,17 +280,24 @@ def report(args: argparse.Namespace, modes: list[dict]) -> str:
 
 
 def plot(path: Path, modes: list[dict]) -> None:
-    """Loss curves of every mode, averaged over seeds and smoothed; the ablation dashed."""
+    """Loss curves of every mode, averaged over seeds and smoothed; the ablation dashed.
+
+    A format is dotted, in the colour of the density that was named in its place.
+    """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="training loss")
+    formats = [mode["format"] for mode in modes if mode["format"]]
     densities = list(dict.fromkeys(mode["density"] for mode in modes if mode["density"]))
     for mode in modes:
         curve = torch.tensor([run["loss"] for run in mode["runs"]]).mean(0)
         width = max(1, len(curve) // 50)
         smooth = curve.unfold(0, width, 1).mean(1)
-        color = "black" if mode["density"] is None else f"C{densities.index(mode['density'])}"
-        style = "--" if mode["fresh"] else "-"
+        color, style = "black", "-"
+        if mode["density"] is not None:
+            color, style = f"C{densities.index(mode['density'])}", "--" if mode["fresh"] else "-"
+        if mode["format"] is not None:
+            color, style = f"C{formats.index(mode['format'])}", ":"
         axes.plot(range(width, len(curve) + 1), smooth, style, color=color, label=mode["name"])
     figure.legend(loc="outside right upper", title="of a row crosses")
     figure.savefig(path, dpi=120)
@@ -259,6 +307,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file; generated if absent")
     parser.add_argument("--densities", default="1,0.5,0.25,0.1,0.05,0.02")
+    parser.add_argument("--formats", type=several(str, ROW_FORMATS), default=[], help="both ways")
     parser.add_argument("--value-dtype", choices=VALUE_DTYPES, default="float32")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--fresh-mask", action="store_true", help="add the ablation")
