@@ -28,9 +28,12 @@ _mask_pack = torch.ops.dct.mask_pack.default
 _scatter_unpack = torch.ops.dct.scatter_unpack.default
 
 
-def default_capacity(numel: int, density: float) -> int:
-    """Entries of room for `numel` compressed elements: 1.25 * density * numel, all at density 1."""
-    return max(1, min(numel, math.ceil(HEADROOM * density * numel)))
+def default_capacity(numel: int, density: float, whole: int = 0) -> int:
+    """Entries of room for `numel` compressed elements, and `whole` of which everything is sent.
+
+    1.25 * density * numel, all at density 1, and room for each of the others.
+    """
+    return max(1, min(numel, math.ceil(HEADROOM * density * numel)) + whole)
 
 
 def is_refresh_step(step: int, refresh_every: int) -> bool:
@@ -66,7 +69,9 @@ class Compressor:
         value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
         skip: indices of segments that are not compressed (threshold -1: never read or written,
             zeros after `unpack`).
-        capacity: entries of room in the payload; default 1.25 * density * the compressed numel.
+        whole: indices of segments of which everything is sent (threshold 0 for good).
+        capacity: entries of room in the payload; default 1.25 * density * the compressed numel, and
+            all of the segments in `whole`.
         max_samples: samples per segment.
         device: of every tensor here.
 
@@ -75,6 +80,8 @@ class Compressor:
         threshold, reference, target: float32 [S]: magnitude that passes, its last sample, and how
             many entries should pass.
         seen: int32 [S], how many passed in the last `pack`.
+        sampled_at: int32 [S], the step at which each threshold was sampled; before that, at which
+            this started, or the segment was loaded.
         payload: uint8 [nbytes], the last one packed.
         step: how many times `pack` was called.
 
@@ -100,6 +107,7 @@ class Compressor:
         policy: str = "tracked",
         value_dtype: torch.dtype = torch.bfloat16,
         skip: Collection[int] = (),
+        whole: Collection[int] = (),
         capacity: int | None = None,
         max_samples: int = 65536,
         device: torch.device | str = "cpu",
@@ -113,9 +121,15 @@ class Compressor:
         sizes = [high - low for low, high in pairwise(bounds)]
         for index in skip:
             checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
-        compressed = sum(size for index, size in enumerate(sizes) if index not in skip)
+        for index in whole:
+            checks.require_int("Compressor", "whole", index, 0, len(sizes) - 1)
+            if index in skip:
+                checks.fail("Compressor", "whole", "of segments that are not skipped", index)
+        sampled = [index not in skip and index not in whole for index in range(len(sizes))]
         if capacity is None:
-            capacity = default_capacity(compressed, density)
+            compressed = sum(size for size, own in zip(sizes, sampled, strict=True) if own)
+            everything = sum(sizes[index] for index in set(whole))
+            capacity = default_capacity(compressed, density, everything)
 
         self.density = density
         self.refresh_every = refresh_every
@@ -129,14 +143,16 @@ class Compressor:
         start = [-1.0 if index in skip else 0.0 for index in range(len(sizes))]
         self.threshold = torch.tensor(start, dtype=torch.float32, device=device)
         self.reference = torch.zeros_like(self.threshold)
-        target = [density * size for size in sizes]
+        target = [size if i in whole else density * size for i, size in enumerate(sizes)]
         self.target = torch.tensor(target, dtype=torch.float32, device=device)
         self.seen = torch.zeros(len(sizes), dtype=torch.int32, device=device)
+        self.sampled_at = torch.zeros_like(self.seen)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         nbytes = payload_layout(numel, capacity, value_dtype).nbytes
         self.payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._host_target = self.target.cpu()
-        self._sampling = density < 1
+        self._sampled = torch.tensor(sampled, device=device)
+        self._sampling = density < 1 and any(sampled)
         self._sample_next = False
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
@@ -165,6 +181,25 @@ class Compressor:
         if self._sampling and not refresh and self.policy == "tracked":
             _track_threshold(self.threshold, self.seen, self.target, self.reference)
         self.step += 1
+        return self.payload
+
+    def pack_damage(self) -> Tensor:
+        """A payload without entries that tells all who receive it: what I received was damaged.
+
+        The residual and everything else stay as they are; the last payload is overwritten.
+        """
+        _mask_pack(
+            self.residual,
+            None,
+            self.segments,
+            torch.full_like(self.threshold, -1.0),
+            self.payload,
+            torch.empty_like(self.seen),
+            self.capacity,
+            self.value_dtype,
+            None,
+            torch.ones_like(self.seen[:1]),
+        )
         return self.payload
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
@@ -227,6 +262,7 @@ class Compressor:
         self.residual[low:high].copy_(state["residual"])
         self.threshold[index].copy_(state["threshold"])
         self.reference[index].copy_(state["reference"])
+        self.sampled_at[index] = self.step
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
         sampled = _sample_threshold(
@@ -238,9 +274,10 @@ class Compressor:
             self.step,  # as the seed: other picks at every refresh
             inv_scale,
         )
-        usable = sampled.isfinite() & (self.threshold >= 0)
+        usable = sampled.isfinite() & self._sampled
         self.threshold.copy_(torch.where(usable, sampled, self.threshold))
         self.reference.copy_(torch.where(usable, sampled, self.reference))
+        self.sampled_at.masked_fill_(usable, self.step)
         self._sample_next = False
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-Job = Callable[[], Tensor]
+Job = Callable[[], Tensor | None]
 
 EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers that are gone
 
@@ -33,9 +33,9 @@ class ThreadExecutor:
         thread.start()
         self.close = weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
 
-    def submit(self, job: Job) -> Future[Tensor]:
+    def submit(self, job: Job) -> Future[Tensor | None]:
         """A future of the job's result, or of the exception it raises."""
-        done: Future[Tensor] = Future()
+        done: Future[Tensor | None] = Future()
         # DDP reads the future in C++, which knows an exception for one only from a callback.
         result = done.then(Future.value)
         self._jobs.put((job, done))
@@ -49,10 +49,10 @@ class StreamExecutor:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job) -> Future[Tensor]:
+    def submit(self, job: Job) -> Future[Tensor | None]:
         """A future of the job's result: who waits makes its current stream wait for this one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        done: Future[Tensor] = Future(devices=[self._device])
+        done: Future[Tensor | None] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
             done.set_result(job())
         return done
@@ -80,7 +80,7 @@ def _serve(jobs: queue.SimpleQueue) -> None:
         del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
 
 
-def _run(job: Job, done: Future[Tensor]) -> None:
+def _run(job: Job, done: Future[Tensor | None]) -> None:
     try:
         result = job()
     except Exception as error:

@@ -28,6 +28,13 @@ def configure(seed: int, resident_blocks: int = 3) -> None:
     _library().configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
 
+def counted() -> tuple[int, int]:
+    """(kernels, memsets) launched so far."""
+    kernels, memsets = ctypes.c_int64(), ctypes.c_int64()
+    _library().counted(ctypes.byref(kernels), ctypes.byref(memsets))
+    return kernels.value, memsets.value
+
+
 def _call(op: str, *arguments: torch.Tensor | torch.dtype | int | float | None) -> None:
     error = getattr(_library(), op)(*map(to_c, arguments))
     if error:

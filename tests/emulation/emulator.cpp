@@ -54,6 +54,11 @@ Options& options() {
   return options;
 }
 
+Counts& counts() {
+  static Counts counts;
+  return counts;
+}
+
 namespace {
 
 constexpr uint64_t kMaxPauses = 1 << 22;  // of one block, while no block of the launch finishes
@@ -294,6 +299,7 @@ void Worker::run() {
 
 bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
             const std::function<void()>& kernel) {
+  counts().kernels++;
   Launch launch{grid, block, dynamic_shared_bytes, &kernel, {}, {}, {}, {}};
   launch.order.resize(uint64_t{grid.x} * grid.y * grid.z);
   std::iota(launch.order.begin(), launch.order.end(), uint64_t{0});
@@ -379,4 +385,9 @@ void* dynamic_shared_memory() { return worker->dynamic_shared; }
 extern "C" void configure(int64_t seed, int64_t resident_blocks) {
   emulator::options().seed = static_cast<uint32_t>(seed);
   emulator::options().resident_blocks = static_cast<int>(resident_blocks);
+}
+
+extern "C" void counted(int64_t* kernels, int64_t* memsets) {
+  *kernels = emulator::counts().kernels;
+  *memsets = emulator::counts().memsets;
 }

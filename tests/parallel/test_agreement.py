@@ -135,13 +135,13 @@ def _loads_again(rank):
     if rank == 1:
         store.wait(["rank 0 waits"])
     else:
-        exchange = state._agreement.exchange
+        exchange = state._run._agreement.exchange
 
         def late(*args):
             store.set("rank 0 waits", "")
             return exchange(*args)
 
-        state._agreement.exchange = late
+        state._run._agreement.exchange = late
     state.load_state_dict(saved)
     step()
     return entry(state.state_dict())["step"]

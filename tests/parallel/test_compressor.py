@@ -57,6 +57,56 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
     assert overflowed or capacity is None
 
 
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_a_whole_segment_everything_is_sent_for_good(value_dtype):
+    kwargs = {"density": 0.1, "refresh_every": 3, "value_dtype": value_dtype}
+    c = Compressor(500, [0, 100, 400, 500], whole=[0, 2], **kwargs)
+    assert c.capacity == 200 + math.ceil(1.25 * 0.1 * 300)
+    total, sent = torch.zeros(500), torch.zeros(500)
+    for step in range(40):
+        grad = (64 * grads(500, step)).round()
+        assert not payload_info(c.pack(grad)).overflow or c.seen[1] > 37
+        sent += sent_by(c)
+        total += grad
+        assert torch.equal(sent + c.residual, total)
+        assert c.threshold[[0, 2]].tolist() == c.reference[[0, 2]].tolist() == [0, 0]
+        assert c.threshold[1] > 0
+        own = total[:100] if value_dtype == torch.float32 else c.residual[:100].abs() <= 1
+        assert torch.equal(sent[:100], own) if value_dtype == torch.float32 else own.all()
+
+
+def test_a_segment_is_whole_or_skipped_not_both():
+    with pytest.raises(ValueError, match="whole must be of segments that are not skipped, got 1"):
+        Compressor(500, [0, 100, 500], skip=[1], whole=[1])
+    with pytest.raises(ValueError, match="dct::Compressor: whole must be in"):
+        Compressor(500, [0, 100, 500], whole=[2])
+
+
+def test_word_of_damage_holds_no_entries_and_changes_nothing_else():
+    c = Compressor(500, [0, 100, 500], density=0.1, whole=[0])
+    c.pack(grads(500, 0))
+    before = [t.clone() for t in (c.residual, c.threshold, c.reference, c.seen, c.sampled_at)]
+    info = payload_info(c.pack_damage())
+    assert (info.damage, info.count, info.overflow, info.non_finite) == (True, 0, False, False)
+    assert sent_by(c).count_nonzero() == 0
+    after = [c.residual, c.threshold, c.reference, c.seen, c.sampled_at]
+    assert all(map(torch.equal, before, after)) and c.step == 1
+    assert not payload_info(c.pack(grads(500, 1))).damage
+
+
+def test_when_each_threshold_was_sampled():
+    c = Compressor(600, [0, 100, 300, 600], density=0.1, whole=[0], refresh_every=10**6)
+    for step in range(6):
+        grad = grads(600, step)
+        if step == 4:
+            grad[300:] = torch.inf
+        c.pack(grad)
+    assert c.sampled_at.tolist() == [0, 4, 2]  # a sample that is not finite is discarded
+    c.step = 9
+    c.load_segment(1, c.segment_state(1))
+    assert c.sampled_at.tolist() == [0, 9, 2]
+
+
 def test_default_capacity_is_five_quarters_of_the_density_of_what_is_compressed():
     assert Compressor(100_000, [0, 20_000, 100_000], density=0.01, skip=[0]).capacity == 1000
     assert Compressor(1000, [0, 1000], density=0.0001).capacity == 1

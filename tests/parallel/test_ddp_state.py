@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.data_parallel.history import History
-from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
+from ranks import Dictated, batch, ddp, entry, mlp, run_ranks, train_step
 
 SIZES = (2000, 30, 5000)
 
@@ -42,13 +42,51 @@ def test_plan_and_stats_tell_what_a_step_costs():
         rows = {line.split()[0]: line.split() for line in after.splitlines()}
         # 1.25 * 0.01 * 4096 entries of 2 + 2 bytes, once to the other rank
         assert rows["0.weight"] == ["0.weight", "4,096", "DCT", "52", "208"]
-        assert rows["0.bias"] == ["0.bias", "64", "dense", "-", "128"]
+        assert rows["0.bias"] == ["0.bias", "64", "whole", "64", "256"]
         assert rows["total"] == ["total", "16,705", f"{stats['wire_bytes']:,}"]
         assert rows["float32"][-1] == f"{16_705 * 4:,}"
         assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
         assert stats["step"] == 6
         assert 0.009 < stats["density"] <= 0.0127
         assert 0 <= stats["overflow"] <= 1
+
+
+def _parameter_stats(rank):
+    model, state, optimizer = _make(density=0.05)
+    assert state.parameter_stats() == {}
+    for step in range(8):
+        train_step(model, optimizer, *batch(step, rank))
+    stats = state.parameter_stats()
+    residuals = {name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()}
+    capacities = [plan.capacity for plan in state._buckets.plans()]
+    sent = [
+        sum(round(stats[name]["density"] * residuals[name].numel()) for name in plan.names)
+        for plan in state._buckets.plans()
+    ]
+    counts = [b.report.receipt.counts[rank] for b in state._buckets.in_order()]
+    assert sent == counts and all(map(int.__le__, sent, capacities))  # as the headers say
+    compressed = [n for n, r in residuals.items() if r.numel() >= 256]
+    for name, own in stats.items():
+        assert list(own) == [
+            *("density", "threshold", "threshold_age"),
+            "overflow",
+            "residual_norm",
+        ]
+        assert own["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
+        assert 0 <= own["overflow"] <= 1 and type(own["threshold_age"]) is int
+        if name in compressed:
+            assert 0 < own["density"] < 0.1 and own["threshold"] > 0
+            assert own["threshold_age"] == 1  # sampled at compressed steps 0, 1, 2, 4 of 0 to 5
+        else:
+            assert own["threshold"] == 0
+    assert stats["0.bias"]["density"] == 1 or stats["0.bias"]["overflow"] > 0
+    state.load_state_dict(state.state_dict())
+    assert state.parameter_stats() == {}
+    return set(stats) == set(residuals)
+
+
+def test_parameter_stats_tell_what_each_parameter_does():
+    assert run_ranks(_parameter_stats, 2) == [True, True]
 
 
 def test_overflow_as_a_rule_warns_once():

@@ -26,8 +26,7 @@ def _integers(step, rank, micro=0):
 
 
 def _left(state, index):
-    parameters = entry(state.state_dict())["parameters"]
-    return parameters.get(f"p.{index}", {"residual": torch.zeros(SIZES[index])})["residual"]
+    return entry(state.state_dict())["parameters"][f"p.{index}"]["residual"]
 
 
 def _assert_conserved(model, state, total):
@@ -156,7 +155,8 @@ def _wrapped(rank):
     """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
     plain = DCTState(DistributedDataParallel(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
-    assert names == [f"{layer}.weight" for layer in (0, 2, 4, 6)]
+    layers = (0, 2, 4, 6, 8)
+    assert names == [f"{n}.{part}" for n in layers for part in ("weight", "bias")]
     inner = mlp()
     inner[2] = checkpoint_wrapper(inner[2])
     inner[4] = torch.compile(inner[4], backend="eager")

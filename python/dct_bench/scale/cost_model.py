@@ -189,7 +189,7 @@ class Model:
         unpacked = 4 * self.numel + nodes * payload
         return (
             MASK_PACK_BYTES * self.numel / self.kernels.mask_pack,
-            wire + self._small(cluster),
+            wire,
             unpacked / self.kernels.scatter_unpack,
             self.plan.wire_bytes(nodes),
         )
@@ -204,17 +204,10 @@ class Model:
         packed = MASK_PACK_BYTES * (self.numel + owned)
         return (
             packed / self.kernels.mask_pack,
-            wire + self._small(cluster),
+            wire,
             unpacked / self.kernels.scatter_unpack,
-            2 * (nodes - 1) * payload + _ring_bytes(self._small_bytes, nodes),
+            2 * (nodes - 1) * payload,
         )
-
-    def _small(self, cluster: Cluster) -> float:
-        return self._reduced(cluster, self._small_bytes)
-
-    @cached_property
-    def _small_bytes(self) -> int:
-        return 2 * (self.plan.dense_numel + 1)
 
     @staticmethod
     def _reduced(cluster: Cluster, nbytes: float) -> float:

@@ -1,32 +1,30 @@
-"""One bucket of DDP's: its large parameters compressed, its small ones dense, in place."""
+"""One bucket of DDP's: packed, exchanged and unpacked in place."""
 
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER, HEADER_BYTES
-
-from ..collectives import dense_mean
 from ..compressor import Compressor
 from ..readback import Readback
 from .bucket_plan import BucketPlan
+from .transports import Receipt
 
 
 class Report(NamedTuple):
-    """What the host learns of a bucket one step later; undamaged, the same on every rank."""
+    """What the host learns of a bucket one step later; tensors have an item per parameter."""
 
-    damaged: dict[int, int]  # rank -> status of the payload that this rank received from it
-    damaged_anywhere: bool  # some rank received a damaged payload; the same on every rank
-    non_finite: bool  # a NaN or Inf in any rank's gradient
-    payloads: int  # received, one from each rank
-    overflowed: int  # of them: too small for what passed
-    packed: int  # entries in them
+    receipt: Receipt
+    threshold: Tensor  # float32, for the next step
+    passed: Tensor  # int32: entries that passed the threshold on this rank
+    sent: Tensor  # int64: those of them that the payload had room for
+    compressed_sent: int  # in all, of the parameters that are compressed
 
 
 class Bucket:
-    """The compressor, the transport and the dense remainder of one bucket.
+    """The compressor and the transport of one bucket.
 
     Args:
         plan: names and sizes, in the bucket's order.
@@ -45,17 +43,13 @@ class Bucket:
         states: dict[str, dict[str, Tensor]],
     ) -> None:
         self.plan = plan
-        self._group = group
+        self.report: Report | None = None  # the last one taken
+        self.compressor = _compressor(plan, device, step, states)
+        self._transport = plan.settings.transport(self.compressor, group)
+        self._readback = Readback()
+        self._own = [self.compressor.seen, self.compressor.threshold.view(torch.int32)]
+        self._whole = torch.tensor(sorted(plan.whole), dtype=torch.int64)
         self._fresh = False  # a `reduce` has not been reported yet
-        spans = [torch.arange(plan.bounds[i], plan.bounds[i + 1]) for i in sorted(plan.dense)]
-        none = torch.empty(0, dtype=torch.int64)
-        self._dense_index = torch.cat([none, *spans]).to(device)
-        self._mean = Readback()
-        self.compressor = None
-        if plan.compressed_numel:
-            self.compressor = _compressor(plan, device, step, states)
-            self._transport = plan.settings.transport(self.compressor, group)
-            self._received = Readback()
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -66,19 +60,16 @@ class Bucket:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
         """
-        small = buffer.index_select(0, self._dense_index)  # before unpacking overwrites the bucket
-        damage = small.new_zeros(1)
-        if self.compressor is not None:
+        with record_function("dct::pack"):
             payload = self.compressor.pack(buffer, inv_scale)
-            status = self._transport.reduce(payload, buffer, scale)
-            damage = status.count_nonzero().view(1).to(small.dtype)
-            headers = self._transport.payloads[:, :HEADER_BYTES]
-            self._received.post(status, headers, self.compressor.seen, self.compressor.threshold)
-        # One element more tells every rank whether any of them received a damaged payload.
-        mean = dense_mean(torch.cat([small, damage]), self.plan.settings.value_dtype, self._group)
-        buffer.index_copy_(0, self._dense_index, mean[:-1].to(buffer.dtype))
-        self._mean.post(mean)
+        notes = self._transport.reduce(payload, buffer, scale)
+        with record_function("dct::read_back"):
+            self._readback.post(*self._own, *notes)
         self._fresh = True
+
+    def tell_damage(self) -> None:
+        """Take part in a `reduce` of the others with no gradient, only to tell them of damage."""
+        self._transport.tell_damage()
 
     def take_report(self) -> Report | None:
         """What the last `reduce` left to be known, once; None if there is nothing new.
@@ -88,54 +79,45 @@ class Bucket:
         if not self._fresh:
             return None
         self._fresh = False
-        damaged: dict[int, int] = {}
-        payloads = flags = overflowed = packed = 0
-        if self.compressor is not None:
-            status, headers, seen, threshold = self._received.wait()
-            self.compressor.resample_if_flooded(seen, threshold)
-            damaged = {rank: code for rank, code in enumerate(status.tolist()) if code}
-            payloads = len(status)
-            for rank, header in enumerate(HEADER.iter_unpack(bytes(headers.flatten().tolist()))):
-                _, _, _, rank_flags, _, _, count, _ = header
-                if rank not in damaged:
-                    flags |= rank_flags
-                    overflowed += bool(rank_flags & FLAG_OVERFLOW)
-                    packed += count
-        (mean,) = self._mean.wait()
-        return Report(
-            damaged=damaged,
-            damaged_anywhere=bool(mean[-1] != 0),
-            non_finite=bool(flags & FLAG_NON_FINITE) or not bool(mean.isfinite().all()),
-            payloads=payloads,
-            overflowed=overflowed,
-            packed=packed,
-        )
+        passed, threshold, *notes = self._readback.wait()
+        threshold = threshold.view(torch.float32)
+        self.compressor.resample_if_flooded(passed, threshold)
+        # Entries are packed in order, as long as there is room.
+        room = self.compressor.capacity - (passed.cumsum(0) - passed)
+        sent = torch.minimum(passed, room.clamp(min=0))
+        compressed = sent.sum() - sent[self._whole].sum()
+        receipt = self._transport.receipt(notes)
+        self.report = Report(receipt, threshold, passed, sent, int(compressed))
+        return self.report
 
     def take_back(self) -> None:
         """Return what the last `reduce` sent to the residual, for a step that was not applied."""
-        if self.compressor is not None:
-            self.compressor.take_back()
+        self.compressor.take_back()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """{name: `Compressor.segment_state`} of the compressed parameters."""
-        if self.compressor is None:
-            return {}
+        """{name: `Compressor.segment_state`} of its parameters."""
         return {
-            name: self.compressor.segment_state(index)
-            for index, name in enumerate(self.plan.names)
-            if index not in self.plan.dense
+            name: self.compressor.segment_state(index) for index, name in enumerate(self.plan.names)
         }
 
-
-def describe_damage(step: int, reports: dict[int, Report]) -> str:
-    """The error that every rank raises; it names what was damaged, if this rank received it."""
-    here = [
-        f"status {code} from rank {rank} in bucket {index}"
-        for index, report in sorted(reports.items())
-        for rank, code in report.damaged.items()
-    ]
-    got = "; ".join(here) if here else "damage that another rank reports"
-    return f"dct::dct_hook: every payload of step {step} must be intact, got {got}"
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+        """{name: see `DCTState.parameter_stats`}, of the report taken last."""
+        if self.report is None:
+            return {}
+        passed = self.report.passed
+        norms = torch._foreach_norm(self.compressor.residual.split(self.plan.sizes))
+        columns = {
+            "density": self.report.sent / torch.tensor(self.plan.sizes).clamp(min=1),
+            "threshold": self.report.threshold,
+            "threshold_age": self.compressor.step - 1 - self.compressor.sampled_at,
+            "overflow": (passed - self.report.sent) / passed.clamp(min=1),
+            "residual_norm": torch.stack(norms),
+        }
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        return {
+            name: dict(zip(columns, row, strict=True))
+            for name, row in zip(self.plan.names, rows, strict=True)
+        }
 
 
 def _compressor(
@@ -148,11 +130,12 @@ def _compressor(
         refresh_every=plan.settings.refresh_every,
         policy=plan.settings.policy,
         value_dtype=plan.settings.value_dtype,
-        skip=plan.dense,
+        whole=plan.whole,
         capacity=plan.capacity,
         device=device,
     )
     compressor.step = step
+    compressor.sampled_at.fill_(step)
     for index, name in enumerate(plan.names):
         if name in states:
             compressor.load_segment(index, states[name])

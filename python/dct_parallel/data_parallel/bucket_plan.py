@@ -12,7 +12,7 @@ from .. import wire
 from ..compressor import HEADROOM, default_capacity
 from .transports import Gather
 
-DENSE_BELOW = 1024
+WHOLE_BELOW = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Settings:
     value_dtype: torch.dtype
     transport: type[Gather]
 
-    def is_dense(self, numel: int) -> bool:
-        """Whether a parameter of this size goes dense: below 1,024 elements.
+    def is_whole(self, numel: int) -> bool:
+        """Whether everything is sent of a parameter of this size: below 256 elements.
 
-        Biases and norms are a hundredth of the bytes and would send a handful of entries each. At
-        density 1 nothing goes dense, because everything is sent anyway.
+        Biases and norms are a hundredth of the elements and would send a handful of entries each.
+        They travel in the payload with the others, all of them, as a collective of their own costs
+        more than their positions do. At density 1 all parameters are alike.
         """
-        return numel < DENSE_BELOW and self.density < 1
+        return numel < WHOLE_BELOW and self.density < 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,36 +52,31 @@ class BucketPlan:
         return bounds
 
     @cached_property
-    def dense(self) -> frozenset[int]:
-        """Indices of the parameters that go dense."""
-        return frozenset(i for i, size in enumerate(self.sizes) if self.settings.is_dense(size))
+    def whole(self) -> frozenset[int]:
+        """Indices of the parameters of which everything is sent."""
+        return frozenset(i for i, size in enumerate(self.sizes) if self.settings.is_whole(size))
 
     @cached_property
-    def dense_numel(self) -> int:
-        return sum(self.sizes[index] for index in self.dense)
+    def whole_numel(self) -> int:
+        return sum(self.sizes[index] for index in self.whole)
 
     @cached_property
     def compressed_numel(self) -> int:
-        return self.bounds[-1] - self.dense_numel
+        return self.bounds[-1] - self.whole_numel
 
     @cached_property
     def capacity(self) -> int:
         """Entries of room in the bucket's payload."""
-        return default_capacity(self.compressed_numel, self.settings.density)
+        return default_capacity(self.compressed_numel, self.settings.density, self.whole_numel)
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Of one rank's payload; 0 if the whole bucket goes dense."""
-        if not self.compressed_numel:
-            return 0
+        """Of one rank's payload."""
         return payload_layout(self.bounds[-1], self.capacity, self.settings.value_dtype).nbytes
 
     def wire_bytes(self, world_size: int) -> int:
         """Bytes a rank sends for this bucket in a step."""
-        # With one element more: whether a payload was damaged.
-        dense_bytes = (self.dense_numel + 1) * self.settings.value_dtype.itemsize
-        payload = self.settings.transport.wire_bytes(self.payload_bytes, world_size)
-        return payload + wire.all_reduce_bytes(dense_bytes, world_size)
+        return self.settings.transport.wire_bytes(self.payload_bytes, world_size)
 
 
 def step_bytes(plans: Sequence[BucketPlan], world_size: int) -> int:
@@ -101,17 +97,15 @@ def plan_table(plans: Sequence[BucketPlan], world_size: int, transport_reason: s
     entries_bytes = 0
     for plan in plans:
         for index, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
-            if index in plan.dense:
-                nbytes = wire.all_reduce_bytes(size * itemsize, world_size)
-                rows.append((name, f"{size:,}", "dense", "-", f"{nbytes:,}"))
-            else:
-                capacity = default_capacity(size, settings.density)
-                nbytes = settings.transport.wire_bytes(capacity * (2 + itemsize), world_size)
-                rows.append((name, f"{size:,}", "DCT", f"{capacity:,}", f"{nbytes:,}"))
+            whole = index in plan.whole
+            capacity = size if whole else default_capacity(size, settings.density)
+            nbytes = settings.transport.wire_bytes(capacity * (2 + itemsize), world_size)
+            sent_as = "whole" if whole else "DCT"
+            rows.append((name, f"{size:,}", sent_as, f"{capacity:,}", f"{nbytes:,}"))
             entries_bytes += nbytes
     total = step_bytes(plans, world_size)
     numel = sum(plan.bounds[-1] for plan in plans)
-    rows.append(("headers, rounding, status", "", "", "", f"{total - entries_bytes:,}"))
+    rows.append(("headers, rounding", "", "", "", f"{total - entries_bytes:,}"))
     rows.append(("total", f"{numel:,}", "", "", f"{total:,}"))
     dense = wire.all_reduce_bytes(4 * numel, world_size)
     rows.append(("float32 ring all-reduce", "", "", "", f"{dense:,}"))

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from .bucket_plan import Settings
+
 VERSION = 2
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
@@ -52,13 +54,15 @@ def entries(op: str, state: dict) -> dict[str, Entry]:
     return state["ranks"]
 
 
-def find(state: dict, rank: int, world_size: int, density: float, sizes: dict[str, int]) -> Entry:
+def find(
+    state: dict, rank: int, world_size: int, settings: Settings, sizes: dict[str, int]
+) -> Entry:
     """This rank's entry; refuses another rank's, another world size, density or model.
 
     Args:
         state: from `make`.
-        rank, world_size, density: this run's.
-        sizes: {name: numel} of the parameters that this run compresses.
+        rank, world_size, settings: this run's.
+        sizes: {name: numel} of this model's parameters.
     """
     op = "load_state_dict"
     found = entries(op, state)
@@ -69,8 +73,10 @@ def find(state: dict, rank: int, world_size: int, density: float, sizes: dict[st
     if MEAN not in found and entry["world_size"] != world_size:
         rule = f"{world_size} as in this run (merge_states makes a state for any)"
         checks.fail(op, "world_size", rule, entry["world_size"])
-    if entry["density"] != density:
-        checks.fail(op, "density", f"{density}, as this state was made with", entry["density"])
+    if entry["density"] != settings.density:
+        checks.fail(
+            op, "density", f"{settings.density}, as this state was made with", entry["density"]
+        )
     parameters = entry["parameters"]
     if not parameters and sizes:
         warnings.warn(
@@ -78,10 +84,13 @@ def find(state: dict, rank: int, world_size: int, density: float, sizes: dict[st
             "the model is lost, and thresholds are found anew.",
             stacklevel=3,
         )
-    elif parameters.keys() != sizes.keys():
-        difference = sorted(parameters.keys() ^ sizes.keys())
-        got = f"a difference in {', '.join(difference)}"
-        checks.fail(op, "parameters", "those that this model compresses", got)
+        return entry
+    # Of those sent whole little is owed, and early states of this version leave them out.
+    optional = {name for name, numel in sizes.items() if settings.is_whole(numel)}
+    difference = (parameters.keys() ^ sizes.keys()) - (optional - parameters.keys())
+    if difference:
+        got = f"a difference in {', '.join(sorted(difference))}"
+        checks.fail(op, "parameters", "those of this model", got)
     for name, saved in parameters.items():
         if list(saved["residual"].shape) != [sizes[name]]:
             got = list(saved["residual"].shape)

@@ -4,12 +4,10 @@
     ddp.register_comm_hook(state, dct_hook)
 
 In a step every bucket is packed, exchanged and unpacked beside the backward pass, in bucket order
-on every rank. One element more in the dense part tells every rank whether any of them received a
-damaged payload; nobody looks at it before the next step, whose first hook raises it everywhere.
+on every rank, with one collective each. What came of it is looked at before the next step.
 """
 
-import uuid
-from datetime import timedelta
+import contextlib
 from functools import partial
 
 import torch
@@ -23,22 +21,23 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from dct_kernels import __version__, checks
 
 from .. import groups
-from ..agreement import Agreement, require_same
 from ..collectives import dense_mean
 from ..compressor import check_settings
 from ..executors import StreamExecutor, ThreadExecutor, executor_for
 from . import checkpoint, model
-from .bucket import Bucket, describe_damage
+from .bucket import Bucket
 from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
+from .buckets import Buckets
+from .damage import Damage
 from .history import History
 from .loss_scale import LossScale
+from .run import Run
 from .transports import resolve_transport
-
-LOAD_PATIENCE = timedelta(seconds=5)  # between a rank's first hook after a load and others' loads
 
 
 class DCTState:
@@ -49,10 +48,10 @@ class DCTState:
     process group that it made; a process may exit without.
 
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
-    in that time. Then parameters of 1,024 elements and more are compressed, smaller ones averaged
-    densely in `value_dtype` (at density 1 all are compressed). State belongs to parameters, by
-    name: should the buckets change later, it moves along. Memory: 4 bytes per parameter, and each
-    bucket's payload once per rank.
+    in that time. Then parameters of 256 elements and more are compressed; of smaller ones, which
+    travel in the same payload, everything is sent. State belongs to parameters, by name: should the
+    buckets change later, it moves along. Memory: 4 bytes per parameter, and each bucket's payload
+    once per rank.
 
     What has to be the same on all ranks is compared when the state is bound to its DDP, and at the
     first step after that or a load: every rank raises, naming all values. Waits for other ranks end
@@ -76,6 +75,13 @@ class DCTState:
     a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
     Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, pickle) takes residuals along and
     is bound to no DDP.
+
+    A payload that is damaged on its way is found by the rank that receives it. Damage of step t
+    raises there at the first hook of step t + 1, which still tells the others; on them it raises at
+    the first hook of step t + 2 at the latest. `state_dict()`, `stats()`, `parameter_stats()` and
+    `close()` of a rank that knows of damage raise as well, so damage of the very last step is
+    raised by the first of them on the rank that received it; the others do not learn of it. Weights
+    of a damaged step differ between ranks: go back to a checkpoint.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
     step, and with it what the residual sent. One optimizer per GradScaler, as a skipped step is
@@ -111,14 +117,13 @@ class DCTState:
         self.step = 0
         self.start_step = start_step
         self._next_index = 0
-        self._buckets: dict[int, Bucket] = {}
-        self._parked: dict[str, checkpoint.SegmentState] = {}  # states waiting for their bucket
-        self._failure: str | None = None
+        self._damage = Damage()
         self._history = History()
 
         # Known once bound to a DDP:
         self._names: dict[Parameter, str] = {}
         self._group: dist.ProcessGroup | None = None
+        self._buckets: Buckets | None = None
         self._executor: ThreadExecutor | StreamExecutor | None = None
         self._to_load: dict | None = None  # by a copy of a state
         if ddp is not None:
@@ -132,9 +137,9 @@ class DCTState:
         self._device = model.device_of(names)
         given = ddp.process_group if self._process_group is None else self._process_group
         given = groups.require_group("DCTState", given)
-        self._agreement = Agreement(given, self._device)
-        told = self._agreement.exchange(
-            "DCTState",
+        self._run = Run(
+            given,
+            self._device,
             {
                 "version": __version__,
                 "model": model.describe(names),
@@ -145,22 +150,14 @@ class DCTState:
                 "policy": self.settings.policy,
                 "start_step": self.start_step,
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
-                "run_id": uuid.uuid4().hex,
             },
         )
-        self._run_id = next(iter(told.values()))["run_id"]  # the first rank's, until one is loaded
-        for values in told.values():
-            del values["run_id"]
-        require_same("DCTState", told)
-
-        self._checkpoint = "none"
-        self._start_compared = False  # whether ranks know that they go on from the same step
-        self._patience = None
         self._rank, self._world_size = dist.get_rank(), given.size()
         # On the CPU one of its own, as collectives of the executor's thread must not interleave
         # with those of the main thread. On CUDA both issue theirs from one thread, in order.
         self._owns_group = self._device.type == "cpu"
         self._group = groups.separate_group(given) if self._owns_group else given
+        self._buckets = Buckets(names, self.settings, self._group, self._device)
         self._executor = executor_for(self._device)
         self._names = names  # bound
         if self._to_load is not None:
@@ -169,13 +166,17 @@ class DCTState:
     def close(self) -> None:
         """End the thread and the process group of this state; called again, nothing.
 
-        It takes no further step. `state_dict()`, `stats()` and `plan()` still answer.
+        It takes no further step. What tells of the last ones still answers. Waits for the last.
+
+        Raises:
+            RuntimeError: a payload was damaged. All is closed by then.
         """
         if self._executor is not None:
             self._executor.close()
             self._executor = None
             if self._owns_group:
                 groups.end_group(self._group)
+            self._finish_last_step()
 
     def plan(self) -> str:
         """What is sent for each parameter in a compressed step, as a table.
@@ -184,14 +185,19 @@ class DCTState:
         one adds about a hundred bytes.
         """
         self._require_bound("plan")
-        return plan_table(self._plans(), self._world_size, self._transport_reason)
+        return plan_table(self._buckets.plans(), self._world_size, self._transport_reason)
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
 
-        `step`: steps taken; `density`: entries sent over entries compressed, a mean over steps and
-        ranks (None before compression starts); `overflow`: fraction of payloads, of all ranks, that
-        were too small for what passed; `wire_bytes`: what this rank sends in a compressed step.
+        `step`: steps taken; `density`: entries that this rank sent of the parameters that are
+        compressed, over their elements, a mean over steps (None before compression starts);
+        `overflow`: fraction of payloads, of all ranks, that were too small for what passed;
+        `wire_bytes`: what a rank sends in a compressed step. Messages have a fixed size, so that is
+        the same on every rank and in every step.
+
+        Raises:
+            RuntimeError: a payload was damaged.
         """
         self._require_bound("stats")
         self._finish_last_step()
@@ -199,8 +205,27 @@ class DCTState:
             "step": self.step,
             "density": self._history.density,
             "overflow": self._history.overflow,
-            "wire_bytes": step_bytes(self._plans(), self._world_size),
+            "wire_bytes": step_bytes(self._buckets.plans(), self._world_size),
         }
+
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+        """{parameter: figures of the last step on this rank}, for any logger. Waits for that step.
+
+        `density`: entries sent over elements; `threshold`: for the next step; `threshold_age`:
+        steps since it was sampled, or since this parameter's state came here (the start, a load,
+        new buckets); `overflow`: fraction of what passed that there was no room for;
+        `residual_norm`: Euclidean, of what is still to be sent, in unscaled units. Empty before
+        compression starts, and after a load until the next step.
+
+        Raises:
+            RuntimeError: a payload was damaged.
+        """
+        self._require_bound("parameter_stats")
+        self._finish_last_step()
+        stats = {}
+        for bucket in self._buckets.in_order():
+            stats |= bucket.parameter_stats()
+        return stats
 
     def state_dict(self) -> dict:
         """This rank's residuals and thresholds by parameter name, and the step. Copies, on the CPU.
@@ -212,21 +237,16 @@ class DCTState:
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload of the last step was damaged, see `dct_hook`.
+            RuntimeError: a payload was damaged.
         """
         self._require_bound("state_dict")
         self._finish_last_step()
-        parameters = {name: checkpoint.fresh(n) for name, n in self._compressed_sizes().items()}
-        for name, state in self._parked.items():
-            parameters[name] = {part: value.clone() for part, value in state.items()}
-        for bucket in self._buckets.values():
-            parameters |= bucket.states()
         entry = checkpoint.Entry(
-            run_id=self._run_id,
+            run_id=self._run.id,
             world_size=self._world_size,
             step=self.step,
             density=self.settings.density,
-            parameters=parameters,
+            parameters=self._buckets.states(),
         )
         return checkpoint.make(self._rank, entry)
 
@@ -240,19 +260,14 @@ class DCTState:
                 for another model; or this state is not bound to a DDP yet.
         """
         self._require_bound("load_state_dict")
-        sizes, density = self._compressed_sizes(), self.settings.density
-        entry = checkpoint.find(state, self._rank, self._world_size, density, sizes)
-        if self._start_compared:  # others may train on, and never look here
-            self._patience = LOAD_PATIENCE
-        self._start_compared = False
-        self._checkpoint = f"one of {entry['world_size']} ranks"
-        self._run_id = entry["run_id"]
-        self._failure = None
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        entry = checkpoint.find(state, self._rank, self._world_size, self.settings, sizes)
+        self._run.load(entry)
+        self._damage = Damage()
         self._loss_scale.saw(overflow=False)
         self._next_index = 0
         self.step = entry["step"]
-        self._buckets.clear()
-        self._parked = dict(entry["parameters"])
+        self._buckets.load(entry["parameters"])
 
     def __getstate__(self) -> dict:
         """Settings and residuals: neither DDP nor process group nor thread can be copied."""
@@ -275,17 +290,6 @@ class DCTState:
         if not self._names:
             checks.fail(op, "state", "bound to its DDP (bind, or the first step)", "none")
 
-    def _compressed_sizes(self) -> dict[str, int]:
-        """{name: numel} of the parameters that are compressed."""
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        return {name: n for name, n in sizes.items() if not self.settings.is_dense(n)}
-
-    def _plans(self) -> list[BucketPlan]:
-        if self._buckets:
-            return [bucket.plan for _, bucket in sorted(self._buckets.items())]
-        sizes = tuple(parameter.numel() for parameter in self._names)
-        return [BucketPlan(tuple(self._names.values()), sizes, self.settings)]
-
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             got = f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
@@ -297,13 +301,16 @@ class DCTState:
         index, buffer = bucket.index(), bucket.buffer()
         if index not in (0, self._next_index):
             checks.fail("dct_hook", "bucket", f"number {self._next_index}, in order", index)
+        plan = self._buckets.plan(index, bucket)
         if index == 0:
-            self._begin_step()
-        plan = self._layout(bucket)
+            self._finish_last_step(plan)
+            self._run.begin_step(self.step)
+            self._loss_scale.begin()
         if self.step < self.start_step:
             job = partial(self._reduce_dense, buffer)
         else:
-            job = partial(self._reduce_compressed, self._bucket(index, plan), buffer)
+            compressed = self._buckets.bucket(index, plan, self.step - self.start_step)
+            job = partial(self._reduce_compressed, compressed, buffer)
         result = self._executor.submit(job)
         self._next_index = index + 1
         if bucket.is_last():
@@ -314,7 +321,8 @@ class DCTState:
     # On the executor:
 
     def _reduce_dense(self, buffer: Tensor) -> Tensor:
-        return buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
+        with record_function("dct::exchange_dense"):
+            return buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
 
     def _reduce_compressed(self, bucket: Bucket, buffer: Tensor) -> Tensor:
         bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
@@ -322,69 +330,44 @@ class DCTState:
 
     # On the thread of the backward pass:
 
-    def _begin_step(self) -> None:
-        self._finish_last_step()
-        if not self._start_compared:
-            self._compare_start()
-        self._loss_scale.begin()
+    def _finish_last_step(self, first: BucketPlan | None = None) -> None:
+        """Learn how the last step went; raise if a payload was damaged.
 
-    def _compare_start(self) -> None:
-        """Raise on every rank if they do not go on from the same step of the same run."""
-        start = {"checkpoint": self._checkpoint, "run_id": self._run_id, "step": self.step}
-        told = self._agreement.exchange("load_state_dict", start, self._patience)
-        require_same("load_state_dict", told)
-        self._start_compared = True
-
-    def _finish_last_step(self) -> None:
-        """Learn how the last step went; raise on every rank if a payload of it was damaged."""
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        self._read_reports()
+        Args:
+            first: what is sent for the first bucket of the next step, where that begins. Then the
+                others can be told, unless buckets have changed: theirs are not known here.
+        """
+        self._look_at_last_step()
+        if first is not None and self._damage.take_untold() and self._buckets.holds(0, first):
+            self._tell_damage()
+        self._damage.require_none()
         if self._loss_scale.skipped():
-            for bucket in self._buckets.values():
+            for bucket in self._buckets.in_order():
                 bucket.take_back()
 
-    def _read_reports(self) -> None:
-        taken = {index: bucket.take_report() for index, bucket in self._buckets.items()}
-        reports = {index: report for index, report in taken.items() if report is not None}
+    def _tell_damage(self) -> None:
+        """Take part in the others' step so far that they learn of the damage, and wait for it."""
+        said = [self._executor.submit(bucket.tell_damage) for bucket in self._buckets.in_order()]
+        with contextlib.suppress(RuntimeError):  # of peers that are gone
+            for word in said:
+                word.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _look_at_last_step(self) -> None:
+        with record_function("dct::wait"):
+            reports = self._buckets.take_reports()
         if not reports:
             return
-        if any(report.damaged_anywhere for report in reports.values()):
-            self._failure = describe_damage(self.step - 1, reports)
-            raise RuntimeError(self._failure)
-        self._loss_scale.saw(overflow=any(report.non_finite for report in reports.values()))
-        compressed = sum(bucket.plan.compressed_numel for bucket in self._buckets.values())
-        packed = sum(report.packed for report in reports.values())
-        payloads = sum(report.payloads for report in reports.values())
+        receipts = {index: report.receipt for index, report in reports.items()}
+        self._damage.look(self.step - 1, receipts)
+        self._loss_scale.saw(overflow=any(r.non_finite for r in receipts.values()))
+        compressed = sum(plan.compressed_numel for plan in self._buckets.plans())
         self._history.add(
-            density=packed / max(compressed * self._world_size, 1),
-            overflow=sum(report.overflowed for report in reports.values()) / max(payloads, 1),
+            density=sum(report.compressed_sent for report in reports.values()) / max(compressed, 1),
+            overflow=sum(r.overflowed for r in receipts.values())
+            / sum(len(r.status) for r in receipts.values()),
         )
-
-    def _layout(self, bucket: dist.GradBucket) -> BucketPlan:
-        parameters = bucket.parameters()
-        if any(parameter not in self._names for parameter in parameters):
-            rule = "made from the DDP that the hook is registered with"
-            checks.fail("dct_hook", "state", rule, "a bucket with parameters of another model")
-        if bucket.buffer().layout != torch.strided:
-            got = "a sparse one: build embeddings with sparse=False"
-            checks.fail("dct_hook", "gradient", "dense", got)
-        names = tuple(self._names[parameter] for parameter in parameters)
-        return BucketPlan(names, tuple(p.numel() for p in parameters), self.settings)
-
-    def _bucket(self, index: int, plan: BucketPlan) -> Bucket:
-        """The bucket of this plan: made anew, from its parameters' states, on a new layout."""
-        known = self._buckets.get(index)
-        if known is not None and known.plan == plan:
-            return known
-        # Buckets before this one are as they were, and may be at work. So this and later ones hold
-        # the same parameters as before, dealt out differently.
-        for later in [i for i in self._buckets if i >= index]:
-            self._parked |= self._buckets.pop(later).states()
-        states = {name: self._parked.pop(name) for name in plan.names if name in self._parked}
-        made = Bucket(plan, self._group, self._device, self.step - self.start_step, states)
-        self._buckets[index] = made
-        return made
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -394,7 +377,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     bitwise the same on every rank. What did not pass the threshold waits in the state's residual.
 
     Raises:
-        RuntimeError: a payload of the last step was damaged on its way to some rank. Every rank
-            raises. The weights took that step without the damaged parts: go back to a checkpoint.
+        RuntimeError: a payload was damaged on its way to this rank in the step before, or to
+            another in the one before that. The weights took that step without the damaged parts: go
+            back to a checkpoint.
     """
     return state._reduce(bucket)

@@ -86,6 +86,7 @@ inline cudaError_t cudaFree(void* data) {
 }
 
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  emulator::counts().memsets++;
   std::memset(data, value, bytes);
   return cudaSuccess;
 }

@@ -6,6 +6,7 @@
 // report on stderr.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -31,6 +32,12 @@ struct Options {
   uint32_t seed = 0;        // 0: blocks and threads in order; else shuffled by it
 };
 Options& options();
+
+// What was asked of the GPU so far.
+struct Counts {
+  std::atomic<int64_t> kernels{0}, memsets{0};
+};
+Counts& counts();
 
 // Runs `kernel` once for every thread of the grid. False if the launch failed.
 bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,

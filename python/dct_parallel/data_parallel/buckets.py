@@ -1,0 +1,116 @@
+"""DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from dct_kernels import checks
+
+from . import checkpoint
+from .bucket import Bucket, Report
+from .bucket_plan import BucketPlan, Settings
+
+
+class Buckets:
+    """The buckets of one DDP, made as they come, and the states that wait for theirs.
+
+    Args:
+        names: {parameter: name} of what DDP averages.
+        settings: what the user chose.
+        group: the ranks to average over.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        names: dict[Parameter, str],
+        settings: Settings,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._names = names
+        self._settings = settings
+        self._group = group
+        self._device = device
+        self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
+        self._buckets: dict[int, Bucket] = {}
+        self._parked: dict[str, checkpoint.SegmentState] = {}
+
+    def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
+        """What DDP's bucket sends: found once, and anew when it holds other parameters.
+
+        Raises:
+            ValueError: the hook belongs to another model, or the gradient is sparse.
+        """
+        parameters = bucket.parameters()
+        known, plan = self._layouts.get(index, ([], None))
+        if plan is None or not _same(parameters, known):
+            plan = self._new_plan(bucket, parameters)
+            self._layouts[index] = parameters, plan
+        return plan
+
+    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket:
+        """The bucket of this plan: made anew, from its parameters' states, on a new layout."""
+        known = self._buckets.get(index)
+        if known is not None and known.plan is plan:
+            return known
+        # Buckets before this one are as they were, and may be at work. So this and later ones hold
+        # the same parameters as before, dealt out differently.
+        for later in [i for i in self._buckets if i >= index]:
+            self._parked |= self._buckets.pop(later).states()
+        states = {name: self._parked.pop(name) for name in plan.names if name in self._parked}
+        made = Bucket(plan, self._group, self._device, step, states)
+        self._buckets[index] = made
+        return made
+
+    def holds(self, index: int, plan: BucketPlan) -> bool:
+        """Whether this bucket was of this plan in the last compressed step."""
+        return index in self._buckets and self._buckets[index].plan is plan
+
+    def in_order(self) -> list[Bucket]:
+        """Those that compress; none before compression starts, and after a load."""
+        return [bucket for _, bucket in sorted(self._buckets.items())]
+
+    def take_reports(self) -> dict[int, Report]:
+        """{index: report} of what the last step left to be known, once."""
+        taken = {index: bucket.take_report() for index, bucket in self._buckets.items()}
+        return {index: report for index, report in taken.items() if report is not None}
+
+    def plans(self) -> list[BucketPlan]:
+        """Of all buckets; as long as they are not known, of one that holds everything."""
+        if self._buckets:
+            return [bucket.plan for bucket in self.in_order()]
+        sizes = tuple(parameter.numel() for parameter in self._names)
+        return [BucketPlan(tuple(self._names.values()), sizes, self._settings)]
+
+    def states(self) -> dict[str, checkpoint.SegmentState]:
+        """{name: copies of what its parameter must carry}; all parameters are there."""
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        states = {name: checkpoint.fresh(numel) for name, numel in sizes.items()}
+        for name, state in self._parked.items():
+            states[name] = {part: value.clone() for part, value in state.items()}
+        for bucket in self._buckets.values():
+            states |= bucket.states()
+        return states
+
+    def load(self, states: dict[str, checkpoint.SegmentState]) -> None:
+        """Start from these, as soon as buckets come."""
+        self._buckets.clear()
+        self._parked = dict(states)
+
+    def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> BucketPlan:
+        if any(parameter not in self._names for parameter in parameters):
+            rule = "made from the DDP that the hook is registered with"
+            checks.fail("dct_hook", "state", rule, "a bucket with parameters of another model")
+        if bucket.buffer().layout != torch.strided:
+            got = "a sparse one: build embeddings with sparse=False"
+            checks.fail("dct_hook", "gradient", "dense", got)
+        names = tuple(self._names[parameter] for parameter in parameters)
+        return BucketPlan(names, tuple(p.numel() for p in parameters), self._settings)
+
+
+def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,45 @@
+"""What this rank knows of damaged payloads, and whether the others know it, too."""
+
+from collections.abc import Mapping
+
+from .transports import Receipt
+
+
+class Damage:
+    """Nothing at first; once a payload was damaged, the error that every later step raises.
+
+    Damage of step t is seen by the rank that received it, when it looks at its receipts. Its
+    headers of step t + 1 tell the others, who see them in their receipts of that step.
+    """
+
+    def __init__(self) -> None:
+        self._error: str | None = None
+        self._untold = False
+
+    def look(self, step: int, receipts: Mapping[int, Receipt]) -> None:
+        """Note what {bucket: receipt} of a step say."""
+        seen = [
+            f"status {status} from rank {rank} in bucket {bucket}"
+            for bucket, receipt in sorted(receipts.items())
+            for rank, status in receipt.damaged.items()
+        ]
+        told = sorted({rank for receipt in receipts.values() for rank in receipt.told})
+        if seen:
+            self._error = _message(step, "; ".join(seen))
+        elif told:
+            self._error = _message(step - 1, f"damage that rank {told[0]} received")
+        self._untold = bool(seen) and not told  # else all ranks know that training ends here
+
+    def take_untold(self) -> bool:
+        """Whether the other ranks are to be told; true once."""
+        untold, self._untold = self._untold, False
+        return untold
+
+    def require_none(self) -> None:
+        """Raise if anything was damaged, now or before."""
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+def _message(step: int, got: str) -> str:
+    return f"dct::dct_hook: every payload of step {step} must be intact, got {got}"

@@ -1,0 +1,58 @@
+"""The training run that the ranks of a group take part in, and that they go on from the same."""
+
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..agreement import Agreement, require_same
+from .checkpoint import Entry
+
+LOAD_PATIENCE = timedelta(seconds=5)  # between a rank's first hook after a load and others' loads
+
+
+class Run:
+    """Settings are compared when it is made, step and checkpoint before the first step after that.
+
+    Args:
+        group: the ranks; all of them make one.
+        device: whose backend's timeout bounds the wait for the others.
+        settings: {name: value that JSON can hold}, to be the same on every rank.
+
+    Attributes:
+        id: made by the first rank as training begins, and kept in checkpoints.
+
+    Raises:
+        ValueError: settings differ; it names every rank's.
+        RuntimeError: some rank does not say its own within the group's timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: dict) -> None:
+        self._agreement = Agreement(group, device)
+        own = {**settings, "run_id": uuid.uuid4().hex}
+        told = self._agreement.exchange("DCTState", own)
+        self.id = next(iter(told.values()))["run_id"]
+        for values in told.values():
+            del values["run_id"]
+        require_same("DCTState", told)
+        self._checkpoint = "none"
+        self._compared = False  # whether ranks know that they go on from the same step
+        self._patience: timedelta | None = None
+
+    def load(self, entry: Entry) -> None:
+        """Go on with the run that a checkpoint is of."""
+        if self._compared:  # others may train on, and never look here
+            self._patience = LOAD_PATIENCE
+        self._compared = False
+        self._checkpoint = f"one of {entry['world_size']} ranks"
+        self.id = entry["run_id"]
+
+    def begin_step(self, step: int) -> None:
+        """Raise on every rank if they do not go on from the same step of the same run."""
+        if self._compared:
+            return
+        start = {"checkpoint": self._checkpoint, "run_id": self.id, "step": step}
+        told = self._agreement.exchange("load_state_dict", start, self._patience)
+        require_same("load_state_dict", told)
+        self._compared = True

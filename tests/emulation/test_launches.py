@@ -1,0 +1,45 @@
+"""What each op launches on a GPU: counted where the emulated CUDA runtime is asked for it."""
+
+import pytest
+import torch
+from launches import Launches, stated
+
+from dct_kernels import payload_layout
+from dct_kernels._schemas import OPS
+
+from . import backend
+
+NUMEL, CAPACITY, F32 = 40_000, 50, torch.float32
+
+
+def _arguments():
+    residual, grad = torch.zeros(NUMEL), torch.randn(NUMEL)
+    segments = torch.tensor([0, 10_000, NUMEL])
+    threshold, seen = torch.full((2,), 3.0), torch.zeros(2, dtype=torch.int32)
+    payload = torch.zeros(payload_layout(NUMEL, CAPACITY, F32).nbytes, dtype=torch.uint8)
+    status = torch.tensor([0, 1], dtype=torch.int32)
+    x = torch.randn(3, 64)
+    values, positions = torch.ops.dct.row_pack(x, 4, F32)
+    rows = torch.ops.dct.row_quantize(x, "int8")
+    packed = (residual, grad, segments, threshold, payload, seen, CAPACITY, F32)
+    return {
+        "sample_threshold": [(grad, residual, segments, 0.01, 1000), (grad, None, segments, 0.01)],
+        "track_threshold": [(threshold, seen, torch.ones(2), torch.ones(2))],
+        "mask_pack": [packed, (*packed, torch.ones(1), status), (residual, None, *packed[2:])],
+        "scatter_unpack": [(payload.expand(3, -1).contiguous(), grad, CAPACITY, F32)],
+        "row_pack": [(x, 4, F32)],
+        "row_gather": [(x, positions, 4, F32)],
+        "row_unpack": [(values, positions, 64, F32)],
+        "row_quantize": [(x, "int8")],
+        "row_dequantize": [(rows, 64, "int8", F32)],
+    }
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_launches_what_the_docs_state(op):
+    for arguments in _arguments()[op]:
+        before = Launches(*backend.counted())
+        getattr(backend.BACKEND, op)(*arguments)
+        after = Launches(*backend.counted())
+        made = Launches(after.kernels - before.kernels, after.memsets - before.memsets)
+        assert made == stated()[op]

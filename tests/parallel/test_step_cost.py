@@ -1,0 +1,130 @@
+"""What a step asks of the machine: launches, copies, collectives, and Python's own work."""
+
+from collections import Counter
+
+import torch
+from launches import Launches, stated
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.data_parallel import bucket_plan
+from dct_parallel.data_parallel.bucket import Bucket
+from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
+
+# What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
+# say. Views and allocations launch nothing.
+TORCH = {"cat": Launches(1, 0)}
+COPIES, COLLECTIVES = ("copy_",), ("_allgather_base_", "allgather_into_tensor_coalesced_")
+NOTHING = {
+    *("view", "slice", "select", "split_with_sizes", "unsqueeze", "expand", "detach", "alias"),
+    *("empty", "new_empty", "empty_like", "_record_function_enter_new", "_record_function_exit"),
+    "_record_function_exit._RecordFunction",
+}
+
+
+class Counted(TorchDispatchMode):
+    """How often each op is called while it is active, by name without namespace and overload."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _bucket(sizes, scaled):
+    """(kernels, memsets, copies to the host, collectives) of a step without a refresh."""
+    model = DistributedDataParallel(Dictated(sizes))
+    state = DCTState(model, density=0.01)
+    plan = state._buckets.plans()[0]
+    bucket = Bucket(plan, state._group, torch.device("cpu"), 0, {})
+    numel = sum(sizes)
+    scale = torch.full((1,), 8.0) if scaled else None
+    inverse = None if scale is None else 1 / scale
+    for _ in range(3):  # refreshes thresholds each time, and at 4 again
+        bucket.reduce(torch.randn(numel), scale, inverse)
+        assert bucket.take_report() is not None
+    buffer = torch.randn(numel)
+    with Counted() as counted:
+        bucket.reduce(buffer, scale, inverse)
+    launches = TORCH | stated()
+    kernels = memsets = copies = collectives = 0
+    for name, times in counted.calls.items():
+        if name in launches:
+            kernels += times * launches[name].kernels
+            memsets += times * launches[name].memsets
+        elif name in COPIES:
+            copies += times
+        elif name in COLLECTIVES:
+            collectives += times
+        else:
+            assert name in NOTHING, name
+    return kernels, memsets, copies, collectives
+
+
+def _counts(rank):
+    return [
+        _bucket(sizes, scaled)
+        for sizes in ([5000, 30_000], [5000, 100, 30_000], [100, 30])
+        for scaled in (False, True)
+    ]
+
+
+def test_a_step_of_a_bucket_is_4_kernels_2_memsets_1_copy_and_1_collective():
+    for counts in run_ranks(_counts, 2):
+        # With a scaler or without, small parameters among large ones or not. Where all are small,
+        # there are no thresholds to track.
+        assert counts == [(4, 2, 1, 1)] * 4 + [(3, 2, 1, 1)] * 2
+
+
+def _layouts(rank):
+    """Plans are made when DDP deals its parameters out, and then no more."""
+    made = []
+    originally = bucket_plan.BucketPlan.__init__
+
+    def counting(self, *args, **kwargs):
+        made.append(len(made))
+        originally(self, *args, **kwargs)
+
+    bucket_plan.BucketPlan.__init__ = counting
+    model = ddp(mlp(depth=6))
+    state = DCTState(model, density=0.1)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    numbers = []
+    for step in range(8):
+        train_step(model, optimizer, *batch(step, rank))
+        numbers.append(len(made))
+    return numbers, len(state._buckets.in_order())
+
+
+def test_a_layout_is_found_once():
+    for numbers, buckets in run_ranks(_layouts, 2):
+        assert buckets >= 3
+        assert numbers[1] == numbers[-1]  # DDP deals anew after its first step
+
+
+def _spans(rank):
+    model = ddp(mlp())
+    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
+        for step in range(5):
+            train_step(model, optimizer, *batch(step, rank))
+    buckets = len(model._comm_hooks[0][1]._buckets.in_order())
+    averages = {event.key: event.count for event in profiler.key_averages()}
+    return {name: n for name, n in averages.items() if name.startswith("dct::")}, buckets
+
+
+def test_phases_have_a_span_each_in_the_profiler():
+    for spans, buckets in run_ranks(_spans, 2):
+        phases = {name: spans[f"dct::{name}"] for name in ("pack", "exchange", "unpack")}
+        assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 dense steps of 5
+        assert spans["dct::read_back"] == 3 * buckets
+        assert spans["dct::exchange_dense"] >= 2
+        assert spans["dct::wait"] == 5
