@@ -69,21 +69,21 @@ def test_bytes_by_formula(results):
     numel = sum(n * m for n, m in weights) + sum(biases)
     # PowerSGD compresses a matrix where its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + sum(biases)
-    # DCT: parameters of 1,024 elements and more; room for 1.25 x density; 4 bytes an entry.
-    large = sum(n * m for n, m in weights if n * m >= 1024)
-    capacity = -(-int(large * DENSITY * 125) // 100)
+    # DCT: room for 1.25 x density of parameters of 256 elements and more, and for all of others;
+    # 4 bytes an entry.
+    sizes = [n * m for n, m in weights] + biases
+    large = sum(size for size in sizes if size >= 256)
+    capacity = -(-int(large * DENSITY * 125) // 100) + numel - large
     blocks = -(-numel // 16384)
 
     def aligned(nbytes):
         return -(-nbytes // 16) * 16
 
-    payload = aligned(64 + 4 * (blocks + 1)) + 2 * aligned(2 * capacity)
-    status = 2  # one bfloat16 beside the small parameters
     expected = {
         "dense": 4 * numel,
         "bf16": 2 * numel,
         "powersgd": 4 * powersgd,
-        "dct": payload + 2 * (numel - large) + status,
+        "dct": aligned(64 + 4 * (blocks + 1)) + 2 * aligned(2 * capacity),
     }
     for mode, runs in summary["modes"].items():
         assert {run["wire_bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
