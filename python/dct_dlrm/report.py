@@ -13,6 +13,7 @@ from .loop import Run
 
 Runs = dict[str, list[Run]]  # by mode
 Bayes = tuple[float, float]  # AUC and log loss of the true probabilities
+MEAN_BYTES, MAX_BYTES = "wire_bytes_per_step_per_rank", "wire_bytes_per_step_max_rank"
 
 
 def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bayes | None) -> None:
@@ -59,26 +60,32 @@ def line(mode: str, run: Run) -> str:
         )
     return (
         f"{mode} seed {run.seed}: {scores}"
-        f"{result['wire_bytes_per_step_per_rank']:,.0f} bytes and "
+        f"{result[MEAN_BYTES]:,.0f} bytes and "
         f"{result['step_ms_median']:.1f} ms per step"
     )
 
 
 def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
-    """Modes side by side: mean and standard deviation over seeds; bytes per rank."""
+    """Modes side by side: mean and standard deviation over seeds; bytes per rank.
+
+    Bytes are the mean over ranks; beside it, where they differ, of the rank that sends most.
+    """
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
     scores = {"auc": "AUC", "log_loss": "log loss"}
     if all("validation_auc" in run.summary() for of_mode in runs.values() for run in of_mode):
         scores |= {"validation_auc": "validation AUC", "validation_log_loss": "log loss"}
-    for heading in (*scores.values(), "bytes/step", "fewer by", "ms/step"):
+    uneven = any(_mean(runs, mode, MAX_BYTES) > _mean(runs, mode, MEAN_BYTES) for mode in runs)
+    sizes = ("bytes/step", "at most") if uneven else ("bytes/step",)
+    for heading in (*scores.values(), *sizes, "fewer by", "ms/step"):
         table.add_column(heading, justify="right", no_wrap=True)
-    dense = _mean(runs, "dense", "wire_bytes_per_step_per_rank") if "dense" in runs else 0
+    dense = _mean(runs, "dense", MEAN_BYTES) if "dense" in runs else 0
     for mode in runs:
-        sent = _mean(runs, mode, "wire_bytes_per_step_per_rank")
+        sent = _mean(runs, mode, MEAN_BYTES)
         table.add_row(
             mode,
             *(_spread(runs, mode, key) for key in scores),
             f"{sent:,.0f}",
+            *([f"{_mean(runs, mode, MAX_BYTES):,.0f}"] if uneven else []),
             f"{dense / sent:.1f}x" if dense and sent else "-",
             f"{_mean(runs, mode, 'step_ms_median'):.1f}",
         )

@@ -1,136 +1,20 @@
-"""A command that was killed goes on to the same bits; what it cannot go on from is named."""
+"""The checkpoint of a command: what it cannot go on from is refused by name."""
 
 import json
-import multiprocessing
 import os
-import signal
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dct_dlrm import arguments, files
+from dct_dlrm import arguments
 from dct_dlrm.checkpoint import MANIFEST, Checkpoints
 from dct_dlrm.errors import UsageError
-from dct_dlrm.experiment import compare
-from dct_dlrm.launch import _local_rank
 from dct_dlrm.train import main
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps
-DATA = ["--modes", "dense,bf16,powersgd,dct"]
-HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
-NOT_BITS = ("step_ms", "density", "density_mean")  # times, and what is noted of recent steps
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["dct_dlrm.experiment", "torch._dynamo"])
-
-
-def _dies(function, wanted, times):
-    """`function`, but SIGKILL where it is called for the last of so many `times` it is `wanted`."""
-    left = times
-
-    def dying(*args):
-        nonlocal left
-        left -= wanted(*args)
-        if left == 0:
-            if function is files.write:
-                path, content = args
-                path.with_name(f"{path.name}.part").write_bytes(content[: len(content) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args)
-
-    return dying
-
-
-def _killed(options, rank, where, times):
-    """`compare`, on `rank` up to a step of the optimizer, or to within the write of a file."""
-    if dist.get_rank() == rank and where == "step":
-        torch.optim.SGD.step = _dies(torch.optim.SGD.step, lambda self: True, times)
-    elif dist.get_rank() == rank:
-        files.write = _dies(files.write, lambda path, content: path.name == where, times)
-    compare(options)
-
-
-def _ranks(folder, work, *args):
-    """Exit codes of two ranks; the second is killed where one fails, as by torchrun."""
-    number = len(list(folder.glob("rendezvous*")))
-    rendezvous = f"file://{folder}/rendezvous{number}"
-    (folder / f"rendezvous{number}.used").touch()
-    ranks = [
-        _context.Process(target=_local_rank, args=(rank, 2, rendezvous, work, args))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    while any(process.exitcode is None for process in ranks):
-        wait([process.sentinel for process in ranks if process.exitcode is None], timeout=120)
-        if any(process.exitcode for process in ranks):
-            for process in ranks:
-                process.kill()
-                process.join()
-    return [process.exitcode for process in ranks]
-
-
-def _options(folder, *arguments_):
-    (folder / "out").mkdir(exist_ok=True)
-    out = ["--checkpoint-every", "4", "--resume", "--out", str(folder / "out")]
-    return arguments.parse([*SMALL, *arguments_, *out])
-
-
-def _finished(folder):
-    """Each rank's finished runs, [(mode, run)]; what must not differ between two commands."""
-    path = folder / "out" / MANIFEST
-    runs = []
-    for record in json.loads(path.read_text())["files"]:
-        saved = torch.load(path.with_name(record["name"]), weights_only=True)
-        assert saved["training"] is None
-        for mode, run in saved["finished"]:
-            bits = {key: value for key, value in run.items() if key not in NOT_BITS}
-            runs.append((mode, bits))
-    return runs
-
-
-def _assert_same(left, right):
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            _assert_same(left[key], right[key])
-    else:
-        assert left == right
-
-
-KILLS = {
-    # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
-    "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
-    "hybrid": (HYBRID, [(0, "step", 14, 3)]),
-}
-
-
-@pytest.mark.parametrize("parallel", KILLS)
-def test_killed_and_resumed_is_the_undisturbed_run(parallel, tmp_path):
-    arguments_, kills = KILLS[parallel]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-    assert _ranks(whole, compare, _options(whole, *arguments_)) == [0, 0]
-    for rank, where, times, left in kills:
-        codes = _ranks(parts, _killed, _options(parts, *arguments_), rank, where, times)
-        assert codes[rank] == -signal.SIGKILL
-        # What is there is the last complete one, whatever lies beside it.
-        assert json.loads((parts / "out" / MANIFEST).read_text())["number"] == left
-    assert _ranks(parts, compare, _options(parts, *arguments_)) == [0, 0]
-    expected, got = _finished(whole), _finished(parts)
-    assert [mode for mode, _ in got] == 2 * arguments.parse(arguments_).modes
-    for (mode, run), (_, other) in zip(expected, got, strict=True):
-        assert len(run["loss"]) == 18, mode
-        _assert_same(run, other)
-    leftover = {path.name.partition("-")[0] for path in (parts / "out/checkpoint").glob("*.pt*")}
-    assert leftover == {str(5 * len({mode for mode, _ in got}))}
 
 
 @pytest.fixture

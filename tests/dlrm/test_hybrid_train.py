@@ -1,13 +1,16 @@
 """dct-train --parallel hybrid end to end: bytes of every purpose by formula, learning rates."""
 
+import dataclasses
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
-from dct_dlrm import arguments, loop
+from dct_dlrm import arguments, loop, report
 from dct_dlrm.data import dataset
 from dct_dlrm.data.features import table_rows
 from dct_dlrm.launch import launch
@@ -93,6 +96,14 @@ def _uneven():
         assert np.allclose(run.purposes[purpose], np.mean([rank[purpose] for rank in every], 0))
     result = run.summary()
     assert result["wire_bytes_per_step_per_rank"] < result["wire_bytes_per_step_max_rank"]
+    for purpose in PURPOSES:
+        assert (run.purposes_max[purpose] == np.max([rank[purpose] for rank in every], 0)).all()
+    assert result["ids_bytes_per_step_per_rank"] < result["ids_bytes_per_step_max_rank"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    report.print_table(console, {"dense": [dataclasses.replace(run, auc=0.5, log_loss=0.7)]}, None)
+    for heading, number in (("bytes/step", "_per_rank"), ("at most", "_max_rank")):
+        assert heading in (text := console.export_text(clear=False))
+        assert f"{result[f'wire_bytes_per_step{number}']:,.0f}" in text
 
 
 def test_bytes_are_the_mean_and_the_most_of_all_ranks():

@@ -1,0 +1,207 @@
+"""A command that is killed, whenever that is, and started again ends like one that was not."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dct_dlrm import arguments, files
+from dct_dlrm.checkpoint import MANIFEST
+from dct_dlrm.experiment import compare
+from dct_dlrm.launch import WorkerError, launch
+
+SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
+SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps
+SMALL += ["--checkpoint-every", "4", "--resume"]
+DATA = ["--modes", "dense,bf16,powersgd,dct"]
+HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
+NOT_BITS = ("step_ms", "density", "density_mean")  # times, and what is noted of recent steps
+
+
+def _finished(folder):
+    """Each rank's finished runs, [(mode, run)]: what must not differ between two commands."""
+    runs = []
+    for record in json.loads((folder / MANIFEST).read_text())["files"]:
+        saved = torch.load((folder / MANIFEST).with_name(record["name"]), weights_only=True)
+        assert saved["training"] is None
+        for mode, run in saved["finished"]:
+            bits = {key: value for key, value in run.items() if key not in NOT_BITS}
+            runs.append((mode, bits))
+    return runs
+
+
+def _assert_same(left, right):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            _assert_same(left[key], right[key])
+    else:
+        assert left == right
+
+
+def _assert_same_end(whole, parts, modes, steps):
+    """Losses of every step, weights, scores and bytes, bit for bit: the data's order, too."""
+    expected, got = _finished(whole), _finished(parts)
+    assert [mode for mode, _ in got] == 2 * modes  # of two ranks
+    for (mode, run), (_, other) in zip(expected, got, strict=True):
+        assert len(run["loss"]) == steps, mode
+        _assert_same(run, other)
+    left_over = list((parts / MANIFEST).parent.glob("*.pt*"))
+    assert len(left_over) == 2, left_over
+
+
+def _dies(function, wanted, times):
+    """`function`, but SIGKILL where it is called for the last of so many `times` it is `wanted`."""
+    left = times
+
+    def dying(*args):
+        nonlocal left
+        left -= wanted(*args)
+        if left == 0:
+            if function is files.write:
+                path, content = args
+                path.with_name(f"{path.name}.part").write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    return dying
+
+
+def _killed(options, rank, where, times):
+    """`compare`, on `rank` up to a step of the optimizer, or to within the write of a file."""
+    if dist.get_rank() == rank and where == "step":
+        torch.optim.SGD.step = _dies(torch.optim.SGD.step, lambda self: True, times)
+    elif dist.get_rank() == rank:
+        files.write = _dies(files.write, lambda path, content: path.name == where, times)
+    compare(options)
+
+
+# (rank, where, which time) and the checkpoint that is left.
+KILLS = {
+    # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
+    "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
+    "hybrid": (HYBRID, [(0, "step", 14, 3)]),
+}
+
+
+@pytest.mark.parametrize("parallel", KILLS)
+def test_killed_and_resumed_is_the_undisturbed_run(parallel, tmp_path):
+    given, kills = KILLS[parallel]
+    options = {}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        options[name] = arguments.parse([*SMALL, *given, "--out", str(tmp_path / name)])
+    launch(compare, 2, options["whole"])
+    for *kill, left in kills:
+        with pytest.raises(WorkerError):
+            launch(_killed, 2, options["parts"], *kill)
+        # What is there is the last complete one, whatever lies beside it.
+        assert json.loads((tmp_path / "parts" / MANIFEST).read_text())["number"] == left
+    launch(compare, 2, options["parts"])
+    _assert_same_end(tmp_path / "whole", tmp_path / "parts", options["whole"].modes, 18)
+
+
+# Checkpoints of some 50 MB a rank after every third step, so that much of the time goes into them.
+LARGE = ["--rows", "9000", "--batch-size", "64", "--hash-size", "20000", "--density", "0.01"]
+LARGE += ["--bottom", "64", "--top", "64", "--checkpoint-every", "3", "--resume"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["--max-restarts", "1000"]
+
+
+def _start(folder, launcher, *given):
+    environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, *launcher, "-m", "dct_dlrm.train", *LARGE, *given, "--out", folder]
+    with open(folder.with_suffix(".log"), "a") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def _children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _ranks(pid, launcher):
+    """Processes of the ranks: torchrun's children, or those of the process they are forked from."""
+    if launcher:
+        return _children(pid)
+    return [rank for child in _children(pid) for rank in _children(child)]
+
+
+def _number(folder):
+    manifest = folder / MANIFEST
+    return json.loads(manifest.read_text())["number"] if manifest.exists() else 0
+
+
+def _within_a_write(folder, since):
+    """Whether files are there of a checkpoint that is not complete, younger than `since`."""
+    begun = (folder / MANIFEST).parent.glob(f"{_number(folder) + 1}-rank*")
+    return any(path.stat().st_mtime > since for path in begun)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "launcher, given",
+    [
+        pytest.param(TORCHRUN, ["--modes", "powersgd,dct"], id="torchrun-data"),
+        pytest.param([], [*HYBRID, "--embedding-dim", "64"], id="local-hybrid"),
+    ],
+)
+def test_ten_kills_at_random_times(launcher, given, tmp_path):
+    """SIGKILL for a rank, for all ranks, or for all processes; two and more within a write."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    started = time.time()
+    process = _start(whole, launcher, *given)
+    while _number(whole) == 0:
+        assert process.poll() is None, whole.with_suffix(".log").read_text()
+        time.sleep(0.05)
+    to_first = time.time() - started
+    assert process.wait() == 0, whole.with_suffix(".log").read_text()
+
+    steps = json.loads((whole / "summary.json").read_text())["data"]["steps_per_epoch"]
+    modes = arguments.parse([*LARGE, *given, "--out", str(whole)]).modes
+    chance = random.Random(0)
+    kills, within, process, numbers = 0, 0, None, []
+    while kills < 10 or within < 2:
+        assert kills < 50, "no write was met"
+        process = process or _start(parts, launcher, *given)
+        started = time.time()
+        time.sleep(chance.uniform(0, 2 * to_first))
+        if process.poll() is not None:  # it came to its end, and another begins
+            assert process.returncode == 0, parts.with_suffix(".log").read_text()
+            _assert_same_end(whole, parts, modes, steps)
+            process, parts = None, parts.with_name(f"{parts.name}-")
+            continue
+        ranks = _ranks(process.pid, launcher)
+        if len(ranks) < 2:  # not started yet
+            continue
+        whom = chance.choice(["one", "all"] if launcher else ["one", "all", "everything"])
+        if whom == "everything":
+            os.killpg(process.pid, signal.SIGKILL)
+        for rank in ranks if whom == "all" else [chance.choice(ranks)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        if not launcher:  # torchrun starts ranks again by itself
+            assert process.wait() != 0
+            process = None
+        kills += 1
+        within += _within_a_write(parts, started)
+        numbers.append(_number(parts))
+    process = process or _start(parts, launcher, *given)
+    assert process.wait() == 0, parts.with_suffix(".log").read_text()
+    _assert_same_end(whole, parts, modes, steps)
+    print(f"{kills} kills, {within} of them within a write; checkpoints then: {numbers}")
