@@ -8,13 +8,14 @@ OTHER_TORCH ?= torch==2.14.1
 
 BIN     := $(VENV)/bin
 OTHER   := $(abspath $(VENV)-abi/bin)
+RECIPES := $(abspath $(VENV)-recipes/bin)
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
 
 # The toolkit's own folder: the nvcc on PATH may be a link or a script.
 CUDA_HOME  ?= $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p'))
 CUDA_ARCHS ?= 9.0
 
-.PHONY: help train test lint native sanitize abi aot cuda triton check-all clean
+.PHONY: help train test lint native sanitize abi recipes aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make test       the test suite: Python and native"
 	@echo "make lint       ruff and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
+	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
 	@echo "make cuda       the CUDA kernels, built and inspected (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
@@ -80,6 +82,18 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not ptx and not triton" \
 	  && $(OTHER)/pytest parallel -n auto --ignore parallel/test_pipeline.py
 
+$(VENV)-recipes/installed:
+	$(PYTHON) -m venv $(VENV)-recipes
+	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate hypothesis numpy pytest
+	touch $@
+
+# Programs that use frameworks, run as they are written beside those frameworks.
+recipes: $(VENV)/built $(VENV)-recipes/installed
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(RECIPES)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	cd tests && $(RECIPES)/pytest recipes
+
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
 # and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
 COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
@@ -114,7 +128,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-check-all: test lint abi sanitize triton
+check-all: test lint abi recipes sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
@@ -122,4 +136,4 @@ check-all: test lint abi sanitize triton
 	DCT_BACKEND=eager $(BIN)/python -m pytest tests/parallel
 
 clean:
-	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi
+	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes

@@ -10,6 +10,7 @@ EXAMPLES = ROOT / "examples"
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} == {
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py"),
+        "recipes",  # tests/recipes
     }
 
 
