@@ -25,7 +25,16 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
     peers = {name for result in results for name in result["ms"]}
-    assert peers >= {"copy", "eager", "topk", "dgc", "random-k", "bf16 cast", "torch.topk"}
+    assert peers >= {
+        "copy",
+        "eager",
+        "topk",
+        "dgc",
+        "random-k",
+        "bf16 cast",
+        "torch.topk",
+        "FBGEMM",
+    }
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     written = {path.name for path in tmp_path.iterdir()}
@@ -78,6 +87,21 @@ def test_a_peer_that_loses_something_is_found():
 
     with pytest.raises(ValueError, match="not what was there"):
         peers._compaction(lossy, residual, grad).check(0)
+
+
+@pytest.mark.parametrize("format, row_bytes", [("int8", 64 + 8), ("int4", 32 + 4)])
+def test_fbgemm_is_near_and_is_found_where_it_is_not(format, row_bytes, monkeypatch):
+    x = [torch.randn(5, 64)]
+    quantise = peers.row_quantisation(x, format)["FBGEMM"]
+    dequantise = peers.row_dequantisation(x, format)["FBGEMM"]
+    assert quantise.run(0).shape == (5, row_bytes) and dequantise.run(0).shape == (5, 64)
+    quantise.check(0)
+    dequantise.check(0)
+    bits, steps = peers._FBGEMM[format]
+    monkeypatch.setitem(peers._FBGEMM, format, (bits, 10 * steps))
+    with pytest.raises(ValueError, match="more than half a step off"):
+        peers.row_quantisation(x, format)["FBGEMM"].check(0)
+    assert peers.row_quantisation(x, "ternary") == {}
 
 
 def test_exact_top_k_finds_the_largest():

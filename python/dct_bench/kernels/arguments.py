@@ -16,7 +16,8 @@ DESCRIPTION = """\
 Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
 in turns, on buffers that no cache still holds; beside them the eager backend and peers: exact
 torch.topk, DGC's sampled top-k and random-k, all with error feedback, and a cast to bfloat16 for
-mask_pack; torch.topk for row_pack; on a GPU with nvcc also a copy kernel of our own,
+mask_pack; torch.topk for row_pack; FBGEMM's rows of 8 and 4 bits for row_quantize and
+row_dequantize, on the CPU; on a GPU with nvcc also a copy kernel of our own,
 cub::DeviceSelect and a bisection per row like RTop-K's. Nothing is timed before it was found right:
 backends bit for bit equal to eager, peers by what they take and leave. On the GPU time is what the
 device takes.

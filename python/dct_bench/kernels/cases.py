@@ -64,7 +64,7 @@ def cases(
         for op, make in (("row_quantize", row_quantize), ("row_dequantize", row_dequantize)):
             for format in SCALED_BY_ROW if op in ops else ():
                 elements = numel if device == "cuda" else numel // 4
-                yield make(device, elements // width, width, format)
+                yield make(device, elements // width, width, format, with_peers)
 
 
 def mask_pack(
@@ -185,7 +185,7 @@ def row_unpack(device: str, rows: int, width: int, density: float, with_peers: b
     )
 
 
-def row_quantize(device: str, rows: int, width: int, format: str) -> Case:
+def row_quantize(device: str, rows: int, width: int, format: str, with_peers: bool) -> Case:
     moved = rows * (4 * width + row_bytes(width, format))
     sets = _sets(moved)
     x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
@@ -197,16 +197,16 @@ def row_quantize(device: str, rows: int, width: int, format: str) -> Case:
         sets,
         lambda ops, i: (ops.row_quantize(x[i], format),),
         allocates=True,
+        peers=peers.row_quantisation(x, format) if with_peers else {},
     )
 
 
-def row_dequantize(device: str, rows: int, width: int, format: str) -> Case:
+def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: bool) -> Case:
     moved = rows * (4 * width + row_bytes(width, format))
     sets = _sets(moved)
     quantize = _best(device).row_quantize
-    quantized = [
-        quantize(tensor.view(rows, width), format) for tensor in _normal(sets, rows * width, device)
-    ]
+    x = [tensor.view(rows, width) for tensor in _normal(sets, rows * width, device)]
+    quantized = [quantize(tensor, format) for tensor in x]
     return Case(
         "row_dequantize",
         f"[{rows}, {width}], {format}",
@@ -215,6 +215,7 @@ def row_dequantize(device: str, rows: int, width: int, format: str) -> Case:
         sets,
         lambda ops, i: (ops.row_dequantize(quantized[i], width, format, F32),),
         allocates=True,
+        peers=peers.row_dequantisation(x, format) if with_peers else {},
     )
 
 

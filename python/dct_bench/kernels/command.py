@@ -74,7 +74,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
     for name, ops in backends.items():
         calls[name] = lambda i, ops=ops: case.run(ops, i)
     calls |= {name: peer.run for name, peer in case.peers.items()}
-    slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk"}
+    slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk", "FBGEMM"}
     rounds = {name: SLOW_ROUNDS if name in slow else options.rounds for name in calls}
     fast = [name for name in (*backends, COPY) if name != "eager"] if options.graphs else []
     timing = take_turns(calls, case.reset, case.sets, rounds, options.device, fast)

@@ -102,6 +102,41 @@ def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
     return peers
 
 
+# FBGEMM's rows of 8 and 4 bits, as torch has them; TorchRec quantises with the same functions. A
+# row's offset stands beside its scale: 8 bytes of float32, or 4 of float16. {format: steps}
+_FBGEMM = {"int8": ("byte", 255), "int4": ("4bit", 15)}
+
+
+def row_quantisation(x: list[Tensor], format: str) -> dict[str, Peer]:
+    """Peers of row_quantize on these rows."""
+    if x[0].is_cuda or format not in _FBGEMM:
+        return {}
+    pack, unpack, steps = _fbgemm(format)
+
+    def check(i: int) -> None:
+        step = (x[i].amax(1, keepdim=True) - x[i].amin(1, keepdim=True)) / steps
+        if ((unpack(pack(x[i])) - x[i]).abs() > 0.6 * step).any():
+            raise ValueError("an entry is more than half a step off")
+
+    return {"FBGEMM": Peer(lambda i: pack(x[i]), check)}
+
+
+def row_dequantisation(x: list[Tensor], format: str) -> dict[str, Peer]:
+    """Peers of row_dequantize on rows that these are quantised to."""
+    if x[0].is_cuda or format not in _FBGEMM:
+        return {}
+    pack, unpack, _ = _fbgemm(format)
+    rows = [pack(tensor) for tensor in x]
+    return {"FBGEMM": Peer(lambda i: unpack(rows[i]), row_quantisation(x, format)["FBGEMM"].check)}
+
+
+def _fbgemm(format: str) -> tuple[Callable, Callable, int]:
+    bits, steps = _FBGEMM[format]
+    ops = torch.ops.quantized
+    names = (f"embedding_bag_{bits}_{way}" for way in ("prepack", "unpack"))
+    return *(getattr(ops, name) for name in names), steps
+
+
 def _take(residual: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     values = residual[index]
     residual[index] = 0
