@@ -41,27 +41,29 @@ class Kernel:
         fused = (i for i in self.instructions if re.match(r"[FDH]FMA|HFMA2", opcode(i)))
         return sum(not re.search(r"-?RZ, -?RZ", i) for i in fused)
 
-    @property
-    def streams_in_flight(self) -> int:
-        """The most streaming loads that are issued before what one of them loads is used."""
-        return self._in_flight(r"LDG\.E\.EF(\.\w+)? R(\d+),")
-
-    @property
-    def halves_in_flight(self) -> int:
-        """The same, of plain loads of 16 bits."""
-        return self._in_flight(r"LDG\.E(\.U16) R(\d+),")
-
-    def _in_flight(self, pattern: str) -> int:
+    def in_flight(self, loads: str) -> int:
+        """The most loads, of a name that matches, issued before what one of them loads is used."""
         most, pending = 0, []
         for instruction in self.instructions:
             used = {int(register) for register in re.findall(r"\bR(\d+)\b", instruction)}
-            if any(used & registers for registers in pending):
-                pending = []
-            if load := re.match(pattern, _unpredicated(instruction)):
-                width, first = {".64": 2, ".128": 4}.get(load[1], 1), int(load[2])
-                pending.append(set(range(first, first + width)))
+            # What was issued before a load that is used no longer counts.
+            while any(used & registers for registers in pending):
+                del pending[0]
+            load = re.match(r"(LDG\S*) R(\d+),", _unpredicated(instruction))
+            if load and re.match(loads, load[1]):
+                bits = re.search(r"\.(64|128)\b", load[1])
+                registers = int(bits[1]) // 32 if bits else 1
+                pending.append(set(range(int(load[2]), int(load[2]) + registers)))
             most = max(most, len(pending))
         return most
+
+    @property
+    def between_blocks(self) -> list[str]:
+        """What orders or updates memory that other blocks use, each once, as it comes first."""
+        # Reductions have a longer name since sm_90.
+        names = (re.sub("^REDG", "RED", opcode(i)) for i in self.instructions)
+        found = filter(re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL").match, names)
+        return list(dict.fromkeys(found))
 
     def blocks(self, dynamic_shared_bytes: int) -> int:
         """How many fit a multiprocessor."""

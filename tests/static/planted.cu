@@ -46,3 +46,35 @@ __global__ void __launch_bounds__(256, 5) crowds(float* x) {
   __syncthreads();
   x[threadIdx.x] = all[(threadIdx.x * 97) % 12288];
 }
+
+// A flag that another block sets, and that a cache may hold.
+__global__ void __launch_bounds__(256) polls_weakly(const unsigned long long* flag, float* x) {
+  if (*flag != 0) x[threadIdx.x] = 1.0f;
+}
+
+// Other blocks add to it as well, and nothing says so.
+__global__ void __launch_bounds__(256) counts_alone(unsigned* count) { atomicAdd(count, 1u); }
+
+__device__ unsigned add_acquire_release(unsigned* address) {
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(old)
+               : "l"(address)
+               : "memory");
+  return old;
+}
+
+// The last block may not see what the others counted.
+__global__ void __launch_bounds__(256)
+    releases_nothing(unsigned* count, unsigned* done, unsigned* x) {
+  atomicAdd(&count[threadIdx.x], 1u);
+  __syncthreads();
+  if (atomicAdd(done, 1u) == gridDim.x - 1) x[threadIdx.x] = count[threadIdx.x];
+}
+
+__global__ void __launch_bounds__(256)
+    counts_too_late(unsigned* count, unsigned* done, unsigned* x) {
+  const unsigned before = add_acquire_release(done);
+  atomicAdd(&count[threadIdx.x], 1u);
+  if (before == gridDim.x - 1) x[threadIdx.x] = count[threadIdx.x];
+}

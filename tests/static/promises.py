@@ -4,13 +4,25 @@ from dataclasses import dataclass, field
 
 from .kernels import Kernel
 
+# Loads, by the beginning of their names.
+LOADS = "LDG"
+STREAMS = r"LDG\.E\.EF"
+VECTORS = r"LDG\.E\.128"
+WORDS = r"LDG\.E$"
+HALVES = r"LDG\.E\.U16"
+POLLS = r"LDG\.E\.64\.STRONG\.GPU"
+
 
 @dataclass(frozen=True)
 class Promise:
     wide_loads: int = 0  # at least so many of 16 bytes
     wide_stores: int = 0
-    streams_in_flight: int = 0  # at least so many streaming loads before the first is used
-    halves_in_flight: int = 0  # the same, of plain loads of 16 bits
+    # Of these loads at least so many before the first of them is used.
+    in_flight: dict[str, int] = field(default_factory=dict)
+    # All by which blocks see each other's work, in this order where one releases and the next
+    # acquires.
+    between_blocks: tuple[str, ...] = ()
+    in_order: bool = False
     # A correctly rounded division is made of fused multiply-adds, and flushes where it makes NaNs.
     divides: bool = False
     dynamic_shared_bytes: int = 0
@@ -18,43 +30,82 @@ class Promise:
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
+# The ticket, the counts of segments that a tile shares, and those of whole segments, whose last
+# tile takes what it adds to; the words of the look-back, which carry all that they tell.
+LOOK_BACK = (
+    "ATOMG.E.ADD.STRONG.GPU",
+    "RED.E.ADD.64.STRONG.GPU",
+    "ATOMG.E.ADD.64.STRONG.GPU",
+    "STG.E.64.STRONG.GPU",
+    "LDG.E.64.STRONG.GPU",
+)
+# What a block has counted, before the number of blocks that have; in the last one nothing that was
+# read earlier is left in a cache.
+LAST_BLOCK = (
+    "RED.E.ADD.STRONG.GPU",
+    "MEMBAR.ALL.GPU",
+    "ATOMG.E.ADD.STRONG.GPU",
+    "CCTL.IVALL",
+)
+
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
     # Four vectors of residual and four of gradient, all read before any is used; 16-bit gradients
-    # are read by 8 bytes. Without a gradient only what is kept is written.
-    "mask_pack_kernel<float>": Promise(wide_loads=8, wide_stores=4, streams_in_flight=8),
-    "mask_pack_kernel<BFloat16>": Promise(wide_loads=4, wide_stores=4, streams_in_flight=8),
-    "mask_pack_kernel<Float16>": Promise(wide_loads=4, wide_stores=4, streams_in_flight=8),
-    "mask_pack_kernel<NoGrad>": Promise(wide_loads=4, streams_in_flight=4),
-    # Four picks of x and of the residual; other loads of 32 bits hide what reads float32.
-    "sample_threshold_kernel<float>": Promise(),
-    "sample_threshold_kernel<BFloat16>": Promise(halves_in_flight=4),
-    "sample_threshold_kernel<Float16>": Promise(halves_in_flight=4),
-    "track_threshold_kernel": Promise(divides=True),
+    # are read by 8 bytes. Without a gradient only what is kept is written. Four windows of the
+    # look-back are asked for at once.
+    "mask_pack_kernel<float>": Promise(
+        wide_loads=8, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
+    ),
+    "mask_pack_kernel<BFloat16>": Promise(
+        wide_loads=4, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
+    ),
+    "mask_pack_kernel<Float16>": Promise(
+        wide_loads=4, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
+    ),
+    "mask_pack_kernel<NoGrad>": Promise(
+        wide_loads=4, in_flight={STREAMS: 4, POLLS: 4}, between_blocks=LOOK_BACK
+    ),
+    # Four picks of x and of the residual.
+    "sample_threshold_kernel<float>": Promise(
+        in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
+    ),
+    "sample_threshold_kernel<BFloat16>": Promise(
+        in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
+    ),
+    "sample_threshold_kernel<Float16>": Promise(
+        in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
+    ),
+    "track_threshold_kernel": Promise(in_flight={LOADS: 2}, divides=True),
     # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two.
-    # Eight positions and their values are read before the first is added.
+    # Eight positions and their values are read before the first is added. Each block adds its bits
+    # to a rank's status.
     "scatter_unpack_kernel": Promise(
         wide_loads=1,
         wide_stores=1,
-        streams_in_flight=16,
+        in_flight={STREAMS: 16},
+        between_blocks=("RED.E.OR.STRONG.GPU",),
         dynamic_shared_bytes=16384 * 4,
         fewer_blocks={80: 2},
     ),
     # Two vectors of a lane or more; those of a row whose width is no multiple of 16 bytes are not.
-    "row_pack_narrow_kernel": Promise(wide_loads=2),
-    "row_pack_wide_kernel": Promise(),
-    "row_gather_kernel": Promise(),
-    "row_unpack_narrow_kernel": Promise(wide_stores=1),
-    "row_unpack_wide_kernel": Promise(),
+    "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
+    "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
+    # Of up to 64 columns of 16 bits; the second waits for the first.
+    "row_pack_narrow_kernel<BFloat16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
+    "row_pack_narrow_kernel<Float16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
+    "row_pack_wide_kernel": Promise(in_flight={LOADS: 4}),
+    "row_gather_kernel": Promise(in_flight={LOADS: 2}),
+    "row_unpack_narrow_kernel": Promise(wide_stores=1, in_flight={LOADS: 2}),
+    "row_unpack_wide_kernel": Promise(in_flight={LOADS: 2}),
     # A lane's 16 columns, 32 of them in the widest rows, are read before any is used.
     "row_quantize_narrow_kernel<float": Promise(
-        wide_loads=4, wide_stores=1, streams_in_flight=4, divides=True
+        wide_loads=4, wide_stores=1, in_flight={STREAMS: 4}, divides=True
     ),
     "row_quantize_narrow_kernel": Promise(
-        wide_loads=2, wide_stores=1, streams_in_flight=2, divides=True
+        wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
-    "row_quantize_wide_kernel": Promise(divides=True),
-    "row_dequantize_kernel": Promise(wide_stores=1),
+    "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
+    "row_dequantize_kernel": Promise(wide_stores=1, in_flight={LOADS: 2}),
 }
 
 
@@ -76,10 +127,15 @@ def broken(kernel: Kernel, promise: Promise) -> list[str]:
     at_least = {
         "wide loads": (kernel.count(r"LDG\S*\.128"), promise.wide_loads),
         "wide stores": (kernel.count(r"STG\S*\.128"), promise.wide_stores),
-        "streams in flight": (kernel.streams_in_flight, promise.streams_in_flight),
-        "halves in flight": (kernel.halves_in_flight, promise.halves_in_flight),
         "blocks": (kernel.blocks(promise.dynamic_shared_bytes), blocks),
     }
-    return [f"{what}: {n}, not 0" for what, n in none.items() if n != 0] + [
-        f"{what}: {n}, not {least} or more" for what, (n, least) in at_least.items() if n < least
-    ]
+    at_least |= {
+        f"{loads} in flight": (kernel.in_flight(loads), least)
+        for loads, least in promise.in_flight.items()
+    }
+    faults = [f"{what}: {n}, not 0" for what, n in none.items() if n != 0]
+    faults += [f"{what}: {n}, not {m} or more" for what, (n, m) in at_least.items() if n < m]
+    found, expected = kernel.between_blocks, list(promise.between_blocks)
+    if found != expected and (promise.in_order or sorted(found) != sorted(expected)):
+        faults.append(f"between blocks: {found}, not {expected}")
+    return faults

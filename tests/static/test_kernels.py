@@ -7,7 +7,7 @@ import pytest
 
 from . import toolkit
 from .kernels import Kernel, kernels
-from .promises import PROMISES, Promise, broken, promise_of
+from .promises import LAST_BLOCK, PROMISES, STREAMS, Promise, broken, promise_of
 
 pytestmark = pytest.mark.skipif(
     toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
@@ -41,7 +41,11 @@ PLANTED = {
     "fuses": (Promise(), {"fused multiply-adds"}),
     "flushes": (Promise(), {"subnormals to zero"}),
     "reads_scalars": (Promise(wide_loads=1, wide_stores=1), {"wide loads", "wide stores"}),
-    "waits": (Promise(wide_loads=2, streams_in_flight=2), {"streams in flight"}),
+    "waits": (Promise(wide_loads=2, in_flight={STREAMS: 2}), {f"{STREAMS} in flight"}),
+    "polls_weakly": (Promise(between_blocks=("LDG.E.64.STRONG.GPU",)), {"between blocks"}),
+    "counts_alone": (Promise(), {"between blocks"}),
+    "releases_nothing": (Promise(between_blocks=LAST_BLOCK, in_order=True), {"between blocks"}),
+    "counts_too_late": (Promise(between_blocks=LAST_BLOCK, in_order=True), {"between blocks"}),
     "crowds": (Promise(), {"blocks"}),
 }
 
