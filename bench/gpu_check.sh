@@ -21,16 +21,17 @@ set -uo pipefail
 # stage                  seconds   command (the sum of the seconds stays below 540)
 STAGES='
 environment                   15   python bench/gpu/environment.py $OUT
-build                         95   python bench/gpu/build.py
+build                        100   python bench/gpu/build.py
 conformance_cuda              70   python bench/gpu/conformance.py cuda $OUT
-conformance_triton            45   python bench/gpu/conformance.py triton $OUT
+conformance_triton            70   python bench/gpu/conformance.py triton $OUT
+gradients                     15   python bench/gpu/gradients.py
 graphs                        20   python bench/gpu/graphs.py
-compile                       35   python bench/gpu/compile.py
+compile                       45   python bench/gpu/compile.py
 streams                       20   python bench/gpu/streams.py
-sanitizer_memcheck            30   sanitizer memcheck
-sanitizer_racecheck           25   sanitizer racecheck
-sanitizer_initcheck           25   sanitizer initcheck
-sanitizer_synccheck           25   sanitizer synccheck
+sanitizer_memcheck            12   sanitizer memcheck
+sanitizer_racecheck           12   sanitizer racecheck
+sanitizer_initcheck           12   sanitizer initcheck
+sanitizer_synccheck           12   sanitizer synccheck
 large                         20   python bench/gpu/large.py
 bench                        110   python bench/gpu/bench.py $OUT --seconds 95
 '
@@ -46,9 +47,8 @@ sanitizer() {
   local tool=compute-sanitizer
   command -v $tool >/dev/null || tool=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
   command -v "$tool" >/dev/null || { echo "compute-sanitizer is not there"; return 127; }
-  python bench/gpu/sanitize.py || return  # what fails by itself needs no tool to find it
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$1" --target-processes all --error-exitcode 9 \
-    --print-limit 20 "$PYTHON" bench/gpu/sanitize.py
+  build/gpu/sanitize || return  # what fails by itself needs no tool to find it
+  "$tool" --tool "$1" --error-exitcode 9 --print-limit 20 build/gpu/sanitize
 }
 
 # Runs in a shell of its own, under `timeout`.

@@ -23,7 +23,7 @@ TOOLS = {
     "compute-sanitizer": ("--version",),
     "git": ("rev-parse", "HEAD"),
 }
-PACKAGES = ("triton", "numpy", "ninja", "pytest", "hypothesis", "xdist", "rich")
+PACKAGES = ("setuptools", "triton", "numpy", "ninja", "pytest", "hypothesis", "xdist", "rich")
 
 
 def said(command: str, *arguments: str) -> str | None:

@@ -1,7 +1,9 @@
-"""native.cu, compiled with nvcc where it is needed and called through ctypes."""
+"""native.cu, compiled with nvcc where it is needed, once, and called through ctypes."""
 
 import ctypes
 import functools
+import hashlib
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -74,11 +76,18 @@ def _call(name: str, *arguments: Tensor | int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """Kept in the user's cache, under a name that follows from what it is made of."""
     major, minor = torch.cuda.get_device_capability()
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "native.so")
-        nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc")
-        command = [nvcc, "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]
-        command += ["-Xcompiler", "-fPIC", SOURCE, "-o", library]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(library))
+    nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc").resolve()
+    command = [str(nvcc), "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared"]
+    command += ["-Xcompiler", "-fPIC", str(SOURCE)]
+    made_of = " ".join(command).encode() + SOURCE.read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dct_bench")
+    library = cache / f"native-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder, "native.so")
+            subprocess.run([*command, "-o", made], check=True, capture_output=True, text=True)
+            made.rename(library)  # whole, or not there
+    return ctypes.CDLL(str(library))

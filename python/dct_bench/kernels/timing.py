@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-_SLEEP_CYCLES = 200_000  # some 0.1 ms: the host is ahead by then, and its gaps are not measured
+# The device is kept busy while the host queues a call: some 0.1 ms, and up to 1.6 ms for one that
+# takes longer.
+_SLEEP_CYCLES, _MOST_CYCLES = 200_000, 3_200_000
 
 Call = Callable[[int], object]
 
@@ -23,21 +25,27 @@ def take_turns(
 
     Every call has its turn in every round, so that what else the machine does hits all alike. The
     buffers are reset before each turn, all of them, which also sends the first out of the caches.
-    On the GPU time is between events around the call, queued while the device is kept busy: what
-    the device takes, without the host's launches, unless a call itself waits for the device. Calls
-    named in `graphs` are captured in a CUDA graph for every set, and replayed.
+    On the GPU time is between events around the call, queued while the device is kept busy for as
+    long as that takes: what the device takes, without the host's launches, unless a call itself
+    waits for the device. Calls named in `graphs` are captured in a CUDA graph for every set, and
+    replayed.
     """
     calls = calls | {name: _captured(calls[name], reset, sets) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    cycles: dict[str, int] = {}
     for turn in range(max(rounds.values()) + 1):
         for name, call in calls.items():
             if turn > rounds[name]:
                 continue
             for i in range(sets):
                 reset(i)
-            measured = list((_on_gpu if device == "cuda" else _on_cpu)(call, sets))
-            if turn > 0:  # the first warms up
-                samples[name] += measured
+            if turn == 0 and device == "cuda":  # the first turn warms up
+                cycles[name] = _cycles_that_hide(call, reset, sets)
+            elif device == "cuda":
+                samples[name] += _on_gpu(call, sets, cycles[name])
+            else:
+                measured = list(_on_cpu(call, sets))
+                samples[name] += measured if turn > 0 else []
     return {name: _quantiles(values) for name, values in samples.items()}
 
 
@@ -48,10 +56,28 @@ def _on_cpu(call: Call, sets: int) -> Iterator[float]:
         yield 1e3 * (time.perf_counter() - start)
 
 
-def _on_gpu(call: Call, sets: int) -> Iterator[float]:
+def _cycles_that_hide(call: Call, reset: Call, sets: int) -> int:
+    """For how long to keep the device busy, so that all of a call is queued by then."""
+    for i in range(sets):
+        call(i)  # compiles and loads
+    cycles = _SLEEP_CYCLES
+    while cycles < _MOST_CYCLES:
+        reset(0)
+        torch.cuda.synchronize()
+        start = torch.cuda.Event()
+        torch.cuda._sleep(cycles)
+        start.record()
+        call(0)
+        if not start.query():  # the device is still asleep
+            break
+        cycles *= 2
+    return cycles
+
+
+def _on_gpu(call: Call, sets: int, cycles: int) -> Iterator[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(sets)]
     for i, (start, end) in enumerate(events):
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)
         start.record()
         call(i)
         end.record()
