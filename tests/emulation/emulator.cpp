@@ -1,13 +1,8 @@
-// emulator.cpp -- the scheduler. Compiled without sanitizer instrumentation: fibers of a block
-// share its data without the synchronisation a checker would ask for, because only one runs at a
-// time.
+// emulator.cpp -- the scheduler. Compiled without sanitizer instrumentation: fibers share its data
+// without the synchronisation a checker would ask for, because only one runs at a time.
 #include "emulator/emulator.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,34 +10,11 @@
 #include <mutex>
 #include <numeric>
 #include <random>
-#include <thread>
+#include <string>
 #include <vector>
 
 #include "emulator/fiber.h"
-
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-  push %rbp
-  push %rbx
-  push %r12
-  push %r13
-  push %r14
-  push %r15
-  mov %rsp, (%rdi)
-  mov %rsi, %rsp
-  pop %r15
-  pop %r14
-  pop %r13
-  pop %r12
-  pop %rbx
-  pop %rbp
-  ret
-)");
-#endif
+#include "emulator/relaxed.h"
 
 __thread uint3 threadIdx, blockIdx;
 __thread dim3 blockDim, gridDim;
@@ -61,7 +33,8 @@ Counts& counts() {
 
 namespace {
 
-constexpr uint64_t kMaxPauses = 1 << 22;  // of one block, while no block of the launch finishes
+constexpr uint64_t kMaxPauses = 1 << 20;  // of a launch, while none of its blocks finishes
+constexpr uint32_t kMostSteps = 8;        // of a block until another's turn, as a power of 2
 
 enum class State { kReady, kWaiting, kDone };
 
@@ -87,17 +60,27 @@ FiberPool& fiber_pool = *new FiberPool;
 struct Thread {
   Fiber* const fiber = fiber_pool.take();
   uint3 index;
-  State state;
-  uint64_t result;  // of its last collective
+  State state = State::kReady;
+  uint64_t result = 0;  // of its last collective
 
   ~Thread() { fiber_pool.give_back(fiber); }
+};
+
+// What a race checker is told about a meeting. Who comes to the next one may release before all
+// have left this one: the two are told apart.
+struct Order {
+  char of[2] = {};
+  unsigned meetings = 0;
+  void* now() { return &of[meetings % 2]; }
 };
 
 // Lanes of a warp that wait for each other.
 struct Rendezvous {
   bool open = false;
   Collective kind = Collective::kSync;
+  Place place = {};
   uint32_t wanted = 0, arrived = 0;
+  Order order = {};
   uint64_t value[32] = {};
   unsigned source[32] = {};
 };
@@ -112,85 +95,85 @@ struct SharedBlockMemory {
   void* data;
 };
 
+struct Block {
+  const uint32_t number;
+  const uint3 index;
+  std::unique_ptr<Thread[]> thread;
+  std::vector<Warp> warp;
+  std::vector<unsigned> order;  // of threads, in this lap
+  unsigned next = 0;            // in that order
+  bool ran = true;              // a thread, in this lap
+  std::vector<SharedBlockMemory> shared;
+  void* dynamic_shared = nullptr;
+  unsigned current = 0, live, at_barrier = 0;
+  Place barrier = {};
+  Order barrier_order = {};
+
+  Block(uint32_t number, unsigned threads);
+  ~Block();
+  unsigned threads() const { return static_cast<unsigned>(order.size()); }
+};
+
 struct Launch {
   dim3 grid, block;
   size_t dynamic_shared_bytes;
   const std::function<void()>* kernel;
-  std::vector<uint64_t> order;
-  std::atomic<uint64_t> next{0}, finished{0};
-  std::atomic<bool> failed{false};
-};
-
-struct Worker {
-  Launch& launch;
   std::mt19937 random;
-  Fiber scheduler;
-  unsigned threads, warps;
-  std::unique_ptr<Thread[]> thread;
-  std::unique_ptr<Warp[]> warp;
-  std::vector<unsigned> order;
-  std::vector<SharedBlockMemory> shared;
-  void* dynamic_shared = nullptr;
-  unsigned current = 0, live = 0, at_barrier = 0;
-  uint64_t pauses = 0;
+  RelaxedWords words = {};
+  Fiber scheduler = {};
+  bool failed = false, turn_ends = false;
+  uint64_t pauses = 0;  // since a block has finished
 
-  Worker(Launch& launch, uint32_t seed)
-      : launch(launch),
-        random(seed),
-        threads(launch.block.x * launch.block.y * launch.block.z),
-        warps((threads + 31) / 32),
-        thread(new Thread[threads]),
-        warp(new Warp[warps]),
-        order(threads) {
-    std::iota(order.begin(), order.end(), 0u);
-    scheduler.adopt_thread();
-  }
-
+  bool in_turn() const { return options().seed == 0; }
   void run();
-  void run_block();
-  void lap();
+  void turn(Block& block);
 };
 
-__thread Worker* worker = nullptr;
+__thread Launch* running = nullptr;
+__thread Block* active = nullptr;  // whose turn it is
 
-void leave() { Fiber::switch_to(*worker->thread[worker->current].fiber, worker->scheduler); }
+void leave() { Fiber::switch_to(*active->thread[active->current].fiber, running->scheduler); }
 
-// Reports and fails the launch; its other threads are never resumed.
-void fail(const char* reason) {
-  static std::mutex one_report_at_a_time;
-  worker->launch.failed = true;
-  std::lock_guard<std::mutex> lock(one_report_at_a_time);
+// Reports and fails the launch; its threads are never resumed.
+void fail(const std::string& reason) {
+  running->failed = true;
   std::fprintf(stderr, "emulator: %s: block (%u, %u, %u), thread %u; %u of %u live at a barrier\n",
-               reason, blockIdx.x, blockIdx.y, blockIdx.z, worker->current, worker->at_barrier,
-               worker->live);
-  for (unsigned w = 0; w < worker->warps; ++w) {
-    for (const Rendezvous& r : worker->warp[w].rendezvous) {
+               reason.c_str(), active->index.x, active->index.y, active->index.z, active->current,
+               active->at_barrier, active->live);
+  for (size_t w = 0; w < active->warp.size(); ++w) {
+    for (const Rendezvous& r : active->warp[w].rendezvous) {
       if (!r.open) continue;
-      std::fprintf(stderr, "  warp %u: a collective waits for lanes %08x, has %08x\n", w,
-                   r.wanted & worker->warp[w].live, r.arrived);
+      std::fprintf(stderr, "  warp %zu: %s waits for lanes %08x, has %08x\n", w,
+                   r.place.text().c_str(), r.wanted & active->warp[w].live, r.arrived);
     }
   }
 }
 
-[[noreturn]] void fail_from_thread(const char* reason) {
+[[noreturn]] void fail_from_thread(const std::string& reason) {
   fail(reason);
-  worker->thread[worker->current].state = State::kWaiting;
+  active->thread[active->current].state = State::kWaiting;
   leave();
   std::abort();
 }
 
+void require_same(Place here, Place there, const char* what) {
+  if (here == there) return;
+  fail_from_thread(std::string(what) + ", " + here.text() + " against " + there.text());
+}
+
 void complete_barrier_if_full() {
-  if (worker->live == 0 || worker->at_barrier < worker->live) return;
-  worker->at_barrier = 0;
-  for (unsigned t = 0; t < worker->threads; ++t) {
+  if (active->live == 0 || active->at_barrier < active->live) return;
+  active->at_barrier = 0;
+  active->barrier_order.meetings++;
+  for (unsigned t = 0; t < active->threads(); ++t) {
     // All live threads wait at this barrier, none in a collective.
-    if (worker->thread[t].state == State::kWaiting) worker->thread[t].state = State::kReady;
+    if (active->thread[t].state == State::kWaiting) active->thread[t].state = State::kReady;
   }
 }
 
 void complete_if_full(unsigned w, Rendezvous& meeting) {
   const uint32_t arrived = meeting.arrived;
-  if (!meeting.open || arrived != (meeting.wanted & worker->warp[w].live)) return;
+  if (!meeting.open || arrived != (meeting.wanted & active->warp[w].live)) return;
   meeting.open = false;
   uint64_t sum = 0;
   uint32_t ballot = 0;
@@ -201,7 +184,7 @@ void complete_if_full(unsigned w, Rendezvous& meeting) {
   }
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(arrived >> lane & 1)) continue;
-    Thread& thread = worker->thread[w * 32 + lane];
+    Thread& thread = active->thread[w * 32 + lane];
     thread.state = State::kReady;
     const unsigned source = meeting.source[lane];
     switch (meeting.kind) {
@@ -224,74 +207,92 @@ void complete_if_full(unsigned w, Rendezvous& meeting) {
 }
 
 void thread_main() {
-  Fiber::entered(worker->scheduler);
-  acquire_order(worker);
-  (*worker->launch.kernel)();
-  release_order(worker);
-  const unsigned w = worker->current / 32;
-  worker->thread[worker->current].state = State::kDone;
-  worker->live--;
-  worker->warp[w].live &= ~(1u << worker->current % 32);
-  for (Rendezvous& r : worker->warp[w].rendezvous) complete_if_full(w, r);
+  Fiber::entered(running->scheduler);
+  acquire_order(&running->kernel);
+  (*running->kernel)();
+  release_order(&running->failed);
+  const unsigned w = active->current / 32;
+  active->thread[active->current].state = State::kDone;
+  active->live--;
+  active->warp[w].live &= ~(1u << active->current % 32);
+  for (Rendezvous& r : active->warp[w].rendezvous) complete_if_full(w, r);
   complete_barrier_if_full();
   leave();
   std::abort();
 }
 
-void Worker::lap() {
-  bool ran = false;
-  for (unsigned t : order) {
-    if (thread[t].state != State::kReady) continue;
-    current = t;
-    threadIdx = thread[t].index;
-    Fiber::switch_to(scheduler, *thread[t].fiber);
-    ran = true;
-    if (launch.failed) return;
-  }
-  if (!ran && live > 0) fail("deadlock, every thread waits");
-}
-
-void Worker::run_block() {
-  for (unsigned w = 0; w < warps; ++w) warp[w].live = 0;
+Block::Block(uint32_t number, unsigned threads)
+    : number(number),
+      index{number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y},
+      thread(new Thread[threads]),
+      warp((threads + 31) / 32),
+      order(threads),
+      live(threads) {
+  std::iota(order.begin(), order.end(), 0u);
   for (unsigned t = 0; t < threads; ++t) {
     thread[t].fiber->prepare(thread_main);
     thread[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
-    thread[t].state = State::kReady;
     warp[t / 32].live |= 1u << t % 32;
   }
-  live = threads;
-  at_barrier = 0;
-  // Behind a tag like any other, so that AddressSanitizer guards its end.
-  static const char dynamic_tag = 0;
-  dynamic_shared = shared_memory(&dynamic_tag, launch.dynamic_shared_bytes, 128);
-  release_order(this);
-
-  uint64_t finished = launch.finished;
-  while (live > 0 && !launch.failed) {
-    if (options().seed != 0) std::shuffle(order.begin(), order.end(), random);
-    const uint64_t pauses_before = pauses;
-    lap();
-    if (pauses > pauses_before) sched_yield();
-    if (finished != launch.finished) pauses = 0;
-    finished = launch.finished;
-    if (pauses > kMaxPauses) fail("hang, waiting for another block");
-  }
-  acquire_order(this);
-  for (const SharedBlockMemory& memory : shared) std::free(memory.data);
-  shared.clear();
-  launch.finished++;
 }
 
-void Worker::run() {
-  worker = this;
-  blockDim = launch.block;
-  gridDim = launch.grid;
-  for (uint64_t i = launch.next++; i < launch.order.size() && !launch.failed; i = launch.next++) {
-    const uint64_t block = launch.order[i];
-    blockIdx = {static_cast<unsigned>(block % gridDim.x),
-                static_cast<unsigned>(block / gridDim.x % gridDim.y),
-                static_cast<unsigned>(block / gridDim.x / gridDim.y)};
-    run_block();
+Block::~Block() {
+  const Unwatched scope;
+  for (const SharedBlockMemory& memory : shared) std::free(memory.data);
+}
+
+// Some of a block's threads, each to where it waits or others may come in between. In a lap every
+// thread that is ready comes once.
+void Launch::turn(Block& its) {
+  active = &its;
+  blockIdx = its.index;
+  turn_ends = false;
+  uint32_t steps = its.threads();
+  if (!in_turn()) {
+    const uint32_t most = 1u << random() % (kMostSteps + 1);
+    steps = 1 + random() % most;
+  }
+  while (steps > 0 && its.live > 0 && !failed && !turn_ends) {
+    if (its.next == its.threads()) its.next = 0;
+    if (its.next == 0) {
+      if (!its.ran) return fail("deadlock, every thread waits");
+      its.ran = false;
+      if (!in_turn()) std::shuffle(its.order.begin(), its.order.end(), random);
+    }
+    its.current = its.order[its.next++];
+    Thread& thread = its.thread[its.current];
+    if (thread.state != State::kReady) continue;
+    threadIdx = thread.index;
+    Fiber::switch_to(scheduler, *thread.fiber);
+    its.ran = true;
+    --steps;
+  }
+}
+
+void Launch::run() {
+  scheduler.adopt_thread();
+  release_order(&kernel);  // what was written before the launch, to all its threads
+  std::vector<uint32_t> order(uint64_t{grid.x} * grid.y * grid.z);
+  std::iota(order.begin(), order.end(), 0u);
+  if (!in_turn()) std::shuffle(order.begin(), order.end(), random);
+  std::vector<std::unique_ptr<Block>> resident;
+  size_t next = 0, turn_of = 0;
+  while (!failed) {
+    while (next < order.size() && resident.size() < size_t(options().resident_blocks)) {
+      resident.push_back(std::make_unique<Block>(order[next++], block.x * block.y * block.z));
+      active = resident.back().get();
+      // Behind a tag like any other, so that AddressSanitizer guards its end.
+      static const char dynamic_tag = 0;
+      active->dynamic_shared = shared_memory(&dynamic_tag, dynamic_shared_bytes, 128);
+    }
+    if (resident.empty()) return;
+    turn_of = in_turn() ? (turn_of + 1) % resident.size() : random() % resident.size();
+    turn(*resident[turn_of]);
+    if (resident[turn_of]->live == 0) {
+      resident.erase(resident.begin() + turn_of);
+      pauses = 0;
+    }
+    if (pauses > kMaxPauses) fail("hang, waiting for another block");
   }
 }
 
@@ -300,33 +301,30 @@ void Worker::run() {
 bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
             const std::function<void()>& kernel) {
   counts().kernels++;
-  Launch launch{grid, block, dynamic_shared_bytes, &kernel, {}, {}, {}, {}};
-  launch.order.resize(uint64_t{grid.x} * grid.y * grid.z);
-  std::iota(launch.order.begin(), launch.order.end(), uint64_t{0});
-  const uint32_t seed = options().seed;
-  if (seed != 0) std::shuffle(launch.order.begin(), launch.order.end(), std::mt19937(seed));
-  std::vector<std::thread> workers;
-  const auto resident = std::min<uint64_t>(options().resident_blocks, launch.order.size());
-  for (uint32_t w = 0; w < resident; ++w) {
-    workers.emplace_back([&launch, seed, w] { Worker(launch, seed * 977 + w).run(); });
-  }
-  for (std::thread& thread : workers) thread.join();
+  Launch launch = {grid, block, dynamic_shared_bytes, &kernel, std::mt19937(options().seed)};
+  running = &launch;
+  blockDim = block;
+  gridDim = grid;
+  launch.run();
+  acquire_order(&launch.failed);  // what the threads have written
   return !launch.failed;
 }
 
-void barrier() {
-  void* order = &worker->at_barrier;
+void barrier(Place place) {
+  if (active->at_barrier == 0) active->barrier = place;
+  require_same(place, active->barrier, "threads of a block met at different barriers");
+  void* const order = active->barrier_order.now();
   release_order(order);
-  worker->at_barrier++;
-  worker->thread[worker->current].state = State::kWaiting;
+  active->at_barrier++;
+  active->thread[active->current].state = State::kWaiting;
   complete_barrier_if_full();
   leave();
   acquire_order(order);
 }
 
-uint64_t collective(uint32_t mask, Collective kind, uint64_t value, unsigned source) {
-  const unsigned w = worker->current / 32, lane = worker->current % 32;
-  Warp& warp = worker->warp[w];
+uint64_t collective(uint32_t mask, Collective kind, Place place, uint64_t value, unsigned source) {
+  const unsigned w = active->current / 32, lane = active->current % 32;
+  Warp& warp = active->warp[w];
   if (!(mask >> lane & 1)) fail_from_thread("a lane called a collective that its mask leaves out");
   Rendezvous* meeting = nullptr;
   for (Rendezvous& r : warp.rendezvous) {
@@ -336,49 +334,67 @@ uint64_t collective(uint32_t mask, Collective kind, uint64_t value, unsigned sou
     meeting = std::find_if(warp.rendezvous, warp.rendezvous + 32, [](auto& r) { return !r.open; });
     meeting->open = true;
     meeting->kind = kind;
+    meeting->place = place;
     meeting->wanted = mask;
     meeting->arrived = 0;
+    meeting->order.meetings++;
   }
-  if (meeting->kind != kind) fail_from_thread("lanes of a warp met in different collectives");
-  if (kind == Collective::kSync) release_order(&warp);
+  require_same(place, meeting->place, "lanes of a warp met in different collectives");
+  void* const order = meeting->order.now();
+  if (kind == Collective::kSync) release_order(order);
   meeting->value[lane] = value;
   meeting->source[lane] = source;
   meeting->arrived |= 1u << lane;
-  worker->thread[worker->current].state = State::kWaiting;
+  active->thread[active->current].state = State::kWaiting;
   complete_if_full(w, *meeting);
   leave();
-  if (kind == Collective::kSync) acquire_order(&warp);
-  return worker->thread[worker->current].result;
+  if (kind == Collective::kSync) acquire_order(order);
+  return active->thread[active->current].result;
 }
 
-void schedule_point(uint32_t sleep_odds) {
-  if (options().seed == 0) return;
-  const uint32_t roll = worker->random() % 64;
-  // Asleep, so that other blocks, on threads of their own, surely come in between.
-  if (roll < sleep_odds) std::this_thread::sleep_for(std::chrono::microseconds(50));
+void schedule_point() {
+  if (running->in_turn()) return;
+  const uint32_t roll = running->random() % 64;
+  running->turn_ends = roll < 4;
   if (roll < 16) leave();
 }
 
 void pause() {
-  worker->pauses++;
+  running->pauses++;
   leave();
 }
 
+void stored(const void* address, uint64_t old, uint64_t value) {
+  const Unwatched scope;
+  running->words.stored(active->number, address, old, value);
+}
+uint64_t loaded(const void* address, uint64_t current) {
+  if (running->in_turn()) return current;
+  const Unwatched scope;
+  return running->words.loaded(active->number, address, current, running->random);
+}
+void updated(const void* address) {
+  const Unwatched scope;
+  running->words.show(address);
+}
+void released() {
+  const Unwatched scope;
+  running->words.show_all();
+}
+
 void* shared_memory(const void* tag, size_t bytes, size_t alignment) {
-  for (const SharedBlockMemory& memory : worker->shared) {
-    if (memory.tag != tag) continue;
-    acquire_order(memory.data);
-    return memory.data;
+  for (const SharedBlockMemory& memory : active->shared) {
+    if (memory.tag == tag) return memory.data;
   }
+  const Unwatched scope;
   const size_t size = (bytes + alignment - 1) / alignment * alignment;
   void* data = std::aligned_alloc(alignment, std::max(size, alignment));
   std::memset(data, 0xcd, size);
-  release_order(data);
-  worker->shared.push_back({tag, data});
+  active->shared.push_back({tag, data});
   return data;
 }
 
-void* dynamic_shared_memory() { return worker->dynamic_shared; }
+void* dynamic_shared_memory() { return active->dynamic_shared; }
 
 }  // namespace emulator
 

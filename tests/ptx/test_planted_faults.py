@@ -4,15 +4,15 @@ What catches it is a run of its op under a few seeds: the executor's report, or 
 """
 
 import re
-import shutil
-from dataclasses import dataclass
 
+import planted
 import pytest
 import torch
 from conformance import samples
 from emulation.backend import launchers
 
 from dct_kernels import payload_layout, reference
+from dct_kernels.row_layout import SCALED_BY_ROW
 
 from . import build
 from .backend import Executor, executor
@@ -71,191 +71,120 @@ def sample_threshold(backend):
     return (backend.sample_threshold(x, None, torch.tensor([0, 30000]), 0.01, 20000),)
 
 
+def track_threshold(backend):
+    threshold, seen = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([9, 1, 5], dtype=torch.int32)
+    backend.track_threshold(threshold, seen, torch.full((3,), 4.0), torch.full((3,), 2.0))
+    return (threshold,)
+
+
+def row_pack(backend):
+    """Ties; a narrow kernel, and that of rows too wide for a warp."""
+    narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
+    return (
+        *backend.row_pack(narrow, 5, torch.float32),
+        *backend.row_pack(wide, 200, torch.float32),
+    )
+
+
+def row_gather(backend):
+    """The last column is one past the end."""
+    x = samples.normal(3 * 77).view(3, 77)
+    _, positions = reference.row_pack(x, 5, torch.float32)
+    positions[-1, -1] = 77
+    return (backend.row_gather(x, positions, 5, torch.float32),)
+
+
 def row_unpack(backend):
     values, positions = reference.row_pack(samples.normal(40 * 77).view(40, 77), 5, torch.float32)
     return (backend.row_unpack(values, positions, 77, torch.float32),)
 
 
+def row_quantize(backend):
+    narrow, wide = samples.normal(5 * 50).view(5, 50), samples.normal(2 * 1100).view(2, 1100)
+    return tuple(
+        backend.row_quantize(x, format) for x in (narrow, wide) for format in SCALED_BY_ROW
+    )
+
+
+def row_dequantize(backend):
+    """Rows wider than what 32 lanes take at a time."""
+    return tuple(
+        backend.row_dequantize(
+            reference.row_quantize(samples.normal(2 * 1500).view(2, 1500), format),
+            1500,
+            format,
+            torch.float32,
+        )
+        for format in SCALED_BY_ROW
+    )
+
+
 RESIDENT_BLOCKS = {mask_pack_of_many_tiles: 200}  # else few: others wait until one of them ends
 
-
-@dataclass
-class Fault:
-    name: str
-    run: object  # one of the above
-    report: str  # what is found: the executor's words, or "wrong"
-    edits: list  # (file in csrc/cuda, what occurs once in it, what takes its place)
-
-
-FAULTS = [
-    Fault(
-        "status and count in two relaxed words",
-        mask_pack,
-        "wrong|data race",  # of tiles that write the same entries
-        [
-            (
-                "detail/look_back.cuh",
-                "  store_relaxed(word, count.count << 3 | Word{count.non_finite} << 2 | status);",
-                "  store_relaxed(word + 4096 * status, count.count << 3 | count.non_finite * 4);\n"
-                "  store_relaxed(word, status);",
-            ),
-            (
-                "detail/look_back.cuh",
-                "seen[w] = tile >= 0 ? load_relaxed(&words[tile]) : kInclusive;",
-                "seen[w] = tile >= 0 ? load_relaxed(&words[tile]) : kInclusive;\n"
-                "      if (tile >= 0 && seen[w] != kNotYet) {\n"
-                "        seen[w] |= load_relaxed(&words[tile] + 4096 * seen[w]);\n"
-                "      }",
-            ),
-            (
-                "mask_pack.cu",
-                "(tiles + args.num_segments + 1)",
-                "(tiles + args.num_segments + 12288)",
-            ),
-        ],
-    ),
-    Fault(
-        "no barrier before pack",
-        mask_pack,
-        "data race|out of bounds",  # where another warp has not yet written what it reads
-        [("mask_pack.cu", "  __syncthreads();\n  pack(", "  pack(")],
-    ),
-    Fault(
-        "128-bit accesses at an alignment of 8 bytes",
-        mask_pack,
-        "16 bytes misaligned",
-        [
-            (
-                "mask_pack.cu",
-                "is_aligned(args.residual, kVectorElements * sizeof(float))",
-                "is_aligned(args.residual, 8)",
-            )
-        ],
-    ),
-    Fault(
-        "tile numbered by blockIdx instead of a ticket",
-        mask_pack,
-        "hang",
-        [("detail/mask_pack_tile.cuh", "atomicAdd(ticket, 1u)", "blockIdx.x + 0 * *ticket")],
-    ),
-    Fault(
-        "scratch not cleared",
-        mask_pack,
-        "out of bounds|wrong|hang|data race",
-        [
-            (
-                "mask_pack.cu",
-                "cudaMemsetAsync(scratch, 0, mask_pack_scratch_bytes(args), stream)",
-                "cudaMemsetAsync(scratch, 0, 8, stream)",
-            )
-        ],
-    ),
-    Fault(
-        "inclusive status ignored",
-        mask_pack,
-        "wrong|data race",
-        [
-            (
-                "detail/look_back.cuh",
-                "__ballot_sync(kFullWarp, status == kInclusive)",
-                "__ballot_sync(kFullWarp, nearest - w * kWarpSize - lane < 0)",
-            )
-        ],
-    ),
-    Fault(
-        "look-back leaves out a tile between two windows",
-        mask_pack_of_many_tiles,
-        "wrong|data race",
-        [("detail/look_back.cuh", "nearest -= kWarpSize;", "nearest -= kWarpSize + 1;")],
-    ),
-    Fault(
-        "last block does not acquire what the others counted",
-        sample_threshold,
-        "data race",
-        [
-            (
-                "sample_threshold.cu",
-                "add_acquire_release(&state.done[pass], 1)",
-                "atomicAdd(&state.done[pass], 1u)",
-            )
-        ],
-    ),
-    Fault(
-        "no bar.warp.sync between clearing a row and filling it",
-        row_unpack,
-        "data race",
-        [
-            (
-                "row_unpack.cu",
-                "make_uint4(0, 0, 0, 0);\n  __syncwarp();",
-                "make_uint4(0, 0, 0, 0);",
-            )
-        ],
-    ),
-    Fault(
-        "no bar.warp.sync between the ranks that are added",
-        scatter_unpack,
-        "data race",
-        [("scatter_unpack.cu", "      }\n      __syncwarp();\n    }", "      }\n    }")],
-    ),
-    Fault(
-        "a mask that differs between lanes",
-        scatter_unpack,
-        "deadlock",
-        [
-            (
-                "scatter_unpack.cu",
-                "__any_sync(kFullWarp, bad)",
-                "__any_sync(lane_index() < 16 ? 0xffffu : kFullWarp, bad)",
-            )
-        ],
-    ),
-    Fault(
-        "an address off by one element",
-        scatter_unpack,
-        "out of bounds",
-        [("scatter_unpack.cu", "    out[i] = finish(", "    out[i + 1] = finish(")],
-    ),
-]
-
-
-# Each is a build of its own. By default one of every op is planted, the last.
-BY_DEFAULT = {fault.run: fault for fault in FAULTS}.values()
+# fault: (run, what is found: the executor's words, or "wrong")
+CAUGHT = {
+    # "data race": of tiles that write the same entries.
+    "status and count in two relaxed words": (mask_pack, "wrong|data race"),
+    "inclusive status ignored": (mask_pack, "wrong|data race"),
+    "look-back leaves out a tile between two windows": (mask_pack_of_many_tiles, "wrong|data race"),
+    "tile numbered by blockIdx instead of a ticket": (mask_pack, "hang"),
+    "no barrier before the warps' counts are read": (mask_pack, "data race"),
+    # Or where another warp has not yet written what it reads.
+    "no barrier before pack": (mask_pack, "data race|out of bounds"),
+    "scratch not cleared": (mask_pack, "out of bounds|wrong|hang|data race"),
+    "128-bit accesses at an alignment of 8 bytes": (mask_pack, "16 bytes misaligned"),
+    "no barrier between checking and adding": (scatter_unpack, "data race|out of bounds"),
+    "no bar.warp.sync between the ranks that are added": (scatter_unpack, "data race"),
+    "a mask that differs between lanes": (scatter_unpack, "deadlock"),
+    "lanes that vote at two places": (scatter_unpack, "waits for it elsewhere"),
+    "an address off by one element": (scatter_unpack, "out of bounds"),
+    "last block does not acquire what the others counted": (sample_threshold, "data race"),
+    "one thread more than segments": (track_threshold, "out of bounds"),
+    "one tie too many": (row_pack, "wrong|out of bounds|data race"),
+    "no barrier before the histogram's digit is looked for": (row_pack, "data race"),
+    "a column at the end of the row accepted": (row_gather, "out of bounds"),
+    "no bar.warp.sync between clearing a row and filling it": (row_unpack, "data race"),
+    "no bar.warp.sync between codes and bytes": (row_quantize, "data race"),
+    "no barrier before a block's rows leave": (row_quantize, "data race"),
+    "a vector past the last row's end": (row_quantize, "out of bounds|wrong"),
+    "no bar.warp.sync before the next codes": (row_dequantize, "data race"),
+}
+# Each is a build of its own: by default one of mask_pack, and those that build in seconds.
+BY_DEFAULT = {
+    "status and count in two relaxed words",
+    "an address off by one element",
+    "last block does not acquire what the others counted",
+    "a column at the end of the row accepted",
+    "no bar.warp.sync between clearing a row and filling it",
+}
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=fault.name, marks=() if fault in BY_DEFAULT else pytest.mark.large)
-        for fault in FAULTS
-    ],
+    "name",
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.large) for name in CAUGHT],
 )
-def test_fault_is_caught(fault, tmp_path):
-    csrc = tmp_path / "csrc"
-    for folder in ("common", "cuda"):
-        shutil.copytree(build.CSRC / folder, csrc / folder)
-    for file, sound, faulty in fault.edits:
-        target = csrc / "cuda" / file
-        text = target.read_text()
-        assert text.count(sound) == 1, f"{file} has changed: plant this fault anew"
-        target.write_text(text.replace(sound, faulty))
-    op = fault.run.__name__.removesuffix("_of_many_tiles")
-    planted = Executor(build.build({op: csrc}))
-    caught = next(filter(None, (findings(fault.run, planted, seed) for seed in SEEDS)), None)
-    assert caught is not None and re.search(fault.report, caught), caught
+def test_fault_is_caught(name, tmp_path):
+    run, report = CAUGHT[name]
+    csrc = planted.plant(name, tmp_path)
+    faulty = Executor(build.build({planted.FAULTS[name].op: csrc}))
+    caught = next(filter(None, (findings(run, faulty, seed) for seed in SEEDS)), None)
+    assert caught is not None and re.search(report, caught), caught
 
 
-@pytest.mark.parametrize("run", {fault.run: fault for fault in FAULTS})
+RUNS = dict.fromkeys(run for run, _ in CAUGHT.values())
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(100), marks=pytest.mark.large)])
 def test_sound_sources_are_silent(run, seeds):
     assert {findings(run, executor(), seed) for seed in seeds} == {""}
 
 
-def findings(run, planted, seed):
+def findings(run, executor, seed):
     """What shows that something is wrong, or ''."""
-    planted.configure(seed, RESIDENT_BLOCKS.get(run, 3))
+    executor.configure(seed, RESIDENT_BLOCKS.get(run, 3))
     try:
-        results = run(launchers(planted.call))
+        results = run(launchers(executor.call))
     except RuntimeError as error:
         return str(error)
     same = map(torch.equal, results, run(reference))

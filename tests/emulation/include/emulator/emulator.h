@@ -1,15 +1,17 @@
 // emulator.h -- what the emulated CUDA headers need from the scheduler in emulator.cpp.
 //
-// One fiber per CUDA thread and one OS thread per resident block. A fiber runs until it meets a
-// barrier, a warp collective or a schedule point; which fiber runs next, and in which order blocks
-// start, follows from a seed. A deadlock, a hang or a misused collective fails the launch with a
-// report on stderr.
+// One fiber per CUDA thread of the resident blocks, one of which runs at a time: until it meets a
+// barrier, a warp collective or a schedule point. Which fiber runs next, in which order blocks
+// start and what they see of each other's relaxed stores follows from a seed. A deadlock, a hang or
+// a misused collective fails the launch with a report on stderr.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <string>
 
 struct uint3 {
   unsigned x, y, z;
@@ -43,7 +45,21 @@ Counts& counts();
 bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
             const std::function<void()>& kernel);
 
-void barrier();
+// Where a kernel's source calls what waits for others: they have to be there too.
+struct Place {
+  const char* file;
+  int line;
+
+  static Place here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line};
+  }
+  bool operator==(const Place& other) const {
+    return line == other.line && std::strcmp(file, other.file) == 0;
+  }
+  std::string text() const { return std::string(file) + ":" + std::to_string(line); }
+};
+
+void barrier(Place place);
 
 // What the lanes of a warp do together. Only kSync orders memory: shuffles and votes do not on a
 // GPU.
@@ -51,14 +67,22 @@ enum class Collective { kSync, kShuffle, kShuffleUp, kShuffleXor, kBallot, kAny,
 
 // Waits for all lanes in `mask`, of which this must be one, to call the same collective. A shuffle
 // returns the value of the lane `source`.
-uint64_t collective(uint32_t mask, Collective kind, uint64_t value, unsigned source = 0);
+uint64_t collective(uint32_t mask, Collective kind, Place place, uint64_t value,
+                    unsigned source = 0);
 
-// Lets other threads of the block run, as a GPU may at any instruction that others can observe, and
-// in `sleep_odds` of 64 cases other blocks. Does nothing without a seed.
-void schedule_point(uint32_t sleep_odds = 1);
+// Lets other threads run, of this block and of others, as a GPU may at any instruction that others
+// can observe. Does nothing without a seed.
+void schedule_point();
 
 // A wait loop's pause: lets other threads run; a launch in which nothing else happens has hung.
 void pause();
+
+// A relaxed store has been done; what a relaxed load sees where `current` is the last value; an
+// atomic has updated an address; something was released.
+void stored(const void* address, uint64_t old, uint64_t value);
+uint64_t loaded(const void* address, uint64_t current);
+void updated(const void* address);
+void released();
 
 // Memory of the block under `tag`, the same for all its threads, filled with 0xcd at first.
 void* shared_memory(const void* tag, size_t bytes, size_t alignment);

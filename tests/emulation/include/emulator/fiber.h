@@ -20,6 +20,10 @@ void* __tsan_get_current_fiber();
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 #endif
 #if defined(EMULATOR_ASAN)
@@ -43,10 +47,48 @@ inline void acquire_order([[maybe_unused]] void* address) {
 #endif
 }
 
+// While it lives the race checker does not look at this thread: it takes and gives back memory of
+// the emulator's own, which belongs to no CUDA thread.
+struct Unwatched {
+#if defined(EMULATOR_TSAN)
+  Unwatched() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Unwatched() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+#else
+  Unwatched() {}
+#endif
+};
+
 #if defined(__x86_64__)
 // Saves what the calling convention lets a callee rely on, and swaps stacks: 20 times faster than
 // swapcontext, which makes a system call.
 extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
 #endif
 
 class Fiber {

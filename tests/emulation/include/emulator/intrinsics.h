@@ -38,7 +38,9 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
-inline void __syncthreads() { emulator::barrier(); }
+inline void __syncthreads(emulator::Place place = emulator::Place::here()) {
+  emulator::barrier(place);
+}
 
 namespace emulator {
 
@@ -57,8 +59,8 @@ T from_word(uint64_t word) {
 }
 
 template <typename T>
-T shuffle(unsigned mask, Collective kind, T value, unsigned source) {
-  return from_word<T>(collective(mask, kind, to_word(value), source));
+T shuffle(unsigned mask, Collective kind, Place place, T value, unsigned source) {
+  return from_word<T>(collective(mask, kind, place, to_word(value), source));
 }
 
 inline unsigned lane() {
@@ -67,48 +69,58 @@ inline unsigned lane() {
 
 }  // namespace emulator
 
-inline void __syncwarp(unsigned mask = 0xffffffff) {
-  emulator::collective(mask, emulator::Collective::kSync, 0);
+inline void __syncwarp(unsigned mask = 0xffffffff,
+                       emulator::Place place = emulator::Place::here()) {
+  emulator::collective(mask, emulator::Collective::kSync, place, 0);
 }
 
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int source) {
-  return emulator::shuffle(mask, emulator::Collective::kShuffle, value, source & 31);
+T __shfl_sync(unsigned mask, T value, int source, emulator::Place place = emulator::Place::here()) {
+  return emulator::shuffle(mask, emulator::Collective::kShuffle, place, value, source & 31);
 }
 template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+T __shfl_up_sync(unsigned mask, T value, unsigned delta,
+                 emulator::Place place = emulator::Place::here()) {
   const unsigned lane = emulator::lane();
-  return emulator::shuffle(mask, emulator::Collective::kShuffleUp, value,
+  return emulator::shuffle(mask, emulator::Collective::kShuffleUp, place, value,
                            lane >= delta ? lane - delta : lane);
 }
 template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
-  return emulator::shuffle(mask, emulator::Collective::kShuffleXor, value,
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask,
+                  emulator::Place place = emulator::Place::here()) {
+  return emulator::shuffle(mask, emulator::Collective::kShuffleXor, place, value,
                            (emulator::lane() ^ lane_mask) & 31);
 }
 
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
+inline unsigned __ballot_sync(unsigned mask, int predicate,
+                              emulator::Place place = emulator::Place::here()) {
   return static_cast<unsigned>(
-      emulator::collective(mask, emulator::Collective::kBallot, predicate != 0));
+      emulator::collective(mask, emulator::Collective::kBallot, place, predicate != 0));
 }
-inline int __any_sync(unsigned mask, int predicate) {
-  return emulator::collective(mask, emulator::Collective::kAny, predicate != 0) != 0;
+inline int __any_sync(unsigned mask, int predicate,
+                      emulator::Place place = emulator::Place::here()) {
+  return emulator::collective(mask, emulator::Collective::kAny, place, predicate != 0) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate) {
-  return emulator::collective(mask, emulator::Collective::kAll, predicate != 0) != 0;
+inline int __all_sync(unsigned mask, int predicate,
+                      emulator::Place place = emulator::Place::here()) {
+  return emulator::collective(mask, emulator::Collective::kAll, place, predicate != 0) != 0;
 }
-inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
-  return static_cast<unsigned>(emulator::collective(mask, emulator::Collective::kReduceAdd, value));
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value,
+                                  emulator::Place place = emulator::Place::here()) {
+  return static_cast<unsigned>(
+      emulator::collective(mask, emulator::Collective::kReduceAdd, place, value));
 }
 
 // Atomics are relaxed, as on a GPU, and points where another thread may come in between.
 template <typename T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
   emulator::schedule_point();
+  emulator::updated(address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicOr(T* address, std::common_type_t<T> value) {
   emulator::schedule_point();
+  emulator::updated(address);
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
