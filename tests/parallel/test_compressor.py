@@ -65,14 +65,15 @@ def test_of_a_whole_segment_everything_is_sent_for_good(value_dtype):
     total, sent = torch.zeros(500), torch.zeros(500)
     for step in range(40):
         grad = (64 * grads(500, step)).round()
-        assert not payload_info(c.pack(grad)).overflow or c.seen[1] > 37
+        c.pack(grad)
         sent += sent_by(c)
         total += grad
         assert torch.equal(sent + c.residual, total)
         assert c.threshold[[0, 2]].tolist() == c.reference[[0, 2]].tolist() == [0, 0]
         assert c.threshold[1] > 0
-        own = total[:100] if value_dtype == torch.float32 else c.residual[:100].abs() <= 1
-        assert torch.equal(sent[:100], own) if value_dtype == torch.float32 else own.all()
+        # Sent at once, up to what bfloat16 rounds off: at most half a unit of 8 bits.
+        rounded = 0 if value_dtype == torch.float32 else 2**-8 * grad[:100].abs().max()
+        assert c.residual[:100].abs().max() <= rounded
 
 
 def test_a_segment_is_whole_or_skipped_not_both():

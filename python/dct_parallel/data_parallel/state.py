@@ -78,10 +78,12 @@ class DCTState:
 
     A payload that is damaged on its way is found by the rank that receives it. Damage of step t
     raises there at the first hook of step t + 1, which still tells the others; on them it raises at
-    the first hook of step t + 2 at the latest. `state_dict()`, `stats()`, `parameter_stats()` and
-    `close()` of a rank that knows of damage raise as well, so damage of the very last step is
-    raised by the first of them on the rank that received it; the others do not learn of it. Weights
-    of a damaged step differ between ranks: go back to a checkpoint.
+    the first hook of step t + 2 at the latest. (If DDP deals its buckets anew between t and t + 1,
+    as after its first step, they end with the connection or the timeout.) `state_dict()`,
+    `stats()`, `parameter_stats()` and `close()` of a rank that knows of damage raise as well. So
+    damage of the very last step is raised by the first of them, on the rank that received it; the
+    others do not learn of it. Weights of a damaged step differ between ranks: go back to a
+    checkpoint.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
     step, and with it what the residual sent. One optimizer per GradScaler, as a skipped step is
