@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <string>
@@ -38,23 +37,6 @@ constexpr uint32_t kMostSteps = 8;        // of a block until another's turn, as
 
 enum class State { kReady, kWaiting, kDone };
 
-// Fibers that no launch uses: making one is expensive under ThreadSanitizer. Never destroyed.
-struct FiberPool {
-  std::mutex mutex;
-  std::vector<Fiber*> free;
-
-  Fiber* take() {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (free.empty()) return new Fiber;
-    Fiber* fiber = free.back();
-    free.pop_back();
-    return fiber;
-  }
-  void give_back(Fiber* fiber) {
-    std::lock_guard<std::mutex> lock(mutex);
-    free.push_back(fiber);
-  }
-};
 FiberPool& fiber_pool = *new FiberPool;
 
 struct Thread {

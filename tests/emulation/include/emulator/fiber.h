@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -167,6 +169,24 @@ class Fiber {
   size_t bytes_ = 0;
   [[maybe_unused]] void* fake_ = nullptr;  // AddressSanitizer's fake stack
   [[maybe_unused]] void* tsan_ = nullptr;
+};
+
+// Fibers that no launch uses: making one is expensive under ThreadSanitizer. Never destroyed.
+struct FiberPool {
+  std::mutex mutex;
+  std::vector<Fiber*> free;
+
+  Fiber* take() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (free.empty()) return new Fiber;
+    Fiber* fiber = free.back();
+    free.pop_back();
+    return fiber;
+  }
+  void give_back(Fiber* fiber) {
+    std::lock_guard<std::mutex> lock(mutex);
+    free.push_back(fiber);
+  }
 };
 
 }  // namespace emulator
