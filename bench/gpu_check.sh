@@ -20,11 +20,11 @@ set -uo pipefail
 
 # stage                  seconds   command (the sum of the seconds stays below 540)
 STAGES='
-environment                   15   python bench/gpu/environment.py $OUT
-build                        100   python bench/gpu/build.py
+environment                   20   python bench/gpu/environment.py $OUT
+build                         95   python bench/gpu/build.py
 conformance_cuda              70   python bench/gpu/conformance.py cuda $OUT
 conformance_triton            70   python bench/gpu/conformance.py triton $OUT
-gradients                     15   python bench/gpu/gradients.py
+gradients                     20   python bench/gpu/gradients.py
 graphs                        20   python bench/gpu/graphs.py
 compile                       45   python bench/gpu/compile.py
 streams                       20   python bench/gpu/streams.py
