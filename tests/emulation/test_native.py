@@ -20,6 +20,7 @@ PROGRAMS = {
     "look_back": [],
 }
 SEEDS = {"none": range(1, 6), "address": range(1, 3), "thread": range(1, 3)}
+MANY_SEEDS = range(1, 101)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -29,12 +30,19 @@ SEEDS = {"none": range(1, 6), "address": range(1, 3), "thread": range(1, 3)}
 )
 def test_native(program, sanitizer):
     binary = build.build(f"native/{program}.cpp", PROGRAMS[program], sanitizer=sanitizer)
-    result = run(binary, sanitizer)
+    result = run(binary, sanitizer, SEEDS[sanitizer])
     assert result.returncode == 0, result.stderr
 
 
-def run(binary, sanitizer):
-    command = [binary, *map(str, SEEDS[sanitizer])]
+@pytest.mark.large
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_sound_sources_are_silent(program):
+    result = run(build.build(f"native/{program}.cpp", PROGRAMS[program]), "none", MANY_SEEDS)
+    assert result.returncode == 0, result.stderr
+
+
+def run(binary, sanitizer, seeds):
+    command = [binary, *map(str, seeds)]
     if sanitizer == "thread":
         # Its shadow memory must be unoccupied, which the randomisation of addresses can spoil.
         command = ["setarch", "-R", *command]

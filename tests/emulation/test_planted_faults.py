@@ -8,7 +8,7 @@ import planted
 import pytest
 
 from . import build
-from .test_native import PROGRAMS, run
+from .test_native import PROGRAMS, SEEDS, run
 
 # fault: (program, sanitizer, what stderr must say)
 CAUGHT = {
@@ -63,5 +63,5 @@ def test_fault_is_caught(name, tmp_path):
     program, sanitizer, report = CAUGHT[name]
     csrc = planted.plant(name, tmp_path)
     binary = build.build(f"native/{program}.cpp", PROGRAMS[program], sanitizer=sanitizer, csrc=csrc)
-    result = run(binary, sanitizer)
+    result = run(binary, sanitizer, SEEDS[sanitizer])
     assert result.returncode != 0 and report in result.stderr, result.stderr

@@ -39,12 +39,12 @@ def mask_pack(backend):
 
 
 def mask_pack_of_many_tiles(backend):
-    """With all 200 resident, tiles look back over several windows of 32."""
-    numel, capacity = 200 * 4096, 3000
-    residual, segments = samples.normal(numel), torch.tensor([0, numel])
-    nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
-    payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    threshold = torch.tensor([3.0])
+    """With all 140 resident, tiles look back over several windows of 32; every other is skipped."""
+    tiles, tile, capacity = 140, 4096, 2000
+    residual, segments = samples.normal(tiles * tile), torch.arange(tiles + 1) * tile
+    nbytes = payload_layout(tiles * tile, capacity, torch.float32, 1).nbytes
+    payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(tiles, dtype=torch.int32)
+    threshold = torch.tensor([3.0, -1.0]).repeat(tiles // 2)
     backend.mask_pack(residual, None, segments, threshold, payload, seen, capacity, torch.float32)
     return residual, payload, seen
 
@@ -119,7 +119,7 @@ def row_dequantize(backend):
     )
 
 
-RESIDENT_BLOCKS = {mask_pack_of_many_tiles: 200}  # else few: others wait until one of them ends
+RESIDENT_BLOCKS = {mask_pack_of_many_tiles: 140}  # else few: others wait until one of them ends
 
 # fault: (run, what is found: the executor's words, or "wrong")
 CAUGHT = {
