@@ -115,14 +115,14 @@ FAULTS = {
     "no barrier before the warps' counts are read": _edit(
         "mask_pack",
         "mask_pack.cu",
-        "sum_rows(rows_total) << 1 | non_finite;\n  __syncthreads();",
-        "sum_rows(rows_total) << 1 | non_finite;",
+        "count << 1 | non_finite;\n  __syncthreads();",
+        "count << 1 | non_finite;",
     ),
     "no barrier before pack": _edit(
         "mask_pack", "mask_pack.cu", "  __syncthreads();\n  pack(", "  pack("
     ),
     "no repair of the residual on overflow": _edit(
-        "mask_pack", "mask_pack.cu", "args.residual[base + e] = acc;", ";"
+        "mask_pack", "mask_pack.cu", "args.residual[begin + offset] = acc;", ";"
     ),
     "scratch not cleared": _edit(
         "mask_pack",

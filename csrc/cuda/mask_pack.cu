@@ -1,8 +1,9 @@
 // mask_pack.cu -- error feedback, threshold and ordered compaction in one streaming pass.
 //
 // A block takes the next tile of 4,096 elements, reads residual and gradient into registers, writes
-// the new residual, counts what it keeps, publishes the count, looks back for what the tiles before
-// it kept, and writes its entries behind theirs.
+// their sums to the residual, moves the few that it keeps to shared memory, where neighbouring
+// threads find neighbouring entries, takes from the residual what will be packed, publishes its
+// count, looks back for what the tiles before it kept, and writes its entries behind theirs.
 #include "detail/launch.cuh"
 #include "detail/look_back.cuh"
 #include "detail/mask_pack_tile.cuh"
@@ -23,8 +24,15 @@ struct Shared {
   MaskPackTile tile;
   uint32_t warp_count[kWarps];   // kept << 1 | whether one of them is not finite
   uint32_t warp_before[kWarps];  // kept by the warps before
+  uint32_t kept;                 // by the tile
   Word before;                   // kept by the tiles before in the range
+  // A warp's entries, in order, from the first of its elements on.
+  float acc[kTile];
+  uint16_t offset[kTile];  // in the tile
 };
+
+template <typename Grad>
+constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
 
 // Four rows' counts, 8 bits each: a row of a warp has 128 elements.
 __device__ uint32_t row_counts(uint32_t kept) {
@@ -72,6 +80,7 @@ __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout
   const bool damage = at.last && any_damage(args);
   const TileCount before = look_back(words, at.index, own);
   if (lane != 0) return;
+  shared.kept = static_cast<uint32_t>(own.count);
   shared.before = before.count;
 
   uint8_t* payload = args.payload + at.range * layout.nbytes;
@@ -97,34 +106,71 @@ __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout
   starts[num_blocks(at.range_numel)] = header.count;
 }
 
-// Writes the entries in order; those beyond the capacity go back to the residual.
-__device__ void pack(const MaskPackArgs& args, const PayloadLayout& layout, const Shared& shared,
-                     const Elements& own, uint32_t rows_before, uint32_t rows_total) {
-  const Word capacity = args.capacity, before = min(shared.before, capacity);
-  const int room = static_cast<int>(min(capacity - before, Word{kTile}));
-  uint8_t* payload = args.payload + shared.tile.at.range * layout.nbytes;
-  auto* positions = reinterpret_cast<uint16_t*>(payload + layout.positions) + before;
-  uint8_t* values = payload + layout.values + before * itemsize(args.value_dtype);
-  int row_begin = static_cast<int>(shared.warp_before[warp_index()]);
+// By one warp: moves what its lanes keep to shared memory, in order. Returns how much.
+__device__ uint32_t collect(const Elements& own, Shared& shared) {
+  const uint32_t rows = row_counts(own.kept);
+  const uint32_t rows_up_to = warp_inclusive_sum(rows);
+  const uint32_t rows_total = __shfl_sync(kFullWarp, rows_up_to, kWarpSize - 1);
+  const uint32_t rows_before = rows_up_to - rows;
+  uint32_t row_begin = warp_index() * kWarpTile;
 #pragma unroll
   for (int j = 0; j < Policy::kVectors; ++j) {
     const uint32_t in_row = rows_total >> (8 * j) & 255;
     if (in_row == 0) continue;
-    const int64_t base = shared.tile.at.bounds.begin + thread_offset() + j * kRow;
-    const unsigned position = static_cast<unsigned>(base) % kBlock;
-    int entry = row_begin + static_cast<int>(rows_before >> (8 * j) & 255);
-    row_begin += static_cast<int>(in_row);
+    uint32_t entry = row_begin + (rows_before >> (8 * j) & 255);
+    row_begin += in_row;
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
       if (!(own.kept >> (4 * j + e) & 1)) continue;
-      const float acc = own.acc[j][e];
-      if (entry < room) {
-        positions[entry] = static_cast<uint16_t>(position + e);
-        store_payload_value(values, entry, acc, args.value_dtype);
-      } else if (is_finite(acc)) {
-        args.residual[base + e] = acc;
-      }
+      shared.acc[entry] = own.acc[j][e];
+      shared.offset[entry] = static_cast<uint16_t>(thread_offset() + j * kRow + e);
       ++entry;
+    }
+  }
+  return sum_rows(rows_total);
+}
+
+// By one warp: the residual of its entries, if all will be packed, which is nearly always so. Needs
+// no prefix, so these stores wait for nobody. Returns whether an entry is not finite.
+template <typename Grad>
+__device__ bool subtract(const MaskPackArgs& args, const Shared& shared, uint32_t count) {
+  const uint32_t begin = warp_index() * kWarpTile;
+  float* residual = args.residual + shared.tile.at.bounds.begin;
+  bool non_finite = false;
+  for (uint32_t i = begin + lane_index(); i < begin + count; i += kWarpSize) {
+    const float acc = shared.acc[i];
+    if (is_finite(acc)) {
+      residual[shared.offset[i]] = __fsub_rn(acc, through_payload(acc, args.value_dtype));
+    } else {
+      if (!kHasGrad<Grad>) residual[shared.offset[i]] = 0.0f;
+      non_finite = true;
+    }
+  }
+  return __any_sync(kFullWarp, non_finite) != 0;
+}
+
+// Writes the entries in order; those beyond the capacity go back to the residual.
+__device__ void pack(const MaskPackArgs& args, const PayloadLayout& layout, const Shared& shared) {
+  const auto first = static_cast<uint32_t>(thread_index());
+  if (first >= shared.kept) return;
+  const Word capacity = args.capacity, before = min(shared.before, capacity);
+  const auto room = static_cast<uint32_t>(min(capacity - before, Word{kTile}));
+  const int64_t begin = shared.tile.at.bounds.begin;
+  uint8_t* payload = args.payload + shared.tile.at.range * layout.nbytes;
+  auto* positions = reinterpret_cast<uint16_t*>(payload + layout.positions) + before;
+  uint8_t* values = payload + layout.values + before * itemsize(args.value_dtype);
+  for (uint32_t entry = first; entry < shared.kept; entry += Policy::kThreads) {
+    int warp = 0;
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) warp += entry >= shared.warp_before[w];
+    const uint32_t i = warp * kWarpTile + entry - shared.warp_before[warp];
+    const float acc = shared.acc[i];
+    const uint32_t offset = shared.offset[i];
+    if (entry < room) {
+      positions[entry] = static_cast<uint16_t>(static_cast<uint32_t>(begin) % kBlock + offset);
+      store_payload_value(values, entry, acc, args.value_dtype);
+    } else if (is_finite(acc)) {
+      args.residual[begin + offset] = acc;
     }
   }
 }
@@ -140,7 +186,8 @@ __device__ void clear_empty(const MaskPackArgs& args, int work) {
 }
 
 template <typename Grad>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
+__global__ void __launch_bounds__(Policy::kThreads, kHasGrad<Grad> ? Policy::kMinBlocks
+                                                                   : Policy::kMinBlocksWithoutGrad)
     mask_pack_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout, Scratch scratch,
                      bool aligned) {
   DCT_SHARED(Shared, shared);
@@ -153,23 +200,23 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   const MaskPackTile& tile = shared.tile;
   const int64_t length = tile.at.bounds.end - tile.at.bounds.begin;
   const bool skipped = tile.one_segment && tile.tau < 0.0f;
-  const bool whole = aligned && tile.one_segment && length == kTile;
+  const bool whole = aligned && length == kTile;
   const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
 
   Elements own = {};
-  if (!skipped && whole) {
-    load_whole<Grad>(args, tile, scale, own);
-  } else if (!skipped) {
-    load_any<Grad>(args, scratch.segments, tile, scale, own);
+  if (!skipped) {
+    load<Grad>(args, tile, whole, scale, own);
+    if (tile.one_segment) {
+      mark(effective(tile.tau), own);
+    } else {
+      mark_across(args, scratch.segments, tile, own);
+    }
   }
-  bool non_finite = false;
-  if (!skipped) non_finite = store_residual<!std::is_same_v<Grad, NoGrad>>(args, tile, whole, own);
-
-  const uint32_t rows = row_counts(own.kept);
-  const uint32_t rows_up_to = warp_inclusive_sum(rows);
-  const uint32_t rows_total = __shfl_sync(kFullWarp, rows_up_to, kWarpSize - 1);
-  non_finite = __any_sync(kFullWarp, non_finite) != 0;
-  if (lane == 0) shared.warp_count[warp] = sum_rows(rows_total) << 1 | non_finite;
+  const uint32_t count = collect(own, shared);
+  if (kHasGrad<Grad> && !skipped) store_sums(args, tile, whole, own);
+  __syncwarp();
+  const bool non_finite = subtract<Grad>(args, shared, count);
+  if (lane == 0) shared.warp_count[warp] = count << 1 | non_finite;
   __syncthreads();
   if (warp == 0) {
     find_place(args, layout, scratch.tiles + tile.at.work - tile.at.index, shared);
@@ -177,7 +224,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     count_seen(args, scratch, shared);
   }
   __syncthreads();
-  pack(args, layout, shared, own, rows_up_to - rows, rows_total);
+  pack(args, layout, shared);
   clear_empty(args, tile.at.work);
 }
 

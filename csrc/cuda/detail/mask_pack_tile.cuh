@@ -1,7 +1,9 @@
 #pragma once
 
 // The part of mask_pack that knows elements: a thread's 16 of them, the segments they lie in, the
-// thresholds, and what stays in the residual.
+// thresholds, and the sums' way back into the residual.
+
+#include <limits>
 
 #include "../../common/ops.h"
 #include "../../common/payload.h"
@@ -14,12 +16,14 @@ namespace dct::cuda {
 struct MaskPackPolicy {
   static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
+  static constexpr int kMinBlocksWithoutGrad = 6;  // at most 40
   static constexpr int kVectors = 4;  // of four elements: 32 KB in flight a block, with a gradient
 };
 constexpr int kWarps = MaskPackPolicy::kThreads / kWarpSize;
 constexpr int kVectorElements = 4;
 constexpr int kRow = kWarpSize * kVectorElements;  // what a warp reads at once
-constexpr int kTile = MaskPackPolicy::kThreads * MaskPackPolicy::kVectors * kVectorElements;
+constexpr int kWarpTile = kRow * MaskPackPolicy::kVectors;
+constexpr int kTile = kWarps * kWarpTile;
 static_assert(kBlock % kTile == 0, "a payload block begins with a tile");
 static_assert(MaskPackPolicy::kVectors <= 4, "the counts of a thread's rows share a 32-bit word");
 
@@ -43,13 +47,14 @@ struct Elements {
 // Of the first of its elements in the tile.
 __device__ inline int thread_offset() {
   const int warp = warp_index(), lane = lane_index();
-  return warp * (kRow * MaskPackPolicy::kVectors) + lane * kVectorElements;
+  return warp * kWarpTile + lane * kVectorElements;
 }
 
 // Zeros never pass: no float but zero is below the smallest subnormal. A NaN threshold passes all
 // others, and a NaN passes any threshold.
 __device__ inline float effective(float tau) { return fmaxf(tau, bits_to_float(1)); }
 __device__ inline bool passes(float acc, float tau) { return !(fabsf(acc) < tau); }
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Where segment `index` begins, within the tensor whatever the offset is.
 __device__ inline int64_t segment_begin(const MaskPackArgs& args, int64_t index) {
@@ -113,36 +118,37 @@ __device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeT
   return tile;
 }
 
-// A whole tile of one segment: all loads are issued before the first is used.
+// Reads the elements of a tile, by vectors if it is `whole`; all loads are issued before the first
+// is used.
 template <typename Grad>
-__device__ void load_whole(const MaskPackArgs& args, const MaskPackTile& tile, float scale,
-                           Elements& own) {
+__device__ void load(const MaskPackArgs& args, const MaskPackTile& tile, bool whole, float scale,
+                     Elements& own) {
+  const int length = static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
   const int64_t base = tile.at.bounds.begin + thread_offset();
-  float history[MaskPackPolicy::kVectors][kVectorElements];
-  Grad gradient[MaskPackPolicy::kVectors][kVectorElements];
+  const auto* grad = static_cast<const Grad*>(args.grad);
+  float history[MaskPackPolicy::kVectors][kVectorElements] = {};
+  Grad gradient[MaskPackPolicy::kVectors][kVectorElements] = {};
+  if (whole) {
 #pragma unroll
-  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-    stream_in(args.residual + base + j * kRow, history[j]);
-    stream_in(static_cast<const Grad*>(args.grad) + base + j * kRow, gradient[j]);
-  }
-  const float tau = effective(tile.tau);
-  own.owned = 0xffff;
+    for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
+      stream_in(args.residual + base + j * kRow, history[j]);
+      stream_in(grad + base + j * kRow, gradient[j]);
+    }
+    own.owned = 0xffff;
+  } else {
 #pragma unroll
-  for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-#pragma unroll
-    for (int e = 0; e < kVectorElements; ++e) {
-      own.acc[j][e] = accumulate(history[j][e], gradient[j][e], scale);
-      own.kept |= uint32_t{passes(own.acc[j][e], tau)} << (4 * j + e);
+    for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+      const int j = i / kVectorElements, e = i % kVectorElements;
+      if (thread_offset() + j * kRow + e >= length) continue;
+      history[j][e] = args.residual[base + j * kRow + e];
+      if constexpr (!std::is_same_v<Grad, NoGrad>) gradient[j][e] = grad[base + j * kRow + e];
+      own.owned |= 1u << i;
     }
   }
-}
-
-template <typename Grad>
-__device__ Grad grad_at(const MaskPackArgs& args, int64_t i) {
-  if constexpr (std::is_same_v<Grad, NoGrad>) {
-    return {};
-  } else {
-    return static_cast<const Grad*>(args.grad)[i];
+#pragma unroll
+  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+    const int j = i / kVectorElements, e = i % kVectorElements;
+    own.acc[j][e] = accumulate(history[j][e], gradient[j][e], scale);
   }
 }
 
@@ -159,81 +165,83 @@ struct SegmentCursor {
     end = which == tile.last_segment || left > kTile ? kTile
                                                      : static_cast<int>(max(left, int64_t{0}));
   }
+  // Enters the segment of an element that lies behind this one.
+  __device__ void seek(const MaskPackArgs& args, const MaskPackTile& tile, int offset) {
+    const int64_t* ends = args.segments + 1 + segment + 1;
+    const int64_t passed =
+        upper_bound(ends, tile.last_segment - segment - 1, tile.at.bounds.begin + offset);
+    enter(args, tile, segment + 1 + passed);
+  }
 };
 
-// Any tile, element by element: at the end of the tensor, across segments, or misaligned.
-template <typename Grad>
-__device__ void load_any(const MaskPackArgs& args, Word* segment_words, const MaskPackTile& tile,
-                         float scale, Elements& own) {
-  const int length = static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
+// Marks what is kept in a tile of one segment.
+__device__ inline void mark(float tau, Elements& own) {
+#pragma unroll
+  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+    if (passes(own.acc[i / kVectorElements][i % kVectorElements], tau)) own.kept |= 1u << i;
+  }
+  own.kept &= own.owned;
+}
+
+// Marks what is kept in a tile that segments share, and counts it for each of them. What belongs to
+// a skipped segment is not owned.
+__device__ inline void mark_across(const MaskPackArgs& args, Word* segment_words,
+                                   const MaskPackTile& tile, Elements& own) {
   SegmentCursor cursor;
   cursor.enter(args, tile, tile.first_segment);
 #pragma unroll
   for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-    const int offset = thread_offset() + j * kRow;
-    if (!tile.one_segment) {
-      const int64_t segments = tile.last_segment - tile.first_segment;
-      const int64_t* ends = args.segments + 1 + tile.first_segment;
-      const int64_t passed = upper_bound(ends, segments, tile.at.bounds.begin + offset);
-      cursor.enter(args, tile, tile.first_segment + passed);
-    }
     int kept = 0;
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
-      if (offset + e >= length) continue;
-      while (offset + e >= cursor.end) {
+      const int offset = thread_offset() + j * kRow + e;
+      const uint32_t bit = 1u << (4 * j + e);
+      if (!(own.owned & bit)) continue;
+      if (offset >= cursor.end) {
         if (kept > 0) add_to_segment(args, segment_words, cursor.segment, kept, 0);
         kept = 0;
-        cursor.enter(args, tile, cursor.segment + 1);
+        cursor.seek(args, tile, offset);
       }
-      if (cursor.tau < 0.0f) continue;
-      const int64_t i = tile.at.bounds.begin + offset + e;
-      own.acc[j][e] = accumulate(args.residual[i], grad_at<Grad>(args, i), scale);
-      own.owned |= 1u << (4 * j + e);
-      if (!passes(own.acc[j][e], effective(cursor.tau))) continue;
-      own.kept |= 1u << (4 * j + e);
+      if (cursor.tau < 0.0f) own.owned &= ~bit;
+      if (cursor.tau < 0.0f || !passes(own.acc[j][e], effective(cursor.tau))) continue;
+      own.kept |= bit;
       ++kept;
     }
-    if (!tile.one_segment && kept > 0) {
-      add_to_segment(args, segment_words, cursor.segment, kept, 0);
-    }
+    if (kept > 0) add_to_segment(args, segment_words, cursor.segment, kept, 0);
   }
 }
 
-// Writes what stays behind if everything kept is packed, which is nearly always so: the stores need
-// not wait for the tiles before. Returns whether a kept entry is not finite.
-template <bool kHasGrad>
-__device__ bool store_residual(const MaskPackArgs& args, const MaskPackTile& tile, bool whole,
-                               const Elements& own) {
-  bool non_finite = false;
+// Writes the sums to the residual. One that is not finite is kept, and the residual keeps what it
+// had.
+__device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& tile, bool whole,
+                                  Elements& own) {
+  const int64_t base = tile.at.bounds.begin + thread_offset();
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+    finite &= fabsf(own.acc[i / kVectorElements][i % kVectorElements]) < kInfinity;
+  }
+  if (!finite) {
+#pragma unroll
+    for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+      const int j = i / kVectorElements, e = i % kVectorElements;
+      if (!(own.owned >> i & 1) || is_finite(own.acc[j][e])) continue;
+      const float old = args.residual[base + j * kRow + e];
+      own.acc[j][e] = is_finite(old) ? old : 0.0f;
+    }
+  }
 #pragma unroll
   for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-    const int64_t base = tile.at.bounds.begin + thread_offset() + j * kRow;
-    const uint32_t kept = own.kept >> (4 * j) & 15, owned = own.owned >> (4 * j) & 15;
-    if (!kHasGrad && kept == 0) continue;
-    float left[kVectorElements];
-#pragma unroll
-    for (int e = 0; e < kVectorElements; ++e) {
-      const float acc = left[e] = own.acc[j][e];
-      if (!(kept >> e & 1)) continue;
-      if (is_finite(acc)) {
-        left[e] = __fsub_rn(acc, through_payload(acc, args.value_dtype));
-      } else {  // the residual keeps what it had
-        const float old = args.residual[base + e];
-        left[e] = is_finite(old) ? old : 0.0f;
-        non_finite = true;
-      }
-    }
-    if (kHasGrad && whole) {
-      stream_out(args.residual + base, left);
+    const uint32_t owned = own.owned >> (4 * j) & 15;
+    if (whole && owned == 15) {
+      stream_out(args.residual + base + j * kRow, own.acc[j]);
       continue;
     }
 #pragma unroll
     for (int e = 0; e < kVectorElements; ++e) {
-      if ((kHasGrad ? owned : kept) >> e & 1) args.residual[base + e] = left[e];
+      if (owned >> e & 1) args.residual[base + j * kRow + e] = own.acc[j][e];
     }
   }
-  return non_finite;
 }
 
 }  // namespace dct::cuda
