@@ -208,8 +208,8 @@ FAULTS = {
     "no bar.warp.sync between clearing a row and filling it": _edit(
         "row_unpack",
         "row_unpack.cu",
-        "make_uint4(0, 0, 0, 0);\n  __syncwarp();",
-        "make_uint4(0, 0, 0, 0);",
+        "make_uint4(0, 0, 0, 0);\n  }\n  __syncwarp();",
+        "make_uint4(0, 0, 0, 0);\n  }",
     ),
     "no bar.warp.sync between codes and bytes": _edit(
         "row_quantize",

@@ -14,17 +14,19 @@ struct Policy {
 
 // A row to each kGroup threads.
 template <int kGroup>
-__global__ void __launch_bounds__(Policy::kThreads) row_gather_kernel(RowGatherArgs args) {
+__global__ void __launch_bounds__(Policy::kThreads)
+    row_gather_kernel(RowGatherArgs args, PositionFormat format) {
   DCT_SHARED(ScanStorage<kGroup>, storage);
   constexpr int kRows = Policy::kThreads / kGroup;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kGroup;
   if (row >= args.rows) return;
-  const uint8_t* positions = args.positions + row * position_bytes(args.width, args.k);
-  for_each_slot<kGroup>(positions, args.width, args.k, storage, [&](int64_t slot, int column) {
-    const float x =
-        column < 0 ? 0.0f : load_element(args.x, row * args.width + column, args.x_dtype);
-    store_element(args.values, row * args.k + slot, x, args.value_dtype);
-  });
+  const uint8_t* positions = args.positions + row * format.bytes;
+  for_each_slot<kGroup>(
+      format, positions, args.width, args.k, storage, [&](int64_t slot, int column) {
+        const float x =
+            column < 0 ? 0.0f : load_element(args.x, row * args.width + column, args.x_dtype);
+        store_element(args.values, row * args.k + slot, x, args.value_dtype);
+      });
 }
 
 template <int kGroup>
@@ -33,7 +35,7 @@ cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
   if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   return launch(row_gather_kernel<kGroup>, dim3(static_cast<unsigned>(blocks)), Policy::kThreads, 0,
-                stream, args);
+                stream, args, PositionFormat(args.width, args.k));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // row_unpack.cu -- dense rows from packed ones.
 //
-// A warp builds a narrow row in shared memory and writes it out once. A block clears a wide row in
-// place and scatters into it: the row is still in the cache by then.
+// 8, 16 or 32 lanes build a narrow row in shared memory and write it out once. A block clears a
+// wide row in place and scatters into it: the row is still in the cache by then.
 #include "detail/launch.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
@@ -13,60 +13,55 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  static constexpr int kRowBytes = 4096;  // of a narrow row: 32 KB of shared memory a block
-};
-constexpr int kWarps = Policy::kThreads / kWarpSize;
-
-// A row that a warp builds.
-struct alignas(16) Stage {
-  unsigned char bytes[Policy::kRowBytes];
-};
-struct NarrowShared {
-  Stage row[kWarps];
-  ScanStorage<kWarpSize> scan;
+  static constexpr int kVectorBytes = 16;
+  static constexpr int kLaneBytes = 128;  // of a narrow row: 32 KB of shared memory a block
 };
 
-__device__ void spread(const RowUnpackArgs& args, int64_t row, void* target, int64_t slot,
-                       int column) {
-  if (column < 0) return;
-  const float x = load_element(args.values, row * args.k + slot, args.value_dtype);
-  store_element(target, column, x, args.out_dtype);
+// Bytes of a row, in shared memory.
+__host__ __device__ int stage_bytes(int row_bytes) {
+  return (row_bytes + Policy::kVectorBytes - 1) / Policy::kVectorBytes * Policy::kVectorBytes;
 }
 
+template <int kLanes, typename Out>
 __global__ void __launch_bounds__(Policy::kThreads)
-    row_unpack_narrow_kernel(RowUnpackArgs args, bool aligned) {
-  DCT_SHARED(NarrowShared, shared);
-  const int64_t row = int64_t{blockIdx.x} * kWarps + warp_index();
-  if (row >= args.rows) return;
-  Stage& stage = shared.row[warp_index()];
-  const int bytes = static_cast<int>(args.width * itemsize(args.out_dtype));
-  auto* vectors = reinterpret_cast<uint4*>(stage.bytes);
-  for (int i = lane_index(); i * 16 < bytes; i += kWarpSize) vectors[i] = make_uint4(0, 0, 0, 0);
+    row_unpack_narrow_kernel(RowUnpackArgs args, PositionFormat format, bool aligned) {
+  constexpr int kPer = Policy::kVectorBytes / sizeof(Out);
+  DCT_DYNAMIC_SHARED(unsigned char, stages);
+  const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
+  const int64_t row = int64_t{blockIdx.x} * (Policy::kThreads / kLanes) + group;
+  const bool active = row < args.rows;  // the others take part in what a warp does together
+  const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
+  auto* stage = reinterpret_cast<Out*>(stages + group * stage_bytes(width * sizeof(Out)));
+#pragma unroll 1
+  for (int i = lane * kPer; i < width; i += kLanes * kPer) {
+    *reinterpret_cast<uint4*>(stage + i) = make_uint4(0, 0, 0, 0);
+  }
   __syncwarp();
 
-  const uint8_t* positions = args.positions + row * position_bytes(args.width, args.k);
-  for_each_slot<kWarpSize>(
-      positions, args.width, args.k, shared.scan,
-      [&](int64_t slot, int column) { spread(args, row, stage.bytes, slot, column); });
+  const int64_t source = active ? row : 0, slots = source * k;
+  ScanStorage<kLanes> storage;
+  for_each_slot<kLanes>(format, args.positions + source * format.bytes, width, k, storage,
+                        [&](int slot, int column) {
+                          const float x = load_element(args.values, slots + slot, args.value_dtype);
+                          if (column >= 0) stage[column] = round_to<Out>(x);
+                        });
   __syncwarp();
 
-  auto* out = static_cast<unsigned char*>(args.out) + row * bytes;
+  if (!active) return;
+  auto* out = static_cast<Out*>(args.out) + row * width;
   if (aligned) {
-    for (int i = lane_index(); i * 16 < bytes; i += kWarpSize) {
-      __stcs(reinterpret_cast<uint4*>(out) + i, vectors[i]);
-    }
-  } else if (args.out_dtype == DType::kFloat32) {
-    for (int i = lane_index(); i * 4 < bytes; i += kWarpSize) {
-      reinterpret_cast<uint32_t*>(out)[i] = reinterpret_cast<const uint32_t*>(stage.bytes)[i];
+#pragma unroll 1
+    for (int i = lane * kPer; i < width; i += kLanes * kPer) {
+      __stcs(reinterpret_cast<uint4*>(out + i), *reinterpret_cast<const uint4*>(stage + i));
     }
   } else {
-    for (int i = lane_index(); i * 2 < bytes; i += kWarpSize) {
-      reinterpret_cast<uint16_t*>(out)[i] = reinterpret_cast<const uint16_t*>(stage.bytes)[i];
-    }
+#pragma unroll 1
+    for (int i = lane; i < width; i += kLanes) out[i] = stage[i];
   }
 }
 
-__global__ void __launch_bounds__(Policy::kThreads) row_unpack_wide_kernel(RowUnpackArgs args) {
+__global__ void __launch_bounds__(Policy::kThreads)
+    row_unpack_wide_kernel(RowUnpackArgs args, PositionFormat format) {
   DCT_SHARED(ScanStorage<Policy::kThreads>, storage);
   const int64_t row = blockIdx.x;
   const int64_t size = itemsize(args.out_dtype);
@@ -75,24 +70,42 @@ __global__ void __launch_bounds__(Policy::kThreads) row_unpack_wide_kernel(RowUn
     store_element(out, i, 0.0f, args.out_dtype);
   }
   __syncthreads();
-  const uint8_t* positions = args.positions + row * position_bytes(args.width, args.k);
-  for_each_slot<Policy::kThreads>(
-      positions, args.width, args.k, storage,
-      [&](int64_t slot, int column) { spread(args, row, out, slot, column); });
+  for_each_slot<Policy::kThreads>(format, args.positions + row * format.bytes, args.width, args.k,
+                                  storage, [&](int64_t slot, int column) {
+                                    if (column < 0) return;
+                                    const float x = load_element(args.values, row * args.k + slot,
+                                                                 args.value_dtype);
+                                    store_element(out, column, x, args.out_dtype);
+                                  });
+}
+
+template <int kLanes, typename Out>
+cudaError_t run(const RowUnpackArgs& args, cudaStream_t stream) {
+  constexpr int kRows = Policy::kThreads / kLanes;
+  const int64_t blocks = (args.rows + kRows - 1) / kRows;
+  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
+  const int bytes = static_cast<int>(args.width * sizeof(Out));
+  const bool aligned =
+      bytes % Policy::kVectorBytes == 0 && is_aligned(args.out, Policy::kVectorBytes);
+  return launch(row_unpack_narrow_kernel<kLanes, Out>, dim3(static_cast<unsigned>(blocks)),
+                Policy::kThreads, kRows * stage_bytes(bytes), stream, args,
+                PositionFormat(args.width, args.k), aligned);
 }
 
 }  // namespace
 
 cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
-  const int64_t bytes = args.width * itemsize(args.out_dtype);
-  const bool narrow = bytes <= Policy::kRowBytes;
-  const int64_t blocks = narrow ? (args.rows + kWarps - 1) / kWarps : args.rows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(blocks));
-  if (!narrow) return launch(row_unpack_wide_kernel, grid, Policy::kThreads, 0, stream, args);
-  const bool aligned = bytes % 16 == 0 && is_aligned(args.out, 16);
-  return launch(row_unpack_narrow_kernel, grid, Policy::kThreads, 0, stream, args, aligned);
+  return dispatch(args.out_dtype, [&](auto out) {
+    using Out = decltype(out);
+    const int64_t bytes = args.width * static_cast<int64_t>(sizeof(Out));
+    if (bytes <= 8 * Policy::kLaneBytes) return run<8, Out>(args, stream);
+    if (bytes <= 16 * Policy::kLaneBytes) return run<16, Out>(args, stream);
+    if (bytes <= 32 * Policy::kLaneBytes) return run<32, Out>(args, stream);
+    if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
+    return launch(row_unpack_wide_kernel, dim3(static_cast<unsigned>(args.rows)), Policy::kThreads,
+                  0, stream, args, PositionFormat(args.width, args.k));
+  });
 }
 
 }  // namespace dct::cuda

@@ -7,22 +7,32 @@
 
 namespace dct::cuda {
 
-// By a group of kThreads threads: calls visit(slot, column) once for every slot in [0, k), with
-// column -1 where no column can be accepted. A list's column is accepted if it is inside the row
-// and above all accepted before it; a bitmap's j-th set bit is slot j. Accepted columns are
-// distinct.
-template <int kThreads, typename Visit>
-__device__ void for_each_slot(const uint8_t* positions, int64_t width, int64_t k,
-                              ScanStorage<kThreads>& storage, Visit visit) {
+// How the positions of all rows of a tensor are written, found once, by the host.
+struct PositionFormat {
+  PositionEncoding encoding;
+  int64_t bytes;  // of a row's positions
+
+  PositionFormat(int64_t width, int64_t k)
+      : encoding(position_encoding(width, k)), bytes(position_bytes(width, k)) {}
+};
+
+// By a group of kThreads threads, and all groups of a warp, whose rows are alike: calls
+// visit(slot, column) once for every slot in [0, k), with column -1 where no column can be
+// accepted. A list's column is accepted if it is inside the row and above all accepted before it; a
+// bitmap's j-th set bit is slot j. Accepted columns are distinct. Index is an integer that holds
+// the width.
+template <int kThreads, typename Index, typename Visit>
+__device__ void for_each_slot(const PositionFormat& format, const uint8_t* positions, Index width,
+                              Index k, ScanStorage<kThreads>& storage, Visit visit) {
   const int thread = thread_index() % kThreads;
-  const PositionEncoding encoding = position_encoding(width, k);
-  if (encoding != PositionEncoding::kBitmap) {
+  if (format.encoding != PositionEncoding::kBitmap) {
     int highest = -1;
-    for (int64_t begin = 0; begin < k; begin += kThreads) {
-      const int64_t slot = begin + thread;
+#pragma unroll 1
+    for (Index begin = 0; begin < k; begin += kThreads) {
+      const Index slot = begin + thread;
       int column = -1;
       if (slot < k) {
-        column = encoding == PositionEncoding::kUint8
+        column = format.encoding == PositionEncoding::kUint8
                      ? positions[slot]
                      : positions[2 * slot] | positions[2 * slot + 1] << 8;
         if (column >= width) column = -1;
@@ -33,19 +43,20 @@ __device__ void for_each_slot(const uint8_t* positions, int64_t width, int64_t k
     }
     return;
   }
-  const int64_t bytes = position_bytes(width, k);
-  int64_t slots = 0;
-  for (int64_t begin = 0; begin < bytes && slots < k; begin += kThreads) {
-    const int64_t byte = begin + thread;
+  const auto bytes = static_cast<Index>(format.bytes);
+  Index slots = 0;
+#pragma unroll 1
+  for (Index begin = 0; begin < bytes; begin += kThreads) {
+    const Index byte = begin + thread;
     unsigned bits = byte < bytes ? positions[byte] : 0;
     if (byte == bytes - 1) bits &= 0xffu >> (8 * bytes - width);
     const Scanned set = scan<kThreads>(__popc(bits), Sum{}, storage);
-    for (int64_t slot = slots + set.before; bits != 0 && slot < k; bits &= bits - 1) {
+    for (Index slot = slots + set.before; bits != 0 && slot < k; bits &= bits - 1) {
       visit(slot++, static_cast<int>(8 * byte) + __ffs(static_cast<int>(bits)) - 1);
     }
     slots += set.total;
   }
-  for (int64_t slot = slots + thread; slot < k; slot += kThreads) visit(slot, -1);
+  for (Index slot = slots + thread; slot < k; slot += kThreads) visit(slot, -1);
 }
 
 }  // namespace dct::cuda
