@@ -12,12 +12,12 @@
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
+#include "prefetch.h"
 #include "vectorise.h"
 
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kAheadBytes = 2048;
 constexpr int64_t kSpareCodes = 16;  // a last byte filled up, and read by 8 bytes at a time
 
 // One task's working memory, for rows of `width` columns.
@@ -34,14 +34,6 @@ template <typename X>
 const float* as_floats(const X* x, int64_t width, const Scratch& scratch) {
   for (int64_t i = 0; i < width; ++i) scratch.row[i] = to_float(x[i]);
   return scratch.row.get();
-}
-
-// Rows are read one after another, but a row is worked on long enough for the hardware to stop
-// fetching ahead.
-template <typename X>
-void prefetch_row(const X* row, int64_t width) {
-  constexpr int64_t kLine = 64 / sizeof(X);
-  for (int64_t i = 0; i < width; i += kLine) __builtin_prefetch(row + i);
 }
 
 int32_t largest_key(const float* x, int64_t width) {
@@ -164,15 +156,15 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
   const auto* x = static_cast<const X*>(args.x);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t tasks = std::min(parallel.threads, args.rows);
-  const int64_t ahead = kAheadBytes / (width * static_cast<int64_t>(sizeof(X))) + 1;
   std::vector<Scratch> scratch;
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width);
   parallel.run(tasks, [&](int64_t task) {
     const Share mine = share(args.rows, tasks, task);
     const Scratch& own = scratch[task];
+    const Prefetch<X> prefetch(x, width, mine.end);
     vectorise([&] {
       for (int64_t row = mine.begin; row < mine.end; ++row) {
-        if (row + ahead < mine.end) prefetch_row(x + (row + ahead) * width, width);
+        prefetch.before(row);
         const float* floats = as_floats(x + row * width, width, own);
         quantize_row<kFormat>(floats, width, own, args.out + row * bytes);
       }

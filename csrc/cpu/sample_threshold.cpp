@@ -96,7 +96,7 @@ class Sampler {
     if (n > 0) {
       const double wanted = std::ceil(args_.density * static_cast<double>(n));
       const int64_t k = std::clamp<int64_t>(static_cast<int64_t>(wanted), 1, n);
-      vectorise([&] { key = kth_largest(keys_.get() + first_[s], n, k); });
+      vectorise_keys([&](auto how) { key = kth_largest(how, keys_.get() + first_[s], n, k); });
     }
     args_.threshold[s] = bits_to_float(key);
   }

@@ -1,0 +1,120 @@
+#pragma once
+
+// Comparing keys with a bound, by the instructions that make bits or counts of a comparison: the
+// compiler has no loop for the one, and adds the other up at length where there are few keys.
+
+#include <cstdint>
+
+#include "vectorise.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
+namespace dct::cpu {
+
+constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see largest.h
+
+// For each instruction set: `count` says how many keys of some groups reach a bound >= 0, `mark`
+// makes bit i of a group's word keys[i] >= bound.
+struct PlainKeys {
+  static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
+    int64_t total = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      int32_t count = 0;  // as wide as the keys, so that vector lanes line up
+      for (int i = 0; i < kKeyGroup; ++i) count += keys[kKeyGroup * g + i] >= bound;
+      total += count;
+    }
+    return total;
+  }
+  static void mark(const int32_t* keys, int64_t groups, int32_t bound, uint64_t* bits) {
+    for (int64_t g = 0; g < groups; ++g) {
+      uint64_t word = 0;
+      for (int i = 0; i < kKeyGroup; ++i) word |= uint64_t{keys[kKeyGroup * g + i] >= bound} << i;
+      bits[g] = word;
+    }
+  }
+};
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+struct Avx2Keys {
+  __attribute__((target("avx2"))) static int64_t count(const int32_t* keys, int64_t groups,
+                                                       int32_t bound) {
+    const __m256i below = _mm256_set1_epi32(bound - 1);
+    // Each less than 2^31, of up to 2^34 keys. Two, because an addition waits for the one before.
+    __m256i counts[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int64_t i = 0; i < 8 * groups; i += 2) {
+      for (int j = 0; j < 2; ++j) {
+        const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys) + i + j);
+        counts[j] = _mm256_sub_epi32(counts[j], _mm256_cmpgt_epi32(eight, below));
+      }
+    }
+    const __m256i sum = _mm256_add_epi32(counts[0], counts[1]);
+    const __m256i pairs = _mm256_hadd_epi32(sum, sum);
+    const __m256i halves = _mm256_hadd_epi32(pairs, pairs);
+    return int64_t{_mm256_extract_epi32(halves, 0)} + _mm256_extract_epi32(halves, 4);
+  }
+  __attribute__((target("avx2"))) static void mark(const int32_t* keys, int64_t groups,
+                                                   int32_t bound, uint64_t* bits) {
+    const __m256i below = _mm256_set1_epi32(bound - 1);
+    for (int64_t g = 0; g < groups; ++g) {
+      const auto* group = reinterpret_cast<const __m256i*>(keys + kKeyGroup * g);
+      uint64_t word = 0;
+      for (int i = 0; i < 8; ++i) {
+        const __m256i reach = _mm256_cmpgt_epi32(_mm256_loadu_si256(group + i), below);
+        word |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(reach)))) << (8 * i);
+      }
+      bits[g] = word;
+    }
+  }
+};
+
+struct Avx512Keys {
+#define DCT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+  DCT_AVX512 static uint64_t group(const int32_t* keys, __m512i least) {
+    uint64_t word = 0;
+    for (int i = 0; i < 4; ++i) {
+      const __m512i sixteen = _mm512_loadu_si512(keys + 16 * i);
+      word |= uint64_t{_mm512_cmpge_epi32_mask(sixteen, least)} << (16 * i);
+    }
+    return word;
+  }
+  DCT_AVX512 static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
+    const __m512i least = _mm512_set1_epi32(bound);
+    int64_t total = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      total += __builtin_popcountll(group(keys + kKeyGroup * g, least));
+    }
+    return total;
+  }
+  DCT_AVX512 static void mark(const int32_t* keys, int64_t groups, int32_t bound, uint64_t* bits) {
+    const __m512i least = _mm512_set1_epi32(bound);
+    for (int64_t g = 0; g < groups; ++g) bits[g] = group(keys + kKeyGroup * g, least);
+  }
+#undef DCT_AVX512
+};
+
+// As vectorise(), whose loop is told by its argument how to compare keys.
+template <typename Loop>
+void vectorise_keys(const Loop& loop) {
+  switch (isa()) {
+    case Isa::kAvx512:
+      return run_avx512([&] { loop(Avx512Keys{}); });
+    case Isa::kAvx2:
+      return run_avx2([&] { loop(Avx2Keys{}); });
+    default:
+      return loop(PlainKeys{});
+  }
+}
+
+#else
+
+template <typename Loop>
+void vectorise_keys(const Loop& loop) {
+  loop(PlainKeys{});
+}
+
+#endif
+
+}  // namespace dct::cpu

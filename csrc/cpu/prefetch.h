@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+namespace dct::cpu {
+
+// Rows are read one after another, but a row is worked on long enough for the hardware to stop
+// fetching ahead.
+template <typename X>
+class Prefetch {
+ public:
+  Prefetch(const X* x, int64_t width, int64_t rows)
+      : x_(x), width_(width), rows_(rows), ahead_(kAheadBytes / (width * kSize) + 1) {}
+
+  // Asks for a row some way behind this one.
+  void before(int64_t row) const {
+    if (row + ahead_ >= rows_) return;
+    const X* next = x_ + (row + ahead_) * width_;
+    for (int64_t i = 0; i < width_; i += kLineBytes / kSize) __builtin_prefetch(next + i);
+  }
+
+ private:
+  static constexpr int64_t kSize = sizeof(X), kLineBytes = 64, kAheadBytes = 2048;
+  const X* x_;
+  int64_t width_, rows_, ahead_;
+};
+
+}  // namespace dct::cpu
