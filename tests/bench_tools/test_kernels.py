@@ -24,6 +24,10 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     results = json.loads((tmp_path / "k.json").read_text())["results"]
     assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
+    assert {result["op"] for result in results if "300 segments" in result["case"]} == {
+        "mask_pack",
+        "sample_threshold",
+    }
     peers = {name for result in results for name in result["ms"]}
     assert peers >= {
         "copy",

@@ -16,6 +16,7 @@ from .peers import Peer
 
 F32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = 65536
+SEGMENTS = 300  # the parameters of a bucket: more than one may lie in a tile or a thread's share
 COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again: no cache holds it
 MOST_SETS = 64
 
@@ -49,8 +50,11 @@ def cases(
         if "mask_pack" in ops:
             for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, BF16)):
                 yield mask_pack(device, numel, density, grad, values, with_peers)
+            for grad, values in ((F32, F32), (None, BF16)):
+                yield mask_pack(device, numel, density, grad, values, False, SEGMENTS)
         if "sample_threshold" in ops:
             yield sample_threshold(device, numel, density)
+            yield sample_threshold(device, numel, density, SEGMENTS)
         if "scatter_unpack" in ops:
             for ranks in (2, 8):
                 yield scatter_unpack(device, numel, density, ranks)
@@ -74,18 +78,19 @@ def mask_pack(
     grad_dtype: torch.dtype | None,
     value_dtype: torch.dtype,
     with_peers: bool,
+    num_segments: int = 1,
 ) -> Case:
     grad_size = grad_dtype.itemsize if grad_dtype else 0
     sets = _sets((8 + grad_size) * numel)
     clean = _normal(sets, numel, device)
     residual = [tensor.clone() for tensor in clean]
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)] if grad_dtype else None
-    tau = _threshold(density, 2**0.5 if grad_dtype else 1.0, device)
-    segments = torch.tensor([0, numel], device=device)
+    tau = _threshold(density, 2**0.5 if grad_dtype else 1.0, device).repeat(num_segments)
+    segments = _segments(numel, num_segments, device)
     capacity = max(1, int(1.25 * density * numel))
     nbytes = payload_layout(numel, capacity, value_dtype).nbytes
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(sets)]
-    seen = torch.zeros(1, dtype=torch.int32, device=device)
+    seen = torch.zeros(num_segments, dtype=torch.int32, device=device)
 
     def run(ops, i):
         gradient = grad[i] if grad else None
@@ -103,7 +108,7 @@ def mask_pack(
         others = peers.compaction(residual, grad, tau, density)
     return Case(
         "mask_pack",
-        f"{_name(grad_dtype)} grad, {_name(value_dtype)} values",
+        f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_segments(num_segments)}",
         numel,
         int(moved),
         sets,
@@ -114,18 +119,19 @@ def mask_pack(
     )
 
 
-def sample_threshold(device: str, numel: int, density: float) -> Case:
+def sample_threshold(device: str, numel: int, density: float, num_segments: int = 1) -> Case:
     sets = _sets(8 * numel)
     x, residual = _normal(sets, numel, device), _normal(sets, numel, device)
-    segments = torch.tensor([0, numel], device=device)
+    segments = _segments(numel, num_segments, device)
     line = 32 if device == "cuda" else 64
 
     def run(ops, i):
         return (ops.sample_threshold(x[i], residual[i], segments, density, SAMPLES, i),)
 
-    samples = min(numel, SAMPLES)
+    samples = int(segments.diff().clamp(max=SAMPLES).sum())
     moved = 2 * min(line * samples, 4 * numel)
-    return Case("sample_threshold", f"{samples} samples", numel, moved, sets, run, density=density)
+    detail = f"{samples} samples{_in_segments(num_segments)}"
+    return Case("sample_threshold", detail, numel, moved, sets, run, density=density)
 
 
 def scatter_unpack(device: str, numel: int, density: float, ranks: int) -> Case:
@@ -236,6 +242,15 @@ def _sets(nbytes: int) -> int:
 
 def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
     return [torch.randn(numel, device=device) for _ in range(sets)]
+
+
+def _segments(numel: int, count: int, device: str) -> Tensor:
+    """Of unequal lengths: offsets grow as the square."""
+    return torch.tensor([numel * s * s // (count * count) for s in range(count + 1)], device=device)
+
+
+def _in_segments(count: int) -> str:
+    return f", {count} segments" if count > 1 else ""
 
 
 def _threshold(density: float, deviation: float, device: str) -> Tensor:
