@@ -95,7 +95,10 @@ PROMISES = {
     "row_pack_narrow_kernel<Float16, 4, 8>": Promise(wide_loads=2, in_flight={VECTORS: 1}),
     "row_pack_wide_kernel": Promise(in_flight={LOADS: 4}),
     "row_gather_kernel": Promise(in_flight={LOADS: 2}),
-    "row_unpack_narrow_kernel": Promise(wide_stores=1, in_flight={LOADS: 2}),
+    # The rows of a block, up to 128 bytes a thread.
+    "row_unpack_narrow_kernel": Promise(
+        wide_stores=1, in_flight={LOADS: 2}, dynamic_shared_bytes=256 * 128
+    ),
     "row_unpack_wide_kernel": Promise(in_flight={LOADS: 2}),
     # A lane's 16 columns, 32 of them in the widest rows, are read before any is used.
     "row_quantize_narrow_kernel<float": Promise(
