@@ -42,6 +42,13 @@ void run(Random& random, int64_t rows, int64_t width, int64_t k) {
   std::vector<X> x = random.reals<X>(rows * width);
   if (random.chance(0.3)) {  // many ties
     for (X& v : x) v = make<X>(static_cast<double>(random.integer(-2, 2)));
+  } else if (random.chance(0.5)) {  // rows alike, now and then one that is not
+    int exponent = 0;
+    for (int64_t i = 0; i < rows * width; ++i) {
+      if (i % width == 0 && random.chance(0.3)) exponent = static_cast<int>(random.integer(-9, 9));
+      const auto mantissa = static_cast<double>(random.integer(-99999, 99999));
+      x[i] = make<X>(std::ldexp(mantissa, exponent - 17));
+    }
   }
   std::vector<Value> values(rows * k), gathered(rows * k, make<Value>(7));
   std::vector<X> out(rows * width, make<X>(7));
