@@ -5,10 +5,11 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import quantized_rows as oracle
 from torch import nn
 
 from dct_kernels import row_dequantize, row_quantize
-from dct_kernels.row_layout import row_bytes
+from dct_kernels.row_layout import FORMATS, row_bytes
 from dct_parallel import RowDequantize, RowQuantize, WireMeter, all_gather_rows, all_to_all_rows
 from dct_parallel.rows import codecs
 from ranks import run_ranks
@@ -235,6 +236,25 @@ def test_modules_name_what_is_wrong():
         RowDequantize(8, "int4")(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="at least 1-D, got 0-D float32"):
         RowQuantize("int4")(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_damaged_row_is_some_numbers_and_no_other_row_changes(format):
+    """Whatever bytes a transport makes of one row's message, forward and backward."""
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    message = RowQuantize(format)(x)
+    damaged = message.detach().clone()
+    generator = torch.Generator().manual_seed(3)
+    damaged[2:3].view(torch.uint8).random_(256, generator=generator)
+    y = RowDequantize(WIDTH, format)(damaged)
+    message.backward(damaged)
+    rows = damaged.view(torch.uint8)[:, : row_bytes(WIDTH, format)].numpy()
+    raw = oracle.row_dequantize(rows, WIDTH, format, "float32")
+    expected = torch.from_numpy(raw.copy()).view(torch.float32)
+    sound = [0, 1, 3, 4]
+    for got in (y, x.grad):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got[sound], _through(x.detach(), format)[sound])
 
 
 @pytest.mark.parametrize("rows", [0, 3])
