@@ -29,6 +29,7 @@ PUBLIC = {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "WireMeter"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
         *("all_to_all_rows", "all_gather_rows"),
+        *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),
     },
 }
 

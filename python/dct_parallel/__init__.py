@@ -15,10 +15,14 @@ Or every entry of every row, in few bits.
 
     y = all_to_all_rows(x, splits, forward="int4", backward="int4")
 
-A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel) and rows
-(activations at a cut of a model). Both stand on what lies beside them here: compressor (one
-tensor, no network), agreement, collectives, groups, executors, readback, and wire, which counts
-bytes.
+Embedding tables whose replicas are averaged.
+
+    optimizer = MomentumScaledRowWiseAdagrad(tables, lr=0.01, accumulator_scale=1 / replicas)
+
+A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel), rows
+(activations at a cut of a model), and two_dimensional (embedding tables in shards and replicas),
+which uses rows. All stand on what lies beside them here: compressor (one tensor, no network),
+agreement, collectives, groups, executors, readback, and wire, which counts bytes.
 """
 
 from .compressor import Compressor
@@ -33,15 +37,18 @@ from .rows import (
     pack,
     unpack,
 )
+from .two_dimensional import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 from .wire import WireMeter
 
 __all__ = [
     "Compressor",
     "DCTState",
+    "MomentumScaledRowWiseAdagrad",
     "RowDequantize",
     "RowPack",
     "RowQuantize",
     "RowUnpack",
+    "RowWiseAdagrad",
     "WireMeter",
     "all_gather_rows",
     "all_to_all_rows",

@@ -1,0 +1,197 @@
+"""AdaGrad with one accumulator a row, for embedding tables, and what replicas of it share."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from dct_kernels import checks
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """AdaGrad whose accumulator is one number a row: 1 / d of AdaGrad's memory.
+
+    For a row r whose gradient, duplicates summed first, is G of d entries:
+
+        v[r] += mean(G ** 2)
+        w[r] -= lr * G / (sqrt(v[r]) + eps)
+
+    the rule that recommenders train their tables with (facebookresearch/dlrm, and FBGEMM's
+    EXACT_ROWWISE_ADAGRAD): the mean of squares, not the square of the mean. Rows that a sparse
+    gradient does not name cost nothing, and a dense gradient of zeros leaves them as they are:
+    either kind gives the same weights. Deterministic where summing duplicates is: always on the
+    CPU. A non-finite gradient gets into weights and accumulators, as in torch's own optimizers.
+
+    Args:
+        params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, with dense
+            or sparse gradients; or groups of them, as for any optimizer.
+        lr: learning rate, above 0.
+        eps: added to the root, above 0.
+
+    State of a weight: `sum`, v above, [rows] of the weight's dtype. It exists from the start, so
+    that replicas which have seen different rows can average it.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict], lr: float = 0.01, eps: float = 1e-8
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add weights with settings of their own, as torch.optim.Optimizer does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for weight in group["params"]:
+            self.state[weight].update(self._initial_state(weight, group))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every weight that has a gradient; the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group)
+        return loss
+
+    def to_average(self, weight: Tensor) -> Tensor:
+        """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
+        return self.state[weight]["sum"]
+
+    def averaged(self, weight: Tensor) -> None:
+        """To be called once `to_average(weight)` holds the mean of all replicas."""
+
+    def _update(self, weight: Tensor, group: dict) -> None:
+        grad, rows = weight.grad, slice(None)
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            grad, rows = grad.values(), grad.indices()[0]
+        mean_square = grad.square().mean(1)
+        divisor = self._accumulate(self.state[weight], rows, mean_square, group).sqrt()
+        weight[rows] -= group["lr"] * grad / (divisor + group["eps"]).unsqueeze(1)
+
+    def _accumulate(
+        self, state: dict, rows: Tensor | slice, mean_square: Tensor, group: dict
+    ) -> Tensor:
+        """Add to the accumulators of `rows`, and return what to divide by the root of."""
+        state["sum"][rows] += mean_square
+        return state["sum"][rows]
+
+    def _initial_state(self, weight: Tensor, group: dict) -> dict[str, Tensor]:
+        return {"sum": weight.detach().new_zeros(len(weight))}
+
+    def _check(self, group: dict) -> None:
+        op = type(self).__name__
+        for name in ("lr", "eps"):
+            _require_positive(op, name, group[name], math.inf)
+        for index, weight in enumerate(group["params"]):
+            arg = f"params[{index}]"
+            checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
+            if weight.dim() != 2 or weight.shape[1] == 0:
+                checks.fail(op, arg, "[rows, d] with d from 1 up", tuple(weight.shape))
+
+
+class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
+    """Row-wise AdaGrad for tables of which M replicas are averaged: our reconstruction.
+
+    Two-dimensional sparse parallelism (arXiv 2508.03854) trains M groups, each with a replica of
+    all tables, and averages weights and accumulators. It names a momentum-scaled row-wise AdaGrad
+    against what that does to quality. Its equation is not known to us; this one is derived from
+    what averaging does.
+
+    *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not meet the row. One
+    group with all samples would have G = mean(g_i) and accumulate mean(G ** 2); replicas accumulate
+    g_i ** 2 each, and share the mean of that. The row's gradients
+
+    - come from one group at a time: G ** 2 = g ** 2 / M ** 2, shared g ** 2 / M: M times as much,
+      so that steps are sqrt(M) times too small;
+    - are independent noise in every group: E[G ** 2] = s ** 2 / M, shared s ** 2: M times as well;
+    - are the same in every group: both g ** 2.
+
+    So the accumulator is scaled, v += c * mean(g_i ** 2), with c between 1 / M, right for rare and
+    for noisy rows, which most rows of a recommender are, and 1, right for frequent clean ones: at
+    c = 1 / M those take steps sqrt(M) times too large. As accumulators start at 0, c does just what
+    dividing lr and eps by sqrt(c) does.
+
+    *The delay.* Replicas that divide by accumulators of their own do not average to a step by their
+    averaged gradient. So with `delayed` a row is divided by the root of v as of the last sync, the
+    same on every replica, and what came since waits in a second accumulator until the next sync.
+    (TorchRec's authors write of a momentum "behind by one sync step" for AdaGrad.) Averaged weights
+    are then the last synced ones minus lr * mean(sum of gradients) / (sqrt(v) + eps), exactly. A
+    row whose v is 0, not met before the last sync, is divided by what waits.
+
+    With accumulator_scale 1 and not delayed, bitwise a `RowWiseAdagrad`.
+
+    Args:
+        params, lr, eps: as of `RowWiseAdagrad`.
+        accumulator_scale: c above, in (0, 1]; 1 / M for M replicas of a table.
+        delayed: divide by the accumulator of the last sync.
+
+    State of a weight: `sum`, v above, and, if delayed, `pending`, what waits: [rows] each.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict],
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        *,
+        accumulator_scale: float,
+        delayed: bool = False,
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "eps": eps,
+            "accumulator_scale": accumulator_scale,
+            "delayed": delayed,
+        }
+        torch.optim.Optimizer.__init__(self, params, settings)
+
+    def to_average(self, weight: Tensor) -> Tensor:
+        """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
+        state = self.state[weight]
+        return state.get("pending", state["sum"])
+
+    def averaged(self, weight: Tensor) -> None:
+        """What waited counts from now on, if delayed."""
+        state = self.state[weight]
+        if "pending" in state:
+            state["sum"] += state["pending"]
+            state["pending"].zero_()
+
+    def _accumulate(
+        self, state: dict, rows: Tensor | slice, mean_square: Tensor, group: dict
+    ) -> Tensor:
+        mean_square = group["accumulator_scale"] * mean_square
+        if "pending" not in state:
+            return super()._accumulate(state, rows, mean_square, group)
+        state["pending"][rows] += mean_square
+        synced = state["sum"][rows]
+        return torch.where(synced > 0, synced, state["pending"][rows])
+
+    def _initial_state(self, weight: Tensor, group: dict) -> dict[str, Tensor]:
+        names = ("sum", "pending") if group["delayed"] else ("sum",)
+        return {name: weight.detach().new_zeros(len(weight)) for name in names}
+
+    def _check(self, group: dict) -> None:
+        super()._check(group)
+        _require_positive(type(self).__name__, "accumulator_scale", group["accumulator_scale"], 1)
+
+
+def _require_positive(op: str, arg: str, value: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
+        checks.fail(op, arg, "a number", type(value).__name__, TypeError)
+    if not 0 < value <= most or value == math.inf:  # false of a NaN as well
+        checks.fail(op, arg, "finite and above 0" if most == math.inf else f"in (0, {most}]", value)

@@ -1,0 +1,241 @@
+"""Row-wise AdaGrad, and what averaging replicas does to it."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dct_parallel import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
+
+ROWS, WIDTH = 9, 5
+BATCHES = [[0, 3, 3, 8, 3], [8], [1, 0, 1], [2, 2, 3, 8, 8]]  # rows 4 to 7 are never met
+LR, EPS = 0.1, 1e-8
+
+
+def _weights(dtype=torch.float64):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _per_id(step):
+    """The gradient of what each id of a batch was looked up for."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _oracle(scale=1.0):
+    """Weights and accumulators after BATCHES, row by row in float64."""
+    w, v = _weights().numpy().copy(), np.zeros(ROWS)
+    for step, ids in enumerate(BATCHES):
+        total = {}
+        for row, grad in zip(ids, _per_id(step).numpy(), strict=True):
+            total[row] = total.get(row, 0.0) + grad
+        for row, grad in total.items():
+            v[row] += scale * sum(float(entry) ** 2 for entry in grad) / WIDTH
+            w[row] -= LR * grad / (math.sqrt(v[row]) + EPS)
+    return w, v
+
+
+def _step(weight, optimizer, step, sparse=True, bags=False):
+    """Train on one batch; with `bags`, of one id each."""
+    optimizer.zero_grad()
+    ids = torch.tensor(BATCHES[step])
+    if bags:
+        rows = nn.functional.embedding_bag(ids.view(-1, 1), weight, mode="sum", sparse=sparse)
+    else:
+        rows = nn.functional.embedding(ids, weight, sparse=sparse)
+    rows.backward(_per_id(step).to(weight.dtype))
+    optimizer.step()
+
+
+def _trained(optimizer_class, dtype=torch.float64, sparse=True, bags=False, **settings):
+    weight = nn.Parameter(_weights(dtype))
+    optimizer = optimizer_class([weight], LR, EPS, **settings)
+    for step in range(len(BATCHES)):
+        _step(weight, optimizer, step, sparse, bags)
+    return weight, optimizer
+
+
+@pytest.mark.parametrize("bags", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_against_the_oracle(dtype, near, sparse, bags):
+    weight, optimizer = _trained(RowWiseAdagrad, dtype, sparse, bags)
+    w, v = _oracle()
+    accumulator = optimizer.state[weight]["sum"]
+    assert weight.dtype == accumulator.dtype == dtype
+    assert np.abs(weight.detach().double().numpy() - w).max() < near
+    assert np.abs(accumulator.double().numpy() - v).max() < 10 * near
+    assert torch.equal(weight.detach()[4:8], _weights(dtype)[4:8])  # bit for bit as they were
+
+
+def test_the_scale_is_of_squares():
+    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=0.25)
+    w, v = _oracle(scale=0.25)
+    assert np.abs(weight.detach().numpy() - w).max() < 1e-14
+    assert np.abs(optimizer.state[weight]["sum"].numpy() - v).max() < 1e-14
+
+
+def test_a_scale_is_a_learning_rate():
+    """As accumulators start at 0: c divides lr and eps by sqrt(c)."""
+    scaled, _ = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=0.25)
+    faster = nn.Parameter(_weights())
+    optimizer = RowWiseAdagrad([faster], 2 * LR, 2 * EPS)
+    for step in range(len(BATCHES)):
+        _step(faster, optimizer, step)
+    assert torch.allclose(scaled, faster, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_scale_1_is_row_wise_adagrad(delayed):
+    """Bitwise; delayed as well, until the first sync: every row is divided by what waits."""
+    plain, _ = _trained(RowWiseAdagrad)
+    scaled, _ = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=1, delayed=delayed)
+    assert torch.equal(plain, scaled)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_saved_state_goes_on_bitwise(delayed):
+    settings = {"accumulator_scale": 0.5, "delayed": delayed}
+    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
+    optimizer.averaged(weight)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = nn.Parameter(weight.detach().clone())
+    other = MomentumScaledRowWiseAdagrad([resumed], 1.0, accumulator_scale=1)
+    other.load_state_dict(saved)
+    for weights, of_them in ((weight, optimizer), (resumed, other)):
+        _step(weights, of_them, 3)
+    assert torch.equal(weight, resumed)
+    assert torch.equal(optimizer.to_average(weight), other.to_average(resumed))
+
+
+def _replicas(count, optimizer_of):
+    made = [nn.Parameter(_weights()) for _ in range(count)]
+    return made, [optimizer_of(weight) for weight in made]
+
+
+def _sync(weights, optimizers):
+    """What a sync does, among replicas of one process."""
+    states = [
+        optimizer.to_average(weight) for weight, optimizer in zip(weights, optimizers, strict=True)
+    ]
+    for tensors in (weights, states):
+        mean = torch.stack([tensor.detach() for tensor in tensors]).mean(0)
+        for tensor in tensors:
+            tensor.data.copy_(mean)
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        optimizer.averaged(weight)
+
+
+def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
+    """Whatever they do between two syncs: lr * mean(sum of gradients) / root of the synced v."""
+    weights, optimizers = _replicas(
+        3,
+        lambda w: MomentumScaledRowWiseAdagrad([w], LR, EPS, accumulator_scale=1 / 3, delayed=True),
+    )
+    generator = torch.Generator().manual_seed(7)
+
+    def grads():
+        return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+    for period in range(3):
+        base = weights[0].detach().clone()
+        synced = optimizers[0].state[weights[0]]["sum"].clone()
+        total, squares = torch.zeros_like(base), torch.zeros(ROWS, dtype=torch.float64)
+        for _ in range(4):
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                weight.grad = grads()
+                total += weight.grad
+                squares += weight.grad.square().mean(1)
+                optimizer.step()
+        _sync(weights, optimizers)
+        expected = synced + squares / 9  # scaled by 1/3, averaged over 3
+        assert torch.allclose(optimizers[0].state[weights[0]]["sum"], expected, rtol=1e-13)
+        if period > 0:  # in the first there is no synced accumulator yet
+            step = LR * (total / 3) / (synced.sqrt() + EPS).unsqueeze(1)
+            assert torch.allclose(weights[0], base - step, rtol=0, atol=1e-14)
+
+
+def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, rows=64, width=16):
+    """How far averaged replicas go, over how far one group with all samples goes: mean of rows.
+
+    In a step every replica meets each row with `chance`, with a gradient of 1 in every entry plus
+    `noise`.
+    """
+    generator = torch.Generator().manual_seed(11)
+    start = torch.zeros(rows, width, dtype=torch.float64)
+    together = nn.Parameter(start.clone())
+    one_group = RowWiseAdagrad([together], LR)
+    weights = [nn.Parameter(start.clone()) for _ in range(replicas)]
+    optimizers = [
+        MomentumScaledRowWiseAdagrad([w], LR, accumulator_scale=scale, delayed=delayed)
+        for w in weights
+    ]
+    for _ in range(steps):
+        met = torch.rand(replicas, rows, 1, generator=generator) < chance
+        grads = 1 + noise * torch.randn(replicas, rows, width, generator=generator)
+        grads = (grads * met).double()
+        together.grad = grads.mean(0)
+        one_group.step()
+        for weight, optimizer, grad in zip(weights, optimizers, grads, strict=True):
+            weight.grad = grad
+            optimizer.step()
+        _sync(weights, optimizers)
+    return (weights[0].detach().mean(1) / together.detach().mean(1)).mean().item()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    ("chance", "noise", "unscaled", "scaled"),
+    [(0.02, 0.0, 1 / 2, 1.0), (1.0, 5.0, 1 / 2, 1.0), (1.0, 0.0, 1.0, 2.0)],
+    ids=["rare", "noisy", "clean"],
+)
+def test_steps_of_4_averaged_replicas(chance, noise, unscaled, scaled, delayed):
+    """Rare and noisy rows go 1 / sqrt(4) as far unless scaled by 1 / 4; clean ones then twice."""
+    assert _relative_step(4, 1.0, chance, noise, delayed) == pytest.approx(unscaled, rel=0.15)
+    assert _relative_step(4, 1 / 4, chance, noise, delayed) == pytest.approx(scaled, rel=0.15)
+
+
+def _table(dtype=torch.float32, shape=(4, 2)):
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: RowWiseAdagrad([_table()], lr=0.0), ValueError, "lr must be finite and above 0"),
+        (lambda: RowWiseAdagrad([_table()], lr=math.nan), ValueError, "lr must be finite and a"),
+        (lambda: RowWiseAdagrad([_table()], lr="1"), TypeError, "lr must be a number, got str"),
+        (lambda: RowWiseAdagrad([_table()], eps=0), ValueError, "eps must be finite and above 0"),
+        (
+            lambda: RowWiseAdagrad([_table(), _table(torch.bfloat16)]),
+            TypeError,
+            r"dct::RowWiseAdagrad: params\[1\] must be float32 or float64, got bfloat16",
+        ),
+        (
+            lambda: RowWiseAdagrad([_table(shape=(4,))]),
+            ValueError,
+            r"params\[0\] must be \[rows, d\] with d from 1 up, got \(4,\)",
+        ),
+        (
+            lambda: MomentumScaledRowWiseAdagrad([_table()], accumulator_scale=1.5),
+            ValueError,
+            r"dct::MomentumScaledRowWiseAdagrad: accumulator_scale must be in \(0, 1\], got 1.5",
+        ),
+    ],
+)
+def test_wrong_arguments(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_refused_group_is_not_added():
+    optimizer = RowWiseAdagrad([_table()])
+    with pytest.raises(TypeError, match="must be float32 or float64"):
+        optimizer.add_param_group({"params": [_table(torch.float16)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [_table()], "lr": 0.5})
+    added = optimizer.param_groups[1]["params"][0]
+    assert optimizer.to_average(added).tolist() == [0, 0, 0, 0]
