@@ -25,6 +25,7 @@ from .ranks import all_or_none, from_all_ranks
 
 MANIFEST = "checkpoint/manifest.json"
 VERSION = 1
+KEYS = ("version", "settings", "number", "files")  # of the manifest
 
 
 class Checkpoints:
@@ -88,7 +89,7 @@ class Checkpoints:
             return None
         try:
             manifest = json.loads(self._manifest.read_bytes())
-            version, settings = manifest["version"], manifest["settings"]
+            version, settings, _, _ = (manifest[key] for key in KEYS)
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{self._manifest} must be as it was written, got another") from None
         if version != VERSION:

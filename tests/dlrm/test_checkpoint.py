@@ -105,6 +105,12 @@ def test_other_settings_are_refused_by_name(saved):
     )
 
 
+def test_a_manifest_that_lacks_something_is_refused(saved):
+    (saved / MANIFEST).write_text('{"version": 1, "settings": {}}')
+    with pytest.raises(UsageError, match=f"{saved / MANIFEST} must be as it was written"):
+        _checkpoints(saved).load()
+
+
 def test_another_version_is_refused(saved):
     manifest = json.loads((saved / MANIFEST).read_text()) | {"version": 2}
     (saved / MANIFEST).write_text(json.dumps(manifest))
