@@ -47,7 +47,8 @@ def compare(options: argparse.Namespace) -> None:
     for mode, result in finished:
         runs.setdefault(mode, []).append(Run.restored(result))
     if saved and console is not None:
-        _write(options, data, runs, bayes)
+        if runs:
+            _write(options, data, runs, bayes)
         console.print(_going_on(saved), markup=False, highlight=False)
     for seed in range(options.seeds):
         for mode in options.modes:
