@@ -227,7 +227,7 @@ FAULTS = {
         "row_quantize",
         "row_quantize.cu",
         "if (i >= skip && i + 16 <= skip + count) {",
-        "if (i >= skip && i + 15 <= skip + count) {",
+        "if (i >= skip && i < skip + count) {",
     ),
     "no bar.warp.sync before the next codes": _edit(
         "row_dequantize",
