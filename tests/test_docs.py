@@ -9,6 +9,8 @@ import pytest
 import torch
 from programs import ROOT, blocks, run
 
+from dct_parallel.two_dimensional.exchange import whole_rows
+
 PAGES = {page.name: page for page in (ROOT / "docs").glob("*.md")}
 # Signatures stand in blocks of their own, without a language.
 SIGNATURE_PAGES = {"dct_kernels": "ops.md", "dct_parallel": "api.md"}
@@ -57,13 +59,13 @@ def test_signature(package, name):
     public = getattr(importlib.import_module(package), name)
     page = PAGES[SIGNATURE_PAGES[package]].read_text()
     (written,) = re.findall(rf"^```\n{name}(\([^`]*\))\n```$", page, re.MULTILINE)
-    namespace = {"torch": torch}
+    namespace = {"torch": torch, "whole_rows": whole_rows}
     exec(f"def documented{written}: pass", namespace)
     documented = inspect.signature(namespace["documented"])
     assert _parameters(documented) == _parameters(inspect.signature(public))
 
 
-@pytest.mark.parametrize("name", ["DCTState", "Compressor", "WireMeter"])
+@pytest.mark.parametrize("name", ["DCTState", "Compressor", "ReplicaSync", "WireMeter"])
 def test_methods_are_named(name):
     page = PAGES["api.md"].read_text()
     section = page[page.index(f"## {name}\n") :].split("\n## ")[0]

@@ -15,9 +15,11 @@ Or every entry of every row, in few bits.
 
     y = all_to_all_rows(x, splits, forward="int4", backward="int4")
 
-Embedding tables whose replicas are averaged.
+Embedding tables in shards inside a group of ranks, with replicas across groups.
 
-    optimizer = MomentumScaledRowWiseAdagrad(tables, lr=0.01, accumulator_scale=1 / replicas)
+    bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
+    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], accumulator_scale=1 / replicas)
+    sync = ReplicaSync(bags, optimizer, every=10)
 
 A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel), rows
 (activations at a cut of a model), and two_dimensional (embedding tables in shards and replicas),
@@ -37,23 +39,34 @@ from .rows import (
     pack,
     unpack,
 )
-from .two_dimensional import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
+from .two_dimensional import (
+    MomentumScaledRowWiseAdagrad,
+    ReplicaSync,
+    RowWiseAdagrad,
+    Shard,
+    ShardedEmbeddingBags,
+    plan_shards,
+)
 from .wire import WireMeter
 
 __all__ = [
     "Compressor",
     "DCTState",
     "MomentumScaledRowWiseAdagrad",
+    "ReplicaSync",
     "RowDequantize",
     "RowPack",
     "RowQuantize",
     "RowUnpack",
     "RowWiseAdagrad",
+    "Shard",
+    "ShardedEmbeddingBags",
     "WireMeter",
     "all_gather_rows",
     "all_to_all_rows",
     "dct_hook",
     "merge_states",
     "pack",
+    "plan_shards",
     "unpack",
 ]

@@ -1,5 +1,20 @@
-"""Embedding tables sharded inside a group of ranks, with replicas across groups."""
+"""Embedding tables sharded inside a group of ranks, with replicas across groups.
 
+Reading order: plan (who owns which rows), mesh (the two groups of a rank), exchange (pooled rows
+inside a group), embedding_bags (the layer), row_wise_adagrad (its optimizers), replica_sync
+(across groups).
+"""
+
+from .embedding_bags import ShardedEmbeddingBags
+from .plan import Shard, plan_shards
+from .replica_sync import ReplicaSync
 from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 
-__all__ = ["MomentumScaledRowWiseAdagrad", "RowWiseAdagrad"]
+__all__ = [
+    "MomentumScaledRowWiseAdagrad",
+    "ReplicaSync",
+    "RowWiseAdagrad",
+    "Shard",
+    "ShardedEmbeddingBags",
+    "plan_shards",
+]

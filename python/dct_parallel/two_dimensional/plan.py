@@ -1,0 +1,94 @@
+"""Which rank of a sharding group owns which rows of which embedding table."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from dct_kernels import checks
+
+MOST_ROWS = 2**31 - 1  # of all tables, and of a table: ids cross in 32 bits
+
+
+class Shard(NamedTuple):
+    """Rows first to end - 1 of a table: all of them (table-wise) or a part (row-wise)."""
+
+    table: int
+    first: int
+    end: int
+
+
+def plan_shards(
+    rows: Sequence[int], ranks: int, row_wise: Collection[int] = ()
+) -> list[list[Shard]]:
+    """Tables in `row_wise` cut evenly over all ranks, the others whole, balanced in rows.
+
+    Whole tables go largest first to the rank with the fewest rows so far. Deterministic; ties go to
+    the lower table and rank.
+
+    Args:
+        rows: of each table, from 1 up.
+        ranks: of one sharding group; every replica uses the same plan.
+        row_wise: tables to cut, each of at least as many rows as ranks.
+
+    Returns:
+        For every rank its shards, by table.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, or a rank would own nothing.
+    """
+    op = "plan_shards"
+    checks.require_int(op, "ranks", ranks, 1, MOST_ROWS)
+    for table, count in enumerate(rows):
+        checks.require_int(op, f"rows[{table}]", count, 1, MOST_ROWS)
+    plan: list[list[Shard]] = [[] for _ in range(ranks)]
+    for table in sorted(set(row_wise)):
+        checks.require_int(op, "row_wise", table, 0, len(rows) - 1)
+        if rows[table] < ranks:
+            checks.fail(op, f"rows[{table}]", f"at least {ranks}, one for each rank", rows[table])
+        cuts = [rows[table] * rank // ranks for rank in range(ranks + 1)]
+        for rank, own in enumerate(plan):
+            own.append(Shard(table, cuts[rank], cuts[rank + 1]))
+    if not row_wise and len(rows) < ranks:
+        rule = f"at least {ranks} tables, one for each rank, or some in row_wise"
+        checks.fail(op, "rows", rule, len(rows), verb="have")
+    load = [rows_of(own) for own in plan]
+    whole = [table for table in range(len(rows)) if table not in row_wise]
+    for table in sorted(whole, key=lambda table: -rows[table]):
+        rank = min(range(ranks), key=load.__getitem__)
+        plan[rank].append(Shard(table, 0, rows[table]))
+        load[rank] += rows[table]
+    return [sorted(own) for own in plan]
+
+
+def rows_of(shards: Sequence[Shard]) -> int:
+    """How many rows they have together."""
+    return sum(shard.end - shard.first for shard in shards)
+
+
+def require_plan(op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], ranks: int) -> None:
+    """`plan` is for `ranks` ranks, gives each some rows, and each row of every table to one."""
+    if len(plan) != ranks:
+        rule = f"{ranks} elements, one for each rank of the sharding group"
+        checks.fail(op, "plan", rule, len(plan), verb="have")
+    for rank, own in enumerate(plan):
+        if len(own) == 0:
+            checks.fail(op, f"plan[{rank}]", "at least one shard", "none", verb="have")
+        for index, (table, first, end) in enumerate(own):
+            arg = f"plan[{rank}][{index}]"
+            checks.require_int(op, f"{arg}.table", table, 0, len(rows) - 1)
+            checks.require_int(op, f"{arg}.first", first, 0, rows[table] - 1)
+            checks.require_int(op, f"{arg}.end", end, first + 1, rows[table])
+        if rows_of(own) > MOST_ROWS:
+            checks.fail(op, f"plan[{rank}]", f"at most {MOST_ROWS} rows", rows_of(own), verb="have")
+    shards = sorted((shard, rank) for rank, own in enumerate(plan) for shard in own)
+    for table, count in enumerate(rows):
+        rule, covered, owner = f"every row of table {table} once", 0, None
+        of_table = [(shard, rank) for shard, rank in shards if shard.table == table]
+        for shard, rank in [*of_table, (Shard(table, count, count), None)]:
+            if shard.first > covered:
+                got = f"rows {covered} to {shard.first - 1} on no rank"
+                checks.fail(op, "plan", rule, got, verb="hold")
+            if shard.first < covered and rank is not None:
+                last = min(covered, shard.end) - 1
+                got = f"rows {shard.first} to {last} on rank {owner} and again on rank {rank}"
+                checks.fail(op, "plan", rule, got, verb="hold")
+            covered, owner = shard.end, rank

@@ -1,0 +1,291 @@
+"""Embedding tables in shards and replicas: the same training as with one group of all ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import (
+    MomentumScaledRowWiseAdagrad,
+    ReplicaSync,
+    RowWiseAdagrad,
+    Shard,
+    ShardedEmbeddingBags,
+    WireMeter,
+    all_to_all_rows,
+    plan_shards,
+)
+from ranks import run_ranks
+
+ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
+ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each
+LR = 0.5
+
+
+def _mesh(replicas, shards):
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _tables(dtype=torch.float64):
+    """As small as one draws embeddings: 1e-6 is then some roundings of float32, no more."""
+    generator = torch.Generator().manual_seed(0)
+    return [0.1 * torch.randn(rows, WIDTH, generator=generator).to(dtype) for rows in ROWS]
+
+
+def _plan(shards):
+    return plan_shards(ROWS, shards, ROW_WISE)
+
+
+def _bags_of(step, rank):
+    """Ids and lengths: 0 to 3 ids a bag, repeated ones among them."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    lengths = torch.randint(4, (len(ROWS), BATCH), generator=generator)
+    ids = [
+        torch.randint(rows, (int(count),), generator=generator)
+        for rows, count in zip(ROWS, lengths.sum(1), strict=True)
+    ]
+    return torch.cat(ids), lengths
+
+
+def _pooled(tables, ids, lengths):
+    """The oracle: torch's own bags, table by table."""
+    parts = []
+    for table, own, counts in zip(tables, ids.split(lengths.sum(1).tolist()), lengths, strict=True):
+        starts = counts.cumsum(0) - counts
+        parts.append(F.embedding_bag(own, table, starts, mode="sum"))
+    return torch.stack(parts, 1)
+
+
+def _dense(dtype):
+    torch.manual_seed(5)
+    return nn.Linear(len(ROWS) * WIDTH, 1).to(dtype)
+
+
+def _loss(embedded, dense):
+    return dense(embedded.flatten(1)).sin().mean()
+
+
+def _whole(bags):
+    """All tables, from the ranks of the sharding group."""
+    group = bags.mesh.get_group("shard")
+    found = [None] * group.size()
+    dist.all_gather_object(found, bags.shards(), group=group)
+    everything = {shard: rows for part in found for shard, rows in part.items()}
+    return torch.cat([everything[shard] for shard in sorted(everything)])
+
+
+def _trained(rank, mesh, optimizer_of, steps, dtype=torch.float64, every=1, syncing=True):
+    """Bags, their optimizer and sync after some steps of them and a dense part under DDP."""
+    bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh)
+    dense = DistributedDataParallel(_dense(dtype))
+    optimizer = optimizer_of([bags.weight])
+    of_dense = torch.optim.SGD(dense.parameters(), LR)
+    sync = ReplicaSync(bags, optimizer, every)
+    for step in range(steps):
+        optimizer.zero_grad()
+        of_dense.zero_grad()
+        _loss(bags(*_bags_of(step, rank)), dense).backward()
+        optimizer.step()
+        of_dense.step()
+        if syncing:
+            sync.step()
+    return bags, optimizer, sync
+
+
+def _alone(steps):
+    """The oracle: all ranks' samples in one process, tables as one batch of SGD would have them."""
+    tables, dense = [nn.Parameter(table) for table in _tables()], _dense(torch.float64)
+    optimizer = torch.optim.SGD([*tables, *dense.parameters()], LR)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(_loss(_pooled(tables, *_bags_of(step, r)), dense) / 4 for r in range(4)).backward()
+        optimizer.step()
+    return torch.cat([table.detach() for table in tables])
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, LR)
+
+
+def _replica_rank(bags, tensor):
+    """`tensor` of this rank's replicas, in their order."""
+    group = bags.mesh.get_group("replicate")
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+    return parts
+
+
+def _same_training(rank):
+    grid, one_group = _mesh(2, 2), _mesh(1, 4)
+    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        ends = [_whole(_trained(rank, mesh, _sgd, 20, dtype)[0]) for mesh in (grid, one_group)]
+        assert (ends[0] - torch.cat(_tables(dtype))).abs().max() > 0.1  # it did train
+        assert (ends[0] - ends[1]).abs().max() < near
+        assert (ends[0].double() - _alone(20)).abs().max() < near
+
+    ends = [
+        _trained(rank, one_group, RowWiseAdagrad, 4, syncing=syncing) for syncing in (True, False)
+    ]
+    for of_end in (lambda bags, _: bags.weight, lambda bags, o: o.to_average(bags.weight)):
+        assert torch.equal(*(of_end(bags, optimizer) for bags, optimizer, _ in ends))
+
+
+def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync():
+    run_ranks(_same_training, 4)
+
+
+def _replicas_meet(rank):
+    mesh = _mesh(2, 2)
+    scaled = partial(MomentumScaledRowWiseAdagrad, accumulator_scale=0.5, delayed=True)
+    for optimizer_of in (RowWiseAdagrad, scaled):
+        bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
+        watched = bags.weight, optimizer.to_average(bags.weight)
+        before = [_replica_rank(bags, tensor) for tensor in watched]
+        assert not any(torch.equal(*replicas) for replicas in before)
+        with WireMeter(mesh.get_group("replicate")) as meter:
+            sync.step()
+            rows = len(bags.weight)
+            assert meter.take() == rows * (WIDTH + 1) * 8  # rings of 2: half there, half back
+        means = [torch.stack(replicas).mean(0) for replicas in before]
+        assert torch.equal(bags.weight, means[0])
+        for name, tensor in optimizer.state[bags.weight].items():
+            assert torch.equal(*_replica_rank(bags, tensor)), name
+        assert torch.equal(*_replica_rank(bags, bags.weight))
+        state = optimizer.state[bags.weight]
+        if optimizer_of is RowWiseAdagrad:
+            assert torch.equal(state["sum"], means[1])
+        else:
+            assert not state["pending"].any() and (state["sum"] >= means[1]).all()
+
+    # Rows in few bits, inside the group.
+    exchange = partial(all_to_all_rows, forward="int8", backward="int8")
+    bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange)
+    out = bags(*_bags_of(0, rank))
+    expected = _pooled(_tables(torch.float32), *_bags_of(0, rank))
+    assert 0 < (out - expected).abs().max() < 0.05
+    out.sum().backward()
+    assert bags.weight.grad.is_sparse
+
+    # Replicas that start apart start from the first.
+    tables = [table + rank for table in _tables()]
+    replicas = _replica_rank(bags, ShardedEmbeddingBags(tables, _plan(2), mesh).weight)
+    assert torch.equal(*replicas)
+
+
+def test_replicas_are_bitwise_equal_after_a_sync():
+    run_ranks(_replicas_meet, 4)
+
+
+def _refusals(rank):
+    mesh, tables = _mesh(1, 2), _tables()
+
+    def refused(text, make, error=ValueError):
+        with pytest.raises(error, match=text):
+            make()
+
+    def layer(plan, own_tables=tables, mesh=mesh):
+        return ShardedEmbeddingBags(own_tables, plan, mesh)
+
+    two = [table[:4] for table in tables[:2]]
+    owner = "dct::ShardedEmbeddingBags: "
+    refused(
+        owner + r"plan must have 2 elements, one for each rank of the .* got 4",
+        lambda: layer(_plan(4)),
+    )
+    refused(
+        owner + "plan must hold every row of table 1 once, got rows 2 to 3 on no rank",
+        lambda: layer([[Shard(0, 0, 4)], [Shard(1, 0, 2)]], two),
+    )
+    refused(
+        "row of table 1 once, got rows 0 to 3 on no rank",
+        lambda: layer([[Shard(0, 0, 3)], [Shard(0, 3, 4)]], two),
+    )
+    refused(
+        "every row of table 0 once, got rows 1 to 2 on rank 0 and again on rank 1",
+        lambda: layer([[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]], two),
+    )
+    refused(r"plan\[1\] must have at least one shard", lambda: layer([[Shard(0, 0, 4)], []], two))
+    refused(
+        r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5",
+        lambda: layer([[Shard(0, 0, 4)], [Shard(1, 0, 5)]], two),
+    )
+    refused(
+        "mesh must be of dimensions", lambda: layer(_plan(2), mesh=init_device_mesh("cpu", (2,)))
+    )
+    refused(
+        r"tables\[1\] must be of width 3", lambda: layer(_plan(2), [tables[0], tables[1].float()])
+    )
+    own = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]
+    refused(
+        "plan must be the same on every rank, got .* on rank 0, .* on rank 1",
+        lambda: layer(own if rank == 0 else own[::-1], two),
+    )
+
+    bags = layer(own, two)
+    ids, lengths = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
+    expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
+    with WireMeter() as meter:
+        out = bags(ids, lengths)
+        # Counts; the other's bags and ids; its samples' rows.
+        assert meter.take() == 24 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
+    assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
+    nothing = bags(ids[:0].int(), lengths[:, :0].contiguous())
+    assert nothing.shape == (0, 2, WIDTH)
+    nothing.sum().backward()
+    refused(
+        r"ids\[1\] must be from 0 to 3 like rows of table 1, got 4",
+        lambda: bags(torch.tensor([3, 4, 1]), lengths),
+    )
+    refused(r"ids\[0\] must be from 0 to 3 .* table 0, got -1", lambda: bags(ids - 4, lengths))
+    refused(
+        "ids must have 4 elements like lengths, got 3", lambda: bags(ids, lengths + lengths % 2)
+    )
+    refused("lengths must be 0 and up, got -1", lambda: bags(ids, lengths - 1))
+    refused("lengths must be 2 rows, one a table, got 1", lambda: bags(ids, lengths[:1]))
+    refused(
+        "batch must be the same on every rank, got 2 on rank 0, 1 on rank 1",
+        lambda: bags(ids[: 3 - 2 * rank], lengths[:, : 2 - rank].contiguous()),
+    )
+
+    sgd = torch.optim.SGD([bags.weight], LR)
+    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, sgd, 0))
+    refused(
+        "every must be the same on .* got 1 on rank 0, 2 on",
+        lambda: ReplicaSync(bags, sgd, 1 + rank),
+    )
+    adam = torch.optim.Adam([bags.weight])
+    refused(
+        "optimizer must be SGD without momentum, .* got Adam",
+        lambda: ReplicaSync(bags, adam),
+        TypeError,
+    )
+    momentum = torch.optim.SGD([bags.weight], LR, momentum=0.9)
+    refused("optimizer must be SGD without", lambda: ReplicaSync(bags, momentum), TypeError)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
+    refused("one that trains the weight of bags", lambda: ReplicaSync(bags, foreign))
+
+
+def test_what_is_refused():
+    run_ranks(_refusals, 2)
+
+
+def test_plans():
+    assert plan_shards([5, 9, 2, 4], 2) == [
+        [Shard(1, 0, 9), Shard(2, 0, 2)],
+        [Shard(0, 0, 5), Shard(3, 0, 4)],
+    ]
+    assert plan_shards([7, 2], 3, row_wise=[0])[:2] == [
+        [Shard(0, 0, 2), Shard(1, 0, 2)],
+        [Shard(0, 2, 4)],
+    ]
+    with pytest.raises(ValueError, match=r"rows\[1\] must be at least 3, one for each rank, got 2"):
+        plan_shards([7, 2], 3, row_wise=[1])
+    with pytest.raises(ValueError, match="rows must have at least 3 tables, one for each rank, or"):
+        plan_shards([7, 2], 3)
+    with pytest.raises(ValueError, match=r"rows\[0\] must be in"):
+        plan_shards([0, 2], 2)
