@@ -242,6 +242,8 @@ def _refusals(rank):
         lambda: bags(torch.tensor([3, 4, 1]), lengths),
     )
     refused(r"ids\[0\] must be from 0 to 3 .* table 0, got -1", lambda: bags(ids - 4, lengths))
+    far = torch.tensor([3, 0, 2**63 - 1])  # plus the rows before its table: past int64
+    refused(r"ids\[2\] must be from 0 to 3 .* table 1, got 9", lambda: bags(far, lengths))
     refused(
         "ids must have 4 elements like lengths, got 3", lambda: bags(ids, lengths + lengths % 2)
     )

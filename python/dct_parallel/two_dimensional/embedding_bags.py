@@ -35,7 +35,9 @@ class ShardedEmbeddingBags(nn.Module):
     group of all ranks.
 
     Forward and backward are collective in the sharding group, with equally many samples on every
-    rank of it. The host waits once in forward, for counts. Deterministic on the CPU.
+    rank of it. The host waits in forward, for counts. Deterministic on the CPU.
+
+    Keep it outside of DistributedDataParallel, which would average shards that are not the same.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
@@ -99,28 +101,32 @@ class ShardedEmbeddingBags(nn.Module):
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
         """
-        group = self.mesh.get_group("shard")
         self._require_bags(ids, lengths)
-        batch = lengths.shape[1]
-        message, counts = self._route(ids, lengths, batch)
-        must_match = {"batch": batch, "gradients": torch.is_grad_enabled()}
-        asked = exchange_counts(_OP, counts, must_match, ids.device, group)
-        theirs = [len(own) * batch for own in self.plan]
-        mine = [len(self._own) * batch] * group.size()
-        sent = [bags + count for bags, count in zip(theirs, counts, strict=True)]
-        arriving = [size for sizes in zip(mine, asked, strict=True) for size in sizes]
-        received = message.new_empty(sum(arriving))
-        heard = [bags + count for bags, count in zip(mine, asked, strict=True)]
-        dist.all_to_all_single(received, message, heard, sent, group=group)
-        parts = received.split(arriving)
-        bags, rows = torch.cat(parts[::2]), torch.cat(parts[1::2])
+        group, batch = self.mesh.get_group("shard"), lengths.shape[1]
+        bags, rows = self._received(*self._route(ids, lengths, batch), batch, group)
         starts = bags.cumsum(0, dtype=torch.int32) - bags
         pooled = F.embedding_bag(rows, self.weight, starts, mode="sum", sparse=True)
         if pooled.requires_grad:
             pooled.register_hook(lambda grad: grad / len(self.plan))
+        theirs = [len(own) * batch for own in self.plan]
+        mine = [len(self._own) * batch] * len(self.plan)
         arrived = self.exchange(pooled, mine, theirs, group=group)
         by_shard = arrived.view(len(self._shift), batch, self.weight.shape[1])
         return torch.stack([_sum_in_order(by_shard, of) for of in self._places], dim=1)
+
+    def _received(
+        self, message: Tensor, counts: list[int], batch: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        """Lengths of bags and their ids, from all ranks: by source, own shard, sample."""
+        must_match = {"batch": batch, "gradients": torch.is_grad_enabled()}
+        asked = exchange_counts(_OP, counts, must_match, message.device, group)
+        sent = [len(own) * batch + count for own, count in zip(self.plan, counts, strict=True)]
+        own_bags = len(self._own) * batch
+        heard = [own_bags + count for count in asked]
+        received = message.new_empty(sum(heard))
+        dist.all_to_all_single(received, message, heard, sent, group=group)
+        parts = received.split([size for count in asked for size in (own_bags, count)])
+        return torch.cat(parts[::2]), torch.cat(parts[1::2])
 
     def _route(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, list[int]]:
         """What goes to each rank, one after the other, and how many ids are among it.
@@ -133,7 +139,7 @@ class ShardedEmbeddingBags(nn.Module):
         bag = torch.searchsorted(ends, position, right=True).clamp(max=max(len(ends) - 1, 0))
         table = bag // max(batch, 1)
         row = ids + self._first[table]
-        known = (ids >= 0) & (row < self._first[table + 1])
+        known = (ids >= 0) & (ids < self._first.diff()[table])
         shard = (torch.searchsorted(self._start, row, right=True) - 1).clamp(min=0)
         place = torch.where(known, self._place[shard], shards)
         by_place = torch.bincount(place, minlength=shards + 1)

@@ -22,7 +22,8 @@ class ReplicaSync:
     bitwise equal in weights and accumulators. In a mesh of one row it changes no bit.
 
     Between syncs replicas differ. `sync()` before evaluation and before a checkpoint: a
-    ReplicaSync has nothing to save then, as it counts the steps since the last sync.
+    ReplicaSync has nothing to save then, as it counts the steps since the last sync, and the ranks
+    of one replica have all there is to save of bags and optimizer.
 
     Args:
         bags: whose weight is averaged.
