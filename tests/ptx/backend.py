@@ -14,7 +14,8 @@ class Executor:
 
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
-        self._library.ptx_error.restype = ctypes.c_char_p
+        for function in ("ptx_error", "ptx_counts", "ptx_text"):
+            getattr(self._library, function).restype = ctypes.c_char_p
 
     def configure(self, seed: int, resident_blocks: int = 3) -> None:
         """Choose the order in which all later calls run; 0 runs warps in turn, lanes together."""
@@ -38,6 +39,18 @@ class Executor:
             return self._library.ptx_launch(kernel.encode(), *sizes, pointers)
 
         self._on_device(kernel, run, arguments)
+
+    def counts(self) -> str:
+        """What was executed in turn since `configure`, as runtime.cpp describes it."""
+        return self._library.ptx_counts().decode()
+
+    def text(self, kernel: str) -> str:
+        """The PTX that a kernel is part of."""
+        return self._library.ptx_text(kernel.encode()).decode()
+
+    def wait(self, kernel: str, line: int, trips: float) -> None:
+        """Say that a warp which comes to this line of the PTX waits so often for memory."""
+        self._library.ptx_wait(kernel.encode(), ctypes.c_int64(line), ctypes.c_double(trips))
 
     def _on_device(self, what: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]

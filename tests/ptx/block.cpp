@@ -20,12 +20,6 @@ T lane_value(const char* registers, Operand operand, int lane) {
   return value;
 }
 
-uint64_t register_value(const char* registers, Operand operand, int lane) {
-  uint64_t value = 0;
-  std::memcpy(&value, registers + operand.at + lane * operand.bytes, operand.bytes);
-  return value;
-}
-
 uint32_t lanes_where(const char* predicates) {
   uint32_t lanes = 0;
   for (int lane = 0; lane < kLanes; ++lane) lanes |= uint32_t(predicates[lane] != 0) << lane;
@@ -130,6 +124,10 @@ void Block::run(uint32_t number) {
     if (i.guarded) {
       const uint32_t holds = lanes_where(&warp.arena[i.guard.at]);
       lanes &= i.negated ? ~holds : holds;
+    }
+    if (launch_.in_turn) {
+      launch_.counts.issue(i, i.kind == Kind::kBranch ? group.lanes : lanes);
+      if (lanes != 0) warp.trips += i.trips;
     }
     switch (i.kind) {
       case Kind::kCompute:
@@ -254,7 +252,9 @@ void Block::complete_barrier() {
   for (const Warp& warp : warps_) {
     if (warp.at_barrier != warp.live) return;
   }
+  for (const Warp& warp : warps_) trips_ = std::max(trips_, warp.trips);
   for (Warp& warp : warps_) {
+    warp.trips = trips_;
     if (warp.live == 0) continue;
     const int first = __builtin_ctz(warp.live);
     for (uint32_t left = warp.live; left != 0; left &= left - 1) {
@@ -274,95 +274,13 @@ void Block::complete_barrier() {
 void Block::leave(Warp& warp, uint32_t lanes) {
   warp.live &= ~lanes;
   live_ -= __builtin_popcount(lanes);
+  trips_ = std::max(trips_, warp.trips);
   complete_collectives(warp);
-  if (live_ != 0) complete_barrier();
-}
-
-void Block::access(Warp& warp, const Instruction& i, uint32_t lanes) {
-  char* const registers = warp.arena.data();
-  if (launch_.in_turn) {
-    for (; lanes != 0; lanes &= lanes - 1) access(warp, i, __builtin_ctz(lanes), registers);
-    return;
+  if (live_ != 0) {
+    complete_barrier();
+  } else {
+    launch_.counts.finish_block(trips_);
   }
-  // In no order that a kernel could rely on.
-  const uint32_t start = launch_.random.below(kLanes);
-  for (uint32_t n = 0; n < kLanes; ++n) {
-    const int lane = (start + n) % kLanes;
-    if ((lanes >> lane & 1) != 0) access(warp, i, lane, registers);
-  }
-}
-
-void Block::access(const Warp& warp, const Instruction& i, int lane, char* registers) {
-  const int bytes = i.element * i.count;
-  int64_t address = i.displacement;
-  if (i.address.at != kNone) address += register_value(registers, i.address, lane);
-  if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
-  char* memory = locate(warp, i, lane, address, bytes);
-
-  const uint32_t thread = warp.number * kLanes + lane;
-  if (i.space != Space::kParameter) {
-    Races& races = launch_.races;
-    const auto place = reinterpret_cast<uint64_t>(memory);
-    const char* conflict = nullptr;
-    if (i.action != Action::kStore) conflict = races.read(clock_, thread, place, bytes, i.relaxed);
-    if (i.action != Action::kLoad && conflict == nullptr) {
-      conflict = races.write(clock_, thread, place, bytes, i.relaxed);
-    }
-    if (conflict != nullptr) {
-      fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
-    }
-  }
-
-  const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
-  for (int e = 0; e < i.count; ++e, memory += i.element) {
-    const auto place = reinterpret_cast<uint64_t>(memory);
-    uint64_t old = 0;
-    std::memcpy(&old, memory, i.element);
-    if (i.action != Action::kLoad) {
-      const uint64_t operand = register_value(registers, i.from[e], lane);
-      const uint64_t value = i.action == Action::kAtomic ? i.update(old, operand) : operand;
-      std::memcpy(memory, &value, i.element);
-      if (shows_late) launch_.races.stored(clock_, thread, place, old, value);
-    } else if (shows_late) {
-      old = launch_.races.loaded(clock_, thread, place, old);
-    }
-    if (i.action == Action::kStore) continue;
-    const int unused = 64 - 8 * i.element;
-    if (i.is_signed) old = static_cast<int64_t>(old << unused) >> unused;
-    const Operand to = i.to[e];
-    std::memcpy(registers + to.at + lane * to.bytes, &old, to.bytes);
-  }
-  if (i.ordered) {
-    Clock::View& view = launch_.races.view(reinterpret_cast<uint64_t>(memory) - i.element);
-    clock_.acquire(thread, view);
-    clock_.release(thread, view);
-  }
-}
-
-char* Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes) {
-  const auto at = [&] { return " at address " + std::to_string(address); };
-  char* memory = reinterpret_cast<char*>(address);
-  bool within = false;
-  std::string bounds;
-  switch (i.space) {
-    case Space::kParameter:
-      within = address >= 0 && address + bytes <= program_.parameter_bytes;
-      memory = launch_.parameters.data() + address;
-      break;
-    case Space::kShared:
-      for (const Extent& extent : shared_extents_) {
-        within |= extent.begin <= address && address + bytes <= extent.end;
-      }
-      memory = shared_.get() + address;
-      break;
-    case Space::kGlobal:
-      within = launch_.memory.contains(address, bytes);
-      if (!within) bounds = ", " + launch_.memory.nearest(address);
-      break;
-  }
-  if (!within) fail(warp, lane, i, std::to_string(bytes) + " bytes out of bounds" + at() + bounds);
-  if (address % bytes != 0) fail(warp, lane, i, std::to_string(bytes) + " bytes misaligned" + at());
-  return memory;
 }
 
 void Block::fail(const Warp& warp, int lane, const Instruction& i, const std::string& what) const {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "counts.h"
 #include "memory.h"
 #include "program.h"
 
@@ -28,6 +29,7 @@ struct Launch {
   Random& random;
   Allocations& memory;
   Races& races;
+  Counts& counts;                  // what is done in turn is counted
   uint64_t sleeps = 0, steps = 0;  // since a block has finished
 };
 
@@ -58,6 +60,7 @@ class Block {
     uint32_t in_collective = 0, at_barrier = 0;
     int32_t waits_at[kLanes];    // the instruction
     uint32_t waits_for[kLanes];  // of those in a collective: its mask
+    float trips = 0;             // to memory that it has waited for, one after the other
   };
 
   Group choose(Warp& warp, bool* freely);
@@ -67,7 +70,8 @@ class Block {
   void complete_barrier();
   void leave(Warp& warp, uint32_t lanes);
   void access(Warp& warp, const Instruction& i, uint32_t lanes);
-  void access(const Warp& warp, const Instruction& i, int lane, char* registers);
+  // Returns where it went.
+  uint64_t access(const Warp& warp, const Instruction& i, int lane, char* registers);
   char* locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
   [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
                          const std::string& what) const;
@@ -81,6 +85,7 @@ class Block {
   std::unique_ptr<char, void (*)(void*)> shared_;
   std::vector<Warp> warps_;
   uint32_t live_;
+  float trips_ = 0;  // of the warp that has waited for most
 };
 
 }  // namespace ptx

@@ -26,8 +26,7 @@ def build(planted: dict[str, Path] | None = None) -> Path:
     """The library of all ops' launchers and kernels; those of `planted` from another csrc."""
     own = builds.contents(HERE.glob("*.h"))
     cuda = toolkit.nvcc().parents[1] / "include"
-    nvcc = [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90", "-no-compress"]
-    nvcc += ["-Xcompiler=-fPIC", "-c"]
+    nvcc = [*_nvcc(), "-no-compress", "-Xcompiler=-fPIC", "-c"]
     gxx = ["g++", *_FLAGS, f"-I{CSRC}", "-isystem", cuda, "-c"]
     compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp"))]
     compiles += [(gxx, LAUNCHERS, _headers(CSRC))]
@@ -49,6 +48,19 @@ def build(planted: dict[str, Path] | None = None) -> Path:
         built, process = builds.start(link, b"", CACHE, "ptx.so")
         builds.finish(process)
     return built
+
+
+def ptx(source: Path) -> str:
+    """What nvcc makes of a CUDA source that needs no header of ours."""
+    with builds.alone(CACHE):
+        command = [*_nvcc(), "-ptx", source]
+        built, process = builds.start(command, source.read_bytes(), CACHE, source.stem + ".ptx")
+        builds.finish(process)
+    return built.read_text()
+
+
+def _nvcc() -> list[str | Path]:
+    return [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90"]
 
 
 def _headers(csrc: Path) -> bytes:

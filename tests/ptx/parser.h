@@ -42,6 +42,7 @@ struct Entry {
 };
 
 struct Module {
+  std::string text;
   std::map<std::string, Entry> entries;
   std::vector<Variable> shared;  // "extern" ones have 0 bytes: their size comes with a launch
 };

@@ -58,6 +58,8 @@ struct Instruction {
   int64_t displacement = 0;
   Update update = nullptr;
 
+  float trips = 0;  // to memory that a warp waits for here
+
   const Statement* statement;
 };
 

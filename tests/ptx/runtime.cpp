@@ -23,6 +23,7 @@ constexpr uint64_t kMaxSteps = uint64_t{1} << 32;
 struct Kernel {
   const Module* module;
   std::unique_ptr<Program> program;  // once it is launched
+  std::unique_ptr<Counts> counts;    // of its launches since the last configure
   int64_t max_dynamic_shared = 48 << 10;
 };
 
@@ -35,7 +36,9 @@ struct Runtime {
   uint32_t resident_blocks = 3;
   Random random{0};
   Races races{random};
-  std::string error;
+  Footprint footprint;
+  uint64_t launches = 0;  // of kernels and memsets, since the last configure
+  std::string error, report;
 };
 
 Runtime& runtime() {
@@ -45,8 +48,9 @@ Runtime& runtime() {
 
 void load(const std::string& text) {
   auto module = std::make_unique<Module>(parse(text));
+  module->text = text;
   for (const auto& [name, entry] : module->entries) {
-    runtime().kernels[name] = {module.get(), nullptr};
+    runtime().kernels[name] = {module.get(), nullptr, nullptr};
   }
   runtime().modules.push_back(std::move(module));
 }
@@ -95,6 +99,14 @@ void run(Launch& launch) {
   }
 }
 
+Program& program_of(Kernel& kernel, const std::string& name) {
+  if (kernel.program == nullptr) {
+    kernel.program =
+        std::make_unique<Program>(decode(*kernel.module, kernel.module->entries.at(name)));
+  }
+  return *kernel.program;
+}
+
 cudaError_t launch(const std::string& name, Dimensions grid, Dimensions block, int64_t shared_bytes,
                    void** arguments) {
   constexpr uint64_t kMaxGridX = 0x7fffffff, kMaxGridYZ = 0xffff, kMaxThreads = 1024;
@@ -107,17 +119,18 @@ cudaError_t launch(const std::string& name, Dimensions grid, Dimensions block, i
     return cudaErrorInvalidConfiguration;
   }
   try {
-    if (kernel.program == nullptr) {
-      kernel.program =
-          std::make_unique<Program>(decode(*kernel.module, kernel.module->entries.at(name)));
+    const Program& program = program_of(kernel, name);
+    if (kernel.counts == nullptr) {
+      kernel.counts = std::make_unique<Counts>(program, runtime().footprint);
     }
-    const Program& program = *kernel.program;
     std::vector<char> parameters(program.parameter_bytes);
     for (size_t p = 0; p < program.parameters_at.size(); ++p) {
       std::memcpy(&parameters[program.parameters_at[p]], arguments[p],
                   program.entry.parameters[p].bytes);
     }
     runtime().races.begin_launch();
+    kernel.counts->launch(shared_bytes);
+    ++runtime().launches;
     Launch launch = {program,
                      grid,
                      block,
@@ -126,7 +139,8 @@ cudaError_t launch(const std::string& name, Dimensions grid, Dimensions block, i
                      runtime().seed == 0,
                      runtime().random,
                      runtime().memory,
-                     runtime().races};
+                     runtime().races,
+                     *kernel.counts};
     run(launch);
   } catch (const Error& error) {
     runtime().error = error.what();
@@ -170,6 +184,9 @@ void ptx_configure(int64_t seed, int64_t resident_blocks) {
   runtime().seed = static_cast<uint64_t>(seed);
   runtime().random = ptx::Random(runtime().seed);
   runtime().resident_blocks = static_cast<uint32_t>(resident_blocks);
+  runtime().footprint = {};
+  runtime().launches = 0;
+  for (auto& [name, kernel] : runtime().kernels) kernel.counts = nullptr;
 }
 void ptx_allocate(int64_t begin, int64_t bytes) { runtime().memory.add(begin, bytes); }
 void ptx_free(int64_t begin) { runtime().memory.remove(begin); }
@@ -186,6 +203,29 @@ int64_t ptx_load(const char* text) {
 int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
                    void** arguments) {
   return ptx::launch(name, {uint32_t(blocks)}, {uint32_t(threads)}, shared_bytes, arguments);
+}
+// Since ptx_configure: sectors of device memory read, written, launches; then what Counts::report
+// says of each kernel. Only what ran in turn is counted.
+const char* ptx_counts() {
+  const ptx::Footprint& footprint = runtime().footprint;
+  std::string& report = runtime().report;
+  report = std::to_string(footprint.sectors_read) + "\t" +
+           std::to_string(footprint.sectors_written) + "\t" + std::to_string(runtime().launches) +
+           "\n";
+  for (const auto& [name, kernel] : runtime().kernels) {
+    if (kernel.counts != nullptr) report += "\n" + kernel.counts->report();
+  }
+  return report.c_str();
+}
+// The PTX that a kernel is part of.
+const char* ptx_text(const char* kernel) {
+  return runtime().kernels.at(kernel).module->text.c_str();
+}
+// A warp that comes to this line of a kernel waits for so many trips to memory.
+void ptx_wait(const char* kernel, int64_t line, double trips) {
+  for (ptx::Instruction& i : ptx::program_of(runtime().kernels.at(kernel), kernel).code) {
+    if (i.statement->line == line) i.trips = static_cast<float>(trips);
+  }
 }
 
 // --- For what nvcc makes
@@ -231,6 +271,8 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
     return cudaErrorInvalidValue;
   }
   std::memset(data, value, bytes);
+  ++runtime().launches;
+  runtime().footprint.write(reinterpret_cast<uint64_t>(data), static_cast<int64_t>(bytes));
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** data, size_t bytes) {

@@ -1,0 +1,61 @@
+"""python -m ptx, in tests/: what the CUDA kernels cost, counted without a GPU."""
+
+import argparse
+import sys
+
+from . import cases, costs, counting, machine_code, report
+
+DESCRIPTION = """\
+Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is executed in lock-step (all
+lanes of a warp together); ptxas says what machine code each line became. Needs nvcc, and cuobjdump
+and nvdisasm of the same toolkit or of an installed Triton.
+
+  report      prints two tables in markdown: costs of an element, and times on an H100 and an H200.
+              They are computed, not measured: the longest part of a call hides all the others.
+              ptx/roofline.py has the rates and where they are from.
+  baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
+              more than 2 % above it; write it anew after a change that is meant to cost that.
+
+Columns, of one element (a pick of sample_threshold, a segment of track_threshold):
+  must move   bytes that any kernel would have to read and write
+  moves       bytes in whole 32-byte sectors, each once: what memory sees behind a large cache
+  asks for    bytes in whole sectors, once for each instruction of a warp: what the cache sees
+  issue slots instructions of machine code that warps issue, times 32 lanes
+  PTX         the same of PTX
+  active      lanes that did something in it
+  conflicts   passes through shared memory beyond the first of each access, times 32
+  trips       to memory that a block waits for, one after the other
+  loads       of a thread in flight, at most, in machine code, of each kernel
+  blocks      that fit a multiprocessor, of each kernel
+Times are in microseconds; "of copy" is the time of a copy of the bytes that must move over the
+longest of memory, issue and latency, launches added to both.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m ptx", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("report", "baseline"))
+    parser.add_argument(
+        "--ops",
+        type=lambda text: text.split(","),
+        help=f"report only these, separated by commas: {', '.join(cases.OPS)}",
+    )
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
+    if unknown:
+        parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
+    if machine_code.missing() is not None:
+        sys.exit(f"python -m ptx needs {machine_code.missing()}")
+    chosen = arguments.ops if arguments.what == "report" else None
+    made = [make() for make in cases.CASES if chosen is None or make.op in chosen]
+    counted = [(case, counting.count(case)) for case in made]
+    if arguments.what == "baseline":
+        costs.save(machine_code.nvcc_version(), [cost for _, cost in counted])
+    else:
+        print(f"nvcc {machine_code.nvcc_version()}; computed, not measured\n")
+        print(*report.lines(counted), sep="\n")
+
+
+main()

@@ -1,0 +1,109 @@
+// access.cpp -- what a block does with memory.
+#include <cstring>
+
+#include "block.h"
+
+namespace ptx {
+namespace {
+
+uint64_t register_value(const char* registers, Operand operand, int lane) {
+  uint64_t value = 0;
+  std::memcpy(&value, registers + operand.at + lane * operand.bytes, operand.bytes);
+  return value;
+}
+
+}  // namespace
+
+void Block::access(Warp& warp, const Instruction& i, uint32_t lanes) {
+  char* const registers = warp.arena.data();
+  if (launch_.in_turn) {
+    Touched touched;
+    for (; lanes != 0; lanes &= lanes - 1) {
+      touched.add(access(warp, i, __builtin_ctz(lanes), registers));
+    }
+    launch_.counts.access(i, touched);
+    return;
+  }
+  // In no order that a kernel could rely on.
+  const uint32_t start = launch_.random.below(kLanes);
+  for (uint32_t n = 0; n < kLanes; ++n) {
+    const int lane = (start + n) % kLanes;
+    if ((lanes >> lane & 1) != 0) access(warp, i, lane, registers);
+  }
+}
+
+uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* registers) {
+  const int bytes = i.element * i.count;
+  int64_t address = i.displacement;
+  if (i.address.at != kNone) address += register_value(registers, i.address, lane);
+  if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
+  char* memory = locate(warp, i, lane, address, bytes);
+  const auto begin = reinterpret_cast<uint64_t>(memory);
+
+  const uint32_t thread = warp.number * kLanes + lane;
+  if (i.space != Space::kParameter) {
+    Races& races = launch_.races;
+    const char* conflict = nullptr;
+    if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, i.relaxed);
+    if (i.action != Action::kLoad && conflict == nullptr) {
+      conflict = races.write(clock_, thread, begin, bytes, i.relaxed);
+    }
+    if (conflict != nullptr) {
+      fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
+    }
+  }
+
+  const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
+  for (int e = 0; e < i.count; ++e, memory += i.element) {
+    const auto place = reinterpret_cast<uint64_t>(memory);
+    uint64_t old = 0;
+    std::memcpy(&old, memory, i.element);
+    if (i.action != Action::kLoad) {
+      const uint64_t operand = register_value(registers, i.from[e], lane);
+      const uint64_t value = i.action == Action::kAtomic ? i.update(old, operand) : operand;
+      std::memcpy(memory, &value, i.element);
+      if (shows_late) launch_.races.stored(clock_, thread, place, old, value);
+    } else if (shows_late) {
+      old = launch_.races.loaded(clock_, thread, place, old);
+    }
+    if (i.action == Action::kStore) continue;
+    const int unused = 64 - 8 * i.element;
+    if (i.is_signed) old = static_cast<int64_t>(old << unused) >> unused;
+    const Operand to = i.to[e];
+    std::memcpy(registers + to.at + lane * to.bytes, &old, to.bytes);
+  }
+  if (i.ordered) {
+    Clock::View& view = launch_.races.view(reinterpret_cast<uint64_t>(memory) - i.element);
+    clock_.acquire(thread, view);
+    clock_.release(thread, view);
+  }
+  return begin;
+}
+
+char* Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes) {
+  const auto at = [&] { return " at address " + std::to_string(address); };
+  char* memory = reinterpret_cast<char*>(address);
+  bool within = false;
+  std::string bounds;
+  switch (i.space) {
+    case Space::kParameter:
+      within = address >= 0 && address + bytes <= program_.parameter_bytes;
+      memory = launch_.parameters.data() + address;
+      break;
+    case Space::kShared:
+      for (const Extent& extent : shared_extents_) {
+        within |= extent.begin <= address && address + bytes <= extent.end;
+      }
+      memory = shared_.get() + address;
+      break;
+    case Space::kGlobal:
+      within = launch_.memory.contains(address, bytes);
+      if (!within) bounds = ", " + launch_.memory.nearest(address);
+      break;
+  }
+  if (!within) fail(warp, lane, i, std::to_string(bytes) + " bytes out of bounds" + at() + bounds);
+  if (address % bytes != 0) fail(warp, lane, i, std::to_string(bytes) + " bytes misaligned" + at());
+  return memory;
+}
+
+}  // namespace ptx

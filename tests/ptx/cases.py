@@ -1,0 +1,230 @@
+"""What is counted: the calls that `dct-bench kernels` and bench/gpu_check.sh time, but smaller.
+
+What they cost an element does not change with the size, beyond what a launch costs; sizes at which
+that is computed come with each case.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from dct_kernels import payload_layout, reference
+from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
+
+from . import build
+from .backend import Executor
+
+F32, BF16 = torch.float32, torch.bfloat16
+SIZES = (2**20, 2**24, 2**28)
+NUMEL = 2**17  # of what is executed
+ROW_NUMEL = 2**16
+SAMPLES = 65536
+SEGMENTS = 300
+ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(ops, executor)` is what is counted."""
+
+    op: str
+    detail: str  # in the words of dct-bench
+    elements: int  # of what is executed: it costs so much for each of them
+    bytes: float  # that must move, for one
+    sizes: tuple[int, ...]  # in elements, at which times are computed
+    run: Callable[[SimpleNamespace, Executor], object]
+    density: float | None = None
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes a case, of the same random numbers every time."""
+
+    function: Callable[..., Case]
+    arguments: tuple
+
+    @property
+    def op(self) -> str:
+        return self.function.__name__
+
+    def __str__(self) -> str:
+        return " ".join([self.op, *(str(a).removeprefix("torch.") for a in self.arguments)])
+
+    def __call__(self) -> Case:
+        torch.manual_seed(0)
+        return self.function(*self.arguments)
+
+
+def add() -> Case:
+    """r += g, which moves what mask_pack moves of float32 and does nothing else."""
+    r, g = torch.randn(NUMEL), torch.randn(NUMEL)
+
+    def run(ops, executor):
+        _load_add(executor)
+        vectors = NUMEL // 4
+        executor.launch(ADD, vectors // (4 * 256), 256, r.clone(), g, vectors)
+
+    return Case("r += g", "float32", NUMEL, 12, SIZES, run)
+
+
+@functools.cache
+def _load_add(executor: Executor) -> None:
+    executor.load(build.ptx(Path(__file__).with_name("add.cu")))
+
+
+def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
+    residual = torch.randn(NUMEL)
+    grad = torch.randn(NUMEL).to(grad_dtype) if grad_dtype else None
+    threshold = _threshold(density, 2**0.5 if grad_dtype else 1.0)
+    segments, capacity = torch.tensor([0, NUMEL]), max(1, int(1.25 * density * NUMEL))
+    payload = torch.zeros(payload_layout(NUMEL, capacity, value_dtype).nbytes, dtype=torch.uint8)
+    seen = torch.zeros(1, dtype=torch.int32)
+
+    def run(ops, executor):
+        tensors = (residual.clone(), grad, segments, threshold, payload, seen)
+        ops.mask_pack(*tensors, capacity, value_dtype)
+
+    # Without a gradient a sector of the residual is written where an entry is kept.
+    moved = 8 + grad_dtype.itemsize if grad_dtype else 4 + 4 * (1 - (1 - density) ** 8)
+    moved += (2 + value_dtype.itemsize) * density
+    detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
+    return Case("mask_pack", detail, NUMEL, moved, _sizes(density), run, density)
+
+
+def sample_threshold() -> Case:
+    """An element is a pick here."""
+    numel = 32 * SAMPLES  # picks far enough apart not to share sectors
+    x, residual, segments = torch.randn(numel), torch.randn(numel), torch.tensor([0, numel])
+
+    def run(ops, executor):
+        ops.sample_threshold(x, residual, segments, 0.01, SAMPLES)
+
+    detail = f"{SAMPLES} samples"
+    return Case("sample_threshold", detail, SAMPLES, 64, (SAMPLES,), run, 0.01)
+
+
+def track_threshold() -> Case:
+    """An element is a segment here."""
+    threshold, target = torch.rand(SEGMENTS), torch.full((SEGMENTS,), 1000.0)
+    seen = torch.randint(2000, (SEGMENTS,), dtype=torch.int32)
+
+    def run(ops, executor):
+        ops.track_threshold(threshold.clone(), seen, target, threshold)
+
+    return Case("track_threshold", f"{SEGMENTS} segments", SEGMENTS, 20, (SEGMENTS,), run)
+
+
+def scatter_unpack(density: float, ranks: int) -> Case:
+    capacity, segments = max(1, int(1.25 * density * NUMEL)), torch.tensor([0, NUMEL])
+    nbytes = payload_layout(NUMEL, capacity, BF16).nbytes
+    payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8)
+    seen, threshold = torch.zeros(1, dtype=torch.int32), _threshold(density, 1.0)
+    for payload in payloads:
+        reference.mask_pack(
+            torch.randn(NUMEL), None, segments, threshold, payload, seen, capacity, BF16
+        )
+    out = torch.zeros(NUMEL)
+
+    def run(ops, executor):
+        ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
+
+    moved = 4 + ranks * 4 * density
+    detail = f"P={ranks}"
+    return Case("scatter_unpack", detail, NUMEL, moved, _sizes(density), run, density)
+
+
+def row_pack(width: int, dtype: torch.dtype) -> Case:
+    x, k = torch.randn(ROW_NUMEL // width, width).to(dtype), math.ceil(width / 20)
+    moved = dtype.itemsize * (width + k) + position_bytes(width, k)
+    detail = f"[B, {width}], k={k}" + (", bfloat16" if dtype == BF16 else "")
+    return _rows("row_pack", detail, width, moved, lambda ops: ops.row_pack(x, k, dtype))
+
+
+def row_gather(width: int) -> Case:
+    x, k = torch.randn(ROW_NUMEL // width, width), math.ceil(width / 20)
+    _, positions = reference.row_pack(x, k, F32)
+    moved = 4 * width * (1 - (1 - k / width) ** 8) + 4 * k + position_bytes(width, k)  # sectors
+    detail = f"[B, {width}], k={k}"
+    return _rows(
+        "row_gather", detail, width, moved, lambda ops: ops.row_gather(x, positions, k, F32)
+    )
+
+
+def row_unpack(width: int) -> Case:
+    k = math.ceil(width / 20)
+    packed = reference.row_pack(torch.randn(ROW_NUMEL // width, width), k, F32)
+    moved = 4 * (width + k) + position_bytes(width, k)
+    detail = f"[B, {width}], k={k}"
+    return _rows(
+        "row_unpack", detail, width, moved, lambda ops: ops.row_unpack(*packed, width, F32)
+    )
+
+
+def row_quantize(width: int, format: str, dtype: torch.dtype) -> Case:
+    x = torch.randn(ROW_NUMEL // width, width).to(dtype)
+    moved = dtype.itemsize * width + row_bytes(width, format)
+    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
+    return _rows("row_quantize", detail, width, moved, lambda ops: ops.row_quantize(x, format))
+
+
+def row_dequantize(width: int, format: str, dtype: torch.dtype) -> Case:
+    rows = reference.row_quantize(torch.randn(ROW_NUMEL // width, width), format)
+    moved = dtype.itemsize * width + row_bytes(width, format)
+    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
+    return _rows(
+        "row_dequantize",
+        detail,
+        width,
+        moved,
+        lambda ops: ops.row_dequantize(rows, width, format, dtype),
+    )
+
+
+def _rows(op: str, detail: str, width: int, moved: float, call) -> Case:
+    """Of 65,536 rows."""
+    sizes = (65536 * width,)
+    return Case(op, detail, ROW_NUMEL, moved / width, sizes, lambda ops, executor: call(ops))
+
+
+def _sizes(density: float) -> tuple[int, ...]:
+    """All at one density, the largest at the others."""
+    return SIZES if density == 0.01 else SIZES[-1:]
+
+
+def _threshold(density: float, deviation: float) -> torch.Tensor:
+    """The magnitude that this fraction of normal numbers passes."""
+    return torch.distributions.Normal(0, deviation).icdf(torch.tensor([1 - density / 2]))
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "no" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+_GRADIENTS = ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16))
+CASES = [
+    Maker(function, tuple(arguments))
+    for function, *arguments in (
+        (add,),
+        *((mask_pack, density, *dtypes) for density in (0.01, 0.001) for dtypes in _GRADIENTS),
+        (sample_threshold,),
+        (track_threshold,),
+        *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
+        (scatter_unpack, 0.001, 8),
+        *((row_pack, d, dtype) for dtype in (F32, BF16) for d in (64, 128, 256, 512, 1024, 4096)),
+        *((row_gather, d) for d in (64, 256, 1024)),
+        *((row_unpack, d) for d in (64, 128, 256, 512, 1024, 4096)),
+        *(
+            (op, d, format, F32)
+            for op in (row_quantize, row_dequantize)
+            for format in SCALED_BY_ROW
+            for d in (64, 256, 1024)
+        ),
+        *((op, 256, "int4", BF16) for op in (row_quantize, row_dequantize)),
+    )
+]
+OPS = list(dict.fromkeys(make.op for make in CASES))

@@ -1,0 +1,72 @@
+"""Runs a case in lock-step and counts: the PTX it executed, and through it the machine code."""
+
+from collections import Counter
+
+from . import machine_code
+from .backend import BACKEND, executor
+from .cases import Case
+from .costs import Cost, KernelCost
+from .waits import waits
+
+RESIDENT_BLOCKS = 4  # on the executor: what a multiprocessor has of most kernels
+
+
+def count(case: Case) -> Cost:
+    _, found = _run(case)
+    for symbol in found:
+        for line, trips in waits(_code(symbol)).items():
+            executor().wait(symbol, line, trips)
+    totals, found = _run(case)
+    kernels = [_kernel(symbol, *report) for symbol, report in found.items()]
+    return Cost(
+        case.op, case.detail, case.density, case.elements, case.bytes, *totals, kernels=kernels
+    )
+
+
+def _run(case: Case):
+    """Totals; and by kernel its blocks, bytes of dynamic shared memory, trips, rows of counts."""
+    executor().configure(0, RESIDENT_BLOCKS)
+    case.run(BACKEND, executor())
+    totals, *reports = executor().counts().split("\n\n")
+    found = {}
+    for report in reports:
+        (symbol, blocks, shared, trips), *rows = map(str.split, report.splitlines())
+        found[symbol] = int(blocks), int(shared), float(trips), rows
+    return list(map(int, totals.split())), found
+
+
+def _code(symbol: str) -> machine_code.MachineCode:
+    return machine_code.machine_code(executor().text(symbol), symbol)
+
+
+def _kernel(symbol: str, blocks: int, shared: int, trips: float, rows) -> KernelCost:
+    code, classes, sums, issues = _code(symbol), Counter(), [0, 0, 0], {}
+    for line, issued, *numbers, opcode in rows:
+        issues[int(line)] = int(issued)
+        classes[class_of(opcode)] += int(issued)
+        sums = [a + int(b) for a, b in zip(sums, numbers, strict=True)]
+    return KernelCost(
+        code.resources.name,
+        blocks,
+        code.resources.blocks(shared),
+        code.resources.in_flight("LDG"),
+        round(trips / blocks, 3),
+        round(code.slots(issues), 1),
+        dict(sorted(classes.items())),
+        *sums,
+    )
+
+
+def class_of(opcode: str) -> str:
+    """Of an instruction of PTX."""
+    name, _, rest = opcode.partition(".")
+    parts = rest.split(".")
+    if name in ("ld", "st", "atom"):
+        return next((space for space in ("shared", "param") if space in parts), "global")
+    if name in ("bra", "ret", "bar", "nanosleep"):
+        return "control"
+    if name in ("shfl", "vote", "redux"):
+        return "warp"
+    if name in ("mov", "selp", "cvt", "cvta"):
+        return "move"
+    return "float" if parts[-1][:1] == "f" else "integer"

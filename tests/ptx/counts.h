@@ -1,0 +1,75 @@
+// counts.h -- what a kernel costs where its warps run in lock-step: how often each instruction is
+// issued, and what memory it goes to.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "program.h"
+
+namespace ptx {
+
+// The addresses at which the lanes of a warp access memory together.
+struct Touched {
+  std::array<uint64_t, kLanes> begin;
+  int lanes = 0;
+  void add(uint64_t address) { begin[lanes++] = address; }
+};
+
+// Sectors of device memory: which have been read before anything was written to them, and which
+// have been written. As often as a cache that holds them all would ask memory for them.
+class Footprint {
+ public:
+  void read(uint64_t address) { touch(address, kRead); }
+  void write(uint64_t address) { touch(address, kWritten); }
+  void write(uint64_t begin, int64_t bytes);
+
+  uint64_t sectors_read = 0, sectors_written = 0;
+  static constexpr int kSector = 32;
+
+ private:
+  enum State : uint8_t { kRead = 1, kWritten = 2 };
+  static constexpr int kSectors = 128;  // of a page
+  void touch(uint64_t address, State now);
+  std::unordered_map<uint64_t, std::array<uint8_t, kSectors>> pages_;
+};
+
+// Of a kernel, over its launches.
+class Counts {
+ public:
+  Counts(const Program& program, Footprint& footprint)
+      : program_(program), footprint_(footprint), counts_(program.code.size()) {}
+
+  // By a warp, for these of its lanes; none if the guard holds for none.
+  void issue(const Instruction& i, uint32_t lanes) {
+    Count& count = count_of(i);
+    ++count.issues;
+    count.lanes += __builtin_popcount(lanes);
+  }
+  void access(const Instruction& i, const Touched& touched);
+  void launch(int64_t dynamic_shared_bytes) { dynamic_shared_bytes_ = dynamic_shared_bytes; }
+  void finish_block(float trips) { ++blocks_, trips_ += trips; }
+
+  // A line for the kernel and one for each of its instructions.
+  std::string report() const;
+
+ private:
+  struct Count {
+    uint64_t issues = 0, lanes = 0;
+    uint64_t sectors = 0;    // of device memory, each once an issue
+    uint64_t conflicts = 0;  // passes through shared memory beyond the first
+  };
+  Count& count_of(const Instruction& i) { return counts_[&i - program_.code.data()]; }
+
+  const Program& program_;
+  Footprint& footprint_;
+  std::vector<Count> counts_;
+  int64_t dynamic_shared_bytes_ = 0;
+  uint64_t blocks_ = 0;
+  double trips_ = 0;
+};
+
+}  // namespace ptx
