@@ -24,7 +24,7 @@ Columns, of one element (a pick of sample_threshold, a segment of track_threshol
   PTX         the same of PTX
   active      lanes that did something in it
   conflicts   passes through shared memory beyond the first of each access, times 32
-  trips       to memory that a block waits for, one after the other
+  trips       to memory that a block waits for, one after the other, at most
   loads       of a thread in flight, at most, in machine code, of each kernel
   blocks      that fit a multiprocessor, of each kernel
 Times are in microseconds; "of copy" is the time of a copy of the bytes that must move over the

@@ -9,10 +9,11 @@ _LOAD = re.compile(r"(?:LDG|LD|ATOMG|ATOM)(\.\S+) (?:U?PT?\d*, )?R(\d+),")
 
 
 def waits(code: MachineCode) -> dict[int, float]:
-    """By line of PTX: trips to memory that a warp waits for there, if it asked for anything.
+    """By line of PTX: trips to memory that a warp waits for there.
 
     All that it has asked for by then is one trip. A register is waited for where any way through
-    the blocks comes from its load.
+    the blocks comes from its load, so that a load behind a branch may count once more: no fewer
+    than there are.
     """
     blocks = code.blocks
     into: list[set[int]] = [set() for _ in blocks]  # registers that may not be there yet
