@@ -6,7 +6,10 @@ Needs `pip install accelerate`. Its DistributedDataParallelKwargs(comm_hook=...)
 by name, no others. Prints the loss of the first and the last step, and what was sent.
 """
 
+import gc
+
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dct_parallel import DCTState, dct_hook
 
 
-def main():
+def train():
     set_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     x = torch.randn(6400, 128)
@@ -39,7 +42,13 @@ def main():
         stats = state.stats()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {stats['step']} steps")
         print(f"sent {stats['density']:.2%} of the entries, {stats['wire_bytes']:,} bytes a step")
-    accelerator.end_training()
+    state.close()
+
+
+def main():
+    train()
+    gc.collect()  # the model ends before its process group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ Needs `pip install lightning`. The state is made before there is a DDP, and boun
 step. Prints the loss of the first and the last step, and what was sent.
 """
 
+import gc
+
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,7 +41,7 @@ class OnTheCPU(DDPStrategy):
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
-def main():
+def train():
     lightning.seed_everything(0)
     x = torch.randn(6400, 128)
     data = DataLoader(TensorDataset(x, x[:, :8].sum(1, keepdim=True).tanh()), batch_size=64)
@@ -59,6 +62,13 @@ def main():
         stats = state.stats()
         print(f"loss {model.losses[0]:.3f} -> {model.losses[-1]:.3f} in {stats['step']} steps")
         print(f"sent {stats['density']:.2%} of the entries, {stats['wire_bytes']:,} bytes a step")
+    state.close()
+
+
+def main():
+    train()
+    gc.collect()  # the model ends before its process group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
