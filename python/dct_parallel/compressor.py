@@ -254,6 +254,7 @@ class Compressor:
             "residual": self.residual[low:high].to("cpu", copy=True),
             "threshold": self.threshold[index].to("cpu", copy=True),
             "reference": self.reference[index].to("cpu", copy=True),
+            "sample_next": torch.tensor(float(self._sample_next)),
         }
 
     def load_segment(self, index: int, state: dict[str, Tensor]) -> None:
@@ -263,6 +264,7 @@ class Compressor:
         self.threshold[index].copy_(state["threshold"])
         self.reference[index].copy_(state["reference"])
         self.sampled_at[index] = self.step
+        self._sample_next |= bool(state["sample_next"])
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
         sampled = _sample_threshold(

@@ -23,7 +23,7 @@ SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]
 SMALL += ["--checkpoint-every", "4", "--resume"]
 DATA = ["--modes", "dense,bf16,powersgd,dct"]
 HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
-NOT_BITS = ("step_ms", "density", "density_mean")  # times, and what is noted of recent steps
+NOT_BITS = ("step_ms",)
 
 
 def _finished(folder):

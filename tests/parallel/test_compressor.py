@@ -157,9 +157,12 @@ def test_a_sample_of_zero_stays_until_more_than_its_share_passes():
     assert c.seen.tolist() == [1000]
     c.resample_if_flooded(c.seen, c.threshold)
     assert c.step == 4
-    c.step = 5  # no sample due here either
-    c.pack(dense)
-    assert c.threshold.item() == dense.abs().sort().values[-100].item()
+    resumed = Compressor(1000, [0, 1000], density=0.1, refresh_every=10**6)
+    resumed.load_segment(0, c.segment_state(0))
+    for goes_on in (c, resumed):
+        goes_on.step = 5  # no sample due here either
+        goes_on.pack(dense)
+        assert goes_on.threshold.item() == dense.abs().sort().values[-100].item()
 
 
 def test_skipped_segments_are_left_alone():

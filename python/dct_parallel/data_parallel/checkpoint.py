@@ -30,6 +30,7 @@ class Entry(TypedDict):
     world_size: int
     step: int
     density: float
+    recent: Tensor  # see History.state
     parameters: dict[str, SegmentState]
 
 
@@ -44,6 +45,7 @@ def fresh(numel: int) -> SegmentState:
         "residual": torch.zeros(numel),
         "threshold": torch.zeros(()),
         "reference": torch.zeros(()),
+        "sample_next": torch.zeros(()),
     }
 
 

@@ -3,6 +3,9 @@
 import warnings
 from collections import deque
 
+import torch
+from torch import Tensor
+
 RECENT_STEPS = 100
 # Gradients of one batch are now larger, now smaller, so that with tracked thresholds and a quarter
 # of headroom some 10 to 30 % of payloads overflow, for a step or two. Beyond half it is the rule.
@@ -15,6 +18,18 @@ class History:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._warned = False
+
+    def state(self) -> Tensor:
+        """Density and overflow of each step, float64 [100, 2]; NaN for steps not taken yet."""
+        state = torch.full((RECENT_STEPS, 2), torch.nan, dtype=torch.float64)
+        for row, step in zip(state, self._steps, strict=False):
+            row.copy_(torch.tensor(step, dtype=torch.float64))
+        return state
+
+    def load(self, state: Tensor) -> None:
+        """Go on from a `state`."""
+        self._steps.clear()
+        self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""

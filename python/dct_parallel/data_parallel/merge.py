@@ -10,6 +10,7 @@ from dct_kernels import checks
 
 from ..agreement import require_same
 from . import checkpoint
+from .history import History
 
 _OP = "merge_states"
 
@@ -46,7 +47,7 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
         for rank, entry in checkpoint.entries(_OP, state).items():
             if rank in told or rank == checkpoint.MEAN:
                 checks.fail(_OP, "states", "one of each rank", f"another of rank {rank}")
-            told[rank] = {name: value for name, value in entry.items() if name != "parameters"}
+            told[rank] = {k: v for k, v in entry.items() if k not in ("parameters", "recent")}
             told[rank]["parameters"] = ", ".join(entry["parameters"])
             for name, saved in entry["parameters"].items():
                 total = sums.setdefault(name, {})
@@ -63,7 +64,8 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
         name: {part: (value / ranks).float() for part, value in total.items()}
         for name, total in sums.items()
     }
-    return checkpoint.make(checkpoint.MEAN, {**numbers, "parameters": mean})
+    recent = History().state()  # each rank has its own: they begin anew
+    return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
 
 
 def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:

@@ -230,7 +230,8 @@ class DCTState:
         return stats
 
     def state_dict(self) -> dict:
-        """This rank's residuals and thresholds by parameter name, and the step. Copies, on the CPU.
+        """This rank's residuals and thresholds by parameter name, the step, and the last steps'
+        statistics. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file a rank. torch.distributed.checkpoint takes the
@@ -248,6 +249,7 @@ class DCTState:
             world_size=self._world_size,
             step=self.step,
             density=self.settings.density,
+            recent=self._history.state(),
             parameters=self._buckets.states(),
         )
         return checkpoint.make(self._rank, entry)
@@ -269,6 +271,7 @@ class DCTState:
         self._loss_scale.saw(overflow=False)
         self._next_index = 0
         self.step = entry["step"]
+        self._history.load(entry["recent"])
         self._buckets.load(entry["parameters"])
 
     def __getstate__(self) -> dict:
