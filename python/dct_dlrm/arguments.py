@@ -215,7 +215,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tensorboard",
         action="store_true",
         help="curves in DIR/tensorboard while runs go on: rank 0's loss and bytes of a step, DCT's "
-        "density and overflow; scores in the end",
+        "density and overflow, also of each parameter; scores in the end",
     )
     options = parser.parse_args(arguments)
     if options.test_fraction + options.validation_fraction >= 1:

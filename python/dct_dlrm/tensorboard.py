@@ -1,7 +1,7 @@
 """Curves of a run while it goes on, for TensorBoard: on rank 0, of what it computed and sent.
 
-Tags: loss, bytes (of a step), density and overflow (DCT, of the last 100 steps); in the end AUC and
-log loss.
+Tags: loss, bytes (of a step), density and overflow (DCT, of the last 100 steps), and for each of
+its parameters what `DCTState.parameter_stats` tells; in the end AUC and log loss.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from .loop import Run
 from .progress import Step
 
-EVERY = 10  # steps between points
+EVERY, EVERY_OF_PARAMETERS = 10, 100  # steps between points
 FLUSH_SECONDS = 10  # what is lost of the curves of a rank that is killed
 
 
@@ -31,6 +31,9 @@ def curves(folder: Path, done: int) -> Iterator[Callable[[Step], None]]:
             if step.dct is not None:
                 stats = step.dct.stats()
                 values |= {name: stats[name] for name in ("density", "overflow")}
+                if step.number % EVERY_OF_PARAMETERS == 0:
+                    for name, figures in step.dct.parameter_stats().items():
+                        values |= {f"{key}/{name}": value for key, value in figures.items()}
             for name, value in values.items():
                 if value is not None:  # a density before compression starts
                     writer.add_scalar(name, value, step.number)

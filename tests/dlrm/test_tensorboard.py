@@ -26,16 +26,22 @@ def _read(folder):
 
 def test_curves_of_a_command(tmp_path):
     pytest.importorskip("tensorboard", reason="an extra, for one option")
-    assert main([*SMALL, "--modes", "dense,dct", "--tensorboard", "--out", str(tmp_path)]) == 0
+    modes = ["--modes", "dense,dct", "--epochs", "2"]
+    assert main([*SMALL, *modes, "--tensorboard", "--out", str(tmp_path)]) == 0
     runs = {mode: _read(tmp_path / "tensorboard" / f"{mode}-seed0") for mode in ("dense", "dct")}
-    steps = [10, 20, 30, 40, 50, 60, 70]
+    steps = list(range(10, 141, 10))
     scores = {"AUC", "log loss"}
     assert set(runs["dense"]) == scores | {"loss", "bytes"}
-    assert set(runs["dct"]) == scores | {"loss", "bytes", "density", "overflow"}
+    scalars = {tag for tag in runs["dct"] if "/" not in tag}
+    assert scalars == scores | {"loss", "bytes", "density", "overflow"}
+    (norm,) = runs["dct"]["residual_norm/top.0.weight"].items()
+    assert norm[0] == 100 and norm[1] > 0
+    figures = {tag.partition("/")[0] for tag in runs["dct"] if "/" in tag}
+    assert figures >= {"density", "threshold_age", "overflow", "residual_norm"}
     for run in runs.values():
         assert list(run["loss"]) == list(run["bytes"]) == steps
-        assert list(run["AUC"]) == list(run["log loss"]) == [74]
-        assert 0.3 < run["AUC"][74] < 1 and all(0.3 < loss < 1 for loss in run["loss"].values())
+        assert list(run["AUC"]) == list(run["log loss"]) == [148]
+        assert 0.3 < run["AUC"][148] < 1 and all(0.3 < loss < 1 for loss in run["loss"].values())
     assert all(0.01 < density < 0.0625 for density in runs["dct"]["density"].values())
 
 
