@@ -43,4 +43,4 @@ def test_hybrid(tmp_path):
     printed = run(EXAMPLES / "hybrid.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
-    assert "4,244 bytes" in printed and "float32: 83,972 bytes" in printed
+    assert "3,248 bytes" in printed and "float32: 83,972 bytes" in printed

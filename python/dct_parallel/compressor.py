@@ -264,7 +264,7 @@ class Compressor:
         self.threshold[index].copy_(state["threshold"])
         self.reference[index].copy_(state["reference"])
         self.sampled_at[index] = self.step
-        self._sample_next |= bool(state["sample_next"])
+        self._sample_next |= bool(state.get("sample_next", False))  # which early states leave out
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
         sampled = _sample_threshold(

@@ -26,10 +26,11 @@ class History:
             row.copy_(torch.tensor(step, dtype=torch.float64))
         return state
 
-    def load(self, state: Tensor) -> None:
-        """Go on from a `state`."""
+    def load(self, state: Tensor | None) -> None:
+        """Go on from a `state`; None: as if no step had been taken."""
         self._steps.clear()
-        self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
+        if state is not None:
+            self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""

@@ -271,7 +271,7 @@ class DCTState:
         self._loss_scale.saw(overflow=False)
         self._next_index = 0
         self.step = entry["step"]
-        self._history.load(entry["recent"])
+        self._history.load(entry.get("recent"))  # which early states leave out
         self._buckets.load(entry["parameters"])
 
     def __getstate__(self) -> dict:
