@@ -50,8 +50,9 @@ train: $(VENV)/built
 	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train --overwrite
 
 # Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
+MACHINE_CODE := tests/aot tests/static tests/ptx/test_baseline.py
 test: $(VENV)/built native
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --ignore tests/aot --ignore tests/static
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(MACHINE_CODE:%=--ignore %)
 
 NATIVE   ?= build/native
 SANITIZE ?=
@@ -103,7 +104,7 @@ cuda: $(VENV)-abi/installed
 	$(call COPY,build/cuda)
 	cd build/cuda && PATH=$(OTHER):$$PATH DCT_CUDA=1 python setup.py --quiet build_ext --inplace
 	export PYTHONPATH=$(abspath build/cuda):$(abspath build/cuda/python); cd tests \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static ptx/test_baseline.py
 
 sanitize: $(VENV)/installed
 	$(MAKE) native NATIVE=build/native-asan SANITIZE=address,undefined

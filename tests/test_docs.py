@@ -36,7 +36,15 @@ def test_every_program_is_run():
     assert [page for page, _ in PROGRAMS] == ["training.md"] * 4
 
 
-@pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=["hook", "cut", "pipeline", "exchange"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(0, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
+        pytest.param(1, id="cut"),
+        pytest.param(2, id="pipeline"),
+        pytest.param(3, id="exchange"),
+    ],
+)
 def test_program(index, tmp_path):
     program = PROGRAMS[index][1]
     if "pipelining" in program:

@@ -113,7 +113,14 @@ def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     assert again.stdout.count("validation AUC") == 1
 
 
-def test_a_wrong_argument_is_named():
-    for extra in (["--exchanges", "int5"], ["--rates", "0"], ["--validation-fraction", "0"]):
-        done = subprocess.run([sys.executable, BENCH, *extra], capture_output=True, text=True)
-        assert done.returncode != 0 and extra[0] in done.stderr
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--exchanges", "int5"],
+        pytest.param(["--rates", "0"], marks=pytest.mark.large),
+        pytest.param(["--validation-fraction", "0"], marks=pytest.mark.large),
+    ],
+)
+def test_a_wrong_argument_is_named(extra):
+    done = subprocess.run([sys.executable, BENCH, *extra], capture_output=True, text=True)
+    assert done.returncode != 0 and extra[0] in done.stderr
