@@ -24,7 +24,7 @@ help:
 	@echo "make lint       ruff and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
-	@echo "make cuda       the CUDA kernels, built and inspected (needs nvcc, no GPU)"
+	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
