@@ -229,8 +229,7 @@ def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, floa
 
     A hybrid model needs as many rows on every rank: any of `others` do, and are cut off again.
     """
-    counts = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, len(rows))
+    counts = from_all_ranks(len(rows))
     filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
     padded = Rows.concatenate([rows, filler])
     logits = [torch.empty(0)]
