@@ -18,7 +18,6 @@ def few_buffers(monkeypatch):
 
 def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     command = ["kernels", "--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
-    # Threads that wait for each other in thousands of small loops suffer from other tests.
     command += ["--row-widths", "64", "--rounds", "1", "--threads", "1"]
     command += ["--json", str(tmp_path / "k.json")]
     assert cli.main(command) == 0
