@@ -70,8 +70,9 @@ class Compressor:
         skip: indices of segments that are not compressed (threshold -1: never read or written,
             zeros after `unpack`).
         whole: indices of segments of which everything is sent (threshold 0 for good).
-        capacity: entries of room in the payload; default 1.25 * density * the compressed numel, and
-            all of the segments in `whole`.
+        capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
+            the compressed numel, and all of the segments in `whole`.
+        ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
         max_samples: samples per segment.
         device: of every tensor here.
 
@@ -82,7 +83,7 @@ class Compressor:
         seen: int32 [S], how many passed in the last `pack`.
         sampled_at: int32 [S], the step at which each threshold was sampled; before that, at which
             this started, or the segment was loaded.
-        payload: uint8 [nbytes], the last one packed.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
         step: how many times `pack` was called.
 
     Raises:
@@ -109,11 +110,13 @@ class Compressor:
         skip: Collection[int] = (),
         whole: Collection[int] = (),
         capacity: int | None = None,
+        ranges: int = 1,
         max_samples: int = 65536,
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
+        checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
         bounds = [int(bound) for bound in segments]
         if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != sorted(bounds):
@@ -148,19 +151,24 @@ class Compressor:
         self.seen = torch.zeros(len(sizes), dtype=torch.int32, device=device)
         self.sampled_at = torch.zeros_like(self.seen)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        nbytes = payload_layout(numel, capacity, value_dtype).nbytes
-        self.payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes
+        shape = (ranges, nbytes) if ranges > 1 else (nbytes,)
+        self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._host_target = self.target.cpu()
         self._sampled = torch.tensor(sampled, device=device)
         self._sampling = density < 1 and any(sampled)
         self._sample_next = False
 
-    def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
+    def pack(
+        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
+    ) -> Tensor:
         """Add `grad` to the residual and move what passes into the payload, which is returned.
 
         Args:
             grad: float32, bfloat16 or float16 [numel].
             inv_scale: float32, one element on the device: grad is multiplied by it (AMP).
+            status: what `unpack` returned of what `grad` was made from: if something was damaged,
+                the payload says so to all who receive it.
         """
         refresh = self._sampling and (
             self._sample_next or is_refresh_step(self.step, self.refresh_every)
@@ -177,6 +185,7 @@ class Compressor:
             self.capacity,
             self.value_dtype,
             inv_scale,
+            status,
         )
         if self._sampling and not refresh and self.policy == "tracked":
             _track_threshold(self.threshold, self.seen, self.target, self.reference)
@@ -206,7 +215,7 @@ class Compressor:
         """Write the mean of P payloads into `out`, summed in the order given.
 
         Args:
-            payloads: uint8 [P, nbytes], from compressors made like this one.
+            payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors made like this one.
             out: float32, bfloat16 or float16 [numel]; every element is written.
             out_scale: float32, one element on the device: the mean is multiplied by it (AMP).
 
@@ -231,11 +240,11 @@ class Compressor:
         second call adds nothing. Allocates `numel` float32.
         """
         # With both flags set, unpacking would put a NaN over element 0.
-        self.payload[_FLAGS_BYTE].zero_()
+        self.payload[..., _FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
         self.unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
-        self.payload[:HEADER_BYTES].zero_()
+        self.payload[..., :HEADER_BYTES].zero_()
 
     def resample_if_flooded(self, seen: Tensor, threshold: Tensor) -> None:
         """Sample at the next `pack` if a zero threshold lets more than 1.25 x its target pass.

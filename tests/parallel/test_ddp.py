@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import transports
+from dct_parallel.data_parallel import gather
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 
@@ -66,13 +66,13 @@ def _sleepy(rank, steps):
         time.sleep(dice.random() * 0.004)
         return dct_hook(state, bucket)
 
-    gather = transports.all_gather
+    all_gather = gather.all_gather
 
     def slow_gather(*args):
         time.sleep(dice.random() * 0.004)
-        gather(*args)
+        all_gather(*args)
 
-    transports.all_gather = slow_gather
+    gather.all_gather = slow_gather
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import transports
+from dct_parallel.data_parallel import gather
 from ranks import Dictated, entry, gathered, run_ranks
 
 SIZES = (20_000, 100, 30_000)
@@ -34,14 +34,14 @@ class Run:
         self.state = DCTState(self.model, density=0.05, **options)
         self.model.register_comm_hook(self.state, dct_hook)
         self.step = 0
-        all_gather = transports.all_gather
+        all_gather = gather.all_gather
 
         def in_flight(output, tensor, group):
             all_gather(output, tensor, group)
             if self.step == STEP and rank in victims:
                 output[1, byte] ^= 0xFF
 
-        transports.all_gather = in_flight
+        gather.all_gather = in_flight
 
     def gradients(self, micro=0):
         seed = 100 * micro + 10 * self.step + self.rank
@@ -70,8 +70,10 @@ class Run:
 
 
 def _text(rank, victims, status=1):
-    got = f"status {status} from rank 1 in bucket 0" if rank in victims else "damage that rank"
-    return f"every payload of step {STEP} must be intact, got {got}"
+    if rank in victims:
+        got = f"status {status} from rank 1 in bucket 0"
+        return f"every payload of step {STEP} must be intact, got {got}"
+    return f"every payload up to step {STEP + 1} must be intact, got damage that rank"
 
 
 def _damaged(rank, byte, status, victims, bucket_cap_mb, look_early):

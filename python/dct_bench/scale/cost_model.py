@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from dct_kernels.layout import payload_layout, range_bounds
 from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.transports import Gather
+from dct_parallel.data_parallel.gather import Gather
+from dct_parallel.data_parallel.shard import Shard
+from dct_parallel.data_parallel.transports import Transport
 
 from .shapes import Shape
 
@@ -131,14 +132,17 @@ class Model:
 
     @cached_property
     def numel(self) -> int:
-        return self.plan.bounds[-1]
+        return sum(self._sizes)
 
     @cached_property
-    def plan(self) -> BucketPlan:
-        """As the training layer would send it; the formula of its bytes is the layer's own."""
-        settings = Settings(self.density, 1000, "tracked", torch.bfloat16, Gather)
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    def plan(self, transport: type[Transport], ranks: int) -> BucketPlan:
+        """As the training layer would send it; the formulas of its bytes are the layer's own."""
+        settings = Settings(self.density, 1000, "tracked", torch.bfloat16)
         names = tuple(str(number) for number in range(len(self.shapes)))
-        return BucketPlan(names, tuple(math.prod(shape) for shape in self.shapes), settings)
+        return BucketPlan(names, self._sizes, settings, transport, ranks)
 
     def powersgd_bytes(self, rank: int) -> tuple[int, int, int]:
         """(P factors, Q factors, what goes dense): torch's hook, min_compression_rate 2."""
@@ -152,12 +156,6 @@ class Model:
             else:
                 dense += 4 * numel
         return p, q, dense
-
-    def range_bytes(self, ranges: int) -> int:
-        """Of the payload that one owner of `ranges` gets: room for 1.25 x density of a range."""
-        low, high = range_bounds(self.numel, ranges, 0)
-        capacity = math.ceil(self.plan.capacity * (high - low) / self.numel)
-        return payload_layout(self.numel, capacity, torch.bfloat16, ranges=ranges).nbytes
 
     # Each: (pack seconds, wire seconds, unpack seconds, bytes sent) between nodes.
 
@@ -184,21 +182,22 @@ class Model:
         return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
 
     def _dct(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, payload = cluster.nodes, self.plan.payload_bytes
-        wire = all_gather(cluster.between, nodes, payload)
-        unpacked = 4 * self.numel + nodes * payload
+        nodes, plan = cluster.nodes, self.plan(Gather, cluster.nodes)
+        wire = all_gather(cluster.between, nodes, plan.payload_bytes)
+        unpacked = 4 * self.numel + nodes * plan.payload_bytes
         return (
             MASK_PACK_BYTES * self.numel / self.kernels.mask_pack,
             wire,
             unpacked / self.kernels.scatter_unpack,
-            self.plan.wire_bytes(nodes),
+            plan.wire_bytes,
         )
 
     def _dct_shard(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, payload = cluster.nodes, self.range_bytes(cluster.nodes)
-        wire = all_to_all(cluster.between, nodes, payload)
+        nodes, plan = cluster.nodes, self.plan(Shard, cluster.nodes)
+        payload = plan.payload_bytes
+        wire = all_to_all(cluster.between, nodes, payload * plan.owners / nodes)
         wire += all_gather(cluster.between, nodes, payload)
-        owned = self.numel / nodes
+        owned = self.numel / plan.owners
         # The owner sums its range and packs it again; then everybody unpacks all ranges.
         unpacked = 4 * owned + 4 * self.numel + 2 * nodes * payload
         packed = MASK_PACK_BYTES * (self.numel + owned)
@@ -206,7 +205,7 @@ class Model:
             packed / self.kernels.mask_pack,
             wire,
             unpacked / self.kernels.scatter_unpack,
-            2 * (nodes - 1) * payload,
+            plan.wire_bytes,
         )
 
     @staticmethod

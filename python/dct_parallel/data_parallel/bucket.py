@@ -10,6 +10,7 @@ from torch.profiler import record_function
 from ..compressor import Compressor
 from ..readback import Readback
 from .bucket_plan import BucketPlan
+from .checkpoint import SegmentState
 from .transports import Receipt
 
 
@@ -31,7 +32,7 @@ class Bucket:
         group: the ranks to average over.
         device: of the gradients.
         step: compressed steps taken so far, where the refresh schedule goes on.
-        states: {name: `Compressor.segment_state`} to start from; missing names start from zero.
+        states: {name: what `states` gave} to start from; missing names start from zero.
     """
 
     def __init__(
@@ -40,12 +41,15 @@ class Bucket:
         group: dist.ProcessGroup,
         device: torch.device,
         step: int,
-        states: dict[str, dict[str, Tensor]],
+        states: dict[str, SegmentState],
     ) -> None:
         self.plan = plan
         self.report: Report | None = None  # the last one taken
-        self.compressor = _compressor(plan, device, step, states)
-        self._transport = plan.settings.transport(self.compressor, group)
+        self.compressor = _compressor(plan, device, step)
+        self._transport = plan.transport(plan, self.compressor, group, step)
+        for index, name in enumerate(plan.names):
+            if name in states:
+                self._load(index, states[name])
         self._readback = Readback()
         self._own = [self.compressor.seen, self.compressor.threshold.view(torch.int32)]
         self._whole = torch.tensor(sorted(plan.whole), dtype=torch.int64)
@@ -61,8 +65,8 @@ class Bucket:
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
         """
         with record_function("dct::pack"):
-            payload = self.compressor.pack(buffer, inv_scale)
-        notes = self._transport.reduce(payload, buffer, scale)
+            self.compressor.pack(buffer, inv_scale)
+        notes = self._transport.reduce(buffer, scale)
         with record_function("dct::read_back"):
             self._readback.post(*self._own, *notes)
         self._fresh = True
@@ -82,23 +86,39 @@ class Bucket:
         passed, threshold, *notes = self._readback.wait()
         threshold = threshold.view(torch.float32)
         self.compressor.resample_if_flooded(passed, threshold)
-        # Entries are packed in order, as long as there is room.
-        room = self.compressor.capacity - (passed.cumsum(0) - passed)
-        sent = torch.minimum(passed, room.clamp(min=0))
-        compressed = sent.sum() - sent[self._whole].sum()
         receipt = self._transport.receipt(notes)
+        sent = self._sent(passed, receipt.counts)
+        compressed = sent.sum() - sent[self._whole].sum()
         self.report = Report(receipt, threshold, passed, sent, int(compressed))
         return self.report
 
+    def _sent(self, passed: Tensor, counts: list[int]) -> Tensor:
+        """Of what passed, how much there was room for, by parameter."""
+        if len(counts) == 1:  # packed in order, as long as there is room
+            room = self.compressor.capacity - (passed.cumsum(0) - passed)
+            return torch.minimum(passed, room.clamp(min=0))
+        # Which range a parameter's entries lie in is not known: what is late is every one's.
+        return (passed * (sum(counts) / max(int(passed.sum()), 1))).round().long()
+
     def take_back(self) -> None:
         """Return what the last `reduce` sent to the residual, for a step that was not applied."""
-        self.compressor.take_back()
+        self._transport.take_back()
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """{name: `Compressor.segment_state`} of its parameters."""
+    def states(self) -> dict[str, SegmentState]:
+        """{name: copies of what each of its parameters must carry to go on elsewhere}."""
         return {
-            name: self.compressor.segment_state(index) for index, name in enumerate(self.plan.names)
+            name: self.compressor.segment_state(index) | self._transport.segment_state(index)
+            for index, name in enumerate(self.plan.names)
         }
+
+    def _load(self, index: int, state: SegmentState) -> None:
+        self.compressor.load_segment(index, state)
+        owed = self._transport.load_segment(index, state)
+        if owed is not None:  # to the mean, of which a rank makes 1 / P
+            low, high = self.compressor.bounds[index : index + 2]
+            self.compressor.residual[low:high] += (self.plan.ranks * owed).to(
+                self.compressor.residual.device
+            )
 
     def parameter_stats(self) -> dict[str, dict[str, float | int]]:
         """{name: see `DCTState.parameter_stats`}, of the report taken last."""
@@ -120,9 +140,7 @@ class Bucket:
         }
 
 
-def _compressor(
-    plan: BucketPlan, device: torch.device, step: int, states: dict[str, dict[str, Tensor]]
-) -> Compressor:
+def _compressor(plan: BucketPlan, device: torch.device, step: int) -> Compressor:
     compressor = Compressor(
         plan.bounds[-1],
         plan.bounds,
@@ -132,11 +150,9 @@ def _compressor(
         value_dtype=plan.settings.value_dtype,
         whole=plan.whole,
         capacity=plan.capacity,
+        ranges=plan.ranges,
         device=device,
     )
     compressor.step = step
     compressor.sampled_at.fill_(step)
-    for index, name in enumerate(plan.names):
-        if name in states:
-            compressor.load_segment(index, states[name])
     return compressor

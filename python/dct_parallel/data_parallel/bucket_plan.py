@@ -1,16 +1,19 @@
 """What will be sent: arithmetic on parameter sizes, no tensors."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dct_kernels import payload_layout
+from dct_kernels.layout import BLOCK, range_blocks, range_bounds
 
 from .. import wire
 from ..compressor import HEADROOM, default_capacity
-from .transports import Gather
 
 WHOLE_BELOW = 256
 
@@ -23,7 +26,6 @@ class Settings:
     refresh_every: int
     policy: str
     value_dtype: torch.dtype
-    transport: type[Gather]
 
     def is_whole(self, numel: int) -> bool:
         """Whether everything is sent of a parameter of this size: below 256 elements.
@@ -35,13 +37,42 @@ class Settings:
         return numel < WHOLE_BELOW and self.density < 1
 
 
+class Slice(NamedTuple):
+    """The part of a parameter that lies in a range; offsets are in the parameter."""
+
+    index: int
+    low: int
+    high: int
+
+
+class TransportFormulas(Protocol):
+    """What a plan asks of a transport."""
+
+    name: str
+
+    @staticmethod
+    def ranges(ranks: int) -> int:
+        """How many payloads a rank packs, each of an equal range of the bucket."""
+
+    @staticmethod
+    def wire_bytes(plan: "BucketPlan") -> int:
+        """Bytes that the rank which sends most sends in a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """What one bucket sends per step, by its parameters' names and sizes in the bucket's order."""
+    """What one bucket sends per step, by its parameters' names and sizes in the bucket's order.
+
+    Attributes:
+        transport: how payloads get to the other ranks.
+        ranks: that take part.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     settings: Settings
+    transport: type[TransportFormulas]
+    ranks: int
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -65,49 +96,85 @@ class BucketPlan:
         return self.bounds[-1] - self.whole_numel
 
     @cached_property
+    def ranges(self) -> int:
+        """How many payloads a rank packs, each of an equal range of whole blocks."""
+        return self.transport.ranges(self.ranks)
+
+    @cached_property
+    def owners(self) -> int:
+        """Ranges that are not empty: the first ones. A bucket of few blocks has no more of them."""
+        return -(-self.bounds[-1] // self._range_length) if self.bounds[-1] else 0
+
+    @cached_property
     def capacity(self) -> int:
-        """Entries of room in the bucket's payload."""
-        return default_capacity(self.compressed_numel, self.settings.density, self.whole_numel)
+        """Entries of room in the payload of each range: as many as the fullest needs."""
+        whole = Counter()
+        for index in self.whole:
+            low, high = self.bounds[index], self.bounds[index + 1]
+            for r in range(low // self._range_length, -(-high // self._range_length)):
+                start, end = range_bounds(self.bounds[-1], self.ranges, r)
+                whole[r] += min(high, end) - max(low, start)
+        rooms = []
+        for r in range(max(1, self.owners)):
+            low, high = range_bounds(self.bounds[-1], self.ranges, r)
+            compressed = high - low - whole[r]
+            rooms.append(default_capacity(compressed, self.settings.density, whole[r]))
+        return max(rooms)
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Of one rank's payload."""
-        return payload_layout(self.bounds[-1], self.capacity, self.settings.value_dtype).nbytes
+        """Of the payload of one range."""
+        numel, dtype = self.bounds[-1], self.settings.value_dtype
+        return payload_layout(numel, self.capacity, dtype, self.ranges).nbytes
 
-    def wire_bytes(self, world_size: int) -> int:
-        """Bytes a rank sends for this bucket in a step."""
-        return self.settings.transport.wire_bytes(self.payload_bytes, world_size)
+    @cached_property
+    def wire_bytes(self) -> int:
+        """Bytes that the rank which sends most sends for this bucket in a step."""
+        return self.transport.wire_bytes(self)
+
+    def slices(self, index: int) -> Iterator[Slice]:
+        """What range `index` holds of each parameter, in the bucket's order."""
+        start, end = range_bounds(self.bounds[-1], self.ranges, index)
+        for parameter, (low, high) in enumerate(pairwise(self.bounds)):
+            if max(low, start) < min(high, end):
+                yield Slice(parameter, max(low, start) - low, min(high, end) - low)
+
+    @cached_property
+    def _range_length(self) -> int:
+        return range_blocks(self.bounds[-1], self.ranges) * BLOCK
 
 
-def step_bytes(plans: Sequence[BucketPlan], world_size: int) -> int:
-    """Bytes a rank sends in a compressed step."""
-    return sum(plan.wire_bytes(world_size) for plan in plans)
+def step_bytes(plans: Sequence[BucketPlan]) -> int:
+    """Bytes that the rank which sends most sends in a compressed step."""
+    return sum(plan.wire_bytes for plan in plans)
 
 
-def plan_table(plans: Sequence[BucketPlan], world_size: int, transport_reason: str) -> str:
-    """The plan as text, one line per parameter; bytes are what this rank sends in a step."""
-    settings = plans[0].settings
+def plan_table(plans: Sequence[BucketPlan], transport_reason: str) -> str:
+    """The plan as text, one line per parameter; bytes are what a rank sends in a step."""
+    settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
+    transports = ", ".join(dict.fromkeys(plan.transport.name for plan in plans))
     heading = (
-        f"DCT: density {settings.density}, {dtype} values, ranks: {world_size}, "
-        f"buckets: {len(plans)}, transport: {settings.transport.name} ({transport_reason})"
+        f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, "
+        f"buckets: {len(plans)}, transport: {transports} ({transport_reason})"
     )
-    itemsize = settings.value_dtype.itemsize
+    entry_bytes = 2 + settings.value_dtype.itemsize
     rows = [("parameter", "numel", "sent as", "capacity", "bytes/step")]
     entries_bytes = 0
     for plan in plans:
+        packed = plan.ranges * plan.payload_bytes
         for index, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
             whole = index in plan.whole
             capacity = size if whole else default_capacity(size, settings.density)
-            nbytes = settings.transport.wire_bytes(capacity * (2 + itemsize), world_size)
+            nbytes = capacity * entry_bytes * plan.wire_bytes // packed
             sent_as = "whole" if whole else "DCT"
             rows.append((name, f"{size:,}", sent_as, f"{capacity:,}", f"{nbytes:,}"))
             entries_bytes += nbytes
-    total = step_bytes(plans, world_size)
+    total = step_bytes(plans)
     numel = sum(plan.bounds[-1] for plan in plans)
     rows.append(("headers, rounding", "", "", "", f"{total - entries_bytes:,}"))
     rows.append(("total", f"{numel:,}", "", "", f"{total:,}"))
-    dense = wire.all_reduce_bytes(4 * numel, world_size)
+    dense = wire.all_reduce_bytes(4 * numel, ranks)
     rows.append(("float32 ring all-reduce", "", "", "", f"{dense:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [heading]

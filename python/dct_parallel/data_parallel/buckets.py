@@ -1,6 +1,6 @@
 """DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from dct_kernels import checks
 from . import checkpoint
 from .bucket import Bucket, Report
 from .bucket_plan import BucketPlan, Settings
+from .shard import Shard
+from .transports import Transport
 
 
 class Buckets:
@@ -20,6 +22,7 @@ class Buckets:
     Args:
         names: {parameter: name} of what DDP averages.
         settings: what the user chose.
+        transport: how payloads get to the other ranks.
         group: the ranks to average over.
         device: of the gradients.
     """
@@ -28,11 +31,13 @@ class Buckets:
         self,
         names: dict[Parameter, str],
         settings: Settings,
+        transport: type[Transport],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._names = names
         self._settings = settings
+        self._transport = transport
         self._group = group
         self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
@@ -83,17 +88,20 @@ class Buckets:
         """Of all buckets; as long as they are not known, of one that holds everything."""
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
-        sizes = tuple(parameter.numel() for parameter in self._names)
-        return [BucketPlan(tuple(self._names.values()), sizes, self._settings)]
+        return [self._plan_of(self._names)]
 
     def states(self) -> dict[str, checkpoint.SegmentState]:
         """{name: copies of what its parameter must carry}; all parameters are there."""
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         states = {name: checkpoint.fresh(numel) for name, numel in sizes.items()}
+        if self._transport is Shard:
+            for name, numel in sizes.items():
+                states[name] |= checkpoint.fresh_owner(numel)
         for name, state in self._parked.items():
-            states[name] = {part: value.clone() for part, value in state.items()}
+            states[name] |= {part: value.clone() for part, value in state.items()}
         for bucket in self._buckets.values():
-            states |= bucket.states()
+            for name, state in bucket.states().items():
+                states[name] |= state
         return states
 
     def load(self, states: dict[str, checkpoint.SegmentState]) -> None:
@@ -108,8 +116,11 @@ class Buckets:
         if bucket.buffer().layout != torch.strided:
             got = "a sparse one: build embeddings with sparse=False"
             checks.fail("dct_hook", "gradient", "dense", got)
-        names = tuple(self._names[parameter] for parameter in parameters)
-        return BucketPlan(names, tuple(p.numel() for p in parameters), self._settings)
+        return self._plan_of(parameters)
+
+    def _plan_of(self, parameters: Iterable[Tensor]) -> BucketPlan:
+        names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
+        return BucketPlan(names, sizes, self._settings, self._transport, self._group.size())
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

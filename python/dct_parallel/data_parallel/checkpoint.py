@@ -1,6 +1,8 @@
 """What a checkpoint of the training layer holds, and whether one fits.
 
-    {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
+    {"version": 3, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
+
+Version 3 holds what owners keep (transport "shard"); without, it is 2.
 
 Below "ranks" stands the rank that it belongs to, because torch.distributed.checkpoint saves
 what has the same key on several ranks once, and then hands it to all of them. Numbers, strings and
@@ -17,10 +19,12 @@ from dct_kernels import checks
 
 from .bucket_plan import Settings
 
-VERSION = 2
+VERSION, OWNERS_VERSION = 2, 3
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 SegmentState = dict[str, Tensor]  # see Compressor.segment_state
+OWNER = "owner_"  # begins the keys of what a rank keeps as the owner of a part of the parameter
+OWED = OWNER + "residual"  # as long as the parameter, 0 outside of that part; units of the mean
 
 
 class Entry(TypedDict):
@@ -36,7 +40,8 @@ class Entry(TypedDict):
 
 def make(rank: int | str, entry: Entry) -> dict:
     """The state dict of one rank, or the one for all."""
-    return {"version": VERSION, "ranks": {str(rank): entry}}
+    owners = any(OWED in state for state in entry["parameters"].values())
+    return {"version": OWNERS_VERSION if owners else VERSION, "ranks": {str(rank): entry}}
 
 
 def fresh(numel: int) -> SegmentState:
@@ -49,10 +54,23 @@ def fresh(numel: int) -> SegmentState:
     }
 
 
+def fresh_owner(numel: int) -> SegmentState:
+    """The same of an owner's part, whose threshold is sampled as soon as there is something."""
+    state = fresh(numel) | {"sample_next": torch.ones(())}
+    return {OWNER + key: value for key, value in state.items()}
+
+
 def entries(op: str, state: dict) -> dict[str, Entry]:
-    """{rank: entry} of a state dict of this version."""
-    if state.get("version") != VERSION:
-        checks.fail(op, "version", str(VERSION), state.get("version"))
+    """{rank: entry} of a state dict of these versions."""
+    version = state.get("version")
+    if version not in (VERSION, OWNERS_VERSION):
+        checks.fail(op, "version", f"{VERSION} or {OWNERS_VERSION}", version)
+    for entry in state["ranks"].values():
+        parameters = entry["parameters"].values()
+        if version == OWNERS_VERSION and not all(OWED in saved for saved in parameters):
+            # DCP reads what the state that loads has a place for, and says nothing of the rest.
+            rule = "with what owners keep: load into transport 'shard', or use merge_states"
+            checks.fail(op, "state", rule, "one without")
     return state["ranks"]
 
 
@@ -94,7 +112,7 @@ def find(
         got = f"a difference in {', '.join(sorted(difference))}"
         checks.fail(op, "parameters", "those of this model", got)
     for name, saved in parameters.items():
-        if list(saved["residual"].shape) != [sizes[name]]:
-            got = list(saved["residual"].shape)
-            checks.fail(op, f"residual of {name}", f"[{sizes[name]}]", got)
+        for part in saved.keys() & {"residual", OWED}:
+            if list(saved[part].shape) != [sizes[name]]:
+                checks.fail(op, f"{part} of {name}", f"[{sizes[name]}]", list(saved[part].shape))
     return entry

@@ -9,7 +9,8 @@ class Damage:
     """Nothing at first; once a payload was damaged, the error that every later step raises.
 
     Damage of step t is seen by the rank that received it, when it looks at its receipts. Its
-    headers of step t + 1 tell the others, who see them in their receipts of that step.
+    headers of step t + 1, or of t if the transport sends a second time, tell the others, who see
+    them in their receipts of that step.
     """
 
     def __init__(self) -> None:
@@ -19,15 +20,15 @@ class Damage:
     def look(self, step: int, receipts: Mapping[int, Receipt]) -> None:
         """Note what {bucket: receipt} of a step say."""
         seen = [
-            f"status {status} from rank {rank} in bucket {bucket}"
+            f"{damaged} in bucket {bucket}"
             for bucket, receipt in sorted(receipts.items())
-            for rank, status in receipt.damaged.items()
+            for damaged in receipt.damaged
         ]
         told = sorted({rank for receipt in receipts.values() for rank in receipt.told})
         if seen:
-            self._error = _message(step, "; ".join(seen))
+            self._error = _message(f"of step {step}", "; ".join(seen))
         elif told:
-            self._error = _message(step - 1, f"damage that rank {told[0]} received")
+            self._error = _message(f"up to step {step}", f"damage that rank {told[0]} received")
         self._untold = bool(seen) and not told  # else all ranks know that training ends here
 
     def take_untold(self) -> bool:
@@ -41,5 +42,5 @@ class Damage:
             raise RuntimeError(self._error)
 
 
-def _message(step: int, got: str) -> str:
-    return f"dct::dct_hook: every payload of step {step} must be intact, got {got}"
+def _message(when: str, got: str) -> str:
+    return f"dct::dct_hook: every payload {when} must be intact, got {got}"

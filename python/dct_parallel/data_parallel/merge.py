@@ -20,8 +20,10 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
 
     Its residuals are the ranks' mean: (sum over ranks of residual) / ranks. As a step applies the
     mean over ranks of what they send, any number of ranks that start from it owe the model what the
-    old ones did, to float32 rounding (summed in float64). Thresholds and their references are
-    means, too. Our reconstruction: the paper does not change the number of ranks.
+    old ones did, to float32 rounding (summed in float64). What owners of ranges owe (transport
+    "shard") is in units of the mean, and is added to that of every rank as it is. Thresholds and
+    their references are means, too; owners sample theirs anew. Our reconstruction: the paper does
+    not change the number of ranks.
 
     Args:
         states: every rank's `DCTState.state_dict()` in any order, say as
@@ -60,12 +62,17 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
     ranks = numbers["world_size"]
     if len(told) != ranks:
         checks.fail(_OP, "states", f"those of all {ranks} ranks", f"rank {', '.join(told)}")
-    mean = {
-        name: {part: (value / ranks).float() for part, value in total.items()}
-        for name, total in sums.items()
-    }
+    mean = {name: _mean(total, ranks) for name, total in sums.items()}
     recent = History().state()  # each rank has its own: they begin anew
     return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
+
+
+def _mean(total: checkpoint.SegmentState, ranks: int) -> checkpoint.SegmentState:
+    """Of one parameter, from sums over ranks."""
+    mean = {k: v / ranks for k, v in total.items() if not k.startswith(checkpoint.OWNER)}
+    if checkpoint.OWED in total:  # by one owner each, and to the mean
+        mean["residual"] = mean["residual"] + total[checkpoint.OWED]
+    return {key: value.float() for key, value in mean.items()}
 
 
 def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:

@@ -33,11 +33,11 @@ from . import checkpoint, model
 from .bucket import Bucket
 from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
 from .buckets import Buckets
+from .choice import resolve_transport
 from .damage import Damage
 from .history import History
 from .loss_scale import LossScale
 from .run import Run
-from .transports import resolve_transport
 
 
 class DCTState:
@@ -63,7 +63,10 @@ class DCTState:
         density: fraction of each parameter's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds (also at 0, 1, 2, 4, ... 512).
         value_dtype: of the values sent, torch.bfloat16 or torch.float32.
-        transport: "gather", or "auto" to let `plan` say.
+        transport: how payloads reach the other ranks. "gather": one all-gather, whose bytes grow
+            with the ranks. "shard": each rank sums and compresses again one range of every bucket;
+            bytes do not grow with the ranks, as long as a bucket has a block of 16,384 elements for
+            each. "auto": gather.
         process_group: ranks to average over, this one among them; default those of `ddp`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
             none. Residuals are kept in unscaled units, and what was packed for a step that the
@@ -109,10 +112,8 @@ class DCTState:
     ) -> None:
         check_settings("DCTState", density, refresh_every, policy, value_dtype)
         checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
-        self.settings = Settings(
-            density, refresh_every, policy, value_dtype, resolve_transport(transport)
-        )
-        self._transport_reason = "auto: the only one so far" if transport == "auto" else "as asked"
+        self.settings = Settings(density, refresh_every, policy, value_dtype)
+        self._transport, self._transport_reason = resolve_transport(transport)
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
 
@@ -148,7 +149,7 @@ class DCTState:
                 "density": float(self.settings.density),
                 "refresh_every": self.settings.refresh_every,
                 "value_dtype": str(self.settings.value_dtype).removeprefix("torch."),
-                "transport": self.settings.transport.name,
+                "transport": self._transport.name,
                 "policy": self.settings.policy,
                 "start_step": self.start_step,
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
@@ -159,7 +160,7 @@ class DCTState:
         # with those of the main thread. On CUDA both issue theirs from one thread, in order.
         self._owns_group = self._device.type == "cpu"
         self._group = groups.separate_group(given) if self._owns_group else given
-        self._buckets = Buckets(names, self.settings, self._group, self._device)
+        self._buckets = Buckets(names, self.settings, self._transport, self._group, self._device)
         self._executor = executor_for(self._device)
         self._names = names  # bound
         if self._to_load is not None:
@@ -187,7 +188,7 @@ class DCTState:
         one adds about a hundred bytes.
         """
         self._require_bound("plan")
-        return plan_table(self._buckets.plans(), self._world_size, self._transport_reason)
+        return plan_table(self._buckets.plans(), self._transport_reason)
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
@@ -207,7 +208,7 @@ class DCTState:
             "step": self.step,
             "density": self._history.density,
             "overflow": self._history.overflow,
-            "wire_bytes": step_bytes(self._buckets.plans(), self._world_size),
+            "wire_bytes": step_bytes(self._buckets.plans()),
         }
 
     def parameter_stats(self) -> dict[str, dict[str, float | int]]:
@@ -280,7 +281,7 @@ class DCTState:
             "density": self.settings.density,
             "refresh_every": self.settings.refresh_every,
             "value_dtype": self.settings.value_dtype,
-            "transport": self.settings.transport.name,
+            "transport": self._transport.name,
             "grad_scaler": self._loss_scale.scaler,
             "start_step": self.start_step,
             "policy": self.settings.policy,
@@ -371,7 +372,7 @@ class DCTState:
         self._history.add(
             density=sum(report.compressed_sent for report in reports.values()) / max(compressed, 1),
             overflow=sum(r.overflowed for r in receipts.values())
-            / sum(len(r.status) for r in receipts.values()),
+            / sum(r.payloads for r in receipts.values()),
         )
 
 

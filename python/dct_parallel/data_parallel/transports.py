@@ -1,14 +1,16 @@
-"""How the payloads of all ranks become their mean on every rank. Knows no DDP."""
+"""How the payloads of all ranks become their mean on every rank: what transports have in common.
 
+Knows no DDP. One transport a file: `gather` and `shard`.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from dct_kernels import checks
 from dct_kernels.layout import (
     FLAG_DAMAGE,
     FLAG_NON_FINITE,
@@ -17,107 +19,111 @@ from dct_kernels.layout import (
     HEADER_BYTES,
 )
 
-from .. import wire
-from ..collectives import all_gather
 from ..compressor import Compressor
+from .bucket_plan import BucketPlan
+from .checkpoint import OWED, SegmentState
 
 
-class Receipt(NamedTuple):
-    """What a rank knows of an exchange that is over; lists have an item per rank.
+class Header(NamedTuple):
+    """What the header of a payload says."""
 
-    What was damaged says nothing: its flags and count are 0.
-    """
-
-    status: list[int]  # of what this rank received from each: 0, or bits of `scatter_unpack`
-    flags: list[int]  # that each rank set in what it sent
-    counts: list[int]  # entries that each rank sent to this one
+    flags: int
+    count: int
 
     @property
-    def damaged(self) -> dict[int, int]:
-        """{rank: status} of what this rank received, and could not use."""
-        return {rank: status for rank, status in enumerate(self.status) if status}
-
-    @property
-    def told(self) -> list[int]:
-        """Ranks that received damage in the exchange before, as they say in this one."""
-        return [rank for rank, flags in enumerate(self.flags) if flags & FLAG_DAMAGE]
+    def overflow(self) -> bool:
+        return bool(self.flags & FLAG_OVERFLOW)
 
     @property
     def non_finite(self) -> bool:
-        """Whether some rank saw a NaN or Inf in its gradient."""
-        return any(flags & FLAG_NON_FINITE for flags in self.flags)
+        return bool(self.flags & FLAG_NON_FINITE)
 
     @property
-    def overflowed(self) -> int:
-        """How many ranks had no room for all that passed."""
-        return sum(bool(flags & FLAG_OVERFLOW) for flags in self.flags)
+    def damage(self) -> bool:
+        return bool(self.flags & FLAG_DAMAGE)
 
 
-class Gather:
-    """One all-gather of the payload; every rank sums all of them, in rank order.
+class Receipt(NamedTuple):
+    """What a rank knows of an exchange that is over."""
 
-    Each rank sends its payload P - 1 times, so bytes grow with P: it pays while the density is well
-    below 1 / P.
+    damaged: list[str]  # what it received and could not use
+    told: list[int]  # ranks that received damage in this exchange or the one before, as they say
+    non_finite: bool  # whether some rank saw a NaN or Inf in its gradient: the same on every rank
+    counts: list[int]  # entries that this rank packed, of each range
+    overflowed: int  # how many payloads had no room for all that passed,
+    payloads: int  # of how many
 
-    A transport has `name`, `wire_bytes`, and these three: `reduce`, whose notes the caller brings
-    to the host, `receipt`, which reads them there, and `tell_damage`. Nothing else knows how many
-    payloads there are, nor what is in them.
+
+class Transport(ABC):
+    """How one bucket's payloads become their mean.
+
+    `reduce` leaves notes, which the caller brings to the host, and `receipt` reads them there.
+    Nothing else knows how many payloads there are, nor what is in them.
+
+    Args:
+        plan: of the bucket.
+        compressor: packs the payload and unpacks the mean.
+        group: the ranks to average over.
+        step: compressed steps taken so far.
     """
 
-    name = "gather"
-
-    def __init__(self, compressor: Compressor, group: dist.ProcessGroup) -> None:
-        self._compressor = compressor
-        self._group = group
-        shape = (group.size(), compressor.payload.numel())
-        self._payloads = compressor.payload.new_zeros(shape)
-        words = self._payloads.view(torch.int32)
-        self._headers = [row[: HEADER_BYTES // 4] for row in words]
+    name: str
 
     @staticmethod
-    def wire_bytes(payload_bytes: int, world_size: int) -> int:
-        """Bytes this rank sends in a step."""
-        return wire.all_gather_bytes(payload_bytes, world_size)
+    @abstractmethod
+    def ranges(ranks: int) -> int:
+        """How many payloads a rank packs, each of an equal range of the bucket."""
 
-    def reduce(
-        self, payload: Tensor, out: Tensor, out_scale: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Write the mean of every rank's payload into `out`.
+    @staticmethod
+    @abstractmethod
+    def wire_bytes(plan: BucketPlan) -> int:
+        """Bytes that the rank which sends most sends in a step."""
+
+    def __init__(
+        self, plan: BucketPlan, compressor: Compressor, group: dist.ProcessGroup, step: int
+    ) -> None:
+        self._compressor = compressor
+        self._group = group
+
+    @abstractmethod
+    def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
+        """Write the mean of the payloads that all ranks' compressors hold into `out`.
 
         Returns:
             Notes for `receipt`: int32 tensors on the device, to be copied before the next call.
         """
-        with record_function("dct::exchange"):
-            all_gather(self._payloads, payload, self._group)
-        with record_function("dct::unpack"):
-            status = self._compressor.unpack(self._payloads, out, out_scale)
-        return status, *self._headers
 
-    @staticmethod
-    def receipt(notes: Sequence[Tensor]) -> Receipt:
-        """The notes of a `reduce`, on the host, as numbers."""
-        status, *headers = notes
-        receipt = Receipt(status.tolist(), [], [])
-        fields = HEADER.iter_unpack(bytes(torch.cat(headers).view(torch.uint8).tolist()))
-        for code, (_, _, _, flags, _, _, count, _) in zip(receipt.status, fields, strict=True):
-            receipt.flags.append(0 if code else flags)
-            receipt.counts.append(0 if code else count)
-        return receipt
+    @abstractmethod
+    def receipt(self, notes: Sequence[Tensor]) -> Receipt:
+        """What the notes of the last `reduce`, on the host, say."""
 
+    @abstractmethod
     def tell_damage(self) -> None:
         """Take part in an exchange with no more than the word that what came last was damaged."""
-        with record_function("dct::exchange"):
-            all_gather(self._payloads, self._compressor.pack_damage(), self._group)
+
+    def take_back(self) -> None:
+        """Undo what the last `reduce` did to residuals, for a step that was not applied."""
+        self._compressor.take_back()
+
+    def segment_state(self, index: int) -> SegmentState:
+        """Copies, on the CPU, of what it keeps for one parameter beside the compressor's."""
+        return {}
+
+    def load_segment(self, index: int, state: SegmentState) -> Tensor | None:
+        """Go on from a `segment_state`, of this transport or another.
+
+        Returns:
+            What the state owes to the mean of this parameter and this rank cannot keep, or None.
+        """
+        return state.get(OWED)
 
 
-TRANSPORTS = {Gather.name: Gather}
+def headers(payload: Tensor) -> list[Tensor]:
+    """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
+    return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])
 
 
-def resolve_transport(transport: str) -> type[Gather]:
-    """The class behind a transport's name; "auto" is gather, the only one in this version."""
-    if transport == "shard":
-        got = "'shard', which is not available in this version"
-        checks.fail("DCTState", "transport", "'auto' or 'gather'", got)
-    if transport not in ("auto", *TRANSPORTS):
-        checks.fail("DCTState", "transport", "'auto' or 'gather'", repr(transport))
-    return TRANSPORTS.get(transport, Gather)
+def read_headers(words: Sequence[Tensor]) -> list[Header]:
+    """Views that `headers` gave, on the host by now, as numbers."""
+    fields = HEADER.iter_unpack(bytes(torch.cat(list(words)).view(torch.uint8).tolist()))
+    return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]

@@ -1,0 +1,185 @@
+"""Payloads to owners, sums to everybody: an all-to-all, then an all-gather."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from dct_kernels.layout import payload_layout
+
+from .. import wire
+from ..collectives import all_gather
+from ..compressor import Compressor
+from .bucket_plan import BucketPlan, Slice
+from .checkpoint import OWED, OWNER, SegmentState, fresh_owner
+from .transports import Receipt, Transport, headers, read_headers
+
+
+class Shard(Transport):
+    """Every rank owns a range of the bucket, and compresses its mean once more.
+
+    The payload has a range for each rank, and goes there. An owner sums its range in rank order,
+    adds its own residual, which is in units of the mean, and packs what passes its own thresholds;
+    all ranks gather that. So a rank sends two payloads of 1 / P of the bucket P - 1 times: bytes do
+    not grow with P. Our reconstruction: the paper's parameter server compresses one way.
+
+    Ranges are whole blocks: a bucket of fewer than P leaves some ranks without one. Nothing is sent
+    to these; they send an empty payload, as its header says what a rank knows of damage.
+
+    Where damage is found in what arrives first, the owner's payload says so: every rank knows of it
+    together with the result.
+    """
+
+    name = "shard"
+
+    def __init__(
+        self, plan: BucketPlan, compressor: Compressor, group: dist.ProcessGroup, step: int
+    ) -> None:
+        super().__init__(plan, compressor, group, step)
+        rank, ranks = group.rank(), group.size()
+        self._sizes = plan.sizes
+        self._slices = {piece.index: (at, piece) for at, piece in enumerate(plan.slices(rank))}
+        self._owner = _owner(plan, rank, step, compressor.residual.device)
+        numel = self._owner.residual.numel()
+        self._mean = torch.zeros_like(self._owner.residual)
+        self._splits = [int(index < plan.owners) for index in range(ranks)]
+        # A short range has fewer blocks than the room for their starts in its row. Read or packed
+        # by itself it has no more than it needs, and positions follow sooner.
+        dtype = compressor.value_dtype
+        self._in_row = payload_layout(plan.bounds[-1], plan.capacity, dtype, ranks).positions
+        self._alone = payload_layout(numel, plan.capacity, dtype).positions
+        row = compressor.payload.view(ranks, -1)
+        self._sent = row[: plan.owners]
+        self._arrived = row.new_zeros(ranks if numel else 0, row.shape[1])
+        self._packed = torch.zeros_like(row[0])
+        self._results = torch.zeros_like(row)
+        self._no_status = torch.zeros(ranks, dtype=torch.int32, device=row.device)
+        self._headers = [*headers(compressor.payload), *headers(self._results)]
+
+    @staticmethod
+    def ranges(ranks: int) -> int:
+        return ranks
+
+    @staticmethod
+    def wire_bytes(plan: BucketPlan) -> int:
+        to_owners = min(
+            plan.owners, plan.ranks - 1
+        )  # a rank that owns nothing sends to all of them
+        first = to_owners * plan.payload_bytes
+        return first + wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+
+    def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
+        self._to_owners()
+        status = self._no_status
+        if self._mean.numel():
+            with record_function("dct::sum"):
+                status = self._owner.unpack(self._read_alone(self._arrived), self._mean)
+                self._owner.pack(self._mean, status=status)
+        else:
+            self._owner.pack(self._mean)
+        self._to_everybody()
+        with record_function("dct::unpack"):
+            results = self._results.unsqueeze(0)
+            result = self._compressor.unpack(results, out, out_scale)
+        own = self._owner.seen, self._owner.threshold.view(torch.int32)
+        return status, result, *own, *self._headers
+
+    def receipt(self, notes: Sequence[Tensor]) -> Receipt:
+        status, result, seen, threshold, *words = notes
+        self._owner.resample_if_flooded(seen, threshold.view(torch.float32))
+        damaged = [f"status {c} from rank {r}" for r, c in enumerate(status.tolist()) if c]
+        (code,) = result.tolist()
+        if code:
+            damaged.append(f"status {code} from the owners of ranges")
+        ranks = self._group.size()
+        sent, results = read_headers(words[:ranks]), read_headers(words[ranks:])
+        if code:  # what was damaged says nothing
+            results = []
+        payloads = [*sent[: sum(self._splits)], *results[: sum(self._splits)]]
+        return Receipt(
+            damaged=damaged,
+            told=[rank for rank, header in enumerate(results) if header.damage],
+            # Of what an owner received, or lost, there is a NaN or Inf in its sum.
+            non_finite=any(header.non_finite for header in results),
+            counts=[header.count for header in sent],
+            overflowed=sum(header.overflow for header in payloads),
+            payloads=len(payloads),
+        )
+
+    def tell_damage(self) -> None:
+        self._compressor.pack_damage()
+        self._to_owners()
+        self._owner.pack_damage()
+        self._to_everybody()
+
+    def take_back(self) -> None:
+        """To float32 rounding in the owner's residual: the ranks' own is exact."""
+        super().take_back()
+        self._owner.take_back()
+        self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)
+
+    def segment_state(self, index: int) -> SegmentState:
+        """The owner's, its residual as long as the parameter: 0 outside of what is owned."""
+        if index not in self._slices:
+            return {}
+        at, piece = self._slices[index]
+        state = {OWNER + key: value for key, value in self._owner.segment_state(at).items()}
+        residual = torch.zeros(self._sizes[index])
+        residual[piece.low : piece.high] = state[OWED]
+        return state | {OWED: residual}
+
+    def load_segment(self, index: int, state: SegmentState) -> Tensor | None:
+        owed = state.get(OWED)
+        if index in self._slices:
+            at, piece = self._slices[index]
+            full = fresh_owner(self._sizes[index]) | state
+            own = {key.removeprefix(OWNER): full[key] for key in full if key.startswith(OWNER)}
+            own["residual"] = own["residual"][piece.low : piece.high]
+            self._owner.load_segment(at, own)
+            if owed is not None:
+                owed = owed.clone()
+                owed[piece.low : piece.high] = 0
+        return owed
+
+    def _to_owners(self) -> None:
+        with record_function("dct::exchange"):
+            received = [len(self._arrived) // self._group.size()] * self._group.size()
+            dist.all_to_all_single(
+                self._arrived, self._sent, received, self._splits, group=self._group
+            )
+
+    def _to_everybody(self) -> None:
+        payload = self._owner.payload
+        self._packed[: self._alone] = payload[: self._alone]
+        self._packed[self._in_row :] = payload[self._alone :]
+        with record_function("dct::gather_results"):
+            all_gather(self._results, self._packed, self._group)
+
+    def _read_alone(self, rows: Tensor) -> Tensor:
+        if self._alone == self._in_row:
+            return rows
+        return torch.cat([rows[:, : self._alone], rows[:, self._in_row :]], dim=1)
+
+
+def _owner(plan: BucketPlan, rank: int, step: int, device: torch.device) -> Compressor:
+    """The compressor of the range that a rank owns; a segment for every parameter in it."""
+    pieces: list[Slice] = list(plan.slices(rank))
+    bounds = [0]
+    for piece in pieces:
+        bounds.append(bounds[-1] + piece.high - piece.low)
+    owner = Compressor(
+        bounds[-1],
+        bounds,
+        plan.settings.density,
+        refresh_every=plan.settings.refresh_every,
+        policy=plan.settings.policy,
+        value_dtype=plan.settings.value_dtype,
+        whole=[at for at, piece in enumerate(pieces) if piece.index in plan.whole],
+        capacity=plan.capacity,
+        device=device,
+    )
+    owner.step = step
+    owner.sampled_at.fill_(step)
+    return owner
