@@ -207,7 +207,7 @@ class Compressor:
             self.capacity,
             self.value_dtype,
             None,
-            torch.ones_like(self.seen[:1]),
+            self.seen.new_ones(1),
         )
         return self.payload
 

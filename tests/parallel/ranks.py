@@ -122,5 +122,15 @@ def entry(state_dict):
     return only
 
 
+def owed(state_dict):
+    """{parameter: what this rank still owes to the sum of the ranks' gradients}, both residuals."""
+    own = entry(state_dict)
+    ranks = own["world_size"]
+    return {
+        name: parts["residual"] + ranks * parts.get("owner_residual", 0)
+        for name, parts in own["parameters"].items()
+    }
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import gather
+from dct_parallel.data_parallel import gather, shard
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 
@@ -54,11 +54,11 @@ def test_density_one_in_float32_trains_bit_equal_to_dense(world_size):
     assert run_ranks(_density_one, world_size) == [(True, False)] * world_size
 
 
-def _sleepy(rank, steps):
+def _sleepy(rank, steps, transport):
     """Every rank dawdles at other moments, on both sides of every collective."""
     dice = random.Random(rank)
     model = ddp(mlp(depth=6))
-    state = DCTState(model, density=0.1)
+    state = DCTState(model, density=0.1, transport=transport)
     indices = []
 
     def hook(state, bucket):
@@ -72,7 +72,7 @@ def _sleepy(rank, steps):
         time.sleep(dice.random() * 0.004)
         all_gather(*args)
 
-    gather.all_gather = slow_gather
+    gather.all_gather = shard.all_gather = slow_gather
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -83,9 +83,11 @@ def _sleepy(rank, steps):
     return all(torch.equal(w, every[0]) for w in every), weights(model).isfinite().all().item()
 
 
-@pytest.mark.parametrize("world_size, steps", [(2, 200), (4, 60)])
-def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps):
-    assert run_ranks(_sleepy, world_size, steps) == [(True, True)] * world_size
+@pytest.mark.parametrize(
+    "world_size, steps, transport", [(2, 200, "gather"), (4, 60, "gather"), (2, 100, "shard")]
+)
+def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps, transport):
+    assert run_ranks(_sleepy, world_size, steps, transport) == [(True, True)] * world_size
 
 
 SIZES = (2000, 30, 5000, 255, 256, 70)

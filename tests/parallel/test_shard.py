@@ -1,0 +1,375 @@
+"""Transport "shard": owners sum ranges of a bucket and compress the mean once more."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_kernels import payload_layout
+from dct_parallel import DCTState, WireMeter, dct_hook, merge_states
+from dct_parallel.data_parallel import shard
+from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
+from dct_parallel.data_parallel.gather import Gather
+from dct_parallel.data_parallel.shard import Shard
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, owed, run_ranks, train_step, weights
+
+BLOCK = 16_384
+# In DDP's order p.2 comes first. 4 blocks, the last of 948 elements: on 2 ranks the second range is
+# shorter than the first, and both cut through p.2 or p.0; on 4 a range is a block.
+SIZES = (20_000, 100, 30_000)
+ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns something
+THREE_OF_FOUR = (40_000,)  # blocks: on 4 ranks the last owns nothing
+
+
+def _model(sizes, **options):
+    model = DistributedDataParallel(Dictated(sizes))
+    state = DCTState(model, **{"density": 0.05, "transport": "shard"} | options)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
+
+
+def _integers(sizes, step, rank, limit=60):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
+
+
+def _step(model, grads):
+    model.zero_grad()
+    model(*grads).backward()
+    return [parameter.grad.clone() for parameter in model.module.p]
+
+
+def _bits(tensors):
+    return torch.cat(tensors).view(torch.int32)
+
+
+def _density_one(rank, sizes):
+    ranks = dist.get_world_size()
+    lossless = {"density": 1, "value_dtype": torch.float32}
+    sharded, _ = _model(sizes, **lossless)
+    gathering, _ = _model(sizes, transport="gather", **lossless)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        grads = [torch.randn(n, generator=generator) for n in sizes]
+        ours, theirs = _step(sharded, grads), _step(gathering, grads)
+        assert torch.equal(_bits(ours), _bits(theirs)), step
+        if step >= 2:
+            for own, grad in zip(ours, grads, strict=True):
+                total = torch.zeros_like(grad)
+                for part in gathered(grad):
+                    total = total + part
+                assert torch.equal(own, total * torch.tensor(1 / ranks, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
+)
+def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(world_size, sizes):
+    run_ranks(_density_one, world_size, sizes)
+
+
+def _conservation(rank, sizes, start_step):
+    """Integer gradients: sums, and means over a power of two, are exact."""
+    ranks = dist.get_world_size()
+    model, state = _model(sizes, start_step=start_step)
+    applied = [torch.zeros(n) for n in sizes]
+    total = [torch.zeros(n) for n in sizes]
+    kept = 0
+    for step in range(12):
+        grads = _integers(sizes, step, rank)
+        for index, mean in enumerate(_step(model, grads)):
+            assert all(torch.equal(mean, other) for other in gathered(mean))
+            applied[index] += mean
+            total[index] += grads[index]
+    for index, (name, left) in enumerate(owed(state.state_dict()).items()):
+        dist.all_reduce(left)
+        dist.all_reduce(total[index])
+        assert torch.equal(applied[index] * ranks + left, total[index]), name
+    for parameter in entry(state.state_dict())["parameters"].values():
+        kept += int(parameter["owner_residual"].count_nonzero())
+    return kept
+
+
+@pytest.mark.parametrize(
+    "world_size, sizes, start_step",
+    [(2, SIZES, 2), (2, SIZES, 0), (2, ONE_BLOCK, 2), (4, THREE_OF_FOUR, 2)],
+)
+def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(
+    world_size, sizes, start_step
+):
+    kept = run_ranks(_conservation, world_size, sizes, start_step)
+    owners = {SIZES: 2, ONE_BLOCK: 1, THREE_OF_FOUR: 3}[sizes]
+    assert [owner > 100 for owner in kept] == [rank < owners for rank in range(world_size)]
+
+
+def _moved(rank):
+    """DDP deals its buckets anew after the first step, which was compressed already."""
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05, transport="shard", start_step=0)
+    model.register_comm_hook(state, dct_hook)
+    layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
+    for step in range(6):
+        grads = _integers(SIZES, step, rank)
+        applied += torch.cat(_step(model, grads))
+        total += torch.cat(grads)
+        layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
+    left = torch.cat(list(owed(state.state_dict()).values()))
+    dist.all_reduce(left)
+    dist.all_reduce(total)
+    assert torch.equal(2 * applied + left, total)
+    return len(layouts)
+
+
+def test_what_owners_owe_is_not_lost_when_buckets_change():
+    assert run_ranks(_moved, 2) == [2, 2]
+
+
+def _counted(rank, sizes, density):
+    """(bytes at the collectives, as the plan says) of a compressed step."""
+    model, state = _model(sizes, density=density)
+    with WireMeter() as meter:
+        for step in range(4):
+            meter.take()
+            _step(model, _integers(sizes, step, rank))
+        state.stats()
+        return meter.take(), state.stats()["wire_bytes"]
+
+
+@pytest.mark.parametrize(
+    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
+)
+def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
+    numel = sum(sizes)
+    blocks = -(-numel // BLOCK)
+    length = BLOCK * -(-blocks // world_size)
+    owners = -(-numel // length)
+    # Room for what the fullest range needs: 1.25 x density, and all of small parameters.
+    small = sum(n for n in sizes if n < 256)
+    least = -(-length * 125 // 2000) if owners > 1 else 1
+    counted = run_ranks(_counted, world_size, sizes, 0.05)
+    settings = Settings(0.05, 1000, "tracked", torch.bfloat16)
+    names = tuple(map(str, range(len(sizes))))
+    plan = BucketPlan(names, sizes[::-1], settings, Shard, world_size)
+    assert least <= plan.capacity <= -(-length * 125 // 2000) + small
+    nbytes = payload_layout(numel, plan.capacity, torch.bfloat16, world_size).nbytes
+    for rank, (sent, planned) in enumerate(counted):
+        to_owners = owners - (rank < owners)
+        assert sent == (to_owners + world_size - 1) * nbytes
+        assert planned == max(sent for sent, _ in counted)
+
+
+@pytest.mark.parametrize("numel", [2**22, 10**7])
+def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel):
+    def ratio(transport, ranks, numel=numel):
+        settings = Settings(0.005, 1000, "tracked", torch.bfloat16)
+        plan = BucketPlan(("p",), (numel,), settings, transport, ranks)
+        return 2 * (ranks - 1) / ranks * 4 * numel / plan.wire_bytes
+
+    ratios = [ratio(Shard, ranks) for ranks in (2, 4, 8)]
+    assert max(ratios) < 1.05 * min(ratios) and min(ratios) > 150
+    assert ratio(Gather, 2) / ratio(Gather, 8) == pytest.approx(4)
+    assert ratio(Shard, 2, 2**22) == pytest.approx(ratio(Gather, 2, 2**22), rel=0.01)
+
+
+def _resume(rank, sizes):
+    model, state = _model(sizes, density=0.02)
+    for step in range(9):
+        if step == 6:
+            saved = state.state_dict()
+        expected = _step(model, _integers(sizes, step, rank))
+    resumed, again = _model(sizes, density=0.02)
+    _step(resumed, _integers(sizes, 0, rank))  # DDP's buckets get their final order
+    again.load_state_dict(saved)
+    for step in range(6, 9):
+        got = _step(resumed, _integers(sizes, step, rank))
+    assert torch.equal(_bits(got), _bits(expected))
+    ours, theirs = (entry(s.state_dict())["parameters"] for s in (state, again))
+    for name, parts in ours.items():
+        assert parts.keys() == theirs[name].keys()
+        for part, value in parts.items():
+            assert torch.equal(value, theirs[name][part]), (name, part)
+
+
+@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
+def test_a_checkpoint_goes_on_bit_equal(world_size, sizes):
+    run_ranks(_resume, world_size, sizes)
+
+
+def _run(rank, steps, saved, silent, transport):
+    """(mean gradients applied over `steps`, in all, and this rank's state after them)."""
+    model, state = _model(SIZES, transport=transport)
+    if saved is not None:
+        state.load_state_dict(saved)
+    applied = torch.zeros(sum(SIZES))
+    for step in range(steps):
+        grads = _integers(SIZES, step, rank)
+        applied += torch.cat(_step(model, [0 * g if silent else g for g in grads]))
+    return applied, state.state_dict()
+
+
+@pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (4, 2)])
+def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
+    results = run_ranks(_run, world_size, 6, None, False, "shard")
+    merged = merge_states(state for _, state in results)
+    assert merged["version"] == 2  # owners begin anew: what they owed is in every rank's residual
+    later = run_ranks(_run, ranks, 6, merged, True, "shard")
+    left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
+    every = [_integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
+    total = sum(torch.cat(grads) for grads in every) / world_size
+    assert torch.equal(results[0][0] + later[0][0] + left, total)
+    assert later[0][0].count_nonzero() > 1000
+
+
+def test_what_is_owed_carries_over_to_another_transport():
+    results = run_ranks(_run, 2, 6, None, False, "shard")
+    applied, lefts = [applied for applied, _ in results], []
+    for transport in ("gather", "shard"):
+        states = [state for _, state in results]
+        results = run_ranks(_load_own, 2, states, transport)
+        lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
+        applied.append(results[0][0])
+    every = [_integers(SIZES, s, r) for s in range(6) for r in range(2)]
+    total = sum(torch.cat(grads) for grads in every)
+    assert torch.equal(2 * (applied[0] + applied[2]) + lefts[0], total)
+    assert torch.equal(2 * (applied[0] + applied[2] + applied[3]) + lefts[1], total)
+
+
+def _load_own(rank, states, transport):
+    return _run(rank, 3, states[rank], True, transport)
+
+
+def test_a_state_that_lost_what_owners_keep_is_refused():
+    saved = {"version": 3, "ranks": {"0": {"parameters": {"p": {"residual": torch.zeros(3)}}}}}
+    with pytest.raises(ValueError, match="state must be with what owners keep: load into transp"):
+        merge_states([saved])
+
+
+STEP = 4  # the one that is damaged
+
+
+def _damaged_sum(rank, byte, status):
+    """Rank 0, an owner, receives rank 1's part of its range damaged."""
+    model, state = _model(SIZES)
+    all_to_all, step = dist.all_to_all_single, 0
+
+    def in_flight(output, *args, **kwargs):
+        all_to_all(output, *args, **kwargs)
+        if step == STEP and rank == 0:
+            output[1, byte] ^= 0xFF
+
+    dist.all_to_all_single = in_flight
+    for step in range(STEP + 1):
+        means = _step(model, _integers(SIZES, step, rank))
+    for mean in means:
+        assert torch.equal(*gathered(mean))  # of what was intact
+    got = f"of step {STEP} .* status {status} from rank 1 in bucket 0"
+    if rank == 1:
+        got = f"up to step {STEP} .* damage that rank 0 received"
+    with pytest.raises(RuntimeError, match=got):
+        _step(model, _integers(SIZES, STEP + 1, rank))
+    with pytest.raises(RuntimeError, match=got):
+        state.close()
+    gathered(torch.ones(1))  # the ranks still answer each other
+
+
+POSITIONS = payload_layout(sum(SIZES), 2148, torch.bfloat16, 2).positions
+
+
+@pytest.mark.parametrize("byte, status", [(0, 1), (64 + 7, 2), (POSITIONS, 4)])
+def test_damage_of_what_an_owner_sums_raises_on_every_rank_at_the_next_step(byte, status):
+    run_ranks(_damaged_sum, 2, byte, status)
+
+
+def _damaged_result(rank, sizes, victim):
+    """The victim receives rank 0's result damaged; nobody else does."""
+    model, _ = _model(sizes)
+    all_gather, step = shard.all_gather, 0
+
+    def in_flight(output, *args):
+        all_gather(output, *args)
+        if step == STEP and rank == victim:
+            output[0, 0] ^= 0xFF
+
+    shard.all_gather = in_flight
+    for step in range(STEP + 1):
+        _step(model, _integers(sizes, step, rank))
+    own = rank == victim
+    got = f"of step {STEP} .* status 1 from the owners" if own else "damage that rank"
+    step = STEP + 1
+    if not own:
+        _step(model, _integers(sizes, step, rank))
+        step += 1
+    with pytest.raises(RuntimeError, match=got):
+        _step(model, _integers(sizes, step, rank))
+    gathered(torch.ones(1))
+
+
+@pytest.mark.parametrize("sizes, victim", [(SIZES, 0), (SIZES, 1), (ONE_BLOCK, 1)])
+def test_damage_of_a_result_raises_there_at_the_next_step_elsewhere_one_later(sizes, victim):
+    run_ranks(_damaged_result, 2, sizes, victim)
+
+
+def _skipped(rank, poison):
+    """A GradScaler skips a step: both residuals are as if its payloads had come back."""
+    model, state = _model(SIZES, grad_scaler=(scaler := torch.amp.GradScaler("cpu", 64.0)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total = torch.zeros(sum(SIZES))
+    for step in range(9):
+        before, parts = weights(model), _state_parts(state)
+        grads = _integers(SIZES, step, rank)
+        if step == 6 and rank == 0:
+            for index in poison:
+                grads[2][index] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(model(*grads)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        finite = torch.cat([torch.where(g.isfinite(), g, 0.0) for g in grads])
+        total += finite
+        if step == 6:
+            assert torch.equal(weights(model), before)
+            residual, owner = _state_parts(state)
+            assert torch.equal(residual, parts[0] + finite)
+            assert torch.equal(owner, parts[1]) and owner.count_nonzero() > 1000
+    left = torch.cat(list(owed(state.state_dict()).values()))
+    dist.all_reduce(left)
+    dist.all_reduce(total)
+    assert torch.equal(left - 2 * weights(model), total)
+    return scaler.get_scale()
+
+
+def _state_parts(state):
+    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
+    parameters = entry(state.state_dict())["parameters"].values()
+    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
+
+
+@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
+def test_a_skipped_step_is_taken_back_from_both_residuals(poison):
+    assert run_ranks(_skipped, 2, poison) == [32.0, 32.0]
+
+
+def _long(rank, steps):
+    model = DistributedDataParallel(mlp(width=160), bucket_cap_mb=0.2)
+    state = DCTState(model, density=0.01, transport="shard")
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = [
+        train_step(model, optimizer, *batch(step % 50, rank, width=160)).item()
+        for step in range(steps)
+    ]
+    assert len(state._buckets.in_order()) >= 2
+    every = gathered(weights(model))
+    assert all(torch.equal(w, every[0]) for w in every) and weights(model).isfinite().all()
+    return sum(losses[:20]), sum(losses[-20:])
+
+
+def test_ranks_stay_bitwise_equal_and_learn():
+    for first, last in run_ranks(_long, 2, 150):
+        assert last < first
+
+
+@pytest.mark.large
+def test_ranks_stay_bitwise_equal_for_thousands_of_steps():
+    for first, last in run_ranks(_long, 4, 2000, timeout=900):
+        assert last < 0.5 * first
