@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
+from dct_parallel.data_parallel.choice import AUTO, TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
 from .argument_types import count, density, number, pair, positive, several, widths
@@ -179,6 +180,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=POLICIES,
         default=POLICIES[0],
         help="DCT: thresholds between samples follow what passed, or stay as in the paper",
+    )
+    exchange.add_argument(
+        "--transport",
+        choices=(AUTO, *TRANSPORTS),
+        default=AUTO,
+        help="DCT: gradients by an all-gather of everything, or to owners of ranges, who sum and "
+        "compress once more; auto lets DCTState choose",
     )
     exchange.add_argument(
         "--bucket-mb",

@@ -57,6 +57,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         refresh_every=options.refresh_every,
         start_step=START_STEP,
         policy=options.policy,
+        transport=options.transport,
     )
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -75,7 +75,7 @@ def _measure(
     keys += ("mp_format",)
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
-    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked"}
+    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked", "transport": "gather"}
     request = {
         "do": "train",
         "steps": math.ceil(options.steps / ROUNDS),

@@ -70,6 +70,13 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
+def _dct_by(transport: str) -> Callable:
+    def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+        MODES["dct"](ddp, argparse.Namespace(**vars(options) | {"transport": transport}))
+
+    return register
+
+
 class Method(NamedTuple):
     """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated.
 
@@ -111,6 +118,7 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
+    "dct-shard": Method("DCT, shard", _dct_by("shard")),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
