@@ -91,6 +91,7 @@ KILLS = {
     # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
     "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
     "hybrid": (HYBRID, [(0, "step", 14, 3)]),
+    "shard": (["--modes", "dct", "--transport", "shard"], [(1, "step", 14, 3)]),
 }
 
 
