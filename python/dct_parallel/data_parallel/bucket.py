@@ -21,7 +21,8 @@ class Report(NamedTuple):
     threshold: Tensor  # float32, for the next step
     passed: Tensor  # int32: entries that passed the threshold on this rank
     sent: Tensor  # int64: those of them that the payload had room for
-    compressed_sent: int  # in all, of the parameters that are compressed
+    compressed_sent: int  # in all, of the parameters that are compressed,
+    compressed: int  # of so many elements
 
 
 class Bucket:
@@ -89,7 +90,9 @@ class Bucket:
         receipt = self._transport.receipt(notes)
         sent = self._sent(passed, receipt.counts)
         compressed = sent.sum() - sent[self._whole].sum()
-        self.report = Report(receipt, threshold, passed, sent, int(compressed))
+        self.report = Report(
+            receipt, threshold, passed, sent, int(compressed), self.plan.compressed_numel
+        )
         return self.report
 
     def _sent(self, passed: Tensor, counts: list[int]) -> Tensor:

@@ -27,6 +27,11 @@ class Settings:
     policy: str
     value_dtype: torch.dtype
 
+    def as_told(self) -> dict[str, str | float]:
+        """What JSON can hold of them, for ranks to compare."""
+        told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
+        return told | {"density": float(self.density)}
+
     def is_whole(self, numel: int) -> bool:
         """Whether everything is sent of a parameter of this size: below 256 elements.
 
@@ -52,7 +57,7 @@ class TransportFormulas(Protocol):
 
     @staticmethod
     def ranges(ranks: int) -> int:
-        """How many payloads a rank packs, each of an equal range of the bucket."""
+        """How many payloads a rank packs, each of an equal range; 0 if nothing is compressed."""
 
     @staticmethod
     def wire_bytes(plan: "BucketPlan") -> int:
@@ -97,7 +102,7 @@ class BucketPlan:
 
     @cached_property
     def ranges(self) -> int:
-        """How many payloads a rank packs, each of an equal range of whole blocks."""
+        """How many payloads a rank packs, each of an equal range of whole blocks; 0 if none."""
         return self.transport.ranges(self.ranks)
 
     @cached_property
@@ -162,13 +167,17 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str) -> str:
     rows = [("parameter", "numel", "sent as", "capacity", "bytes/step")]
     entries_bytes = 0
     for plan in plans:
-        packed = plan.ranges * plan.payload_bytes
         for index, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
             whole = index in plan.whole
-            capacity = size if whole else default_capacity(size, settings.density)
-            nbytes = capacity * entry_bytes * plan.wire_bytes // packed
-            sent_as = "whole" if whole else "DCT"
-            rows.append((name, f"{size:,}", sent_as, f"{capacity:,}", f"{nbytes:,}"))
+            if plan.ranges:
+                capacity = size if whole else default_capacity(size, settings.density)
+                packed = plan.ranges * plan.payload_bytes
+                nbytes = capacity * entry_bytes * plan.wire_bytes // packed
+                sent_as, room = "whole" if whole else "DCT", f"{capacity:,}"
+            else:
+                nbytes = plan.wire_bytes * size // plan.bounds[-1]
+                sent_as, room = plan.transport.name, ""
+            rows.append((name, f"{size:,}", sent_as, room, f"{nbytes:,}"))
             entries_bytes += nbytes
     total = step_bytes(plans)
     numel = sum(plan.bounds[-1] for plan in plans)

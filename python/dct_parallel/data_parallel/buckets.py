@@ -10,10 +10,10 @@ from torch.nn import Parameter
 from dct_kernels import checks
 
 from . import checkpoint
+from .bf16 import Bf16Bucket
 from .bucket import Bucket, Report
 from .bucket_plan import BucketPlan, Settings
-from .shard import Shard
-from .transports import Transport
+from .choice import Choice
 
 
 class Buckets:
@@ -22,7 +22,7 @@ class Buckets:
     Args:
         names: {parameter: name} of what DDP averages.
         settings: what the user chose.
-        transport: how payloads get to the other ranks.
+        choice: of each bucket's transport.
         group: the ranks to average over.
         device: of the gradients.
     """
@@ -31,17 +31,17 @@ class Buckets:
         self,
         names: dict[Parameter, str],
         settings: Settings,
-        transport: type[Transport],
+        choice: Choice,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._names = names
         self._settings = settings
-        self._transport = transport
+        self._choice = choice
         self._group = group
         self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, Bucket | Bf16Bucket] = {}
         self._parked: dict[str, checkpoint.SegmentState] = {}
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
@@ -57,7 +57,7 @@ class Buckets:
             self._layouts[index] = parameters, plan
         return plan
 
-    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket:
+    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket | Bf16Bucket:
         """The bucket of this plan: made anew, from its parameters' states, on a new layout."""
         known = self._buckets.get(index)
         if known is not None and known.plan is plan:
@@ -67,7 +67,8 @@ class Buckets:
         for later in [i for i in self._buckets if i >= index]:
             self._parked |= self._buckets.pop(later).states()
         states = {name: self._parked.pop(name) for name in plan.names if name in self._parked}
-        made = Bucket(plan, self._group, self._device, step, states)
+        kind = Bucket if plan.ranges else Bf16Bucket
+        made = kind(plan, self._group, self._device, step, states)
         self._buckets[index] = made
         return made
 
@@ -75,8 +76,8 @@ class Buckets:
         """Whether this bucket was of this plan in the last compressed step."""
         return index in self._buckets and self._buckets[index].plan is plan
 
-    def in_order(self) -> list[Bucket]:
-        """Those that compress; none before compression starts, and after a load."""
+    def in_order(self) -> list[Bucket | Bf16Bucket]:
+        """All of them; none before compression starts, and after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
     def take_reports(self) -> dict[int, Report]:
@@ -94,7 +95,7 @@ class Buckets:
         """{name: copies of what its parameter must carry}; all parameters are there."""
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         states = {name: checkpoint.fresh(numel) for name, numel in sizes.items()}
-        if self._transport is Shard:
+        if self._choice.keeps_owners:
             for name, numel in sizes.items():
                 states[name] |= checkpoint.fresh_owner(numel)
         for name, state in self._parked.items():
@@ -120,7 +121,7 @@ class Buckets:
 
     def _plan_of(self, parameters: Iterable[Tensor]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
-        return BucketPlan(names, sizes, self._settings, self._transport, self._group.size())
+        return self._choice.plan(names, sizes, self._settings, self._group.size())
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -60,6 +60,11 @@ def fresh_owner(numel: int) -> SegmentState:
     return {OWNER + key: value for key, value in state.items()}
 
 
+def owed(state: SegmentState, ranks: int) -> Tensor:
+    """What one of so many ranks owes to the sum of gradients, as the owner of a part, too."""
+    return state["residual"] + ranks * state.get(OWED, 0)
+
+
 def entries(op: str, state: dict) -> dict[str, Entry]:
     """{rank: entry} of a state dict of these versions."""
     version = state.get("version")

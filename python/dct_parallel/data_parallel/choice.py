@@ -1,20 +1,94 @@
-"""Which transport a user's word stands for."""
+"""Which transport each bucket takes: the one that was asked for, or the fastest on a link."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 
 from dct_kernels import checks
 
+from . import link as links
+from .bf16 import Bf16
+from .bucket_plan import BucketPlan, Settings
 from .gather import Gather
+from .link import Link
+from .run import Run
 from .shard import Shard
-from .transports import Transport
 
-TRANSPORTS: dict[str, type[Transport]] = {Gather.name: Gather, Shard.name: Shard}
+TRANSPORTS = {Gather.name: Gather, Shard.name: Shard}
 AUTO = "auto"
+PROBE = "probe"
 
 
-def resolve_transport(transport: str) -> tuple[type[Transport], str]:
-    """The class behind a transport's name, and why it is that."""
-    if transport == AUTO:
-        return Gather, "auto: no link is known"
-    if transport not in TRANSPORTS:
-        rule = " or ".join(map(repr, (AUTO, *TRANSPORTS)))
-        checks.fail("DCTState", "transport", rule, repr(transport))
-    return TRANSPORTS[transport], "as asked"
+class Choice:
+    """What `DCTState` was given as `transport` and `link`, and what comes of it.
+
+    The same on all ranks: it goes by formulas, and a link that is measured is the first rank's.
+
+    Attributes:
+        name: of the transport that was asked for.
+        given: the link, "probe", a file, or None.
+    """
+
+    TRANSPORTS = (Gather, Shard, Bf16)  # of which "auto" chooses
+
+    def __init__(self, transport: str, link: Link | str | os.PathLike | None) -> None:
+        if transport not in (AUTO, *TRANSPORTS):
+            rule = " or ".join(map(repr, (AUTO, *TRANSPORTS)))
+            checks.fail("DCTState", "transport", rule, repr(transport))
+        if link is not None and transport != AUTO:
+            checks.fail("DCTState", "link", f"None with transport {transport!r}", repr(link))
+        self.name = transport
+        self.given = link
+        self._link = link if isinstance(link, Link) else None
+
+    def settle(
+        self, run: Run, group: dist.ProcessGroup, device: torch.device, settings: Settings
+    ) -> None:
+        """Get to know the link, if one is to be known; a collective then."""
+        if self.given is None:
+            return
+        if self._link is None and self.given == PROBE:
+            self._link = links.probe(group, device, settings)
+        elif self._link is None:
+            self._link = links.read(self.given, group.size())
+        self._link = Link.from_json(run.of_first_rank("DCTState", {"link": self._link})["link"])
+
+    @property
+    def keeps_owners(self) -> bool:
+        """Whether some bucket may have owners, whose residuals are part of the state then."""
+        return self.name == Shard.name or self._link is not None
+
+    def plan(
+        self, names: tuple[str, ...], sizes: tuple[int, ...], settings: Settings, ranks: int
+    ) -> BucketPlan:
+        """The plan of a bucket."""
+        if self._link is None:
+            transport = TRANSPORTS.get(self.name, Gather)
+            return BucketPlan(names, sizes, settings, transport, ranks)
+        plans = [
+            BucketPlan(names, sizes, settings, transport, ranks) for transport in self.TRANSPORTS
+        ]
+        return min(plans, key=self._seconds)
+
+    def reason(self, plans: Sequence[BucketPlan]) -> str:
+        """Why these plans are as they are."""
+        if self.name != AUTO:
+            return "as asked"
+        if self._link is None:
+            return "auto: no link is known"
+        times = {
+            transport.name: 1e3
+            * sum(
+                self._seconds(BucketPlan(p.names, p.sizes, p.settings, transport, p.ranks))
+                for p in plans
+            )
+            for transport in self.TRANSPORTS
+        }
+        chosen = 1e3 * sum(map(self._seconds, plans))
+        each = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items())
+        return f"auto: {chosen:.2f} ms by its formulas; {each}"
+
+    def _seconds(self, plan: BucketPlan) -> float:
+        return plan.transport.seconds(plan, self._link)

@@ -10,6 +10,7 @@ from .. import wire
 from ..collectives import all_gather
 from ..compressor import Compressor
 from .bucket_plan import BucketPlan
+from .link import Link
 from .transports import Header, Receipt, Transport, headers, read_headers
 
 
@@ -37,6 +38,11 @@ class Gather(Transport):
     @staticmethod
     def wire_bytes(plan: BucketPlan) -> int:
         return wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+
+    @staticmethod
+    def seconds(plan: BucketPlan, link: Link) -> float:
+        sent = link.all_gather.seconds(plan.wire_bytes)
+        return sent + plan.bounds[-1] * (link.pack + link.unpack)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         with record_function("dct::exchange"):

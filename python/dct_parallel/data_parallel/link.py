@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dct_kernels import checks
 
-from ..collectives import all_gather, dense_mean
+from ..collectives import all_gather
 from ..compressor import Compressor
 from ..wire import all_gather_bytes, all_reduce_bytes
 from .bucket_plan import Settings
@@ -69,16 +69,73 @@ def probe(group: dist.ProcessGroup, device: torch.device, settings: Settings) ->
     compressor = Compressor(
         ELEMENTS, [0, ELEMENTS], settings.density, value_dtype=settings.value_dtype, device=device
     )
-    compressor.step = 3  # samples no threshold
     grad = torch.randn(ELEMENTS, device=device)
-    compressor.threshold.copy_(grad.abs().kthvalue(int((1 - settings.density) * ELEMENTS) + 1)[0])
     payloads = torch.stack([compressor.pack(grad)] * ranks)
-    compressor.policy = "fixed"
+    out = torch.empty_like(grad)
     return Link(
         _cost(gather, all_gather_bytes, ranks),
         _cost(to_all, all_gather_bytes, ranks),
         _cost(reduce, all_reduce_bytes, ranks),
         _seconds(lambda: compressor.pack(grad), device) / ELEMENTS,
-        _seconds(lambda: compressor.unpack(payloads, grad), device) / ELEMENTS,
-        _seconds(lambda: grad.copy_(grad.to(torch.bfloat16).div_(ranks)), device) / ELEMENTS,
+        _seconds(lambda: compressor.unpack(payloads, out), device) / ELEMENTS,
+        _seconds(lambda: out.copy_(grad.to(torch.bfloat16).div_(ranks)), device) / ELEMENTS,
     )
+
+
+def read(path: str | os.PathLike, ranks: int) -> Link:
+    """From the JSON of `dct-bench link` with this number of ranks and one rate.
+
+    Raises:
+        ValueError: it is not, or lacks one of the modes bf16, dct and dct-shard.
+    """
+    with open(path) as file:
+        content = json.load(file)
+    links = [link for link in content.get("links", []) if link["ranks"] == ranks]
+    cells = {c["mode"]: c for c in content.get("cells", []) if c["ranks"] == ranks and c["step_ms"]}
+    needed = ("bf16", "dct", "dct-shard")
+    if len(links) != 1 or not cells.keys() >= set(needed):
+        rule = f"of dct-bench link --ranks {ranks}, one rate, and modes {', '.join(needed)}"
+        checks.fail("DCTState", "link", rule, os.fspath(path))
+    per_byte = 8 / links[0]["bits_per_second"]
+    numel = content["model"]["parameters"]
+    bf16, dct, shard = (cells[mode] for mode in needed)
+
+    def fixed(cell: dict) -> float:
+        return max(0.0, cell["phases_ms"]["wire"] / 1e3 - cell["payload_bytes"] * per_byte)
+
+    def local(cell: dict, *phases: str) -> float:
+        return sum(cell["phases_ms"][phase] for phase in phases) / 1e3 / numel
+
+    return Link(
+        Cost(fixed(dct), per_byte),
+        Cost(max(0.0, fixed(shard) - fixed(dct)), per_byte),
+        Cost(fixed(bf16), per_byte),
+        local(dct, "pack"),
+        local(dct, "unpack"),
+        local(bf16, "pack", "unpack"),
+    )
+
+
+def _cost(seconds: Callable[[int], float], sent: Callable[[int, int], int], ranks: int) -> Cost:
+    """Of a collective that takes `seconds(n)` where every rank gives n bytes."""
+    small, large = seconds(SMALL), seconds(LARGE)
+    more = sent(LARGE, ranks) - sent(SMALL, ranks)
+    per_byte = max(0.0, large - small) / more if more else 0.0
+    return Cost(max(0.0, small - sent(SMALL, ranks) * per_byte), per_byte)
+
+
+def _seconds(job: Callable[[], object], device: torch.device) -> float:
+    """Median of a few runs, after one that is not counted."""
+    times = []
+    for _ in range(1 + REPEATS):
+        _finish(device)
+        start = time.perf_counter()
+        job()
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

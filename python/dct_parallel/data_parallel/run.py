@@ -40,6 +40,10 @@ class Run:
         self._compared = False  # whether ranks know that they go on from the same step
         self._patience: timedelta | None = None
 
+    def of_first_rank(self, op: str, values: dict) -> dict:
+        """What the first rank tells; all ranks of the group call this alike."""
+        return next(iter(self._agreement.exchange(op, values).values()))
+
     def load(self, entry: Entry) -> None:
         """Go on with the run that a checkpoint is of."""
         if self._compared:  # others may train on, and never look here

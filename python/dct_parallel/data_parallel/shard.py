@@ -14,6 +14,7 @@ from ..collectives import all_gather
 from ..compressor import Compressor
 from .bucket_plan import BucketPlan, Slice
 from .checkpoint import OWED, OWNER, SegmentState, fresh_owner
+from .link import Link
 from .transports import Receipt, Transport, headers, read_headers
 
 
@@ -69,6 +70,13 @@ class Shard(Transport):
         )  # a rank that owns nothing sends to all of them
         first = to_owners * plan.payload_bytes
         return first + wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+
+    @staticmethod
+    def seconds(plan: BucketPlan, link: Link) -> float:
+        results = wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+        sent = link.all_to_all.seconds(plan.wire_bytes - results) + link.all_gather.seconds(results)
+        owned = plan.bounds[-1] / max(plan.owners, 1)
+        return sent + (plan.bounds[-1] + owned) * (link.pack + link.unpack)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         self._to_owners()

@@ -8,6 +8,8 @@ on every rank, with one collective each. What came of it is looked at before the
 """
 
 import contextlib
+import dataclasses
+import os
 from functools import partial
 
 import torch
@@ -33,9 +35,10 @@ from . import checkpoint, model
 from .bucket import Bucket
 from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
 from .buckets import Buckets
-from .choice import resolve_transport
+from .choice import Choice
 from .damage import Damage
 from .history import History
+from .link import Link
 from .loss_scale import LossScale
 from .run import Run
 
@@ -66,13 +69,17 @@ class DCTState:
         transport: how payloads reach the other ranks. "gather": one all-gather, whose bytes grow
             with the ranks. "shard": each rank sums and compresses again one range of every bucket;
             bytes do not grow with the ranks, as long as a bucket has a block of 16,384 elements for
-            each. "auto": gather.
+            each. "auto": of gather, shard and a plain all-reduce in bfloat16, for every bucket the
+            fastest by its formula on the `link`; gather where none is known.
         process_group: ranks to average over, this one among them; default those of `ddp`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
             none. Residuals are kept in unscaled units, and what was packed for a step that the
             scaler skipped is taken back.
         start_step: steps before compression.
         policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
+        link: for "auto": "probe" to measure it when the state is bound (some 30 MiB a rank), or the
+            file that `dct-bench link` wrote for this number of ranks and one rate. All ranks go by
+            what the first of them has. A probe may choose anew after a restart.
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
     a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
@@ -109,11 +116,12 @@ class DCTState:
         grad_scaler: GradScaler | None = None,
         start_step: int = 2,
         policy: str = "tracked",
+        link: Link | str | os.PathLike | None = None,
     ) -> None:
         check_settings("DCTState", density, refresh_every, policy, value_dtype)
         checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
         self.settings = Settings(density, refresh_every, policy, value_dtype)
-        self._transport, self._transport_reason = resolve_transport(transport)
+        self._choice = Choice(transport, link)
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
 
@@ -146,11 +154,9 @@ class DCTState:
             {
                 "version": __version__,
                 "model": model.describe(names),
-                "density": float(self.settings.density),
-                "refresh_every": self.settings.refresh_every,
-                "value_dtype": str(self.settings.value_dtype).removeprefix("torch."),
-                "transport": self._transport.name,
-                "policy": self.settings.policy,
+                **self.settings.as_told(),
+                "transport": self._choice.name,
+                "link": "none" if self._choice.given is None else "given",
                 "start_step": self.start_step,
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
             },
@@ -160,7 +166,8 @@ class DCTState:
         # with those of the main thread. On CUDA both issue theirs from one thread, in order.
         self._owns_group = self._device.type == "cpu"
         self._group = groups.separate_group(given) if self._owns_group else given
-        self._buckets = Buckets(names, self.settings, self._transport, self._group, self._device)
+        self._choice.settle(self._run, self._group, self._device, self.settings)
+        self._buckets = Buckets(names, self.settings, self._choice, self._group, self._device)
         self._executor = executor_for(self._device)
         self._names = names  # bound
         if self._to_load is not None:
@@ -188,7 +195,8 @@ class DCTState:
         one adds about a hundred bytes.
         """
         self._require_bound("plan")
-        return plan_table(self._buckets.plans(), self._transport_reason)
+        plans = self._buckets.plans()
+        return plan_table(plans, self._choice.reason(plans))
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
@@ -278,13 +286,11 @@ class DCTState:
     def __getstate__(self) -> dict:
         """Settings and residuals: neither DDP nor process group nor thread can be copied."""
         made = {
-            "density": self.settings.density,
-            "refresh_every": self.settings.refresh_every,
-            "value_dtype": self.settings.value_dtype,
-            "transport": self._transport.name,
+            **dataclasses.asdict(self.settings),
+            "transport": self._choice.name,
+            "link": self._choice.given,
             "grad_scaler": self._loss_scale.scaler,
             "start_step": self.start_step,
-            "policy": self.settings.policy,
         }
         return {"made": made, "state": self.state_dict() if self._names else self._to_load}
 
@@ -368,11 +374,11 @@ class DCTState:
         receipts = {index: report.receipt for index, report in reports.items()}
         self._damage.look(self.step - 1, receipts)
         self._loss_scale.saw(overflow=any(r.non_finite for r in receipts.values()))
-        compressed = sum(plan.compressed_numel for plan in self._buckets.plans())
+        compressed = sum(report.compressed for report in reports.values())
         self._history.add(
             density=sum(report.compressed_sent for report in reports.values()) / max(compressed, 1),
             overflow=sum(r.overflowed for r in receipts.values())
-            / sum(r.payloads for r in receipts.values()),
+            / max(sum(r.payloads for r in receipts.values()), 1),
         )
 
 

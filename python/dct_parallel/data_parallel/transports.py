@@ -22,6 +22,7 @@ from dct_kernels.layout import (
 from ..compressor import Compressor
 from .bucket_plan import BucketPlan
 from .checkpoint import OWED, SegmentState
+from .link import Link
 
 
 class Header(NamedTuple):
@@ -78,6 +79,11 @@ class Transport(ABC):
     @abstractmethod
     def wire_bytes(plan: BucketPlan) -> int:
         """Bytes that the rank which sends most sends in a step."""
+
+    @staticmethod
+    @abstractmethod
+    def seconds(plan: BucketPlan, link: Link) -> float:
+        """What an exchange takes on this link, packing and unpacking included."""
 
     def __init__(
         self, plan: BucketPlan, compressor: Compressor, group: dist.ProcessGroup, step: int

@@ -1,0 +1,107 @@
+"""Buckets that are better sent whole: bfloat16, by an all-reduce."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from .. import wire
+from ..collectives import dense_mean
+from ..readback import Readback
+from . import checkpoint
+from .bucket import Report
+from .bucket_plan import BucketPlan
+from .checkpoint import SegmentState
+from .link import Link
+from .transports import Receipt
+
+
+class Bf16:
+    """What a plan asks of a transport, where nothing is compressed."""
+
+    name = "bf16"
+
+    @staticmethod
+    def ranges(ranks: int) -> int:
+        return 0
+
+    @staticmethod
+    def wire_bytes(plan: BucketPlan) -> int:
+        return wire.all_reduce_bytes(2 * plan.bounds[-1], plan.ranks)
+
+    @staticmethod
+    def seconds(plan: BucketPlan, link: Link) -> float:
+        return link.all_reduce.seconds(plan.wire_bytes) + plan.bounds[-1] * link.cast
+
+
+class Bf16Bucket:
+    """One bucket, as `Bucket`, that is averaged in bfloat16.
+
+    What a state that it starts from still owes is added to its first gradient.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        step: int,
+        states: dict[str, SegmentState],
+    ) -> None:
+        self.plan = plan
+        self._group = group
+        self._device = device
+        sizes = zip(plan.names, plan.sizes, strict=True)
+        known = [states.get(name, checkpoint.fresh(numel)) for name, numel in sizes]
+        owed = torch.cat([checkpoint.owed(state, plan.ranks) for state in known])
+        self._owed = owed.to(device) if owed.any() else None
+        self._sent: Tensor | None = None
+        self._readback = Readback()
+        self._fresh = False
+
+    def reduce(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> None:
+        """Replace this rank's gradients in `buffer` by their mean over the group."""
+        if self._owed is not None:
+            buffer += self._owed if scale is None else self._owed * scale
+        self._sent, self._owed = self._owed, None
+        with record_function("dct::exchange_dense"):
+            buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
+        if scale is not None:
+            self._readback.post(buffer.isfinite().all().logical_not().int().view(1))
+        self._fresh = scale is not None
+
+    def tell_damage(self) -> None:
+        """Take part in a `reduce` of the others; another bucket tells them."""
+        dense_mean(self._zeros(), torch.bfloat16, self._group)
+
+    def take_report(self) -> Report | None:
+        """Whether the last `reduce` overflowed, once."""
+        if not self._fresh:
+            return None
+        self._fresh = False
+        (overflowed,) = self._readback.wait()
+        nothing = torch.zeros(0)
+        receipt = Receipt([], [], bool(overflowed), [], 0, 0)
+        return Report(receipt, nothing, nothing, nothing, 0, 0)
+
+    def take_back(self) -> None:
+        """What was owed is again, as the step was not applied."""
+        self._owed, self._sent = self._sent, None
+
+    def states(self) -> dict[str, SegmentState]:
+        """{name: what its parameter must carry to go on elsewhere}."""
+        owed = self._zeros() if self._owed is None else self._owed
+        parts = owed.cpu().split(self.plan.sizes)
+        return {
+            name: checkpoint.fresh(part.numel()) | {"residual": part.clone()}
+            for name, part in zip(self.plan.names, parts, strict=True)
+        }
+
+    def parameter_stats(self) -> dict:
+        """Empty: no threshold, and nothing kept back."""
+        return {}
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.plan.bounds[-1], device=self._device)
