@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
-from dct_parallel.data_parallel.choice import AUTO, TRANSPORTS
+from dct_parallel.data_parallel.choice import AUTO, PROBE, TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
 from .argument_types import count, density, number, pair, positive, several, widths
@@ -186,7 +186,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=(AUTO, *TRANSPORTS),
         default=AUTO,
         help="DCT: gradients by an all-gather of everything, or to owners of ranges, who sum and "
-        "compress once more; auto lets DCTState choose",
+        "compress once more; auto: the fastest for each bucket on --link, or an all-reduce in "
+        "bfloat16 where that is faster; without a link, gather",
+    )
+    exchange.add_argument(
+        "--link",
+        metavar="FILE",
+        help="DCT, --transport auto: link.json of dct-bench link for as many ranks and one rate, "
+        f"or {PROBE} to measure the link at the start of a run",
     )
     exchange.add_argument(
         "--bucket-mb",
@@ -231,6 +238,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "argument --validation-fraction: must leave rows to train on beside a --test-fraction "
             f"of {options.test_fraction:g}, got {options.validation_fraction:g}"
         )
+    if options.link is not None and options.transport != AUTO:
+        parser.error(f"--link must come with --transport auto, got {options.transport}")
     if options.resume and options.out is None:
         parser.error("--resume must come with --out, got none")
     if options.resume and options.overwrite:

@@ -58,6 +58,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         start_step=START_STEP,
         policy=options.policy,
         transport=options.transport,
+        link=options.link,
     )
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -1,6 +1,7 @@
 """What training with the hook computes: bit for bit, on 2 and 4 ranks."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -265,3 +266,36 @@ def _compiled(rank):
 
 def test_a_compiled_model_trains_like_an_eager_one():
     assert run_ranks(_compiled, 2) == [False] * 2
+
+
+def _beside(rank, transport):
+    """No exchange ends before the backward pass has come to the last bucket."""
+    model = ddp(mlp(depth=6))
+    state = DCTState(model, density=0.1, transport=transport)
+    came = threading.Event()
+    exchanged = []
+
+    def hook(state, bucket):
+        future = dct_hook(state, bucket)
+        if bucket.is_last():
+            came.set()
+        return future
+
+    all_gather = gather.all_gather
+
+    def waiting(*args):
+        exchanged.append(came.wait(20))  # in vain, if the backward pass waited for this exchange
+        all_gather(*args)
+
+    model.register_comm_hook(state, hook)
+    for step in range(4):
+        if step == 2:  # compressed from here on, in DDP's last buckets
+            gather.all_gather = shard.all_gather = waiting
+        came.clear()
+        model(batch(step, rank)[0]).sum().backward()
+    return len(exchanged) == 2 * len(state._buckets.in_order()) >= 6 and all(exchanged)
+
+
+@pytest.mark.parametrize("transport", ["gather", "shard"])
+def test_exchanges_run_beside_the_backward_pass(transport):
+    assert run_ranks(_beside, 2, transport) == [True, True]

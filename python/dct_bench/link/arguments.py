@@ -100,6 +100,13 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "killed",
     )
     model = parser.add_argument_group("model")
+    model.add_argument(
+        "--bucket-mb",
+        type=positive,
+        default=1024.0,
+        help="DDP's bucket size in MiB; the default makes one bucket. With several, exchanges run "
+        "beside the backward pass: step times hold, where they go is said for one bucket alone",
+    )
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")

@@ -72,10 +72,11 @@ def _measure(
 ) -> tuple[dict, list[dict], list[Cell]]:
     """(model, links, cells) of one rank count."""
     keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "mp_density")
-    keys += ("mp_format",)
+    keys += ("mp_format", "bucket_mb")
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
-    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked", "transport": "gather"}
+    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked"}
+    settings |= {"transport": "gather", "link": None}
     request = {
         "do": "train",
         "steps": math.ceil(options.steps / ROUNDS),

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_dlrm.models.row_exchange import Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel.collectives import all_gather, dense_mean
+from dct_parallel.data_parallel.choice import AUTO, PROBE
 
 
 class TopKState:
@@ -70,9 +71,10 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-def _dct_by(transport: str) -> Callable:
+def _dct_by(transport: str, link: str | None = None) -> Callable:
     def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
-        MODES["dct"](ddp, argparse.Namespace(**vars(options) | {"transport": transport}))
+        chosen = {"transport": transport, "link": link}
+        MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen))
 
     return register
 
@@ -119,6 +121,7 @@ REPLICATED = {
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
     "dct-shard": Method("DCT, shard", _dct_by("shard")),
+    "dct-auto": Method("DCT, auto", _dct_by(AUTO, PROBE)),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),

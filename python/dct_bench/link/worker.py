@@ -95,15 +95,27 @@ class Worker:
     def _parallel_model(self, method: Method, phases: Phases) -> torch.nn.Module:
         model = self._model()
         if method.exchange is None:
-            model = ddp = _one_bucket(model)
+            model = ddp = self._replicated(model)
         else:
             plan = shard_tables(table_rows(self.options.hash_size), self.ranks)
             exchange = phases.timed(method.exchange(self.options))
             model = HybridDLRM(model, plan, exchange, method.dedup)
-            ddp = model.mlps = _one_bucket(model.mlps)
+            ddp = model.mlps = self._replicated(model.mlps)
         phases.watch(ddp)
         method.register(ddp, self.options)
         return model
+
+    def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
+        with warnings.catch_warnings():
+            # The model's buffer is a constant and need not be sent. What says so was renamed in
+            # torch 2.13, with a warning; the old name is the one that every version knows.
+            warnings.simplefilter("ignore", FutureWarning)
+            return DistributedDataParallel(
+                model,
+                bucket_cap_mb=self.options.bucket_mb,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+            )
 
     def _train(self, mode: str, steps: int, seconds: float, phases: Phases) -> dict:
         model = self._parallel_model(METHODS[mode], phases)
@@ -153,16 +165,6 @@ class Worker:
         """(bytes, packets) that left through the interface, ever."""
         sent = (self.counters / name for name in ("tx_bytes", "tx_packets"))
         return tuple(int(path.read_text()) for path in sent)
-
-
-def _one_bucket(model: torch.nn.Module) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        # The model's buffer is a constant and need not be sent. What says so was renamed in torch
-        # 2.13, with a warning; the old name is the one that every version knows.
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
-            model, bucket_cap_mb=1024, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
 
 
 def _by_purpose(wire: dict[str, float]) -> dict[str, float]:

@@ -54,7 +54,7 @@ class DCTState:
     in that time. Then parameters of 256 elements and more are compressed; of smaller ones, which
     travel in the same payload, everything is sent. State belongs to parameters, by name: should the
     buckets change later, it moves along. Memory: 4 bytes per parameter, and each bucket's payload
-    once per rank.
+    once per rank; with "shard" 8 / P bytes more, and three payloads in all.
 
     What has to be the same on all ranks is compared when the state is bound to its DDP, and at the
     first step after that or a load: every rank raises, naming all values. Waits for other ranks end
@@ -77,9 +77,9 @@ class DCTState:
             scaler skipped is taken back.
         start_step: steps before compression.
         policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
-        link: for "auto": "probe" to measure it when the state is bound (some 30 MiB a rank), or the
-            file that `dct-bench link` wrote for this number of ranks and one rate. All ranks go by
-            what the first of them has. A probe may choose anew after a restart.
+        link: for "auto": "probe" to measure it when the state is bound, with 18 MiB a rank on 2
+            ranks and 45 on 4, or the file that `dct-bench link` wrote for this number of ranks and
+            one rate. All ranks go by the first one's. A probe may choose anew after a restart.
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
     a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
