@@ -16,7 +16,8 @@ from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
 # say. Views and allocations launch nothing.
 TORCH = {"cat": Launches(1, 0)}
-COPIES, COLLECTIVES = ("copy_",), ("_allgather_base_", "allgather_into_tensor_coalesced_")
+COPIES = ("copy_",)
+COLLECTIVES = ("_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_base_")
 NOTHING = {
     *("view", "slice", "select", "split_with_sizes", "unsqueeze", "expand", "detach", "alias"),
     *("empty", "new_empty", "empty_like", "_record_function_enter_new", "_record_function_exit"),
@@ -36,10 +37,10 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _bucket(sizes, scaled):
+def _bucket(sizes, scaled, transport):
     """(kernels, memsets, copies to the host, collectives) of a step without a refresh."""
     model = DistributedDataParallel(Dictated(sizes))
-    state = DCTState(model, density=0.01)
+    state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
     bucket = Bucket(plan, state._group, torch.device("cpu"), 0, {})
     numel = sum(sizes)
@@ -66,19 +67,35 @@ def _bucket(sizes, scaled):
     return kernels, memsets, copies, collectives
 
 
-def _counts(rank):
+def _counts(rank, transport):
     return [
-        _bucket(sizes, scaled)
+        _bucket(sizes, scaled, transport)
         for sizes in ([5000, 30_000], [5000, 100, 30_000], [100, 30])
         for scaled in (False, True)
     ]
 
 
 def test_a_step_of_a_bucket_is_4_kernels_2_memsets_1_copy_and_1_collective():
-    for counts in run_ranks(_counts, 2):
+    for counts in run_ranks(_counts, 2, "gather"):
         # With a scaler or without, small parameters among large ones or not. Where all are small,
         # there are no thresholds to track.
         assert counts == [(4, 2, 1, 1)] * 4 + [(3, 2, 1, 1)] * 2
+
+
+def test_a_step_of_a_sharded_bucket():
+    """Packed, summed, packed again, unpacked; nothing is copied but the notes for the host."""
+    first, second = run_ranks(_counts, 2, "shard")
+    assert first == [(7, 4, 1, 2)] * 4 + [(5, 4, 1, 2)] * 2
+    # Of the last bucket, all small, rank 1 owns nothing.
+    assert second == [(7, 4, 1, 2)] * 4 + [(4, 3, 1, 2)] * 2
+
+
+def _short(rank):
+    return _bucket([100_000], False, "shard")  # 7 blocks: 4 are rank 0's, 3 rank 1's
+
+
+def test_a_short_range_is_put_together_from_pieces_of_rows():
+    assert run_ranks(_short, 2) == [(7, 4, 1, 2), (8, 4, 3, 2)]
 
 
 def _layouts(rank):

@@ -51,12 +51,12 @@ class Shard(Transport):
         dtype = compressor.value_dtype
         self._in_row = payload_layout(plan.bounds[-1], plan.capacity, dtype, ranks).positions
         self._alone = payload_layout(numel, plan.capacity, dtype).positions
-        row = compressor.payload.view(ranks, -1)
-        self._sent = row[: plan.owners]
-        self._arrived = row.new_zeros(ranks if numel else 0, row.shape[1])
-        self._packed = torch.zeros_like(row[0])
-        self._results = torch.zeros_like(row)
-        self._no_status = torch.zeros(ranks, dtype=torch.int32, device=row.device)
+        rows = compressor.payload.view(ranks, -1)
+        self._sent = rows[: plan.owners]
+        self._arrived = rows.new_zeros(ranks if numel else 0, rows.shape[1])
+        self._row = torch.zeros_like(rows[0])
+        self._results = torch.zeros_like(rows)
+        self._no_status = torch.zeros(ranks, dtype=torch.int32, device=rows.device)
         self._headers = [*headers(compressor.payload), *headers(self._results)]
 
     @staticmethod
@@ -65,11 +65,10 @@ class Shard(Transport):
 
     @staticmethod
     def wire_bytes(plan: BucketPlan) -> int:
-        to_owners = min(
-            plan.owners, plan.ranks - 1
-        )  # a rank that owns nothing sends to all of them
-        first = to_owners * plan.payload_bytes
-        return first + wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+        # To all other owners; a rank that owns nothing sends to all there are.
+        to_owners = min(plan.owners, plan.ranks - 1)
+        results = wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
+        return to_owners * plan.payload_bytes + results
 
     @staticmethod
     def seconds(plan: BucketPlan, link: Link) -> float:
@@ -160,10 +159,12 @@ class Shard(Transport):
 
     def _to_everybody(self) -> None:
         payload = self._owner.payload
-        self._packed[: self._alone] = payload[: self._alone]
-        self._packed[self._in_row :] = payload[self._alone :]
+        if self._alone != self._in_row:
+            self._row[: self._alone] = payload[: self._alone]
+            self._row[self._in_row :] = payload[self._alone :]
+            payload = self._row
         with record_function("dct::gather_results"):
-            all_gather(self._results, self._packed, self._group)
+            all_gather(self._results, payload, self._group)
 
     def _read_alone(self, rows: Tensor) -> Tensor:
         if self._alone == self._in_row:
