@@ -1,9 +1,9 @@
 """Gradients of DistributedDataParallel, compressed.
 
 Reading order: bucket_plan (what is sent, in numbers), transports (payloads of all ranks into their
-mean), bucket (one bucket of DDP's), buckets (all of them), model, checkpoint, run, damage,
-loss_scale, history, state (all of it behind torch's hook), merge (checkpoints for another world
-size).
+mean: gather, shard), bucket (one bucket of DDP's), bf16 (one that is not compressed), link and
+choice (which of these), buckets (all of them), model, checkpoint, run, damage, loss_scale, history,
+state (all of it behind torch's hook), merge (checkpoints for another world size).
 """
 
 from .history import RECENT_STEPS

@@ -1,0 +1,197 @@
+"""DLRM's quality over ways of averaging gradients, and over densities: one-way and two-way DCT.
+
+    python bench/dp_transports.py --data ROWS.tsv --epochs 5 --batch-size 64 --out runs/dp_kaggle
+    python bench/dp_transports.py --rows 400000 --methods dense,gather,shard --densities 0.01
+
+dense, bf16 and powersgd are dct-train's modes. topk is an exact top-k of all gradients with error
+feedback, gather and shard are DCT with these transports: each of the three at every density. All
+runs of a seed start from the same weights and see the same batches.
+
+Each finished run is a file in --out. A run whose file is there is not repeated, so a command that
+was interrupted goes on where it was, and further methods, densities and seeds may be added. In the
+end it prints a table of all runs in --out, and writes it there (report.md), with a plot
+(quality.png).
+
+Other options are those of dct-train.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from mp_formats import read, spread, write
+from rich.console import Console
+
+from dct_bench.link.methods import METHODS
+from dct_dlrm import arguments, loop, progress
+from dct_dlrm.argument_types import count, density, several
+from dct_dlrm.command_line import Formatter, Parser, exit_status
+from dct_dlrm.data import dataset
+from dct_dlrm.launch import launch
+from dct_dlrm.modes import MODES
+
+WHOLE = ("dense", "bf16", "powersgd")
+SPARSE = ("topk", "gather", "shard")
+# What must be equal in all runs of a folder: everything but what a method or a run is.
+SETTINGS = ("rows", "test_fraction", "epochs", "batch_size", "lr", "embedding_lr", "hash_size")
+SETTINGS += ("embedding_dim", "bottom", "top", "refresh_every", "policy")
+
+
+class Run(NamedTuple):
+    """One training; density is None for a method that sends no fraction of the entries."""
+
+    method: str
+    density: float | None
+    seed: int
+
+    @property
+    def title(self) -> str:
+        return self.method if self.density is None else f"{self.method} {100 * self.density:g} %"
+
+    def path(self, folder: Path) -> Path:
+        at = "" if self.density is None else f"_density{self.density:g}"
+        return folder / f"{self.method}{at}_seed{self.seed}.json"
+
+
+def all_runs(methods: Sequence[str], densities: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+    """Seed by seed, so that what is there early can be compared."""
+    return [
+        Run(method, of_method, seed)
+        for seed, method in itertools.product(seeds, methods)
+        for of_method in (densities if method in SPARSE else (None,))
+    ]
+
+
+def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
+    """All of `runs`, on one rank; the first writes a file for each."""
+    console = Console() if dist.get_rank() == 0 else None
+    data = dataset.load(options)
+    steps = options.epochs * data.description["steps_per_epoch"]
+    MODES["topk"] = METHODS["topk"].register
+    for number, run in enumerate(runs, start=1):
+        mode = run.method
+        if mode in ("gather", "shard"):
+            mode, options.transport = "dct", run.method
+        options.density = run.density or 1.0
+        title = f"{number} of {len(runs)}: {run.title}, seed {run.seed}"
+        start = time.time()
+        with progress.bar(console, title, steps) as on_step:
+            result = loop.run(mode, run.seed, data, options, on_step)
+        if console is None:
+            continue
+        record = run._asdict() | {"settings": settings, "data": data.description}
+        record["data"] = {key: value for key, value in record["data"].items() if key != "file"}
+        record |= {"summary": result.summary(), "seconds": time.time() - start}
+        write(run.path(options.out), record)
+        said = f"AUC {result.auc:.4f}, log loss {result.log_loss:.4f}"
+        console.print(f"{title}: {said}", highlight=False)
+
+
+def report(records: Sequence[dict]) -> str:
+    """Markdown: bytes, scores over seeds, and AUC less that of dense, seed by seed."""
+    lines = [
+        "| method | bytes a step | fewer than dense | seeds | AUC | log loss | "
+        "AUC against dense, by seed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    groups = by_method(records)
+    dense = {r["seed"]: r["summary"]["auc"] for r in groups.get(("dense", None), [])}
+    most = sent(groups[("dense", None)]) if dense else None
+    for (method, of_density), runs in groups.items():
+        against = [r["summary"]["auc"] - dense[r["seed"]] for r in runs if r["seed"] in dense]
+        cells = [
+            Run(method, of_density, 0).title,
+            f"{sent(runs):,.0f}",
+            f"{most / sent(runs):.1f}x" if most else "-",
+            str(len(runs)),
+            spread([run["summary"]["auc"] for run in runs]),
+            spread([run["summary"]["log_loss"] for run in runs]),
+            "" if method == "dense" else spread(against, "+"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def by_method(records: Sequence[dict]) -> dict[tuple[str, float | None], list[dict]]:
+    """{(method, density): its runs by seed}, in the order of the table: high densities first."""
+
+    def order(record: dict) -> tuple:
+        place = (*WHOLE, *SPARSE).index(record["method"])
+        return place, -(record["density"] or 0.0), record["seed"]
+
+    groups: dict[tuple[str, float | None], list[dict]] = {}
+    for record in sorted(records, key=order):
+        groups.setdefault((record["method"], record["density"]), []).append(record)
+    return groups
+
+
+def sent(runs: Sequence[dict]) -> float:
+    """Bytes of the rank that sends most in a step."""
+    return max(run["summary"]["wire_bytes_per_step_max_rank"] for run in runs)
+
+
+def plot(path: Path, records: Sequence[dict]) -> None:
+    """AUC over density, a line for each sparse method and one across for each other one."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    groups = by_method(records)
+    for method in (*WHOLE, *SPARSE):
+        points = [
+            (of_density, [run["summary"]["auc"] for run in runs])
+            for (name, of_density), runs in groups.items()
+            if name == method
+        ]
+        means = [sum(scores) / len(scores) for _, scores in points]
+        if method in WHOLE and points:
+            axes.axhline(means[0], linestyle=":", label=method, color=f"C{WHOLE.index(method)}")
+        elif points:
+            x = [100 * of_density for of_density, _ in points]
+            low = [mean - min(scores) for mean, (_, scores) in zip(means, points, strict=True)]
+            high = [max(scores) - mean for mean, (_, scores) in zip(means, points, strict=True)]
+            axes.errorbar(x, means, (low, high), marker="o", capsize=3, label=method)
+    axes.set(xscale="log", xlabel="density, %", ylabel="AUC, mean and range of seeds")
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """(dct-train's options, this command's)."""
+    parser = Parser(prog="dp_transports.py", description=__doc__, formatter_class=Formatter)
+    methods = (*WHOLE, *SPARSE)
+    parser.add_argument("--methods", type=several(str, methods), default=",".join(methods))
+    parser.add_argument("--densities", type=several(density), default="0.01,0.005,0.001")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/dp_transports"), metavar="DIR")
+    args, rest = parser.parse_known_args(argv)
+    return arguments.parse([*rest, "--out", str(args.out)]), args
+
+
+def main() -> int:
+    return exit_status("dp_transports.py", _main)
+
+
+def _main() -> None:
+    options, args = parse()
+    settings = {key: getattr(options, key) for key in SETTINGS} | {"ranks": options.ranks}
+    settings["data"] = None if options.data is None else options.data.name
+    options.out.mkdir(parents=True, exist_ok=True)
+    read(options.out, settings)
+    runs = all_runs(args.methods, args.densities, range(args.seeds))
+    missing = [run for run in runs if not run.path(options.out).exists()]
+    if missing:
+        launch(work, options.ranks, options, missing, settings)
+    records = read(options.out, settings)
+    text = report(records)
+    (options.out / "report.md").write_text(text + "\n")
+    plot(options.out / "quality.png", records)
+    print(f"\n{text}\n\nin {options.out}: report.md, quality.png, a file for each run")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

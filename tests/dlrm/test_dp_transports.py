@@ -1,0 +1,50 @@
+"""bench/dp_transports.py: which runs there are, and what its table says of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "dp_transports.py"
+sys.path.insert(0, str(BENCH.parent))
+import dp_transports  # noqa: E402
+from dp_transports import Run  # noqa: E402
+
+
+def test_only_sparse_methods_have_densities_and_seeds_come_first():
+    runs = dp_transports.all_runs(["dense", "shard"], [0.01, 0.001], range(2))
+    first = [Run("dense", None, 0), Run("shard", 0.01, 0), Run("shard", 0.001, 0)]
+    assert runs == first + [run._replace(seed=1) for run in first]
+    names = {run.path(Path()).name for run in runs}
+    assert len(names) == len(runs) and "shard_density0.001_seed1.json" in names
+
+
+def _record(method, density, seed, auc, nbytes):
+    summary = {"auc": auc, "log_loss": 0.5, "wire_bytes_per_step_max_rank": nbytes}
+    return Run(method, density, seed)._asdict() | {"summary": summary}
+
+
+def test_the_table_compares_with_dense_seed_by_seed():
+    records = [_record("shard", 0.01, seed, 0.70 + seed / 100, 100) for seed in (1, 0)]
+    records += [_record("dense", None, seed, 0.71 + seed / 100, 4000) for seed in (0, 1, 2)]
+    head, rule, *rows = dp_transports.report(records).splitlines()
+    assert head.count("|") == rule.count("|")
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    assert [row[0] for row in cells] == ["dense", "shard 1 %"]
+    assert cells[0][1:4] == ["4,000", "1.0x", "3"]
+    assert cells[1][1:4] == ["100", "40.0x", "2"]
+    assert cells[1][4].startswith("0.7050") and cells[1][6].startswith("-0.0100 ± 0.0000")
+
+
+def test_a_command_goes_on_where_it_was(tmp_path):
+    small = ["--rows", "600", "--batch-size", "32", "--hash-size", "20", "--embedding-dim", "4"]
+    small += ["--bottom", "8", "--top", "64", "--densities", "0.05", "--out", str(tmp_path)]
+
+    def run(*more):
+        command = [sys.executable, str(BENCH), *small, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "1 of 3: dense, seed 0" in run("--methods", "dense,topk,gather", "--seeds", "1")
+    again = run("--methods", "dense,gather,shard", "--seeds", "1")
+    assert "1 of 1: shard 5 %, seed 0" in again  # the others are there
+    assert again.count("| 1 |") == 4
+    assert {"report.md", "quality.png"} <= {path.name for path in tmp_path.iterdir()}
