@@ -11,6 +11,7 @@ from dct_parallel.rows.codecs import ROW_FORMATS
 from .argument_types import count, density, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .modes import MODES, START_STEP
+from .optimizers import OPTIMIZERS
 
 DESCRIPTION = """\
 Train DLRM, a click model, with several ways of exchanging gradients, and compare quality, bytes on
@@ -97,11 +98,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     training.add_argument("--epochs", type=count, default=1, help="passes over the training rows")
     training.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     training.add_argument(
-        "--lr",
-        type=positive,
-        default=0.1,
-        help="learning rate of SGD",
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="sgd",
+        help="of the MLPs: SGD, SGD with a momentum of 0.9, AdamW (want a --lr of their own: 0.1, "
+        "0.01 and 0.001 are usual). Tables are trained with SGD",
     )
+    training.add_argument("--lr", type=positive, default=0.1, help="learning rate")
     training.add_argument(
         "--embedding-lr",
         type=positive,

@@ -26,6 +26,7 @@ from .models.hybrid import HybridDLRM
 from .models.row_exchange import EXCHANGES
 from .models.sharding import shard_tables
 from .modes import FIXED_DENSITY, MODES, START_STEP
+from .optimizers import make_optimizers
 from .progress import Step
 from .ranks import from_all_ranks
 from .traffic import Traffic
@@ -163,14 +164,14 @@ def train(
         ddp = model = _replicated(model, options)
     exchange = MODES[mode](ddp, options)
     dct = exchange if isinstance(exchange, DCTState) else None
-    optimizer = torch.optim.SGD(_parameter_groups(model, options), lr=options.lr, fused=True)
+    optimizers = make_optimizers(model, options)
     steps_per_epoch = data.description["steps_per_epoch"]
     total = options.epochs * steps_per_epoch
     traffic = Traffic(model)
     losses: list[float] = []
     step_ms: list[float] = []
     density: list[tuple[int, float]] = []
-    parts = {"model": model, "optimizer": optimizer, "exchange": exchange}
+    parts = {"model": model, **optimizers, "exchange": exchange}
     noted = {"losses": losses, "step_ms": step_ms, "density": density}
     noted |= {"wire": traffic.wire, **traffic.purposes}
     if saved is not None:
@@ -180,12 +181,13 @@ def train(
     with traffic:
         for step, batch in enumerate(batches, start=len(losses)):
             start = time.perf_counter()
-            optimizer.zero_grad()
+            model.zero_grad()
             logits = model(batch.ints, batch.ids)
             traffic.forward_done()
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
-            optimizer.step()
+            for optimizer in optimizers.values():
+                optimizer.step()
             step_ms.append(1e3 * (time.perf_counter() - start))
             # Windows that end with the last step, so that their means make up the mean of all.
             if dct is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
@@ -252,14 +254,6 @@ def gather_rows(local: np.ndarray) -> np.ndarray | None:
     parts = [None] * dist.get_world_size() if first else None
     dist.gather_object(local, parts, dst=0)
     return np.concatenate(parts) if first else None
-
-
-def _parameter_groups(model: nn.Module, options: argparse.Namespace) -> list[dict]:
-    """Tables have a learning rate of their own: few samples of a batch touch a row of theirs."""
-    named = dict(model.named_parameters())
-    tables = [named[name] for name in named if "tables." in name]
-    others = [named[name] for name in named if "tables." not in name]
-    return [{"params": tables, "lr": options.embedding_lr or options.lr}, {"params": others}]
 
 
 def _replicated(module: nn.Module, options: argparse.Namespace) -> DistributedDataParallel:

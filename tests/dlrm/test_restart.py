@@ -21,8 +21,9 @@ from dct_dlrm.launch import WorkerError, launch
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps
 SMALL += ["--checkpoint-every", "4", "--resume"]
-DATA = ["--modes", "dense,bf16,powersgd,dct"]
+DATA = ["--modes", "dense,bf16,powersgd,dct", "--optimizer", "momentum", "--lr", "0.01"]
 HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
+HYBRID += ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
 NOT_BITS = ("step_ms",)
 
 
@@ -80,7 +81,7 @@ def _dies(function, wanted, times):
 def _killed(options, rank, where, times):
     """`compare`, on `rank` up to a step of the optimizer, or to within the write of a file."""
     if dist.get_rank() == rank and where == "step":
-        torch.optim.SGD.step = _dies(torch.optim.SGD.step, lambda self: True, times)
+        torch.optim.AdamW.step = _dies(torch.optim.AdamW.step, lambda self: True, times)
     elif dist.get_rank() == rank:
         files.write = _dies(files.write, lambda path, content: path.name == where, times)
     compare(options)
@@ -90,7 +91,7 @@ def _killed(options, rank, where, times):
 KILLS = {
     # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
     "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
-    "hybrid": (HYBRID, [(0, "step", 14, 3)]),
+    "hybrid": (HYBRID, [(0, "step", 14, 3)]),  # between the tables and the MLPs
     "shard": (["--modes", "dct", "--transport", "shard"], [(1, "step", 14, 3)]),
 }
 

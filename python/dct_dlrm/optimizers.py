@@ -1,0 +1,32 @@
+"""What turns gradients into weights: an optimizer for the embedding tables, one for the rest."""
+
+import argparse
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+MOMENTUM = 0.9
+
+# {name: made of parameters and a learning rate}. AdamW as torch has it: betas of 0.9 and 0.999,
+# and a weight decay of 0.01.
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda params, lr: SGD(params, lr, fused=True),
+    "momentum": lambda params, lr: SGD(params, lr, momentum=MOMENTUM, fused=True),
+    "adamw": lambda params, lr: AdamW(params, lr, fused=True),
+}
+
+
+def make_optimizers(model: nn.Module, options: argparse.Namespace) -> dict[str, Optimizer]:
+    """{part of the model: its optimizer}; tables have a rate of their own, if one is given.
+
+    Few samples of a batch touch a row of a table, so that tables want a higher one.
+    """
+    named = dict(model.named_parameters())
+    tables = [weight for name, weight in named.items() if "tables." in name]
+    others = [weight for name, weight in named.items() if "tables." not in name]
+    # As groups, which may be empty: a rank may hold no table.
+    return {
+        "tables": OPTIMIZERS["sgd"]([{"params": tables}], options.embedding_lr or options.lr),
+        "mlps": OPTIMIZERS[options.optimizer]([{"params": others}], options.lr),
+    }
