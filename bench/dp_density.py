@@ -1,0 +1,321 @@
+"""Where the density of DCT matters: losses of data-parallel training, by optimizer and method.
+
+    python bench/dp_density.py --problems text-adamw --methods dense dct:1% --rates 1e-3,2e-3,4e-3
+    python bench/dp_density.py --problems clicks-sgd --steps 3000 --methods dense bf16 dct:1%
+
+Problems: text-adamw and text-momentum train a transformer (width 96, 3 layers, 8 x 64 characters a
+rank) on the characters of --text, which is generated if it is not there; the rate rises over the
+first 50 steps. clicks-sgd and clicks-adam train DLRM on generated rows (128 a rank): with SGD, or
+with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is Adam's, and the tables'
+is --table-lr.
+
+Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
+D being the percentage of entries sent; local:D%xH: every rank takes H steps of its own optimizer,
+then D % of what its weights have moved by are sent, with error feedback: D / H a step. The ranks
+are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by formula.
+
+1. Every method is trained with every rate, from seed 0. Its best rate is that of the lowest loss on
+   the validation part. With --steps other than 600, rates are those found best at 600.
+2. At its best rate it is trained from seeds 1, 2, ... and scored on the test part.
+
+Each finished run is a file in --out, and is not repeated: a command that was interrupted goes on
+where it was, and methods, rates and seeds may be added. In the end it prints a report on all runs
+in --out, and writes it there (report.md, and plots of the loss against steps and against bytes).
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import dp_ranks
+import dp_tasks
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import nn
+
+from dct_dlrm.argument_types import count, positive, several
+from dct_dlrm.command_line import Formatter, Parser
+from dct_parallel import RowWiseAdagrad
+
+RATE_SEED, RATE_STEPS = 0, 600
+WARMUP_STEPS = 50  # of the text tasks' rate
+CURVE_EVERY = 20  # steps
+
+
+class Problem(NamedTuple):
+    """A task and its optimizer."""
+
+    task: str
+    optimizers: Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]
+    warmup: int
+    rates: tuple[float, ...]  # tried, unless others are asked for
+
+
+def _one(make: Callable) -> Callable:
+    return lambda model, rate, table_rate: [make(model.parameters(), lr=rate)]
+
+
+def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
+    mlps = [*model.bottom.parameters(), *model.top.parameters()]
+    tables = RowWiseAdagrad(model.tables.parameters(), lr=table_rate)
+    return [tables, torch.optim.Adam(mlps, lr=rate, fused=True)]
+
+
+_sgd = partial(torch.optim.SGD, fused=True)
+PROBLEMS = {
+    "text-adamw": Problem(
+        "text", _one(partial(torch.optim.AdamW, fused=True)), WARMUP_STEPS, (1e-3, 2e-3, 4e-3)
+    ),
+    "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
+    "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
+    "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
+}
+
+
+def method(name: str) -> partial:
+    """What makes the exchange of gradients, or the averaging of weights, from its name."""
+    kind, colon, percent = name.partition(":")
+    percent, by, steps = percent.partition("x")
+    plain = {
+        "dense": partial(dp_ranks.Dense, dtype=torch.float32),
+        "bf16": partial(dp_ranks.Dense, dtype=torch.bfloat16),
+        "powersgd": partial(dp_ranks.PowerSGD),
+    }
+    if kind in plain and not colon:
+        return plain[kind]
+    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "local": dp_ranks.Local}
+    try:
+        density, make = float(percent.removesuffix("%")) / 100, sparse[kind]
+        settings = {"density": density} | ({"period": int(steps)} if by else {})
+    except (KeyError, ValueError):
+        rule = f"{', '.join(plain)}, topk:D%, dct:D% or local:D%xH"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
+    if not percent.endswith("%") or not 0 < density <= 1:
+        raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
+    if bool(by) != (kind == "local") or settings.get("period", 1) < 1:
+        raise argparse.ArgumentTypeError(f"must have xH with local alone, from 1 up, got {name!r}")
+    return partial(make, **settings)
+
+
+def named(name: str) -> str:
+    """An argparse type: the name of a method."""
+    method(name)
+    return name
+
+
+class Run(NamedTuple):
+    problem: str
+    method: str
+    rate: float
+    seed: int
+    steps: int
+
+    def path(self, folder: Path) -> Path:
+        name = self.method.replace(":", "-").replace("%", "percent")
+        rate = f"lr{self.rate:g}_seed{self.seed}_{self.steps}steps"
+        return folder / f"{self.problem}_{name}_{rate}.json"
+
+
+def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
+    """The record of one run."""
+    start = time.process_time()
+    model = task.model(run.seed)
+    batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
+    make = method(run.method)
+    if make.func is dp_ranks.Local:
+        models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
+        updates = [stepper(own, run, options) for own in models]
+        steps = dp_ranks.train_local(models, task.loss, batches, make(models), updates, run.steps)
+    else:
+        update = stepper(model, run, options)
+        steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
+    curve, recent = [], []
+    record = run._asdict() | {"ranks": options.ranks, "data": task.description, "curve": curve}
+    if run.problem == "clicks-adam":
+        record["table_lr"] = options.table_lr
+    for step, (loss, sent) in enumerate(steps, start=1):
+        if not math.isfinite(loss):
+            return record | {"diverged": step}
+        recent.append(loss)
+        if step % CURVE_EVERY == 0:
+            curve.append([step, sent, round(statistics.mean(recent), 5)])
+            recent.clear()
+    record |= {part: task.score(model, part) for part in ("validation", "test")}
+    record |= {"bytes_per_step": sent / run.steps, "cpu_seconds": time.process_time() - start}
+    return record
+
+
+def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable[[int], None]:
+    """A function of the step's number that takes a step of the weights by their gradients."""
+    problem = PROBLEMS[run.problem]
+    optimizers = problem.optimizers(model, run.rate, options.table_lr)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    full = [group["lr"] for group in groups]
+
+    def update(step: int) -> None:
+        for group, rate in zip(groups, full, strict=True):
+            group["lr"] = rate * min(1, (step + 1) / max(1, problem.warmup))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return update
+
+
+def load(folder: Path) -> list[dict]:
+    """All runs in the folder."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))]
+
+
+def best_rate(records: Sequence[dict], problem: str, name: str) -> float | None:
+    """That of the lowest validation loss at 600 steps, from seed 0; None if none ended."""
+    tried = {
+        record["rate"]: record["validation"]["loss"]
+        for record in records
+        if (record["problem"], record["method"]) == (problem, name)
+        and (record["seed"], record["steps"]) == (RATE_SEED, RATE_STEPS)
+        and "diverged" not in record
+    }
+    return min(tried, key=tried.get, default=None)
+
+
+def work(options: argparse.Namespace) -> None:
+    """All runs that are asked for and not there yet."""
+
+    @cache
+    def task(name: str) -> dp_tasks.Task:
+        return dp_tasks.TextTask(options.text) if name == "text" else dp_tasks.ClicksTask()
+
+    def finish(run: Run) -> None:
+        path = run.path(options.out)
+        if path.exists():
+            return
+        record = train(run, task(PROBLEMS[run.problem].task), options)
+        aside = path.with_suffix(".part")  # an interrupt leaves no half of a file
+        aside.write_text(json.dumps(record) + "\n")
+        aside.replace(path)
+        said = record.get("validation") or f"diverged in step {record['diverged']}"
+        print(f"{path.stem}: {said}", flush=True)
+
+    for problem, name in itertools.product(options.problems, options.methods):
+        for rate in options.rates or PROBLEMS[problem].rates:
+            finish(Run(problem, name, rate, RATE_SEED, RATE_STEPS))
+    for problem, name in itertools.product(options.problems, options.methods):
+        rate = best_rate(load(options.out), problem, name)
+        for seed in range(options.seeds if rate else 0):
+            finish(Run(problem, name, rate, seed, options.steps))
+
+
+def spread(values: Sequence[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
+
+
+def best_runs(records: Sequence[dict]) -> dict[tuple[str, int], dict[str, list[dict]]]:
+    """{(problem, steps): {method: its runs at its best rate, by seed}}."""
+    found: dict = {}
+    for record in sorted(records, key=lambda record: record["seed"]):
+        problem, name = record["problem"], record["method"]
+        if "diverged" not in record and record["rate"] == best_rate(records, problem, name):
+            runs = found.setdefault((problem, record["steps"]), {})
+            runs.setdefault(name, []).append(record)
+    return found
+
+
+def tables(records: Sequence[dict]) -> str:
+    """Markdown: mean and standard deviation over seeds of the test part's scores."""
+    lines = []
+    for (problem, steps), methods in best_runs(records).items():
+        dense = next((runs for name, runs in methods.items() if name == "dense"), None)
+        scores = next(iter(methods.values()))[0]["test"]
+        headings = ["method", *scores, "loss over dense's", "bytes a step", "fewer by"]
+        headings += ["rate", "rates tried", "seeds"]
+        lines += [f"**{problem}, {steps:,} steps**", ""]
+        lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+        for name, runs in sorted(methods.items(), key=lambda item: -item[1][0]["bytes_per_step"]):
+            over, fewer = "", ""
+            if dense is not None:
+                over = paired(runs, dense)
+                fewer = f"{dense[0]['bytes_per_step'] / runs[0]['bytes_per_step']:.1f}x"
+            tried = sorted(
+                {
+                    record["rate"]
+                    for record in records
+                    if (record["problem"], record["method"]) == (problem, name)
+                }
+            )
+            cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores), over]
+            cells += [f"{runs[0]['bytes_per_step']:,.0f}", fewer, f"{runs[0]['rate']:g}"]
+            cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs))]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def paired(runs: Sequence[dict], dense: Sequence[dict]) -> str:
+    """Mean difference of the test loss, seed by seed."""
+    by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
+    pairs = [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]
+    if not pairs:
+        return ""
+    deviation = f" ± {statistics.stdev(pairs):.4f}" if len(pairs) > 1 else ""
+    return f"{statistics.mean(pairs):+.4f}{deviation}"
+
+
+def plot(folder: Path, records: Sequence[dict]) -> None:
+    """The training loss against steps and against bytes, mean over seeds, one file a problem."""
+    for (problem, steps), methods in best_runs(records).items():
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, sharey=True)
+        for name, runs in methods.items():
+            curves = torch.tensor([run["curve"] for run in runs]).mean(0)
+            left.plot(curves[:, 0], curves[:, 2], label=name, linewidth=1)
+            right.plot(curves[:, 1], curves[:, 2], label=name, linewidth=1)
+        lowest = min(run["curve"][-1][2] for runs in methods.values() for run in runs)
+        start = statistics.mean(runs[0]["curve"][1][2] for runs in methods.values())
+        left.set(xlabel="step", ylabel=f"training loss, {CURVE_EVERY} steps' mean")
+        left.set_ylim(bottom=lowest - 0.05 * abs(start - lowest), top=max(start, lowest + 0.01))
+        right.set(xlabel="bytes that a rank has sent", xscale="log")
+        left.grid(alpha=0.3)
+        right.grid(alpha=0.3)
+        right.legend(fontsize=7)
+        figure.savefig(folder / f"{problem}-{steps}.png", dpi=110)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=Formatter)
+    add = parser.add_argument
+    add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
+    add("--methods", nargs="+", type=named, default=["dense", "bf16", "dct:1%"], metavar="M")
+    add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
+    add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
+    add("--steps", type=count, default=RATE_STEPS)
+    add("--seeds", type=count, default=3)
+    add("--ranks", type=count, default=2)
+    add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
+    add("--out", type=Path, default=Path("runs/dp_density"))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    work(options)
+    records = load(options.out)
+    report = tables(records)
+    (options.out / "report.md").write_text(report)
+    plot(options.out, records)
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

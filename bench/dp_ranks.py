@@ -1,0 +1,279 @@
+"""Data-parallel training of several ranks in one process, for dp_density.py.
+
+The ranks' gradients are found one after another, on one copy of the weights, and lie in one flat
+tensor each, in the order in which backward finishes them: as DDP's one bucket holds them. What DDP
+and its hook do with them then is done here by the same functions without a network, so that weights
+are those of real ranks, bit for bit (tests/dlrm/test_dp_density.py), at the cost of the arithmetic.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dct_dlrm.modes import START_STEP
+from dct_parallel import Compressor
+from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
+from dct_parallel.data_parallel.transports import Gather
+from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
+
+
+class Exchange:
+    """What becomes of the ranks' gradients in a step; `sent`: bytes of a rank so far, counted.
+
+    Args:
+        shapes: of the parameters, in the order of the flat gradients.
+        ranks: how many.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.shapes = shapes
+        self.sizes = [shape.numel() for shape in shapes]
+        self.ranks = ranks
+        self.step = 0
+        self.sent = 0
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        """The mean of the ranks' gradients [numel], as every rank then has it."""
+        mean = self.start(grads) if self.step < START_STEP else self.mean(grads)
+        self.step += 1
+        return mean
+
+    def start(self, grads: Sequence[Tensor]) -> Tensor:
+        """As `mean`, in the steps before compression."""
+        return self.mean(grads)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def all_reduce(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The mean as a ring computes it in `dtype`: divided first, as DDP does."""
+        mean = sum(tensor.to(dtype) / self.ranks for tensor in tensors)
+        self.sent += all_reduce_bytes(mean.nbytes, self.ranks)
+        return mean.float()
+
+
+class Dense(Exchange):
+    """All-reduce in `dtype`."""
+
+    def __init__(self, shapes, ranks: int, dtype: torch.dtype) -> None:
+        super().__init__(shapes, ranks)
+        self.dtype = dtype
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        return self.all_reduce(grads, self.dtype)
+
+
+class DCT(Exchange):
+    """What `DCTState` does, by its own compressor."""
+
+    def __init__(self, shapes, ranks: int, density: float) -> None:
+        super().__init__(shapes, ranks)
+        settings = Settings(density, 1000, "tracked", torch.bfloat16, Gather)
+        names = tuple(str(index) for index in range(len(shapes)))
+        plan = BucketPlan(names, tuple(self.sizes), settings)
+        self.compressors = [
+            Compressor(
+                plan.bounds[-1], plan.bounds, density, whole=plan.whole, capacity=plan.capacity
+            )
+            for _ in range(ranks)
+        ]
+
+    def start(self, grads: Sequence[Tensor]) -> Tensor:
+        return self.all_reduce(grads, torch.bfloat16)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        ranks = zip(self.compressors, grads, strict=True)
+        payloads = torch.stack([compressor.pack(grad) for compressor, grad in ranks])
+        self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
+        mean = torch.empty_like(grads[0])
+        status = self.compressors[0].unpack(payloads, mean)
+        assert not status.any()
+        return mean
+
+
+class TopK(Exchange):
+    """The largest entries of all, with error feedback; float32 values and int32 positions."""
+
+    def __init__(self, shapes, ranks: int, density: float) -> None:
+        super().__init__(shapes, ranks)
+        self.count = math.ceil(density * sum(self.sizes))
+        self.residuals = [torch.zeros(sum(self.sizes)) for _ in range(ranks)]
+
+    def start(self, grads: Sequence[Tensor]) -> Tensor:
+        return self.all_reduce(grads, torch.bfloat16)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        mean = torch.zeros_like(grads[0])
+        for residual, grad in zip(self.residuals, grads, strict=True):
+            residual += grad
+            index = residual.abs().topk(self.count, sorted=False).indices
+            mean.index_add_(0, index, residual[index] / self.ranks)
+            residual[index] = 0
+        self.sent += all_gather_bytes(8 * self.count, self.ranks)
+        return mean
+
+
+class PowerSGD(Exchange):
+    """Rank 1 with error feedback and warm start (arXiv 1905.13727), as torch's hook has it.
+
+    A matrix is compressed where that halves its elements at least; the rest goes dense.
+    """
+
+    def __init__(self, shapes, ranks: int) -> None:
+        super().__init__(shapes, ranks)
+        self.residuals = [torch.zeros(sum(self.sizes)) for _ in range(ranks)]
+        # The vectors that the hook starts from, too: it takes matrices of one shape together.
+        generator = torch.Generator().manual_seed(np.random.RandomState(0).randint(1_000_000_000))
+        self.q: dict[int, Tensor] = {}  # of what is compressed
+        for index in sorted(range(len(shapes)), key=lambda index: shapes.index(shapes[index])):
+            size, rows = self.sizes[index], shapes[index][0]
+            columns = size // rows
+            if len(shapes[index]) > 1 and 2 * (rows + columns) < size:
+                self.q[index] = torch.randn(columns, generator=generator)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        if self.step < START_STEP:
+            return self.all_reduce(grads, torch.float32)
+        # What is averaged whole leaves differences that cancel in the next mean.
+        owed = [residual + grad for residual, grad in zip(self.residuals, grads, strict=True)]
+        parts = zip(*(tensor.split(self.sizes) for tensor in owed), strict=True)
+        mean = torch.cat([self._mean_of(index, part) for index, part in enumerate(parts)])
+        self.residuals = [tensor - mean for tensor in owed]
+        return mean
+
+    def _mean_of(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        if index not in self.q:
+            return self.all_reduce(parts, torch.float32)
+        matrices = [part.view(self.shapes[index][0], -1) for part in parts]
+        p = self.all_reduce([matrix @ self.q[index] for matrix in matrices], torch.float32)
+        p /= p.norm() + 1e-8
+        self.q[index] = self.all_reduce([matrix.t() @ p for matrix in matrices], torch.float32)
+        return torch.outer(p, self.q[index]).flatten()
+
+
+class Local:
+    """What `DCTAverager` does every `period` steps, by the same compressor; `sent` as above.
+
+    Args:
+        models: every rank's, with equal weights.
+        density: of what a rank's weights have moved by since the last time.
+        period: steps.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], density: float, period: int) -> None:
+        self.weights = [list(model.parameters()) for model in models]
+        self.period = period
+        self.ranks = len(models)
+        self.sent = 0
+        self.sizes = [weight.numel() for weight in self.weights[0]]
+        settings = Settings(density, 1000, "tracked", torch.bfloat16, Gather)
+        names = tuple(str(index) for index in range(len(self.sizes)))
+        plan = BucketPlan(names, tuple(self.sizes), settings)
+        self.compressors = [
+            Compressor(
+                plan.bounds[-1], plan.bounds, density, whole=plan.whole, capacity=plan.capacity
+            )
+            for _ in models
+        ]
+        self.base = self._flat(0)
+
+    @torch.no_grad()
+    def __call__(self, step: int) -> None:
+        """To be called after step number `step`, from 1 up."""
+        if step % self.period:
+            return
+        payloads = torch.stack(
+            [
+                compressor.pack(self._flat(rank) - self.base)
+                for rank, compressor in enumerate(self.compressors)
+            ]
+        )
+        self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
+        mean = torch.empty_like(self.base)
+        status = self.compressors[0].unpack(payloads, mean)
+        assert not status.any()
+        self.base += mean
+        for weights in self.weights:
+            for weight, part in zip(weights, self.base.split(self.sizes), strict=True):
+                weight.copy_(part.view_as(weight))
+
+    def _flat(self, rank: int) -> Tensor:
+        return torch.cat([weight.detach().flatten() for weight in self.weights[rank]])
+
+
+def finishing_order(model: nn.Module, loss: Tensor) -> list[nn.Parameter]:
+    """The parameters as backward finishes them. Their gradients are None afterwards."""
+    order: list[nn.Parameter] = []
+    hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return order
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, object], Tensor],
+    batches: Sequence[Iterator],
+    make_exchange: Callable[[Sequence[torch.Size], int], Exchange],
+    step_weights: Callable[[int], None],
+    steps: int,
+) -> Iterator[tuple[float, int]]:
+    """(mean loss of the ranks, bytes that a rank has sent so far) of every step.
+
+    Args:
+        model: trained in place.
+        loss_of: of the model and a batch.
+        batches: of every rank.
+        make_exchange: of the parameters' shapes and the number of ranks.
+        step_weights: called with the step's number once gradients are there.
+    """
+    first = [next(own) for own in batches]
+    order = finishing_order(model, loss_of(model, first[0]))
+    shapes = [parameter.shape for parameter in order]
+    exchange = make_exchange(shapes, len(batches))
+    grads = torch.zeros(len(batches), sum(exchange.sizes))
+    for step in range(steps):
+        losses = []
+        for rank, own in enumerate(batches):
+            grads[rank].zero_()
+            _point(order, grads[rank])
+            batch = next(own) if step else first[rank]
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        _point(order, exchange(list(grads)))
+        step_weights(step)
+        yield sum(losses) / len(losses), exchange.sent
+
+
+def train_local(
+    models: Sequence[nn.Module],
+    loss_of: Callable[[nn.Module, object], Tensor],
+    batches: Sequence[Iterator],
+    average: Local,
+    step_weights: Sequence[Callable[[int], None]],
+    steps: int,
+) -> Iterator[tuple[float, int]]:
+    """As `train`, but every rank has a model, and an optimizer that sees its gradients alone."""
+    for step in range(steps):
+        losses = []
+        for model, own, step_own in zip(models, batches, step_weights, strict=True):
+            model.zero_grad()
+            loss = loss_of(model, next(own))
+            loss.backward()
+            step_own(step)
+            losses.append(loss.item())
+        average(step + 1)
+        yield sum(losses) / len(losses), average.sent
+
+
+def _point(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Let the gradients of `parameters` be views of `flat`."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, grad in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = grad.view_as(parameter)

@@ -1,0 +1,154 @@
+"""bench/dp_density.py: simulated ranks are real ones, rates are chosen at 600 steps, runs kept."""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_bench.link.methods import TopKState, topk_hook
+from dct_dlrm.launch import launch
+from dct_parallel import DCTState, dct_hook
+
+BENCH = Path(__file__).parents[2] / "bench" / "dp_density.py"
+sys.path.insert(0, str(BENCH.parent))
+import dp_density  # noqa: E402
+import dp_ranks  # noqa: E402
+import dp_tasks  # noqa: E402
+
+STEPS = 6
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+DENSITY = 0.05
+
+
+def _optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _real(text, folder):
+    """Weights after some steps of real ranks, for every method with a hook of its own."""
+    task = dp_tasks.TextTask(text, width=16, layers=1)
+    rank = torch.distributed.get_rank()
+    for name in ("dct", "topk", "powersgd"):
+        ddp = DistributedDataParallel(task.model(0), bucket_cap_mb=1024)
+        if name == "dct":
+            ddp.register_comm_hook(DCTState(ddp, density=DENSITY), dct_hook)
+        elif name == "topk":
+            ddp.register_comm_hook(TopKState(DENSITY), topk_hook)
+        else:
+            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = _optimizer(ddp)
+        for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
+            optimizer.zero_grad()
+            task.loss(ddp, batch).backward()
+            optimizer.step()
+        if rank == 0:
+            torch.save(ddp.module.state_dict(), folder / f"{name}.pt")
+
+
+def _simulated(task, exchange):
+    model = task.model(0)
+    optimizer = _optimizer(model)
+    batches = [task.batches(0, rank, 2) for rank in range(2)]
+    run = dp_ranks.train(model, task.loss, batches, exchange, lambda step: optimizer.step(), STEPS)
+    return model.state_dict(), list(run)
+
+
+def test_simulated_ranks_are_real_ones(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    launch(_real, 2, text, tmp_path)
+    task = dp_tasks.TextTask(text, width=16, layers=1)
+    for name in ("dct:5%", "topk:5%", "powersgd"):
+        real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
+        got, _ = _simulated(task, dp_density.method(name))
+        for key, weight in got.items():
+            if name == "powersgd":  # which torch computes in another order
+                torch.testing.assert_close(weight, real[key], rtol=1e-4, atol=1e-6)
+            else:
+                assert torch.equal(weight, real[key]), (name, key)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "dct", "dct:1", "dct:0%", "dct:101%", "topk:x%", "bf16:1%"]
+)
+def test_a_wrong_method(name):
+    with pytest.raises(argparse.ArgumentTypeError, match="must"):
+        dp_density.named(name)
+
+
+def _record(name, rate, seed, loss, steps=600, problem="text-adamw"):
+    parts = {part: {"loss": loss} for part in ("validation", "test")}
+    curve = [[20, 20 * rate, 2 * loss], [40, 40 * rate, loss]]
+    return {
+        "problem": problem,
+        "method": name,
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        "curve": curve,
+        "bytes_per_step": 100.0 if name == "dense" else 4.0,
+    } | parts
+
+
+def test_rates_are_chosen_at_600_steps_of_seed_0():
+    records = [_record("dense", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
+    records += [_record("dense", 9, 1, 0.1), _record("dense", 1, 0, 0.1, steps=3000)]
+    records += [_record("dense", 1, 0, 0.1, problem="clicks-sgd"), _record("bf16", 1, 0, 0.1)]
+    diverged = {"problem": "text-adamw", "method": "dense", "rate": 27, "seed": 0, "steps": 600}
+    records += [diverged | {"diverged": 5}]
+    assert dp_density.best_rate(records, "text-adamw", "dense") == 3
+    assert dp_density.best_rate(records, "text-adamw", "dct:1%") is None
+
+
+def test_the_table_compares_seed_by_seed(tmp_path):
+    records = [_record("dense", 3, seed, 1.0 + seed) for seed in range(3)]
+    records += [_record("dct:1%", 9, seed, 1.25 + seed) for seed in (0, 1, 3)]  # seed 2 to come
+    lines = dp_density.tables(records).splitlines()
+    assert lines[0] == "**text-adamw, 600 steps**"
+    assert lines[4].startswith("| dense | 2.0000 ± 1.0000 | +0.0000 ± 0.0000 | 100 | 1.0x | 3 |")
+    assert "| +0.2500 ± 0.0000 | 4 | 25.0x | 9 | 9 | 3 |" in lines[5]
+    dp_density.plot(tmp_path, records)
+    assert (tmp_path / "text-adamw-600.png").stat().st_size > 1000
+
+
+def test_the_command_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
+    """Six runs of two steps each; what is there is not trained again, and goes into the report."""
+    monkeypatch.setattr(dp_density, "RATE_STEPS", 2)
+    monkeypatch.setattr(dp_density, "CURVE_EVERY", 1)
+    monkeypatch.setattr(dp_tasks, "HELD_OUT_TEXTS", 8)
+    monkeypatch.setattr(dp_tasks, "GENERATED_CHARACTERS", 5000)
+    given = ["--problems", "text-adamw", "--methods", "dense", "dct:10%", "--rates", "0.001,0.002"]
+    given += ["--steps", "2", "--seeds", "2", "--text", str(tmp_path / "text.txt")]
+    monkeypatch.setattr(sys, "argv", ["dp_density", *given, "--out", str(tmp_path / "runs")])
+    dp_density.main()
+    records = dp_density.load(tmp_path / "runs")
+    assert len(records) == 6 and len((tmp_path / "text.txt").read_text()) == 5000
+    task = dp_tasks.TextTask(tmp_path / "text.txt")
+    dense = next(record for record in records if record["method"] == "dense")
+    numel = sum(weight.numel() for weight in task.model(0).parameters())
+    assert dense["bytes_per_step"] == 4 * numel  # 2 (P - 1) / P of it, in a ring of 2
+    assert "| dct:10% |" in capsys.readouterr().out
+    monkeypatch.setattr(dp_density, "train", lambda *args: pytest.fail("trained again"))
+    dp_density.main()
+
+
+def test_generated_text_is_the_same_in_every_call():
+    text = dp_tasks.generate_text(3000)
+    assert len(text) == 3000 and dp_tasks.generate_text(3000) == text
+    assert {".", "\n", " "} < set(text) <= set("abcdefghijklmnopqrstuvwxyz .\n")
+
+
+def test_clicks_of_the_ranks_are_different_rows():
+    task = dp_tasks.ClicksTask(rows=3000, hash_size=50, bottom=(8,), top=(8,))
+    batches = [list(itertools.islice(task.batches(0, rank, 2), 9)) for rank in range(2)]
+    seen = torch.cat([batch.ints for own in batches for batch in own])
+    assert len(seen) == 18 * 128
+    assert len(seen.unique(dim=0)) > 0.95 * len(seen)  # an epoch has each row once
+    scores = task.score(task.model(0), "test")
+    assert 0 < scores["auc"] < 1 and scores["loss"] > 0
