@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dct_dlrm.modes import START_STEP
 from dct_parallel import Compressor
 from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.transports import Gather
+from dct_parallel.data_parallel.gather import Gather
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 

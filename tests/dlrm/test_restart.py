@@ -24,6 +24,7 @@ SMALL += ["--checkpoint-every", "4", "--resume"]
 DATA = ["--modes", "dense,bf16,powersgd,dct", "--optimizer", "momentum", "--lr", "0.01"]
 HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
 HYBRID += ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
+SHARD = ["--modes", "dct", "--transport", "shard", "--optimizer", "adamw", "--lr", "0.001"]
 NOT_BITS = ("step_ms",)
 
 
@@ -92,7 +93,7 @@ KILLS = {
     # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
     "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
     "hybrid": (HYBRID, [(0, "step", 14, 3)]),  # between the tables and the MLPs
-    "shard": (["--modes", "dct", "--transport", "shard"], [(1, "step", 14, 3)]),
+    "shard": (SHARD, [(1, "step", 14, 3)]),
 }
 
 
