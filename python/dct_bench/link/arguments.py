@@ -24,7 +24,7 @@ at the end, also after Ctrl-C; what a killed run left is removed by the next.
 EPILOG = """\
 examples:
   sudo $(which dct-bench) link
-      2 ranks, 100 Mbit/s to unlimited, all replicated modes: about 4 minutes
+      2 ranks, 100 Mbit/s to unlimited, all replicated modes: about 6 minutes
   sudo $(which dct-bench) link --ranks 2,4 --rates 1gbit,2.5gbit,5gbit,10gbit --modes dense,bf16,dct
       where does DCT stop paying?
   sudo $(which dct-bench) link --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
@@ -32,6 +32,8 @@ examples:
   sudo $(which dct-bench) link --embedding-dim 64 --rates 1gbit --mp-format int4,ternary \
       --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
       rows in few bits, each distinct one once; where counts and ids of rows stand in a step
+  sudo $(which dct-bench) link --ranks 2 --rates 1gbit --modes bf16,dct,dct-shard
+      a file that DCTState(transport="auto", link=FILE) and dct-train --link take
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
 
@@ -71,10 +73,11 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         default=",".join(REPLICATED),
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
-        "feedback (values and int32 indices in one all-gather), DCT; with embedding tables sharded "
-        "over the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on "
-        "the MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows "
-        "in few bits; with -dedup each distinct row of a rank's batch crosses once",
+        "feedback (values and int32 indices in one all-gather), DCT with the transports gather, "
+        "shard, and auto on a link that it probes; with embedding tables sharded over the ranks: "
+        "hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on the MLPs' "
+        "gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows in few "
+        "bits; with -dedup each distinct row of a rank's batch crosses once",
     )
     measured.add_argument(
         "--loopback",
