@@ -14,7 +14,7 @@ from dct_dlrm.errors import UsageError
 
 SIZES = {"hash_size": 100, "embedding_dim": 8, "bottom": [16], "top": [16]}
 FREE = Kernels(math.inf, math.inf, math.inf, "free")
-MODES = ("dense", "bf16", "powersgd1", "dct")
+MODES = ("dense", "bf16", "powersgd1", "dct", "dct-shard")
 
 
 def _cell(mode, rate, wire_ms, compute_ms=4.0):
@@ -46,8 +46,8 @@ def _run_of_the_model(alpha, rates):
 
 def test_a_run_that_follows_the_model_is_predicted():
     points = validate(_run_of_the_model(2e-4, [1e8, 1e9]))
-    assert len(points) == 8
-    assert [p.calibrating for p in points] == [False] * 4 + [True] * 4
+    assert len(points) == 10
+    assert [p.calibrating for p in points] == [False] * 5 + [True] * 5
     assert all(abs(p.error) < 1e-9 for p in points)
     assert median_error(points) < 1e-9
 
@@ -60,17 +60,34 @@ def test_a_run_that_does_not_is_told():
 
 
 def test_one_rate_cannot_validate():
-    with pytest.raises(UsageError, match="must have dct and two rates at least"):
+    with pytest.raises(UsageError, match="must have dct or hybrid-dct and two rates at least"):
         validate(_run_of_the_model(2e-4, [1e9]))
 
 
 def test_modes_that_the_model_does_not_know_are_left_out():
     run = _run_of_the_model(2e-4, [1e8, 1e9])
     expected = validate(run)
-    hybrid = [cell | {"mode": "hybrid-dct"} for cell in run["cells"]]
-    assert validate(run | {"cells": run["cells"] + hybrid}) == expected
-    with pytest.raises(UsageError, match=r"must have dct .*, got \['hybrid-dct'\]"):
-        validate(run | {"cells": hybrid})
+    others = [cell | {"mode": "topk"} for cell in run["cells"]]
+    assert validate(run | {"cells": run["cells"] + others}) == expected
+    with pytest.raises(UsageError, match=r"must have dct .*, got \['topk'\]"):
+        validate(run | {"cells": others})
+
+
+def test_hybrid_modes_are_predicted_from_their_bytes():
+    """On 2 ranks all that a rank sends goes to the other, and each collective starts once."""
+    run = _run_of_the_model(0.0, [1e8, 1e9])
+    sent = {"counts": 0.0, "ids": 2e3, "mp_forward": 9e3, "mp_backward": 8e3, "dp": 7e4}
+    alpha = 3e-4
+    # Gradients by a ring: 2 messages. Ids, rows there and rows back; counts that send nothing.
+    messages = {"hybrid-dense": 2 + 3, "hybrid-dct": 1 + 3}
+    cells = [
+        _cell(mode, rate, 1e3 * (starts * alpha + 89e3 / (rate / 8))) | {"purpose_bytes": sent}
+        for rate in (1e8, 1e9)
+        for mode, starts in messages.items()
+    ]
+    points = validate(run | {"cells": cells})
+    assert [(p.mode, p.calibrating) for p in points][:2] == [(m, False) for m in messages]
+    assert all(abs(p.error) < 1e-9 for p in points)
 
 
 def test_validation_on_the_command_line(tmp_path, capsys):

@@ -6,9 +6,11 @@ import statistics
 
 from dct_dlrm.errors import UsageError
 
-from .cost_model import METHODS, Cluster, Kernels, Link, Model
+from .cost_model import METHODS, Cluster, Kernels, Link, Model, all_gather, all_reduce, all_to_all
 from .shapes import dlrm
 
+# Modes with the smallest messages, of a replicated and of a hybrid model: alpha is found from one.
+_CALIBRATING = ("dct", "hybrid-dct")
 _NO_KERNELS = Kernels(math.inf, math.inf, math.inf, "taken from the run")
 
 
@@ -30,22 +32,24 @@ class Point:
 
 
 def validate(link: dict) -> list[Point]:
-    """A point per cell that the model covers: not exact top-k, and no hybrid mode.
+    """A point per cell that the model covers: all modes but exact top-k.
 
     What the run gives: compute, pack and unpack of every mode at the fastest rate; the plain
-    transfer's rate on every link; and alpha, from the wire time of DCT at the fastest rate. alpha
-    then holds what small messages cost on that machine: wake-ups of threads, waiting for the
-    slower rank. What is predicted: the wire time of every mode at every other rate.
+    transfer's rate on every link; and alpha, from the wire time of DCT (hybrid-dct in a run of
+    hybrid modes) at the fastest rate. alpha then holds what small messages cost on that machine:
+    wake-ups of threads, waiting for the slower rank. Of a hybrid mode it gives the bytes, too: how
+    many rows are distinct is no formula's. What is predicted: the wire time of every mode at every
+    other rate.
 
     Raises:
-        UsageError: the run has no DCT cell, or one rate only.
+        UsageError: the run has no cell of DCT, or one rate only.
     """
     options = link["options"]
     keys = ("hash_size", "embedding_dim", "bottom", "top")
     shapes = dlrm(**{key: options[key] for key in keys})
     model = Model(shapes, 0.0, _NO_KERNELS, options["density"])
-    cells = [c for c in link["cells"] if c["step_ms"] and c["mode"] in METHODS]
-    needed = "the run must have dct and two rates at least"
+    cells = [c for c in link["cells"] if c["step_ms"] and _is_known(c["mode"])]
+    needed = f"the run must have {' or '.join(_CALIBRATING)} and two rates at least"
     if not cells:
         raise UsageError(f"{needed}, got {sorted({c['mode'] for c in link['cells']})}")
     bandwidth = {(k["ranks"], k["rate"]): k["bits_per_second"] / 8 for k in link["links"]}
@@ -55,14 +59,15 @@ def validate(link: dict) -> list[Point]:
         rates = {cell["rate"] for cell in of_ranks}
         base = max(rates, key=lambda rate: math.inf if rate is None else rate)
         at_base = {cell["mode"]: cell for cell in of_ranks if cell["rate"] == base}
-        if "dct" not in at_base or len(rates) < 2:
+        calibrating = next((mode for mode in _CALIBRATING if mode in at_base), None)
+        if calibrating is None or len(rates) < 2:
             raise UsageError(f"{needed}, got {sorted(at_base)}")
-        alpha = _alpha(model, ranks, bandwidth[ranks, base], at_base["dct"])
+        alpha = _alpha(model, bandwidth[ranks, base], at_base[calibrating])
         for cell in of_ranks:
             if cell["mode"] not in at_base:
                 continue
             between = Link(alpha, bandwidth[ranks, cell["rate"]])
-            wire = model.step(cell["mode"], _flat(ranks, between)).wire
+            wire = _wire(model, cell, between)
             phases = at_base[cell["mode"]]["phases_ms"]
             local = phases["compute"] + phases["pack"] + phases["unpack"]
             measured = cell["step_ms"][1]
@@ -78,11 +83,28 @@ def median_error(points: list[Point]) -> float:
     return statistics.median(abs(p.error) for p in points if not p.calibrating)
 
 
-def _alpha(model: Model, ranks: int, bandwidth: float, cell: dict) -> float:
+def _is_known(mode: str) -> bool:
+    return mode in METHODS or mode.startswith("hybrid-")
+
+
+def _wire(model: Model, cell: dict, between: Link) -> float:
+    """Seconds of all collectives of a step in the cell's mode, on this link."""
+    ranks, mode = cell["ranks"], cell["mode"]
+    if mode in METHODS:
+        return model.step(mode, _flat(ranks, between)).wire
+    sent = dict(cell["purpose_bytes"])
+    gradients = sent.pop("dp") / (ranks - 1)
+    if mode.startswith("hybrid-dense"):
+        wire = all_reduce(between, ranks, gradients * ranks / 2)
+    else:
+        wire = all_gather(between, ranks, gradients)
+    each = [all_to_all(between, ranks, nbytes / (ranks - 1)) for nbytes in sent.values() if nbytes]
+    return wire + sum(each)
+
+
+def _alpha(model: Model, bandwidth: float, cell: dict) -> float:
     """Wire time is affine in alpha: solved from its values at 0 and 1 second."""
-    at_zero, at_one = (
-        model.step("dct", _flat(ranks, Link(alpha, bandwidth))).wire for alpha in (0.0, 1.0)
-    )
+    at_zero, at_one = (_wire(model, cell, Link(alpha, bandwidth)) for alpha in (0.0, 1.0))
     return max(0.0, (cell["phases_ms"]["wire"] / 1e3 - at_zero) / (at_one - at_zero))
 
 
