@@ -8,7 +8,7 @@ from dct_parallel.compressor import POLICIES
 from dct_parallel.data_parallel.choice import AUTO, PROBE, TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
-from .argument_types import count, density, number, pair, positive, several, widths
+from .argument_types import count, density, link, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .modes import MODES, START_STEP
 from .optimizers import OPTIMIZERS
@@ -194,6 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     exchange.add_argument(
         "--link",
+        type=link,
         metavar="FILE",
         help="DCT, --transport auto: link.json of dct-bench link for as many ranks and one rate, "
         f"or {PROBE} to measure the link at the start of a run",

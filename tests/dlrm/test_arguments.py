@@ -38,6 +38,8 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--modes", "dct,dct", "must be different ones, got 'dct,dct'"),
         ("--max-malformed", "1.1", "must be a number in [0, 1], got '1.1'"),
         ("--policy", "loose", "invalid choice: 'loose'"),
+        ("--transport", "ring", "invalid choice: 'ring'"),
+        ("--link", "none.json", "must be probe or a file, got 'none.json'"),
     ],
 )
 def test_a_wrong_argument(capsys, argument, value, rule):
@@ -53,6 +55,13 @@ def test_file_and_generated_rows_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         main(["--data", "rows.tsv", "--rows", "10"])
     assert "not allowed with argument --data" in capsys.readouterr().err
+
+
+def test_a_link_is_for_a_transport_that_is_chosen(capsys):
+    with pytest.raises(SystemExit):
+        main(["--transport", "shard", "--link", "probe"])
+    assert "--link must come with --transport auto, got shard" in capsys.readouterr().err
+    assert arguments.parse(["--link", "probe"]).transport == "auto"
 
 
 def test_a_missing_file(tmp_path, capsys):

@@ -208,6 +208,8 @@ def test_a_link_is_read_from_the_benchs_file(tmp_path):
     assert link[3:] == pytest.approx((2e-6, 1e-6, 3e-6))
     with pytest.raises(ValueError, match="link must be of dct-bench link --ranks 2, one rate"):
         read(path, 2)
+    with pytest.raises(ValueError, match=r"link must be 'probe' or a JSON file, got .*other\.json"):
+        read(tmp_path / "other.json", 4)
     content["cells"].pop()
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"modes bf16, dct, dct-shard, got .*link\.json"):

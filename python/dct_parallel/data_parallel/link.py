@@ -88,8 +88,11 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
     Raises:
         ValueError: it is not, or lacks one of the modes bf16, dct and dct-shard.
     """
-    with open(path) as file:
-        content = json.load(file)
+    try:
+        with open(path) as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        checks.fail("DCTState", "link", "'probe' or a JSON file", error)
     links = [link for link in content.get("links", []) if link["ranks"] == ranks]
     cells = {c["mode"]: c for c in content.get("cells", []) if c["ranks"] == ranks and c["step_ms"]}
     needed = ("bf16", "dct", "dct-shard")
