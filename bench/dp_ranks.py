@@ -71,15 +71,7 @@ class DCT(Exchange):
 
     def __init__(self, shapes, ranks: int, density: float) -> None:
         super().__init__(shapes, ranks)
-        settings = Settings(density, 1000, "tracked", torch.bfloat16, Gather)
-        names = tuple(str(index) for index in range(len(shapes)))
-        plan = BucketPlan(names, tuple(self.sizes), settings)
-        self.compressors = [
-            Compressor(
-                plan.bounds[-1], plan.bounds, density, whole=plan.whole, capacity=plan.capacity
-            )
-            for _ in range(ranks)
-        ]
+        self.compressors = compressors(self.sizes, ranks, density)
 
     def start(self, grads: Sequence[Tensor]) -> Tensor:
         return self.all_reduce(grads, torch.bfloat16)
@@ -92,6 +84,15 @@ class DCT(Exchange):
         status = self.compressors[0].unpack(payloads, mean)
         assert not status.any()
         return mean
+
+
+def compressors(sizes: Sequence[int], ranks: int, density: float) -> list[Compressor]:
+    """Every rank's, as `DCTState` and `DCTAverager` have them for parameters of these sizes."""
+    settings = Settings(density, 1000, "tracked", torch.bfloat16)
+    names = tuple(str(index) for index in range(len(sizes)))
+    plan = BucketPlan(names, tuple(sizes), settings, Gather, ranks)
+    given = {"whole": plan.whole, "capacity": plan.capacity}
+    return [Compressor(plan.bounds[-1], plan.bounds, density, **given) for _ in range(ranks)]
 
 
 class TopK(Exchange):
@@ -169,15 +170,7 @@ class Local:
         self.ranks = len(models)
         self.sent = 0
         self.sizes = [weight.numel() for weight in self.weights[0]]
-        settings = Settings(density, 1000, "tracked", torch.bfloat16, Gather)
-        names = tuple(str(index) for index in range(len(self.sizes)))
-        plan = BucketPlan(names, tuple(self.sizes), settings)
-        self.compressors = [
-            Compressor(
-                plan.bounds[-1], plan.bounds, density, whole=plan.whole, capacity=plan.capacity
-            )
-            for _ in models
-        ]
+        self.compressors = compressors(self.sizes, self.ranks, density)
         self.base = self._flat(0)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ PUBLIC = {
         *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },
     "dct_parallel": {
-        *("Compressor", "DCTState", "dct_hook", "merge_states", "WireMeter"),
+        *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager", "WireMeter"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
         *("all_to_all_rows", "all_gather_rows"),
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),

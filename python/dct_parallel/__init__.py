@@ -5,6 +5,11 @@ Data parallel: only the largest gradients cross.
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
+Or only the largest changes of the weights, after every few steps of each rank's own optimizer.
+
+    averager = DCTAverager(module, density=0.1, period=10)
+    averager.average_parameters()
+
 Model parallel: only the largest activations of every row cross, and their gradients.
 
     values, positions = pack(x, k)  # on one device; what carries them to the next is up to you
@@ -28,7 +33,7 @@ agreement, collectives, groups, executors, readback, and wire, which counts byte
 """
 
 from .compressor import Compressor
-from .data_parallel import DCTState, dct_hook, merge_states
+from .data_parallel import DCTAverager, DCTState, dct_hook, merge_states
 from .rows import (
     RowDequantize,
     RowPack,
@@ -51,6 +56,7 @@ from .wire import WireMeter
 
 __all__ = [
     "Compressor",
+    "DCTAverager",
     "DCTState",
     "MomentumScaledRowWiseAdagrad",
     "ReplicaSync",

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_bench.link.methods import TopKState, topk_hook
 from dct_dlrm.launch import launch
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_hook
 
 BENCH = Path(__file__).parents[2] / "bench" / "dp_density.py"
 sys.path.insert(0, str(BENCH.parent))
@@ -49,14 +49,28 @@ def _real(text, folder):
             optimizer.step()
         if rank == 0:
             torch.save(ddp.module.state_dict(), folder / f"{name}.pt")
-
-
-def _simulated(task, exchange):
     model = task.model(0)
-    optimizer = _optimizer(model)
+    averager, optimizer = DCTAverager(model, DENSITY, period=2), _optimizer(model)
+    for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+        averager.average_parameters()
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "local.pt")
+
+
+def _simulated(task, make):
+    models = [task.model(0), task.model(0)]
+    optimizers = [_optimizer(model) for model in models]
+    updates = [lambda step, own=own: own.step() for own in optimizers]
     batches = [task.batches(0, rank, 2) for rank in range(2)]
-    run = dp_ranks.train(model, task.loss, batches, exchange, lambda step: optimizer.step(), STEPS)
-    return model.state_dict(), list(run)
+    if make.func is dp_ranks.Local:
+        run = dp_ranks.train_local(models, task.loss, batches, make(models), updates, STEPS)
+    else:
+        run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
+    assert len(list(run)) == STEPS
+    return models[0].state_dict()
 
 
 def test_simulated_ranks_are_real_ones(tmp_path):
@@ -64,10 +78,9 @@ def test_simulated_ranks_are_real_ones(tmp_path):
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
     task = dp_tasks.TextTask(text, width=16, layers=1)
-    for name in ("dct:5%", "topk:5%", "powersgd"):
+    for name in ("dct:5%", "topk:5%", "local:5%x2", "powersgd"):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
-        got, _ = _simulated(task, dp_density.method(name))
-        for key, weight in got.items():
+        for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order
                 torch.testing.assert_close(weight, real[key], rtol=1e-4, atol=1e-6)
             else:
@@ -75,7 +88,8 @@ def test_simulated_ranks_are_real_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "dct", "dct:1", "dct:0%", "dct:101%", "topk:x%", "bf16:1%"]
+    "name",
+    ["int8", "dct", "dct:1", "dct:0%", "dct:101%", "topk:x%", "bf16:1%", "dct:1%x2", "local:1%"],
 )
 def test_a_wrong_method(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):

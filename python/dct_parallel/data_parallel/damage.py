@@ -11,9 +11,13 @@ class Damage:
     Damage of step t is seen by the rank that received it, when it looks at its receipts. Its
     headers of step t + 1, or of t if the transport sends a second time, tell the others, who see
     them in their receipts of that step.
+
+    Args:
+        op, step: what raises and what it counts, for the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, op: str = "dct_hook", step: str = "step") -> None:
+        self._op, self._step = op, step
         self._error: str | None = None
         self._untold = False
 
@@ -26,9 +30,10 @@ class Damage:
         ]
         told = sorted({rank for receipt in receipts.values() for rank in receipt.told})
         if seen:
-            self._error = _message(f"of step {step}", "; ".join(seen))
+            self._error = self._message(f"of {self._step} {step}", "; ".join(seen))
         elif told:
-            self._error = _message(f"up to step {step}", f"damage that rank {told[0]} received")
+            got = f"damage that rank {told[0]} received"
+            self._error = self._message(f"up to {self._step} {step}", got)
         self._untold = bool(seen) and not told  # else all ranks know that training ends here
 
     def take_untold(self) -> bool:
@@ -41,6 +46,5 @@ class Damage:
         if self._error is not None:
             raise RuntimeError(self._error)
 
-
-def _message(when: str, got: str) -> str:
-    return f"dct::dct_hook: every payload {when} must be intact, got {got}"
+    def _message(self, when: str, got: str) -> str:
+        return f"dct::{self._op}: every payload {when} must be intact, got {got}"

@@ -16,6 +16,7 @@ class Run:
     """Settings are compared when it is made, step and checkpoint before the first step after that.
 
     Args:
+        op: what is made, for errors.
         group: the ranks; all of them make one.
         device: whose backend's timeout bounds the wait for the others.
         settings: {name: value that JSON can hold}, to be the same on every rank.
@@ -28,14 +29,16 @@ class Run:
         RuntimeError: some rank does not say its own within the group's timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: dict) -> None:
+    def __init__(
+        self, op: str, group: dist.ProcessGroup, device: torch.device, settings: dict
+    ) -> None:
         self._agreement = Agreement(group, device)
         own = {**settings, "run_id": uuid.uuid4().hex}
-        told = self._agreement.exchange("DCTState", own)
+        told = self._agreement.exchange(op, own)
         self.id = next(iter(told.values()))["run_id"]
         for values in told.values():
             del values["run_id"]
-        require_same("DCTState", told)
+        require_same(op, told)
         self._checkpoint = "none"
         self._compared = False  # whether ranks know that they go on from the same step
         self._patience: timedelta | None = None

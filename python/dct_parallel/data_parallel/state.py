@@ -149,6 +149,7 @@ class DCTState:
         given = ddp.process_group if self._process_group is None else self._process_group
         given = groups.require_group("DCTState", given)
         self._run = Run(
+            "DCTState",
             given,
             self._device,
             {

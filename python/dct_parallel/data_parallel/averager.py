@@ -1,0 +1,217 @@
+"""Weights of ranks that train on their own, averaged every few steps by their largest changes."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.nn import Parameter
+
+from dct_kernels import __version__, checks
+
+from .. import groups
+from ..compressor import check_settings
+from . import checkpoint, model
+from .bucket import Bucket
+from .bucket_plan import BucketPlan, Settings
+from .damage import Damage
+from .gather import Gather
+from .history import History
+from .run import Run
+
+_OP = "DCTAverager"
+
+
+class DCTAverager(ModelAverager):
+    """Averages the weights of all ranks every `period` steps: local SGD, with DCT for what crosses.
+
+        averager = DCTAverager(module, density=0.1, period=10)
+        ...
+        optimizer.step()
+        averager.average_parameters()
+
+    No DDP: every rank's optimizer, of any kind, sees the gradients of that rank alone. After every
+    `period`-th step, for all weights as one flat tensor,
+
+        moved = weights - base + residual     on every rank
+        sent = the largest `density` of moved, residual = moved - sent
+        base += mean of all ranks' sent
+        weights = base
+
+    so that weights are then bitwise the same on all ranks, and what was not sent has left them and
+    waits in the residual. A step costs density / period of the entries, in bytes: 1 % as above.
+
+    For optimizers that divide by a running mean of squares (Adam). Sparse gradients come to them in
+    bursts that they take for noise, and late, while the weights that gradients are computed on know
+    nothing of what waits. Local steps are dense, and at once. As SparseLoCo (arXiv 2508.15706)
+    does, but with thresholds instead of chunked top-k, bfloat16 values, residuals that do not
+    decay, and a plain mean as its outer optimizer.
+
+    It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
+    GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
+    (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
+    weights after a `period`-th step.
+
+    Memory: 8 bytes a parameter, as much again while averaging, and the payload once per rank.
+
+    Args:
+        module: float32 parameters on one CPU or CUDA device. Those of the first rank replace the
+            others'. Its parameters must stay the same.
+        density: fraction of each parameter's entries sent each time, in (0, 1]; everything of
+            parameters of less than 256 elements.
+        period: steps from one averaging to the next.
+        refresh_every: averagings between samples of the thresholds (also at 0, 1, 2, 4, ... 512).
+        value_dtype: of the values sent, torch.bfloat16 or torch.float32.
+        process_group: ranks to average over, this one among them; default all.
+        policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
+
+    Attributes:
+        step: calls of `average_parameters`.
+        period: as given.
+
+    A payload damaged on its way is not used. Who received it raises at the next averaging, all
+    others at the one after that. Go back to a checkpoint then.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
+        RuntimeError: some rank does not construct its averager within the group's timeout.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        density: float = 0.1,
+        period: int = 10,
+        refresh_every: int = 1000,
+        value_dtype: torch.dtype = torch.bfloat16,
+        process_group: dist.ProcessGroup | None = None,
+        policy: str = "tracked",
+    ) -> None:
+        check_settings(_OP, density, refresh_every, policy, value_dtype)
+        checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+        group = groups.require_group(_OP, process_group)
+        super().__init__(group)
+        self.period = period
+        self._names = _parameters(module)
+        self._device = model.device_of(self._names)
+        self._settings = Settings(density, refresh_every, policy, value_dtype)
+        sizes = tuple(parameter.numel() for parameter in self._names)
+        names = tuple(self._names.values())
+        self._plan = BucketPlan(names, sizes, self._settings, Gather, group.size())
+        self._run = Run(
+            _OP,
+            group,
+            self._device,
+            {
+                "version": __version__,
+                "model": model.describe(self._names),
+                "period": period,
+                **self._settings.as_told(),
+            },
+        )
+        self._base = self._weights()
+        dist.broadcast(self._base, dist.get_global_rank(group, 0), group)
+        self._go_on_from_base()
+        self._start(0, {})
+
+    def average_parameters(
+        self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
+    ) -> None:
+        """To be called after every step of the optimizer; averages after every `period`-th.
+
+        Args:
+            params: not looked at: always those of `module`. Torch's averagers have it.
+
+        Raises:
+            RuntimeError: a payload of one of the last two averagings was damaged.
+        """
+        self.step += 1
+        if self.step % self.period == 0:
+            self._average()
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank sends in an averaging, the same on every rank each time."""
+        return self._plan.wire_bytes
+
+    def state_dict(self) -> dict:
+        """This rank's residuals, thresholds and step, and the base. Copies, on the CPU.
+
+        One file a rank, beside the rank's weights and optimizer, which differ between averagings.
+
+        Raises:
+            RuntimeError: a payload was damaged.
+        """
+        self._damage.require_none()
+        parameters = self._bucket.states()
+        parts = self._base.split(self._plan.sizes)
+        for state, part in zip(parameters.values(), parts, strict=True):
+            state["base"] = part.to("cpu", copy=True)
+        entry = checkpoint.Entry(
+            run_id=self._run.id,
+            world_size=self.process_group.size(),
+            step=self.step,
+            density=self._settings.density,
+            recent=History().state(),
+            parameters=parameters,
+        )
+        return checkpoint.make(dist.get_rank(), entry)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
+
+        Raises:
+            ValueError: made with another version, density or number of ranks, by another rank, or
+                for another model.
+        """
+        sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
+        ranks = self.process_group.size()
+        entry = checkpoint.find(state, dist.get_rank(), ranks, self._settings, sizes)
+        saved = entry["parameters"]
+        if any("base" not in saved[name] for name in sizes):
+            checks.fail("load_state_dict", "state", f"a {_OP}'s", "one without a base")
+        self._run.load(entry)
+        self.step = entry["step"]
+        self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
+        self._start(self.step // self.period, saved)
+
+    def _start(self, averagings: int, states: dict[str, checkpoint.SegmentState]) -> None:
+        self._damage = Damage("average_parameters", "averaging")
+        self._bucket = Bucket(self._plan, self.process_group, self._device, averagings, states)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self._damage.take_untold():
+            self._bucket.tell_damage()
+        self._damage.require_none()
+        number = self.step // self.period
+        self._run.begin_step(number)
+        moved = self._weights().sub_(self._base)
+        self._bucket.reduce(moved)
+        self._damage.look(number, {0: self._bucket.take_report().receipt})
+        self._base += moved
+        self._go_on_from_base()
+
+    def _weights(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self._names])
+
+    @torch.no_grad()
+    def _go_on_from_base(self) -> None:
+        for parameter, part in zip(self._names, self._base.split(self._plan.sizes), strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+def _parameters(module: nn.Module) -> dict[Parameter, str]:
+    if not isinstance(module, nn.Module):
+        checks.fail(_OP, "module", "an nn.Module", type(module).__name__, TypeError)
+    names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    if not names:
+        checks.fail(_OP, "module", "with parameters that require grad", "none")
+    for parameter, name in names.items():
+        checks.require_dtype(_OP, f"parameter {name}", parameter.dtype, (torch.float32,))
+    devices = {parameter.device for parameter in names}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        got = ", ".join(sorted(map(str, devices)))
+        checks.fail(_OP, "module", "on one device, the CPU or CUDA", got)
+    return names

@@ -1,0 +1,256 @@
+"""DCTAverager: what it computes, that ranks stay equal, and that it goes on where it was."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from dct_kernels import payload_layout
+from dct_parallel import DCTAverager, DCTState, WireMeter
+from dct_parallel.data_parallel import gather
+from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+
+PERIOD = 3
+
+
+def _model(rank=0):
+    """Equal in shape, not in weights: the averager makes them equal."""
+    model = mlp(32, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rank
+    return model
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _train(model, optimizer, averager, rank, steps):
+    for step in steps:
+        train_step(model, optimizer, *batch(step, rank, 32))
+        averager.average_parameters()
+
+
+def _dense_oracle(rank):
+    """At density 1 nothing waits: weights are the base plus the mean of what ranks moved by."""
+    model, alone = _model(rank), _model(0)  # the first rank's weights go to all
+    averager = DCTAverager(model, density=1, period=PERIOD, value_dtype=torch.float32)
+    optimizer, own = _adamw(model), _adamw(alone)
+    base = weights(alone)
+    for step in range(2 * PERIOD):
+        train_step(alone, own, *batch(step, rank, 32))
+        _train(model, optimizer, averager, rank, [step])
+        if (step + 1) % PERIOD == 0:
+            moved = gathered(weights(alone) - base)
+            base += (moved[0] + moved[1]) / 2
+            nn.utils.vector_to_parameters(base.clone(), alone.parameters())
+        assert torch.equal(weights(model), weights(alone)), step
+    return weights(model)
+
+
+def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit():
+    first, second = run_ranks(_dense_oracle, 2)
+    assert torch.equal(first, second)
+
+
+def _conserves(rank):
+    """What all ranks moved by = what the base moved by + what waits, whatever the density."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.zeros(3000), torch.zeros(40), torch.zeros(50, 70)])
+    averager = DCTAverager(model, density=0.05, period=2, value_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(rank)
+    moved = torch.zeros(3000 + 40 + 3500, dtype=torch.float64)
+    for _ in range(12):
+        parts = []
+        for parameter in model:
+            move = torch.randint(-8, 9, parameter.shape, generator=generator) / 8.0  # exact sums
+            with torch.no_grad():
+                parameter += move
+            parts.append(move.flatten())
+        moved += torch.cat(parts)
+        averager.average_parameters()
+    after = weights(model)
+    assert all(torch.equal(after, other) for other in gathered(after))
+    small = after[3000:3040]
+    saved = entry(averager.state_dict())["parameters"]
+    assert not saved["1"]["residual"].any() and small.any()  # sent whole
+    residual = torch.cat([saved[name]["residual"] for name in ("0", "1", "2")])
+    assert residual.count_nonzero() > 1000
+    owed = sum(gathered(residual.double())) + 2 * after.double()
+    assert torch.equal(owed, sum(gathered(moved)))
+
+
+def test_nothing_is_lost():
+    run_ranks(_conserves, 2)
+
+
+def _equal_ranks(rank, period):
+    """In which of 10,000 steps the ranks averaged; they are equal after each thousandth."""
+    model = nn.Linear(20, 20)
+    averager = DCTAverager(model, density=0.1, period=period)
+    reduce, averaged = averager._bucket.reduce, []
+    averager._bucket.reduce = lambda moved: averaged.append(averager.step) or reduce(moved)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(1, 10_001):
+        with torch.no_grad():
+            model.weight[step % 20] += torch.rand((), generator=generator)
+        averager.average_parameters()
+        if step % 1000 == 0:
+            assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+    return averaged
+
+
+def test_ranks_agree_over_ten_thousand_steps():
+    first, second = run_ranks(_equal_ranks, 2, 40)
+    assert first == second == list(range(40, 10_001, 40))
+
+
+def _through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _resumed(rank, stop):
+    model = _model(rank)
+    averager, optimizer = DCTAverager(model, density=0.1, period=PERIOD), _adamw(model)
+    _train(model, optimizer, averager, rank, range(stop))
+    parts = [model, optimizer, averager]
+    saved = _through_a_file([part.state_dict() for part in parts])
+    _train(model, optimizer, averager, rank, range(stop, 20))
+    other = _model(5)
+    again = DCTAverager(other, density=0.1, period=PERIOD)
+    parts = [other, _adamw(other), again]
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    assert again.step == stop
+    _train(*parts, rank, range(stop, 20))
+    assert torch.equal(weights(model), weights(other))
+    ends = [entry(a.state_dict())["parameters"] for a in (averager, again)]
+    for name, state in ends[0].items():
+        for part, value in state.items():
+            assert torch.equal(value, ends[1][name][part]), (name, part)
+
+
+@pytest.mark.parametrize("stop", [7, 9])  # between two averagings, right after one
+def test_resumed_is_undisturbed_bit_for_bit(stop):
+    run_ranks(_resumed, 2, stop)
+
+
+def _refuses_other_states(rank):
+    model = _model()
+    averager = DCTAverager(model, density=0.1)
+    other = DCTState(ddp(_model()), density=0.1)
+    with pytest.raises(ValueError, match="state must be a DCTAverager's, got one without a base"):
+        averager.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"density must be 0\.1"):
+        averager.load_state_dict(DCTAverager(model, density=0.2).state_dict())
+    other.close()
+
+
+def test_other_states_are_refused():
+    run_ranks(_refuses_other_states, 2)
+
+
+def _bytes(rank):
+    model = nn.ParameterList([torch.zeros(5000), torch.zeros(30)])
+    averager = DCTAverager(model, density=0.02, period=2)
+    with WireMeter() as meter:
+        for _ in range(4):
+            averager.average_parameters()
+        sent = meter.take()
+    assert sent == 2 * averager.wire_bytes
+    assert averager.wire_bytes == payload_layout(5030, 125 + 30, torch.bfloat16).nbytes
+
+
+def test_bytes_are_counted():
+    run_ranks(_bytes, 2)
+
+
+def _under_post_local_sgd(rank):
+    model, plain = _model(), _model()
+    averager, other = (DCTAverager(m, density=0.1, period=2) for m in (model, plain))
+    wrapped, optimizer = PostLocalSGDOptimizer(_adamw(model), averager), _adamw(plain)
+    for step in range(6):
+        train_step(model, wrapped, *batch(step, rank, 32))
+        _train(plain, optimizer, other, rank, [step])
+    assert torch.equal(weights(model), weights(plain))
+
+
+def test_torchs_post_local_sgd_takes_it():
+    run_ranks(_under_post_local_sgd, 2)
+
+
+def _damaged(rank):
+    model = nn.ParameterList([torch.zeros(5000)])
+    averager = DCTAverager(model, density=0.1, period=1)
+    all_gather, number = gather.all_gather, 0
+
+    def in_flight(output, tensor, group):
+        all_gather(output, tensor, group)
+        if number == 3 and rank == 0:
+            output[1, 0] ^= 0xFF  # the magic of what rank 1 sent
+
+    gather.all_gather = in_flight
+    for number in range(1, 6):
+        with torch.no_grad():
+            model[0] += rank + 1
+        try:
+            averager.average_parameters()
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match="must be intact"):
+                averager.state_dict()
+            return number, str(error)
+
+
+def test_damage_is_raised_on_every_rank():
+    (first, receiver), (second, other) = run_ranks(_damaged, 2)
+    assert (first, second) == (4, 5)
+    rule = "dct::average_parameters: every payload {} must be intact, got {}"
+    assert receiver == rule.format("of averaging 3", "status 1 from rank 1 in bucket 0")
+    assert other == rule.format("up to averaging 4", "damage that rank 0 received")
+
+
+def _settings_that_differ(rank):
+    with pytest.raises(ValueError, match=r"period must be .* got 2 on rank 0, 3 on rank 1"):
+        DCTAverager(_model(), period=2 + rank)
+
+
+def test_ranks_with_other_settings_raise():
+    run_ranks(_settings_that_differ, 2)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "module, arguments, error, text",
+    [
+        (nn.Linear(2, 2), {"period": 0}, ValueError, "period must be "),
+        (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
+        (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
+        (nn.Linear(2, 2).half(), {}, TypeError, "parameter weight must be float32, got float16"),
+        (nn.ReLU(), {}, ValueError, "module must be with parameters that require grad"),
+        ([], {}, TypeError, "module must be an nn.Module, got list"),
+        (nn.Linear(2, 2, device="meta"), {}, ValueError, "module must be on one device"),
+    ],
+)
+def test_a_wrong_argument(one_rank, module, arguments, error, text):
+    with pytest.raises(error, match=f"dct::DCTAverager: {text}"):
+        DCTAverager(module, **arguments)
+
+
+def test_a_weight_that_is_not_trained_stays_out(one_rank):
+    model = nn.Linear(300, 2)
+    model.bias.requires_grad_(False)
+    averager = DCTAverager(model, density=1, period=1)
+    assert list(entry(averager.state_dict())["parameters"]) == ["weight"]
