@@ -24,7 +24,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Run(NamedTuple):
     seed: int
 
     def path(self, folder: Path) -> Path:
-        name = self.exchange.replace(",", "-").replace("%", "percent")
+        name = self.exchange.replace(",", "-").replace("/", "-").replace("%", "percent")
         return folder / f"{name}_lr{self.rate:g}_seed{self.seed}.json"
 
 
@@ -139,7 +139,12 @@ def write(path: Path, record: dict) -> None:
     aside.replace(path)
 
 
-def train(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
+def train(
+    options: argparse.Namespace,
+    runs: Sequence[Run],
+    settings: dict,
+    work: Callable[[argparse.Namespace, Sequence[Run], dict], None] = work,
+) -> None:
     """Those of `runs` that have no file yet."""
     while missing := [run for run in runs if not run.path(options.out).exists()]:
         try:

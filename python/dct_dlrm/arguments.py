@@ -11,7 +11,7 @@ from dct_parallel.rows.codecs import ROW_FORMATS
 from .argument_types import count, density, link, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .modes import MODES, START_STEP
-from .optimizers import OPTIMIZERS
+from .optimizers import EMBEDDING_OPTIMIZERS, OPTIMIZERS, SCALED
 
 DESCRIPTION = """\
 Train DLRM, a click model, with several ways of exchanging gradients, and compare quality, bytes on
@@ -30,6 +30,9 @@ examples:
       embedding tables sharded over the ranks; DCT on their rows and on the MLPs' gradients
   dct-train --parallel hybrid --mp-format int4,int4 --dedup
       the same with rows in 4 bits an entry, each distinct row once
+  dct-train --parallel 2d --ranks 4 --replicas 2 --sync-every 10 \\
+      --embedding-optimizer momentum_scaled_rowwise_adagrad
+      2 replicas of the tables, each shared by 2 ranks, averaged every 10 steps
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
@@ -102,9 +105,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=tuple(OPTIMIZERS),
         default="sgd",
         help="of the MLPs: SGD, SGD with a momentum of 0.9, AdamW (want a --lr of their own: 0.1, "
-        "0.01 and 0.001 are usual). Tables are trained with SGD",
+        "0.01 and 0.001 are usual)",
     )
     training.add_argument("--lr", type=positive, default=0.1, help="learning rate")
+    training.add_argument(
+        "--embedding-optimizer",
+        choices=tuple(EMBEDDING_OPTIMIZERS),
+        default="sgd",
+        help="of the embedding tables: SGD, or AdaGrad with one accumulator a row; 2d: also with "
+        "accumulators scaled by 1 / REPLICAS",
+    )
+    training.add_argument(
+        "--delayed-accumulator",
+        action="store_true",
+        help=f"{SCALED}: divide by accumulators as of the last sync",
+    )
     training.add_argument(
         "--embedding-lr",
         type=positive,
@@ -132,10 +147,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     exchange = parser.add_argument_group("exchange between ranks")
     exchange.add_argument(
         "--parallel",
-        choices=("data", "hybrid"),
+        choices=("data", "hybrid", "2d"),
         default="data",
         help="every rank has all weights, or the MLPs and its share of the embedding tables: then "
-        "pooled embeddings cross forward and their gradients back",
+        "pooled embeddings cross forward and their gradients back. 2d: the tables are shared in "
+        "groups of ranks, each with a replica of them, which are averaged",
+    )
+    exchange.add_argument(
+        "--replicas", type=count, default=2, metavar="R", help="2d: groups of ranks"
+    )
+    exchange.add_argument(
+        "--sync-every",
+        type=count,
+        default=1,
+        metavar="N",
+        help="2d: steps from one sync of the replicas to the next",
     )
     exchange.add_argument(
         "--modes",
@@ -143,7 +169,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="dense,dct",
         help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
         f"PowerSGD of rank 1, DCT; the last two compress from step {START_STEP} on. Pooled "
-        "embeddings: as float32, bfloat16, float32, DCT",
+        "embeddings, and syncs: as float32, bfloat16, float32, DCT",
     )
     exchange.add_argument(
         "--density",
@@ -156,19 +182,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--mp-density",
         type=density,
         default=0.05,
-        help="hybrid, DCT: fraction of each pooled embedding sent, and of its gradient, rounded up",
+        help="hybrid, 2d, DCT: fraction of each pooled embedding sent, and of its gradient, "
+        "rounded up",
     )
     rows.add_argument(
         "--mp-format",
         type=pair(ROW_FORMATS),
         metavar="FORWARD,BACKWARD",
-        help="hybrid, DCT: instead, every entry of a pooled embedding in one number format, of its "
-        f"gradient in another; of {', '.join(ROW_FORMATS)}",
+        help="hybrid, 2d, DCT: instead, every entry of a pooled embedding in one number format, of "
+        f"its gradient in another; of {', '.join(ROW_FORMATS)}",
+    )
+    synced = exchange.add_mutually_exclusive_group()
+    synced.add_argument(
+        "--sync-density",
+        type=density,
+        default=0.01,
+        help="2d, DCT: fraction of what changed in the tables sent at a sync; the rest waits",
+    )
+    synced.add_argument(
+        "--sync-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="2d, DCT: instead, all of what changed, in this number format",
     )
     exchange.add_argument(
         "--dedup",
         action="store_true",
-        help="hybrid, every mode: a row that several samples of a rank's batch ask for crosses "
+        help="hybrid, 2d, every mode: a row that several samples of a rank's batch ask for crosses "
         "once, and the sum of its gradients",
     )
     exchange.add_argument(
@@ -248,6 +287,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--resume must come with --out, got none")
     if options.resume and options.overwrite:
         parser.error("--resume must come without --overwrite, got both")
+    if options.embedding_optimizer == SCALED and options.parallel != "2d":
+        parser.error(
+            f"--embedding-optimizer {SCALED} must come with --parallel 2d, got {options.parallel}"
+        )
+    if options.delayed_accumulator and options.embedding_optimizer != SCALED:
+        parser.error(
+            f"--delayed-accumulator must come with --embedding-optimizer {SCALED}, got "
+            f"{options.embedding_optimizer}"
+        )
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options

@@ -15,7 +15,8 @@ from .checkpoint import Checkpoints
 from .data.dataset import Dataset, load
 from .data.features import table_rows
 from .loop import Run, gather_rows, run, score
-from .models.sharding import describe, shard_tables
+from .models.sharding import describe
+from .parallel import plan_tables
 from .progress import Step
 from .ranks import from_all_ranks
 
@@ -32,7 +33,7 @@ def compare(options: argparse.Namespace) -> None:
         if data.warning is not None:
             console.print(data.warning, style="yellow", markup=False)
         console.print(_heading(data), markup=False)
-        if options.parallel == "hybrid":
+        if options.parallel != "data":
             console.print(_plan(options), markup=False, highlight=False)
     bayes = _bayes(data)
     saving = options.checkpoint_every is not None
@@ -146,8 +147,10 @@ def _heading(data: Dataset) -> str:
 
 
 def _plan(options: argparse.Namespace) -> str:
-    rows = table_rows(options.hash_size)
-    return describe(shard_tables(rows, dist.get_world_size()), rows)
+    text = describe(plan_tables(options), table_rows(options.hash_size))
+    if options.parallel == "2d":
+        text += f"\nof each of {options.replicas} groups of ranks"
+    return text
 
 
 def _console() -> Console:

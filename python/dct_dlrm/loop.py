@@ -12,7 +12,6 @@ import torch.distributed as dist
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState
 from dct_parallel.data_parallel import RECENT_STEPS
@@ -22,11 +21,9 @@ from .data.dataset import Dataset
 from .data.features import Rows, table_rows
 from .errors import UsageError
 from .models.dlrm import DLRM
-from .models.hybrid import HybridDLRM
-from .models.row_exchange import EXCHANGES
-from .models.sharding import shard_tables
 from .modes import FIXED_DENSITY, MODES, START_STEP
 from .optimizers import make_optimizers
+from .parallel import distribute, make_sync
 from .progress import Step
 from .ranks import from_all_ranks
 from .traffic import Traffic
@@ -51,7 +48,8 @@ class Run:
         wire_bytes_max: the same of the rank that sends most.
         weights: a digest over all ranks' weights.
         density: (step, mean since the step before it in this list) pairs.
-        purposes: hybrid only: the parts of wire_bytes, see `Traffic`; float64 [steps] each.
+        purposes: of sharded tables only: the parts of wire_bytes, see `Traffic`; float64 [steps]
+            each. What is flushed after the last step is in none.
         purposes_max: the same, each of the rank that sends most.
     """
 
@@ -126,7 +124,7 @@ def run(
         auc, bce = test(model, data.validation, data.train)
         result = dataclasses.replace(result, validation_auc=auc, validation_log_loss=bce)
     auc, bce = test(model, data.test, data.train)
-    if isinstance(model, HybridDLRM):
+    if options.parallel != "data":
         model.close()
     return dataclasses.replace(result, auc=auc, log_loss=bce)
 
@@ -156,12 +154,7 @@ def train(
     """
     torch.manual_seed(seed)
     model = DLRM(table_rows(options.hash_size), options.embedding_dim, options.bottom, options.top)
-    if options.parallel == "hybrid":
-        plan = shard_tables(table_rows(options.hash_size), dist.get_world_size())
-        model = HybridDLRM(model, plan, EXCHANGES[mode](options), options.dedup)
-        ddp = model.mlps = _replicated(model.mlps, options)
-    else:
-        ddp = model = _replicated(model, options)
+    model, ddp = distribute(model, mode, options)
     exchange = MODES[mode](ddp, options)
     dct = exchange if isinstance(exchange, DCTState) else None
     optimizers = make_optimizers(model, options)
@@ -177,6 +170,7 @@ def train(
     if saved is not None:
         _rebuild_buckets(model, data.train.take(slice(options.batch_size)))
         checkpoint.restore(saved, parts, noted)
+    sync = make_sync(model, optimizers["tables"], mode, options)
     batches = _batches(data.train, seed, steps_per_epoch, options, start=len(losses))
     with traffic:
         for step, batch in enumerate(batches, start=len(losses)):
@@ -188,10 +182,15 @@ def train(
             loss.backward()
             for optimizer in optimizers.values():
                 optimizer.step()
+            if sync is not None:
+                sync.step()
             step_ms.append(1e3 * (time.perf_counter() - start))
             # Windows that end with the last step, so that their means make up the mean of all.
             if dct is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
                 density.append((step + 1, dct.stats()["density"]))
+            saves = save is not None and (step + 1) % options.checkpoint_every == 0
+            if saves and sync is not None:
+                sync.flush()
             traffic.step_done()
             losses.append(loss.item())
             if not np.isfinite(losses[step]):
@@ -203,9 +202,12 @@ def train(
                     f"{losses[step]} at step {step}, {mode}, seed {seed}"
                 )
             on_step(Step(step + 1, losses[step], traffic.wire[step], dct))
-            if save is not None and (step + 1) % options.checkpoint_every == 0:
+            if saves:
                 save(checkpoint.capture(parts, noted))
     _check_equal(ddp)
+    if sync is not None:
+        sync.flush()
+        _check_equal(model.tables, dist.get_world_size() // options.replicas)
     if dct is not None:
         dct.close()
     purposes = traffic.purposes.items()
@@ -229,7 +231,7 @@ def train(
 def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, float | None]:
     """(AUC, log loss) over `rows` of all ranks, on rank 0; None elsewhere. Collective.
 
-    A hybrid model needs as many rows on every rank: any of `others` do, and are cut off again.
+    Sharded tables need as many rows on every rank: any of `others` do, and are cut off again.
     """
     counts = from_all_ranks(len(rows))
     filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
@@ -254,12 +256,6 @@ def gather_rows(local: np.ndarray) -> np.ndarray | None:
     parts = [None] * dist.get_world_size() if first else None
     dist.gather_object(local, parts, dst=0)
     return np.concatenate(parts) if first else None
-
-
-def _replicated(module: nn.Module, options: argparse.Namespace) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        module, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
-    )
 
 
 def _batches(
@@ -320,8 +316,9 @@ def _digest_of_all_ranks(module: nn.Module) -> str:
     return hashlib.sha256("".join(from_all_ranks(_digest(module))).encode()).hexdigest()
 
 
-def _check_equal(model: nn.Module) -> None:
-    digests = from_all_ranks(_digest(model))
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+def _check_equal(module: nn.Module, ranks: int = 1) -> None:
+    """That a rank has the same as the one `ranks` before it."""
+    digests = from_all_ranks(_digest(module))
+    different = [rank for rank, own in enumerate(digests) if own != digests[rank % ranks]]
     if different:
         raise RuntimeError(f"weights must be equal on all ranks, got others on ranks {different}")

@@ -98,9 +98,11 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
 
 
 def _purposes(runs: Runs) -> Table:
-    """What the bytes of a hybrid run are for. Ids are no part of what modes compress."""
+    """What the bytes of sharded tables are for. Ids are no part of what modes compress."""
     table = Table("bytes/step", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("ids", "MP forward", "MP backward", "fewer by", "DP", "fewer by"):
+    synced = all("sync" in run.purposes for of_mode in runs.values() for run in of_mode)
+    headings = ["ids", "MP forward", "MP backward", "fewer by", "DP", "fewer by"]
+    for heading in (*headings, "sync", "fewer by") if synced else headings:
         table.add_column(heading, justify="right", no_wrap=True)
 
     def sent(mode: str, *purposes: str) -> float:
@@ -108,7 +110,7 @@ def _purposes(runs: Runs) -> Table:
 
     def fewer(mode: str, *purposes: str) -> str:
         dense = sent("dense", *purposes) if "dense" in runs else 0
-        return f"{dense / sent(mode, *purposes):.1f}x" if dense else "-"
+        return f"{dense / sent(mode, *purposes):.1f}x" if dense and sent(mode, *purposes) else "-"
 
     for mode in runs:
         table.add_row(
@@ -119,6 +121,7 @@ def _purposes(runs: Runs) -> Table:
             fewer(mode, "mp_forward", "mp_backward"),
             f"{sent(mode, 'dp'):,.0f}",
             fewer(mode, "dp"),
+            *([f"{sent(mode, 'sync'):,.0f}", fewer(mode, "sync")] if synced else []),
         )
     return table
 

@@ -2,13 +2,13 @@
 
 from types import TracebackType
 
+import torch.distributed as dist
 from torch import nn
 
 from dct_parallel import WireMeter
 
 from .models.hybrid import HybridDLRM
-
-PURPOSES = ("counts", "ids", "mp_forward", "mp_backward", "dp")
+from .models.two_dimensional import TwoDimensionalDLRM
 
 
 class Traffic:
@@ -16,21 +16,20 @@ class Traffic:
 
     Attributes:
         wire: bytes of each step in all collectives.
-        purposes: of a hybrid model, bytes of each step, apart: "counts", "ids", the rows'
-            "mp_forward" and "mp_backward", and "dp", which is all the rest. Empty for other models.
+        purposes: of a model with sharded tables, bytes of each step, apart: "counts" (hybrid only;
+            else among ids), "ids", "sync" of replicas (2D only), the rows' "mp_forward" and
+            "mp_backward", and "dp", which is all the rest. Empty for other models.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.wire: list[int] = []
-        self.purposes: dict[str, list[int]] = {}
         self._all = WireMeter()
-        self._meters = [self._all]
-        self._hybrid = isinstance(model, HybridDLRM)
-        if self._hybrid:
-            self.purposes = {name: [] for name in PURPOSES}
-            groups = (model.counts_group, model.ids_group, model.rows_group)
-            self._counts, self._ids, self._rows = (WireMeter(group) for group in groups)
-            self._meters += [self._counts, self._ids, self._rows]
+        self._of_groups = {name: WireMeter(group) for name, group in _groups(model).items()}
+        self._rows = self._of_groups.pop("rows", None)
+        of_rows = {} if self._rows is None else {"mp_forward": [], "mp_backward": [], "dp": []}
+        self.purposes: dict[str, list[int]] = {name: [] for name in self._of_groups} | of_rows
+        self._meters = [self._all, *self._of_groups.values()]
+        self._meters += [] if self._rows is None else [self._rows]
 
     def __enter__(self) -> "Traffic":
         for meter in self._meters:
@@ -48,15 +47,25 @@ class Traffic:
 
     def forward_done(self) -> None:
         """From here on, rows are gradients."""
-        if self._hybrid:
+        if self._rows is not None:
             self.purposes["mp_forward"].append(self._rows.take())
 
     def step_done(self) -> None:
         """From here on, it is the next step."""
         self.wire.append(self._all.take())
-        if self._hybrid:
-            self.purposes["counts"].append(self._counts.take())
-            self.purposes["ids"].append(self._ids.take())
+        if self._rows is not None:
             self.purposes["mp_backward"].append(self._rows.take())
-            told = sum(self.purposes[name][-1] for name in PURPOSES[:-1])
+            for name, meter in self._of_groups.items():
+                self.purposes[name].append(meter.take())
+            told = sum(sent[-1] for name, sent in self.purposes.items() if name != "dp")
             self.purposes["dp"].append(self.wire[-1] - told)
+
+
+def _groups(model: nn.Module) -> dict[str, dist.ProcessGroup]:
+    if isinstance(model, HybridDLRM):
+        groups = {"counts": model.counts_group}
+    elif isinstance(model, TwoDimensionalDLRM):
+        groups = {"sync": model.sync_group}
+    else:
+        return {}
+    return groups | {"ids": model.ids_group, "rows": model.rows_group}

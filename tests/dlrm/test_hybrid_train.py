@@ -134,6 +134,7 @@ def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
         ("--mp-format", "int4,int5", "must be two of float32, bfloat16,"),
         ("--embedding-lr", "0", "must be a number > 0, got '0'"),
         ("--parallel", "model", "invalid choice: 'model'"),
+        ("--embedding-optimizer", "adam", "invalid choice: 'adam'"),
     ],
 )
 def test_a_wrong_argument(capsys, argument, value, rule):
@@ -142,9 +143,11 @@ def test_a_wrong_argument(capsys, argument, value, rule):
     assert f"argument {argument}: {rule}" in capsys.readouterr().err
 
 
+SHORT = ["--rows", "600", "--batch-size", "64", "--hash-size", "50", "--top", "32"]
+
+
 def _train_with_tables_that_stand_still(parallel):
-    arguments_ = ["--rows", "600", "--batch-size", "64", "--hash-size", "50", "--top", "32"]
-    options = arguments.parse([*arguments_, "--parallel", parallel, "--embedding-lr", "1e-30"])
+    options = arguments.parse([*SHORT, "--parallel", parallel, "--embedding-lr", "1e-30"])
     model, _ = loop.train("dense", 0, dataset.load(options), options, lambda loss: None)
     torch.manual_seed(0)
     rows = table_rows(options.hash_size)
@@ -159,3 +162,29 @@ def _train_with_tables_that_stand_still(parallel):
 @pytest.mark.parametrize("parallel", ["data", "hybrid"])
 def test_tables_have_a_learning_rate_of_their_own(parallel):
     launch(_train_with_tables_that_stand_still, 1, parallel)
+
+
+def _first_steps(parallel):
+    """Tables after the first steps of AdaGrad against its first steps: lr for an entry's sign."""
+    adagrad = ["--embedding-optimizer", "rowwise_adagrad", "--embedding-lr", "0.03"]
+    options = arguments.parse([*SHORT, *adagrad, "--parallel", parallel, "--embedding-dim", "1"])
+    model, _ = loop.train("dense", 0, dataset.load(options), options, lambda loss: None)
+    torch.manual_seed(0)
+    fresh = DLRM(table_rows(50), 1, options.bottom, options.top).tables
+    moved = [
+        (table.weight - start.weight).abs()
+        for table, start in zip(_tables(model), fresh, strict=True)
+    ]
+    moved = torch.cat(moved).detach()
+    # A row that was met once has moved by lr, whatever its gradient; none by more in a step.
+    assert ((moved - 0.03).abs() < 1e-6).sum() > 20
+    assert (moved == 0).sum() > 0 and moved.max() < 0.03 * 7
+
+
+def _tables(model):
+    return model.tables if hasattr(model, "tables") else model.module.tables
+
+
+@pytest.mark.parametrize("parallel", ["data", "hybrid"])
+def test_tables_have_an_optimizer_of_their_own(parallel):
+    launch(_first_steps, 1, parallel)

@@ -23,8 +23,12 @@ SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]
 SMALL += ["--checkpoint-every", "4", "--resume"]
 DATA = ["--modes", "dense,bf16,powersgd,dct", "--optimizer", "momentum", "--lr", "0.01"]
 HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
-HYBRID += ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
-SHARD = ["--modes", "dct", "--transport", "shard", "--optimizer", "adamw", "--lr", "0.001"]
+ADAMW = ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
+HYBRID += [*ADAMW, "--embedding-optimizer", "rowwise_adagrad"]
+SHARD = ["--modes", "dct", "--transport", "shard", *ADAMW]
+TWO_DIMENSIONAL = ["--parallel", "2d", "--modes", "dct", "--sync-every", "3"]
+TWO_DIMENSIONAL += ["--sync-density", "0.1", *ADAMW]
+TWO_DIMENSIONAL += ["--embedding-optimizer", "momentum_scaled_rowwise_adagrad"]
 NOT_BITS = ("step_ms",)
 
 
@@ -80,7 +84,7 @@ def _dies(function, wanted, times):
 
 
 def _killed(options, rank, where, times):
-    """`compare`, on `rank` up to a step of the optimizer, or to within the write of a file."""
+    """`compare`, on `rank` up to a step of AdamW, or to within the write of a file."""
     if dist.get_rank() == rank and where == "step":
         torch.optim.AdamW.step = _dies(torch.optim.AdamW.step, lambda self: True, times)
     elif dist.get_rank() == rank:
@@ -94,6 +98,7 @@ KILLS = {
     "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
     "hybrid": (HYBRID, [(0, "step", 14, 3)]),  # between the tables and the MLPs
     "shard": (SHARD, [(1, "step", 14, 3)]),
+    "2d": (TWO_DIMENSIONAL, [(1, "step", 14, 3)]),
 }
 
 

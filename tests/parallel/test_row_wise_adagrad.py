@@ -100,7 +100,7 @@ def test_scale_1_is_row_wise_adagrad(delayed):
 def test_a_saved_state_goes_on_bitwise(delayed):
     settings = {"accumulator_scale": 0.5, "delayed": delayed}
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
-    optimizer.averaged(weight)
+    optimizer.averaged(weight, torch.arange(len(weight)))
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = nn.Parameter(weight.detach().clone())
     other = MomentumScaledRowWiseAdagrad([resumed], 1.0, accumulator_scale=1)
@@ -126,7 +126,7 @@ def _sync(weights, optimizers):
         for tensor in tensors:
             tensor.data.copy_(mean)
     for weight, optimizer in zip(weights, optimizers, strict=True):
-        optimizer.averaged(weight)
+        optimizer.averaged(weight, torch.arange(len(weight)))
 
 
 def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():

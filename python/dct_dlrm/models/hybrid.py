@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .distinct import distinct, repeat
+from dct_parallel.rows.distinct import distinct, repeat
+
 from .dlrm import DLRM, look_up
 from .row_exchange import Exchange, all_to_all
 
@@ -47,7 +48,7 @@ class HybridDLRM(nn.Module):
         super().__init__()
         self.plan, self.exchange, self.dedup = plan, exchange, dedup
         self.tables = nn.ModuleList(model.tables[t] for t in plan[dist.get_rank()])
-        self.mlps = _MLPs(model)
+        self.mlps = MLPs(model)
         self.counts_group = dist.new_group(group_desc="counts")
         self.ids_group = dist.new_group(group_desc="ids")
         self.rows_group = dist.new_group(group_desc="rows")
@@ -100,7 +101,7 @@ class HybridDLRM(nn.Module):
         return embedded
 
 
-class _MLPs(nn.Module):
+class MLPs(nn.Module):
     """What every rank has: a DLRM without its tables, which is given their embeddings."""
 
     def __init__(self, model: DLRM) -> None:

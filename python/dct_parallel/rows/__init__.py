@@ -2,7 +2,7 @@
 
 Reading order: packing (a row's largest entries), codecs (rows as bytes, by those or in few bits),
 quantising (in few bits, between two modules), counts and transfer (what a collective needs),
-all_to_all, all_gather.
+all_to_all, all_gather; distinct (each row that a batch asks for, once).
 """
 
 from .all_gather import all_gather_rows

@@ -1,7 +1,7 @@
 """Embedding bags whose rows are shared among the ranks of a group, with replicas across groups."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from ..rows.counts import exchange_counts
+from ..rows.distinct import repeat
 from .exchange import Exchange, whole_rows
 from .mesh import require_mesh, require_same_in_mesh
 from .plan import MOST_ROWS, Shard, require_plan, rows_of
@@ -30,9 +31,11 @@ class ShardedEmbeddingBags(nn.Module):
 
     Every rank gives the bags of its own samples. Ids go to the ranks that own their rows; these add
     up what they own of a bag, and send that back: a row for every sample and shard. Sums of a
-    table's shards are in row order. Gradients are divided by the size of the sharding group, as a
-    mean over its samples is. With replicas averaged after every step, SGD does the same as with one
-    group of all ranks.
+    table's shards are in row order. With `dedup` each distinct row that a rank's bags ask for
+    crosses once, and the sum of its gradients; the rank adds up its bags itself: fewer rows where
+    samples share ids, more where bags are long and do not. Gradients are divided by the size of the
+    sharding group, as a mean over its samples is. With replicas averaged after every step, SGD does
+    the same as with one group of all ranks.
 
     Forward and backward are collective in the sharding group, with equally many samples on every
     rank of it. The host waits in forward, for counts. Deterministic on the CPU.
@@ -46,18 +49,21 @@ class ShardedEmbeddingBags(nn.Module):
         plan: the shards of every rank of the sharding group, see `plan_shards`; each row of each
             table once.
         mesh: DeviceMesh of dimensions ("replicate", "shard").
-        exchange: of pooled rows, see `Exchange`; default as they are. For rows in few bits
+        exchange: of rows, see `Exchange`; default as they are. For rows in few bits
             `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
             rank: it is not checked.
+        dedup: whether rows cross once each, rather than pooled.
+        sparse: whether the gradient of `weight` is sparse, as of nn.EmbeddingBag.
 
     Attributes:
-        weight: parameter [own rows, d], this rank's shards in the order of its plan; its gradient
-            is sparse.
+        weight: parameter [own rows, d], this rank's shards in the order of its plan.
         plan, mesh: as given.
+        on_lookup: called in a forward pass with gradients, with the rows of `weight` that are
+            looked up, int32 [n], some of them several times; None.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
-        ValueError: ranks of the mesh differ in tables or plan; on all of them.
+        ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
     """
 
     def __init__(
@@ -66,6 +72,9 @@ class ShardedEmbeddingBags(nn.Module):
         plan: Sequence[Sequence[Shard]],
         mesh: DeviceMesh,
         exchange: Exchange = whole_rows,
+        *,
+        dedup: bool = False,
+        sparse: bool = True,
     ) -> None:
         super().__init__()
         replicas, group = require_mesh(_OP, mesh)
@@ -74,8 +83,10 @@ class ShardedEmbeddingBags(nn.Module):
         plan = [[Shard(*shard) for shard in own] for own in plan]
         require_plan(_OP, plan, rows, group.size())
         told = {"tables": _digest(rows, tables[0].shape[1], tables[0].dtype), "plan": _digest(plan)}
-        require_same_in_mesh(_OP, mesh, told)
+        require_same_in_mesh(_OP, mesh, told | {"dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange
+        self.dedup, self.sparse = dedup, sparse
+        self.on_lookup: Callable[[Tensor], None] | None = None
         self._own = plan[group.rank()]
         own = [tables[shard.table][shard.first : shard.end] for shard in self._own]
         self.weight = nn.Parameter(torch.cat([part.detach() for part in own]))
@@ -103,49 +114,77 @@ class ShardedEmbeddingBags(nn.Module):
         """
         self._require_bags(ids, lengths)
         group, batch = self.mesh.get_group("shard"), lengths.shape[1]
-        bags, rows = self._received(*self._route(ids, lengths, batch), batch, group)
-        starts = bags.cumsum(0, dtype=torch.int32) - bags
-        pooled = F.embedding_bag(rows, self.weight, starts, mode="sum", sparse=True)
-        if pooled.requires_grad:
-            pooled.register_hook(lambda grad: grad / len(self.plan))
-        theirs = [len(own) * batch for own in self.plan]
-        mine = [len(self._own) * batch] * len(self.plan)
-        arrived = self.exchange(pooled, mine, theirs, group=group)
+        bag, place, rows = self._locate(ids, lengths, batch)
+        if self.dedup:
+            return self._distinct(place, rows, lengths, group)
+        return self._pooled(bag, place, rows, batch, group)
+
+    def _pooled(
+        self, bag: Tensor, place: Tensor, rows: Tensor, batch: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Their owners add up what they own of a bag: a row for every sample and shard crosses.
+
+        A rank is sent the lengths of its bags, of every shard and sample, then their ids in it.
+        """
+        key = place * batch + bag % max(batch, 1)
+        lengths = torch.bincount(key, minlength=len(self._shift) * batch).int()
+        by_shard = lengths.view(len(self._shift), batch).sum(1).tolist()
+        counts = [sum(by_shard[low:high]) for low, high in self._places_of_rank]
+        bags_to = [len(own) * batch for own in self.plan]
+        own_bags = len(self._own) * batch
+        asked = self._counted(counts, batch, group)
+        ids = rows[key.argsort(stable=True)]
+        pairs = zip(lengths.split(bags_to), ids.split(counts), strict=True)
+        message = torch.cat([piece for pair in pairs for piece in pair])
+        sent = [more + count for more, count in zip(bags_to, counts, strict=True)]
+        received = _all_to_all(message, sent, [own_bags + count for count in asked], group)
+        parts = received.split([size for count in asked for size in (own_bags, count)])
+        lengths, wanted = torch.cat(parts[::2]), torch.cat(parts[1::2])
+        pooled = _sum_of_bags(self._look_up(wanted), lengths)
+        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_to, group=group)
         by_shard = arrived.view(len(self._shift), batch, self.weight.shape[1])
         return torch.stack([_sum_in_order(by_shard, of) for of in self._places], dim=1)
 
-    def _received(
-        self, message: Tensor, counts: list[int], batch: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        """Lengths of bags and their ids, from all ranks: by source, own shard, sample."""
+    def _distinct(
+        self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Each row that a bag of this rank asks for crosses once, and is added up here."""
+        keys, inverse = torch.unique((place << 32) + rows, return_inverse=True)
+        by_shard = torch.bincount(keys >> 32, minlength=len(self._shift)).tolist()
+        counts = [sum(by_shard[low:high]) for low, high in self._places_of_rank]
+        asked = self._counted(counts, lengths.shape[1], group)
+        wanted = _all_to_all((keys & 0xFFFFFFFF).int(), counts, asked, group)
+        arrived = self.exchange(self._look_up(wanted), asked, counts, group=group)
+        bags = _sum_of_bags(repeat(arrived, inverse), lengths.flatten())
+        return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        """These rows of `weight`; their gradients, sums over the ranks' samples, become means."""
+        looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
+        if looked_up.requires_grad:
+            looked_up.register_hook(lambda grad: grad / len(self.plan))
+            if self.on_lookup is not None:
+                self.on_lookup(rows)
+        return looked_up
+
+    def _counted(self, counts: list[int], batch: int, group: dist.ProcessGroup) -> list[int]:
+        """How many ids each rank sends to this one, which sends `counts`."""
         must_match = {"batch": batch, "gradients": torch.is_grad_enabled()}
-        asked = exchange_counts(_OP, counts, must_match, message.device, group)
-        sent = [len(own) * batch + count for own, count in zip(self.plan, counts, strict=True)]
-        own_bags = len(self._own) * batch
-        heard = [own_bags + count for count in asked]
-        received = message.new_empty(sum(heard))
-        dist.all_to_all_single(received, message, heard, sent, group=group)
-        parts = received.split([size for count in asked for size in (own_bags, count)])
-        return torch.cat(parts[::2]), torch.cat(parts[1::2])
+        return exchange_counts(_OP, counts, must_match, self.weight.device, group)
 
-    def _route(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, list[int]]:
-        """What goes to each rank, one after the other, and how many ids are among it.
+    def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every id its bag, the place of its shard, and its row in its owner's weight (int32).
 
-        For each rank the lengths of its bags, of every shard and sample, then their ids in it.
+        Raises if there is one that no table has; the host waits for that.
         """
-        shards = len(self._shift)
         ends = lengths.flatten().cumsum(0)
         position = torch.arange(len(ids), device=ids.device)
         bag = torch.searchsorted(ends, position, right=True).clamp(max=max(len(ends) - 1, 0))
         table = bag // max(batch, 1)
-        row = ids + self._first[table]
         known = (ids >= 0) & (ids < self._first.diff()[table])
-        shard = (torch.searchsorted(self._start, row, right=True) - 1).clamp(min=0)
-        place = torch.where(known, self._place[shard], shards)
-        by_place = torch.bincount(place, minlength=shards + 1)
         least = lengths.min().view(1) if lengths.numel() else ends.new_zeros(1)
-        total = lengths.sum().view(1)
-        *counts, unknown, least, total = torch.cat([by_place, least, total]).tolist()
+        numbers = [(~known).sum().view(1), least, lengths.sum().view(1)]
+        unknown, least, total = torch.cat(numbers).tolist()
         if least < 0:
             checks.fail(_OP, "lengths", "0 and up", least)
         if total != len(ids):
@@ -155,13 +194,9 @@ class ShardedEmbeddingBags(nn.Module):
             number = int(table[worst])
             rule = f"from 0 to {self._rows[number] - 1} like rows of table {number}"
             checks.fail(_OP, f"ids[{worst}]", rule, int(ids[worst]))
-        key = place * batch + bag % max(batch, 1)
-        bags = torch.bincount(key, minlength=shards * batch).int()
-        rows = (row + self._shift[shard])[key.argsort(stable=True)].int()
-        per_rank = [sum(counts[low:high]) for low, high in self._places_of_rank]
-        sizes = [(high - low) * batch for low, high in self._places_of_rank]
-        parts = zip(bags.split(sizes), rows.split(per_rank), strict=True)
-        return torch.cat([piece for pair in parts for piece in pair]), per_rank
+        row = ids + self._first[table]
+        shard = torch.searchsorted(self._start, row, right=True) - 1
+        return bag, self._place[shard], (row + self._shift[shard]).int()
 
     def _number_rows(self, rows: list[int]) -> None:
         """What finds an id's owner: the rows of all tables as one sequence, cut into shards.
@@ -194,6 +229,20 @@ class ShardedEmbeddingBags(nn.Module):
         checks.require_tensor(_OP, "lengths", lengths, _INTS, (2,), weight)
         if len(lengths) != len(self._rows):
             checks.fail(_OP, "lengths", f"{len(self._rows)} rows, one a table", len(lengths))
+
+
+def _all_to_all(
+    x: Tensor, splits: list[int], output_splits: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = x.new_empty(sum(output_splits))
+    dist.all_to_all_single(received, x, output_splits, splits, group=group)
+    return received
+
+
+def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
+    """[bags, d]: of each bag the sum of its rows, which lie one after the other."""
+    # Its checks cost a host synchronisation, and fail where there are no bags.
+    return torch.segment_reduce(rows, "sum", lengths=lengths.long(), initial=0.0, unsafe=True)
 
 
 def _sum_in_order(parts: Tensor, indices: Sequence[int]) -> Tensor:

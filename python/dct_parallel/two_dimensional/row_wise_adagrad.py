@@ -70,8 +70,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
         return self.state[weight]["sum"]
 
-    def averaged(self, weight: Tensor) -> None:
-        """To be called once `to_average(weight)` holds the mean of all replicas."""
+    def averaged(self, weight: Tensor, rows: Tensor) -> None:
+        """To be called once `to_average(weight)` holds the mean of all replicas, with the rows [n],
+        each once, in which they may have differed.
+        """
 
     def _update(self, weight: Tensor, group: dict) -> None:
         grad, rows = weight.grad, slice(None)
@@ -164,12 +166,12 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         state = self.state[weight]
         return state.get("pending", state["sum"])
 
-    def averaged(self, weight: Tensor) -> None:
+    def averaged(self, weight: Tensor, rows: Tensor) -> None:
         """What waited counts from now on, if delayed."""
         state = self.state[weight]
         if "pending" in state:
-            state["sum"] += state["pending"]
-            state["pending"].zero_()
+            state["sum"][rows] += state["pending"][rows]
+            state["pending"][rows] = 0
 
     def _accumulate(
         self, state: dict, rows: Tensor | slice, mean_square: Tensor, group: dict

@@ -24,8 +24,9 @@ def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
     """rows[inverse], [..., d]; of rows used several times, gradients are summed in sample order.
 
-    In float32 and in the order of `inverse`, whatever the device, so that equal batches give equal
-    bits. A row of `rows` [n, d] that `inverse` does not name has gradient 0.
+    In float32, of float64 in that, and in the order of `inverse`, whatever the device, so that
+    equal batches give equal bits. A row of `rows` [n, d] that `inverse` does not name has gradient
+    0.
     """
     return _Repeat.apply(rows, inverse)
 
@@ -44,5 +45,6 @@ class _Repeat(torch.autograd.Function):
         flat = inverse.flatten()
         uses = torch.bincount(flat, minlength=ctx.rows)
         by_row = grad.flatten(0, -2).index_select(0, flat.argsort(stable=True))
-        summed = torch.segment_reduce(by_row.float(), "sum", lengths=uses, initial=0.0)
+        by_row = by_row.to(torch.promote_types(grad.dtype, torch.float32))
+        summed = torch.segment_reduce(by_row, "sum", lengths=uses, initial=0.0)
         return summed.to(grad.dtype), None

@@ -1,0 +1,217 @@
+"""2D DLRM: what averaging replicas of the tables does to quality, and what it sends.
+
+    python bench/two_dimensional.py --ranks 4 --rows 200000 --rates 0.01,0.03,0.1 --out runs/2d
+    python bench/two_dimensional.py --variants mp c1/10 scaled/10 scaled/10/dct --seeds 2
+
+A variant is mp, full model parallelism over all ranks, or OPTIMIZER/PERIOD or
+OPTIMIZER/PERIOD/FORMAT with 2 replicas (--replicas): row-wise AdaGrad as it is (c1), with squares
+scaled by 1 / replicas (scaled), and divided by the accumulators of the last sync, too (delayed);
+steps between syncs; what crosses then: float32 rows, float16 deltas, or the largest entries of
+deltas (dct, --sync-density). Ids are generated, by a power law. Nothing else is compressed. All
+runs of a seed start from the same weights and see the same batches.
+
+1. Every variant is trained with every rate of the tables, from seed 0. Its best rate is that of the
+   lowest log loss on the validation rows. A scale c is the rate / sqrt(c), so each variant has its
+   own. The test rows are not read.
+2. At its best rate it is trained from seeds 1, 2, ... and scored on the test rows, once.
+
+Each finished run is a file in --out. A run whose file is there is not repeated, so a command that
+was interrupted goes on where it was, and further variants, rates and seeds may be added. In the end
+it prints a report on all runs in --out, and writes it there (report.md).
+
+Other options are those of dct-train; without --validation-fraction it is 0.1.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from mp_formats import RATE_SEED, SETTINGS, Run, best_rates, read, spread, train, write
+from rich.console import Console
+
+from dct_dlrm import arguments, loop, progress
+from dct_dlrm.argument_types import positive, several
+from dct_dlrm.command_line import Formatter, Parser, exit_status
+from dct_dlrm.data import dataset
+from dct_dlrm.errors import UsageError
+from dct_dlrm.models.row_exchange import EXCHANGES
+from dct_dlrm.modes import MODES
+
+FULL = "mp"  # one group of all ranks
+OPTIMIZERS = {
+    "c1": ("rowwise_adagrad", False),
+    "scaled": ("momentum_scaled_rowwise_adagrad", False),
+    "delayed": ("momentum_scaled_rowwise_adagrad", True),
+}
+PERIODS = (1, 10, 100)
+FORMATS = ("float32", "float16", "dct")
+NAMES = [FULL, *(f"{name}/{period}" for name in OPTIMIZERS for period in PERIODS)]
+NAMES += [f"{name}/10/{format}" for name in ("scaled", "delayed") for format in FORMATS[1:]]
+OWN_SETTINGS = (*SETTINGS, "replicas", "sync_density")
+
+
+class Variant(NamedTuple):
+    """What a variant's name says."""
+
+    optimizer: str
+    period: int
+    format: str
+
+    @staticmethod
+    def parse(name: str) -> "Variant | None":
+        """None for full model parallelism."""
+        if name == FULL:
+            return None
+        optimizer, _, rest = name.partition("/")
+        period, _, format = rest.partition("/")
+        known = optimizer in OPTIMIZERS and format in (*FORMATS, "")
+        if not (known and period.isdecimal() and int(period) > 0):
+            rule = f"{FULL}, or {'|'.join(OPTIMIZERS)}/PERIOD, or that/{'|'.join(FORMATS)}"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
+        return Variant(optimizer, int(period), format or FORMATS[0])
+
+
+def variant_name(text: str) -> str:
+    """An argparse type: the name of a variant, checked; as a file may have it."""
+    Variant.parse(text)
+    return text
+
+
+def options_of(name: str, rate: float, options: argparse.Namespace) -> argparse.Namespace:
+    """dct-train's, for a run of this variant."""
+    variant, own = Variant.parse(name), argparse.Namespace(**vars(options))
+    own.embedding_lr = rate
+    if variant is None:
+        own.replicas, own.embedding_optimizer = 1, "rowwise_adagrad"
+        return own
+    own.embedding_optimizer, own.delayed_accumulator = OPTIMIZERS[variant.optimizer]
+    own.sync_every = variant.period
+    own.sync_dtype = None if variant.format == "dct" else variant.format
+    return own
+
+
+def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
+    """All of `runs`, on one rank; the first writes a file for each."""
+    console = Console() if dist.get_rank() == 0 else None
+    data = dataset.load(options)
+    steps = options.epochs * data.description["steps_per_epoch"]
+    # As "dct", whose syncs are compressed, but nothing else.
+    MODES["dct"], EXCHANGES["dct"] = MODES["dense"], EXCHANGES["dense"]
+    for number, run in enumerate(runs, start=1):
+        own = options_of(run.exchange, run.rate, options)
+        title = f"{number} of {len(runs)}: {run.exchange}, lr {run.rate:g}, seed {run.seed}"
+        start = time.time()
+        with progress.bar(console, title, steps) as on_step:
+            model, result = loop.train("dct", run.seed, data, own, on_step)
+        parts = {"validation": data.validation}
+        if run.seed != RATE_SEED:
+            parts["test"] = data.test
+        scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
+        model.close()
+        if console is None:
+            continue
+        record = run._asdict() | {"settings": settings, "data": data.description}
+        record |= {name: {"auc": auc, "log_loss": loss} for name, (auc, loss) in scores.items()}
+        summary = result.summary()
+        record |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
+        record |= {"step_ms_median": summary["step_ms_median"], "seconds": time.time() - start}
+        write(run.path(options.out), record)
+        said = [f"{name} log loss {loss:.4f}" for name, (_, loss) in scores.items()]
+        console.print(f"{title}: {'; '.join(said)}", highlight=False)
+
+
+def report(records: Sequence[dict]) -> str:
+    """Markdown: bytes of syncs, scores over seeds, differences to full model parallelism."""
+    rates = best_rates(records)
+    grid = sorted({record["rate"] for record in records})
+    order = [name for name in NAMES if name in rates] + sorted(rates.keys() - set(NAMES))
+    tested = {
+        name: [
+            run
+            for run in records
+            if (run["exchange"], run["rate"]) == (name, rates[name]) and "test" in run
+        ]
+        for name in order
+    }
+    lines = [
+        "| variant | bytes of syncs a step | of rows a step | tables' lr | seeds | AUC | "
+        "log loss | log loss against mp, by seed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in order:
+        runs = tested[name]
+        edge = "" if grid[0] < rates[name] < grid[-1] else " (edge)"
+        sync, rows = (_sent(runs, names) for names in (["sync"], ["mp_forward", "mp_backward"]))
+        scores = [[run["test"][score] for run in runs] for score in ("auc", "log_loss")]
+        against = "" if name == FULL else _differences(runs, tested.get(FULL, []))
+        cells = [name, sync, rows, f"{rates[name]:g}{edge}", str(len(runs))]
+        lines.append("| " + " | ".join([*cells, *map(spread, scores), against]) + " |")
+    lines += ["", f"Rates tried, seed {RATE_SEED}, validation rows' log loss:", ""]
+    lines += ["| variant | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
+    lines += ["|---|" + "---|" * len(grid)]
+    tried = {
+        (run["exchange"], run["rate"]): (
+            "diverged" if "diverged" in run else f"{run['validation']['log_loss']:.4f}"
+        )
+        for run in records
+        if run["seed"] == RATE_SEED
+    }
+    for name in order:
+        lines.append(f"| {name} | " + " | ".join(tried.get((name, r), "") for r in grid) + " |")
+    return "\n".join(lines)
+
+
+def _sent(runs: Sequence[dict], purposes: Sequence[str]) -> str:
+    if not runs:
+        return "-"
+    return f"{sum(runs[0][f'{name}_bytes_per_step_per_rank'] for name in purposes):,.0f}"
+
+
+def _differences(runs: Sequence[dict], others: Sequence[dict]) -> str:
+    """Log loss of `runs` less that of `others`, seed by seed."""
+    scores = {run["seed"]: run["test"]["log_loss"] for run in others}
+    found = [run["test"]["log_loss"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
+    return spread(found, "+")
+
+
+def main() -> int:
+    return exit_status("two_dimensional.py", _main)
+
+
+def _main() -> None:
+    parser = Parser(prog="two_dimensional.py", description=__doc__, formatter_class=Formatter)
+    parser.add_argument(
+        "--variants", nargs="+", type=variant_name, default=NAMES, metavar="VARIANT"
+    )
+    parser.add_argument(
+        "--rates", type=several(positive), default=[0.01, 0.03, 0.1], help="of the tables"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="at the best rate; 0: rates only, no test row is read"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/two_dimensional"), metavar="DIR")
+    args, rest = parser.parse_known_args()
+    fixed = ["--parallel", "2d", "--out", str(args.out)]
+    options = arguments.parse(["--validation-fraction", "0.1", *rest, *fixed])
+    if not options.validation_fraction:
+        raise UsageError("--validation-fraction must be above 0: rates are chosen on those rows")
+    settings = {key: getattr(options, key) for key in OWN_SETTINGS} | {"ranks": options.ranks}
+    options.out.mkdir(parents=True, exist_ok=True)
+    read(options.out, settings)
+    first = itertools.product(args.variants, args.rates, [RATE_SEED])
+    train(options, [Run(*run) for run in first], settings, work)
+    rates = best_rates(read(options.out, settings))
+    seeds = range(RATE_SEED + 1, RATE_SEED + 1 + args.seeds)
+    second = itertools.product(seeds, [name for name in args.variants if name in rates])
+    train(options, [Run(name, rates[name], seed) for seed, name in second], settings, work)
+    text = report(read(options.out, settings))
+    (options.out / "report.md").write_text(text + "\n")
+    print(f"\n{text}\n\nin {options.out}: report.md, a file for each run")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,203 @@
+"""How replicas of a table average rows that have changed since they were last the same.
+
+Each replica changed rows of its own. What is averaged is their union, the rows that some replica
+changed, which every replica knows once all have told theirs: 4 bytes a row.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dct_kernels  # noqa: F401  (registers torch.ops.dct)
+from dct_kernels import checks
+from dct_kernels.layout import payload_layout
+
+from ..collectives import all_gather, dense_mean
+from ..compressor import default_capacity
+from .touched_rows import TouchedRows
+
+_OP = "ReplicaSync"
+_SAMPLES = 65536
+_SEED = 0  # of picks at the same places every time: other rows are there
+
+
+class Average(Protocol):
+    """What is kept while a table is trained, and what becomes of it at a sync."""
+
+    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """`rows` [n] are looked up, and will be changed: [rows, d], and [rows] of the optimizer."""
+        ...
+
+    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+        """Average in place, and leave nothing waiting if `everything`; the rows that changed."""
+        ...
+
+
+class MeanOfRows:
+    """Uncompressed: the mean of all replicas' rows, in their own dtype, and of their state."""
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
+        self._touched = TouchedRows(len(weight), weight.device)
+        self._group = group
+
+    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        self._touched.add(rows)
+
+    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+        rows, _ = self._touched.take()
+        union, _ = _union(rows[:0], rows, self._group)
+        for tensor in (weight,) if state is None else (weight, state):
+            tensor[union] = dense_mean(tensor[union], tensor.dtype, self._group)
+        return union
+
+
+class MeanOfRoundedDeltas:
+    """Base + the mean of what replicas changed, rounded to 16 bits; state uncompressed.
+
+    What rounding loses is lost.
+    """
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._touched = TouchedRows(len(weight), weight.device)
+        self._group, self._dtype = group, dtype
+
+    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        self._touched.add(rows, weight)
+
+    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+        rows, (base,) = self._touched.take(weight)
+        union, _ = _union(rows[:0], rows, self._group)
+        delta = weight.new_zeros(len(union), weight.shape[1])
+        _move_delta(weight, rows, base, delta, union)
+        weight[union] += dense_mean(delta, self._dtype, self._group).to(weight.dtype)
+        if state is not None:
+            state[union] = dense_mean(state[union], state.dtype, self._group)
+        return union
+
+
+class MeanOfLargestDeltas:
+    """Base + the mean of the largest entries of what replicas changed: DCT with error feedback.
+
+    What is not sent leaves the weights and waits in `residual`, for `rows`: those that some replica
+    changed since nothing waited last. They take part in every sync until `everything` is sent, so
+    that only ids of further ones cross.
+
+    The state is never thresholded: a row whose accumulator waited would take far too large steps.
+    Its delta is sparse by itself, a number for each row touched since the last sync, and crosses as
+    it is, in float32. Such deltas are sums of squares, so that an accumulator never falls.
+
+    Args:
+        bounds: where in `weight` each shard starts, and the end: each has a threshold of its own.
+
+    Attributes:
+        rows: int32 [n], ascending, the same on every replica.
+        residual: float32 [n, d], this replica's.
+    """
+
+    def __init__(
+        self, weight: Tensor, group: dist.ProcessGroup, density: float, bounds: Sequence[int]
+    ) -> None:
+        self._touched = TouchedRows(len(weight), weight.device)
+        self._group, self._density = group, density
+        self._bounds = torch.tensor(bounds, dtype=torch.int32, device=weight.device)
+        self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
+        self.residual = weight.detach().new_zeros(0, weight.shape[1])
+
+    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        self._touched.add(rows, weight, *([] if state is None else [state]))
+
+    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+        tensors = (weight,) if state is None else (weight, state)
+        rows, before = self._touched.take(*tensors)
+        union, most = _union(self.rows, rows, self._group)
+        residual = self.residual.new_zeros(len(union), weight.shape[1])
+        residual[torch.searchsorted(union, self.rows)] = self.residual
+        _move_delta(weight, rows, before[0], residual, union)
+        if everything:
+            mean = dense_mean(residual, residual.dtype, self._group)
+            self.rows, self.residual = union[:0], residual[:0]
+        else:
+            mean = self._mean_of_largest(residual, union)
+            self.rows, self.residual = union, residual
+        weight[union] += mean
+        if state is not None:
+            delta = state.new_zeros(len(union))
+            _move_delta(state, rows, before[1], delta, union)
+            state[union] += self._mean_of_all(delta, most)
+        return union
+
+    def _mean_of_largest(self, residual: Tensor, union: Tensor) -> Tensor:
+        flat, width = residual.view(-1), residual.shape[1]
+        segments = torch.searchsorted(union, self._bounds) * width
+        threshold = torch.ops.dct.sample_threshold(
+            flat, None, segments, self._density, _SAMPLES, _SEED
+        )
+        # A segment sends an entry, however small it is.
+        capacity = min(default_capacity(flat.numel(), self._density) + len(threshold), flat.numel())
+        mean = _mean_of_payloads(
+            flat, segments, threshold, max(capacity, 1), torch.bfloat16, self._group
+        )
+        return mean.view_as(residual)
+
+    def _mean_of_all(self, delta: Tensor, most: int) -> Tensor:
+        """`most` of them are not zero on any replica."""
+        segments = torch.tensor([0, delta.numel()], device=delta.device)
+        threshold = delta.new_zeros(1)
+        return _mean_of_payloads(
+            delta, segments, threshold, max(most, 1), torch.float32, self._group
+        )
+
+
+def _union(waiting: Tensor, rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    """`waiting`, the same on every replica, and every replica's `rows`: int32, ascending.
+
+    Also how many rows the replica has that touched most. Each replica sends 16 bytes to each, then
+    4 for each of its `rows` that are not among `waiting`, or as many as who has most of these.
+    """
+    place = torch.searchsorted(waiting, rows).clamp(max=max(len(waiting) - 1, 0))
+    own = rows[waiting[place] != rows] if len(waiting) else rows
+    told = torch.tensor([len(own), len(rows)], device=rows.device)
+    heard = told.new_empty(group.size(), 2)
+    all_gather(heard, told, group)
+    further, touched = heard.max(0).values.tolist()
+    if further == 0:
+        return waiting, touched
+    message = rows.new_full((further,), -1)
+    message[: len(own)] = own
+    everyones = message.new_empty(group.size(), further)
+    all_gather(everyones, message, group)
+    return torch.cat([waiting, everyones[everyones >= 0]]).unique(), touched
+
+
+def _move_delta(tensor: Tensor, rows: Tensor, base: Tensor, delta: Tensor, union: Tensor) -> None:
+    """Add what `rows` of `tensor` gained over `base` to `delta`, [union, ...]; restore the base."""
+    delta[torch.searchsorted(union, rows)] += tensor[rows] - base
+    tensor[rows] = base
+
+
+def _mean_of_payloads(
+    residual: Tensor,
+    segments: Tensor,
+    threshold: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The mean of what passes on each replica, which leaves its `residual` [n]."""
+    nbytes = payload_layout(residual.numel(), capacity, value_dtype).nbytes
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=residual.device)
+    seen = torch.empty(len(threshold), dtype=torch.int32, device=residual.device)
+    torch.ops.dct.mask_pack(
+        residual, None, segments, threshold, payload, seen, capacity, value_dtype
+    )
+    payloads = payload.new_empty(group.size(), nbytes)
+    all_gather(payloads, payload, group)
+    mean = torch.empty_like(residual)
+    status = torch.ops.dct.scatter_unpack(payloads, mean, capacity, value_dtype, 1 / group.size())
+    if damaged := {rank: code for rank, code in enumerate(status.tolist()) if code}:
+        rule, got = "undamaged", f"status {damaged} by replica: weights are lost"
+        checks.fail(_OP, "what replicas send", rule, got, RuntimeError)
+    return mean
