@@ -187,7 +187,9 @@ def train(
             step_ms.append(1e3 * (time.perf_counter() - start))
             # Windows that end with the last step, so that their means make up the mean of all.
             if dct is not None and (total - step - 1) % RECENT_STEPS == 0 and step >= START_STEP:
-                density.append((step + 1, dct.stats()["density"]))
+                sent = dct.stats()["density"]
+                if sent is not None:  # as where no bucket is compressed
+                    density.append((step + 1, sent))
             saves = save is not None and (step + 1) % options.checkpoint_every == 0
             if saves and sync is not None:
                 sync.flush()
@@ -288,7 +290,9 @@ def _convert(value: object, kind: type, convert: Callable) -> object:
     return convert(value) if isinstance(value, kind) else value
 
 
-def _mean_density(windows: list[tuple[int, float]]) -> float:
+def _mean_density(windows: list[tuple[int, float]]) -> float | None:
+    if not windows:
+        return None
     ends = [START_STEP, *(end for end, _ in windows)]
     return float(np.average([density for _, density in windows], weights=np.diff(ends)))
 

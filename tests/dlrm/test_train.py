@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -140,6 +141,16 @@ def test_a_file_with_malformed_lines(tmp_path):
     assert summary["config"]["rows"] is None
     assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 400
     assert "bayes" not in summary
+
+
+def test_what_a_probed_link_chooses_is_said(tmp_path):
+    done = _start(
+        *("--rows", 600, "--ranks", 1, "--modes", "dct", "--link", "probe"),
+        *("--batch-size", 32, "--out", tmp_path, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    chosen = r"transport: (gather|shard|bf16) \(auto: [\d.]+ ms by its formulas; gather [\d.]+, "
+    assert re.search(chosen, " ".join(done.stdout.split())), done.stdout
 
 
 def test_a_damaged_file_ends_the_command(tmp_path):

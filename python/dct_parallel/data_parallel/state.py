@@ -203,7 +203,7 @@ class DCTState:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
 
         `step`: steps taken; `density`: entries that this rank sent of the parameters that are
-        compressed, over their elements, a mean over steps (None before compression starts);
+        compressed, over their elements, a mean over steps (None before any is);
         `overflow`: fraction of payloads, of all ranks, that were too small for what passed;
         `wire_bytes`: what a rank sends in a compressed step. Messages have a fixed size, so that is
         the same on every rank and in every step.
@@ -375,12 +375,12 @@ class DCTState:
         receipts = {index: report.receipt for index, report in reports.items()}
         self._damage.look(self.step - 1, receipts)
         self._loss_scale.saw(overflow=any(r.non_finite for r in receipts.values()))
-        compressed = sum(report.compressed for report in reports.values())
-        self._history.add(
-            density=sum(report.compressed_sent for report in reports.values()) / max(compressed, 1),
-            overflow=sum(r.overflowed for r in receipts.values())
-            / max(sum(r.payloads for r in receipts.values()), 1),
-        )
+        payloads = sum(receipt.payloads for receipt in receipts.values())
+        if payloads:
+            compressed = sum(report.compressed for report in reports.values())
+            sent = sum(report.compressed_sent for report in reports.values())
+            late = sum(receipt.overflowed for receipt in receipts.values())
+            self._history.add(density=sent / max(compressed, 1), overflow=late / payloads)
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
