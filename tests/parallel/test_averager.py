@@ -186,6 +186,27 @@ def test_torchs_post_local_sgd_takes_it():
     run_ranks(_under_post_local_sgd, 2)
 
 
+def _skipped_on_one_rank(rank):
+    model = nn.Linear(300, 1, bias=False)
+    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = weights(model)
+    loss = model(torch.ones(1, 300)).sum()
+    scaler.scale(loss * torch.inf if rank else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weights(model), before) == (rank == 1)
+    averager.average_parameters()
+    assert torch.equal(weights(model), before + ((before - 1) - before) / 2)
+    (saved,) = entry(averager.state_dict())["parameters"].values()
+    assert not saved["residual"].any()
+
+
+def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in():
+    run_ranks(_skipped_on_one_rank, 2)
+
+
 def _damaged(rank):
     model = nn.ParameterList([torch.zeros(5000)])
     averager = DCTAverager(model, density=0.1, period=1)
