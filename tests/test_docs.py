@@ -33,16 +33,17 @@ def test_docstring_examples(name):
 
 
 def test_every_program_is_run():
-    assert [page for page, _ in PROGRAMS] == ["training.md"] * 4
+    assert [page for page, _ in PROGRAMS] == ["training.md"] * 5
 
 
 @pytest.mark.parametrize(
     "index",
     [
         pytest.param(0, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(1, id="cut"),
-        pytest.param(2, id="pipeline"),
-        pytest.param(3, id="exchange"),
+        pytest.param(1, id="local-steps"),
+        pytest.param(2, id="cut"),
+        pytest.param(3, id="pipeline"),
+        pytest.param(4, id="exchange"),
     ],
 )
 def test_program(index, tmp_path):
@@ -73,7 +74,9 @@ def test_signature(package, name):
     assert _parameters(documented) == _parameters(inspect.signature(public))
 
 
-@pytest.mark.parametrize("name", ["DCTState", "Compressor", "ReplicaSync", "WireMeter"])
+@pytest.mark.parametrize(
+    "name", ["DCTState", "DCTAverager", "Compressor", "ReplicaSync", "WireMeter"]
+)
 def test_methods_are_named(name):
     page = PAGES["api.md"].read_text()
     section = page[page.index(f"## {name}\n") :].split("\n## ")[0]

@@ -69,6 +69,7 @@ class DCTAverager(ModelAverager):
     Attributes:
         step: calls of `average_parameters`.
         period: as given.
+        wire_bytes: what a rank sends in an averaging, the same on every rank each time.
 
     A payload damaged on its way is not used. Who received it raises at the next averaging, all
     others at the one after that. Go back to a checkpoint then.
@@ -99,6 +100,7 @@ class DCTAverager(ModelAverager):
         sizes = tuple(parameter.numel() for parameter in self._names)
         names = tuple(self._names.values())
         self._plan = BucketPlan(names, sizes, self._settings, Gather, group.size())
+        self.wire_bytes = self._plan.wire_bytes
         self._run = Run(
             _OP,
             group,
@@ -129,11 +131,6 @@ class DCTAverager(ModelAverager):
         self.step += 1
         if self.step % self.period == 0:
             self._average()
-
-    @property
-    def wire_bytes(self) -> int:
-        """What a rank sends in an averaging, the same on every rank each time."""
-        return self._plan.wire_bytes
 
     def state_dict(self) -> dict:
         """This rank's residuals, thresholds and step, and the base. Copies, on the CPU.
