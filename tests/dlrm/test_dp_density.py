@@ -73,7 +73,16 @@ def _simulated(task, make):
     return models[0].state_dict()
 
 
-def test_simulated_ranks_are_real_ones(tmp_path):
+@pytest.fixture
+def one_thread():
+    """As a rank computes: sums within an op are cut by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
@@ -131,6 +140,7 @@ def test_the_table_compares_seed_by_seed(tmp_path):
     assert (tmp_path / "text-adamw-600.png").stat().st_size > 1000
 
 
+@pytest.mark.large
 def test_the_command_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
     """Six runs of two steps each; what is there is not trained again, and goes into the report."""
     monkeypatch.setattr(dp_density, "RATE_STEPS", 2)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "bench" / "dp_transports.py"
 sys.path.insert(0, str(BENCH.parent))
 import dp_transports  # noqa: E402
@@ -35,6 +37,7 @@ def test_the_table_compares_with_dense_seed_by_seed():
     assert cells[1][4].startswith("0.7050") and cells[1][6].startswith("-0.0100 ± 0.0000")
 
 
+@pytest.mark.large
 def test_a_command_goes_on_where_it_was(tmp_path):
     small = ["--rows", "600", "--batch-size", "32", "--hash-size", "20", "--embedding-dim", "4"]
     small += ["--bottom", "8", "--top", "64", "--densities", "0.05", "--out", str(tmp_path)]

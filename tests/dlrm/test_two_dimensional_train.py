@@ -69,7 +69,7 @@ def test_two_groups_of_two():
     launch(_groups_of_ranks, 4)
 
 
-def test_a_command_of_all_modes(tmp_path, capfd):
+def test_a_command_of_all_modes(tmp_path):
     command = [*SMALL, "--parallel", "2d", "--modes", "dense,bf16,dct", "--dedup", *ADAGRAD]
     assert main([*command, "--sync-density", "0.05", "--out", str(tmp_path)]) == 0
     modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
@@ -78,8 +78,6 @@ def test_a_command_of_all_modes(tmp_path, capfd):
     assert 0.5 < sent["bf16"] / sent["dense"] < 0.7
     assert sent["dct"] < 0.5 * sent["dense"]
     assert all(0.3 < runs[0]["auc"] < 1 for runs in modes.values())
-    out = capfd.readouterr().out
-    assert "of each of 2 groups of ranks" in out and "sync" in out
 
 
 @pytest.mark.parametrize(
