@@ -155,7 +155,9 @@ def _plain(options: argparse.Namespace) -> dict[str, object]:
 def _heading(data: Dataset) -> str:
     counts = data.description
     names = ("train", "training"), ("validation", "validation"), ("test", "test")
-    rows = [f"{counts[f'{key}_rows']:,} {name} rows" for key, name in names if key in counts]
+    rows = [
+        f"{counts[f'{key}_rows']:,} {name} rows" for key, name in names if f"{key}_rows" in counts
+    ]
     return (
         f"{', '.join(rows)}; {dist.get_world_size()} ranks, "
         f"{counts['steps_per_epoch']:,} steps an epoch"

@@ -1,6 +1,8 @@
 """dct-train --parallel 2d end to end: against hybrid parallelism, bytes, replicas, refusals."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -71,13 +73,20 @@ def test_two_groups_of_two():
 
 def test_a_command_of_all_modes(tmp_path):
     command = [*SMALL, "--parallel", "2d", "--modes", "dense,bf16,dct", "--dedup", *ADAGRAD]
-    assert main([*command, "--sync-density", "0.05", "--out", str(tmp_path)]) == 0
+    command += ["--sync-density", "0.05", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dct_dlrm.train", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
     modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
     sent = {mode: runs[0]["sync_bytes_per_step_per_rank"] for mode, runs in modes.items()}
     # Rows of 8 float32 and an accumulator, or of 8 bfloat16; ids and counts beside them.
     assert 0.5 < sent["bf16"] / sent["dense"] < 0.7
     assert sent["dct"] < 0.5 * sent["dense"]
     assert all(0.3 < runs[0]["auc"] < 1 for runs in modes.values())
+    training = json.loads((tmp_path / "summary.json").read_text())["data"]["train_rows"]
+    for said in (f"{training:,} training rows", "of each of 2 groups of ranks", "sync"):
+        assert said in done.stdout
 
 
 @pytest.mark.parametrize(

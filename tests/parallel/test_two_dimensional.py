@@ -286,12 +286,13 @@ def _refusals(rank):
     )
     adam = torch.optim.Adam([bags.weight])
     refused(
-        "optimizer must be SGD without momentum, .* got Adam",
+        "optimizer must be plain SGD, .* got Adam",
         lambda: ReplicaSync(bags, adam),
         TypeError,
     )
-    momentum = torch.optim.SGD([bags.weight], LR, momentum=0.9)
-    refused("optimizer must be SGD without", lambda: ReplicaSync(bags, momentum), TypeError)
+    for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
+        sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
+        refused("optimizer must be plain SGD,", lambda sgd=sgd: ReplicaSync(bags, sgd), TypeError)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     refused("one that trains the weight of bags", lambda: ReplicaSync(bags, foreign))
 

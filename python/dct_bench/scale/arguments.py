@@ -10,8 +10,8 @@ from dct_dlrm.command_line import Formatter
 from ..rates import parse_rate
 
 # Of a step on one H200 in milliseconds, not measured. DLRM: a guess. Transformer: 6 x parameters x
-# 8,192 tokens at 40 % of the data sheet's 989 Tflop/s.
-ASSUMED_COMPUTE_MS = {"dlrm": 5.0, "transformer": 15.0}
+# 8,192 tokens at 40 % of the data sheet's 989 Tflop/s. Tables: a guess.
+ASSUMED_COMPUTE_MS = {"dlrm": 5.0, "transformer": 15.0, "tables": 20.0}
 
 DESCRIPTION = """\
 Predict the time of a training step for 2 to thousands of ranks, at link rates of your choice, for
@@ -28,6 +28,8 @@ examples:
       kernels as fast as dct-bench link found them on this machine
   dct-bench scale --model transformer --gpus-per-node 8 --rates 100gbit,200gbit,400gbit
       dense inside nodes of 8, DCT between them
+  dct-bench scale --model tables --ranks 1024,4096 --rates 400gbit --group-ranks 256
+      embedding tables shared by all ranks beside replicas in groups of 256: bytes, memory, speed
   dct-bench scale --validate runs/link/link.json
       predicted beside measured, for every cell of that run
 
@@ -49,7 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "--model",
         choices=tuple(ASSUMED_COMPUTE_MS),
         default="dlrm",
-        help="dlrm: as dct-train's; transformer: GPT-2",
+        help="dlrm: as dct-train's; transformer: GPT-2; tables: embedding tables alone, in full "
+        "model parallelism and in groups with replicas",
     )
     model.add_argument(
         "--hash-size", type=count, default=4000, help="dlrm: rows of a table at most"
@@ -61,6 +64,32 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         type=density,
         default=0.005,
         help="DCT: fraction of entries sent",
+    )
+    tables = parser.add_argument_group("tables")
+    tables.add_argument(
+        "--table-rows", type=positive, default=1e9, metavar="N", help="of all tables together"
+    )
+    tables.add_argument("--embedding-dim", type=count, default=128, help="width of a row, float32")
+    tables.add_argument("--lookups", type=count, default=100, help="ids of a sample")
+    tables.add_argument("--batch-size", type=count, default=512, help="samples per rank and step")
+    tables.add_argument(
+        "--exponent",
+        type=positive,
+        default=1.05,
+        metavar="S",
+        help="the r-th row is looked up as often as r^-S says",
+    )
+    tables.add_argument(
+        "--group-ranks", type=count, default=256, metavar="L", help="ranks that share a replica"
+    )
+    tables.add_argument(
+        "--sync-every", type=count, default=1, metavar="N", help="steps between syncs of replicas"
+    )
+    tables.add_argument(
+        "--sync-density",
+        type=density,
+        default=0.01,
+        help="DCT: fraction of what changed that is sent at a sync",
     )
     machine = parser.add_argument_group("machines")
     machine.add_argument(

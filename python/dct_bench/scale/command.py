@@ -10,7 +10,7 @@ from rich.console import Console
 from dct_dlrm.errors import UsageError
 
 from .. import provenance
-from . import kernel_rates, report, validation
+from . import kernel_rates, report, tables_report, validation
 from .arguments import ASSUMED_COMPUTE_MS
 from .break_even import faster_by, paying_rates
 from .cost_model import METHODS, Cluster, Link, Model, union_density
@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--out must be a folder that can be made: {error}") from None
     if None in options.rates:
         raise UsageError("--rates must be numbers here, got unlimited")
+    if options.model == "tables":
+        return tables_report.run(console, options)
     model, sources = _model(options)
     steps = {
         (ranks, rate): {m: model.step(m, _cluster(options, ranks, rate)) for m in METHODS}

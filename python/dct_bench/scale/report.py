@@ -45,7 +45,7 @@ def print_winners(console: Console, steps: Steps) -> None:
     """Ranks by rates: the fastest method, and by how much it beats the best of the other side."""
     rates = list(dict.fromkeys(rate for _, rate in steps))
     title = "Fastest method (gather, shard: DCT's), and DCT's speed over the best other"
-    table = _table(title, "ranks")
+    table = new_table(title, "ranks")
     for rate in rates:
         table.add_column(describe_rate(rate), justify="right", no_wrap=True)
     for ranks in dict.fromkeys(ranks for ranks, _ in steps):
@@ -57,7 +57,7 @@ def print_winners(console: Console, steps: Steps) -> None:
 def print_break_even(console: Console, even: list[dict]) -> None:
     """At which rates DCT pays, against each other method."""
     others = list(dict.fromkeys(row["against"] for row in even))
-    table = _table("Rates (Gbit/s) at which DCT pays", "ranks", "transport")
+    table = new_table("Rates (Gbit/s) at which DCT pays", "ranks", "transport")
     for other in others:
         table.add_column(f"against {TITLES[other]}", justify="right", no_wrap=True)
     for ranks in dict.fromkeys(row["ranks"] for row in even):
@@ -71,7 +71,7 @@ def print_break_even(console: Console, even: list[dict]) -> None:
 def print_union(console: Console, density: float, counts: list[int]) -> None:
     """How the sum of sparse tensors fills up, if nobody thresholds it again."""
     title = "A sum of P sparse gradients, masks independent, not thresholded again"
-    table = _table(title, "ranks", "density of the sum", "its bytes over bf16's")
+    table = new_table(title, "ranks", "density of the sum", "its bytes over bf16's")
     for ranks in counts:
         union = union_density(density, ranks)
         share = union * _SPARSE_ENTRY / _BF16
@@ -82,7 +82,7 @@ def print_union(console: Console, density: float, counts: list[int]) -> None:
 
 def print_validation(console: Console, points: list[Point]) -> None:
     """Predicted beside measured, and the median error."""
-    table = _table("Predicted and measured step times", "ranks", "rate", "mode")
+    table = new_table("Predicted and measured step times", "ranks", "rate", "mode")
     for heading in ("measured ms", "predicted ms", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in points:
@@ -170,7 +170,7 @@ def _ranges(pays: list[tuple[float, float]]) -> str:
     return ", ".join(one(*of) for of in pays) or "none"
 
 
-def _table(title: str, *headings: str) -> Table:
+def new_table(title: str, *headings: str) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for heading in headings:
         table.add_column(heading, no_wrap=True)

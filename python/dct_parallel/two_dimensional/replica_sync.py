@@ -40,8 +40,9 @@ class ReplicaSync:
     the host waits for how many they are. Deterministic on the CPU.
 
     Args:
-        bags: whose weight is averaged. The last ReplicaSync that was made of them is told of rows.
-        optimizer: that trains it: torch.optim.SGD without momentum, which has no state, or
+        bags: whose weight is averaged. From here on the ReplicaSync is told what they look up,
+            the last one that is made: make it before training, once what is saved is loaded.
+        optimizer: that trains it: torch.optim.SGD without momentum and weight decay, or
             RowWiseAdagrad or MomentumScaledRowWiseAdagrad.
         every: steps from one sync to the next.
         dtype: torch.float16 or torch.bfloat16, of what changed; default uncompressed.
@@ -134,11 +135,12 @@ def _require_format(dtype: torch.dtype | None, density: float | None, weight: Te
 
 
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
-    stateless = isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] for group in optimizer.param_groups
+    # Either changes rows that nobody looked up.
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
     )
-    if not (stateless or isinstance(optimizer, RowWiseAdagrad)):
-        rule = "SGD without momentum, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
+    if not (plain or isinstance(optimizer, RowWiseAdagrad)):
+        rule = "plain SGD, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
         checks.fail(_OP, "optimizer", rule, type(optimizer).__name__, TypeError)
     if not any(weight is p for group in optimizer.param_groups for p in group["params"]):
         checks.fail(_OP, "optimizer", "one that trains the weight of bags", "one that does not")
