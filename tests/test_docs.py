@@ -33,7 +33,7 @@ def test_docstring_examples(name):
 
 
 def test_every_program_is_run():
-    assert [page for page, _ in PROGRAMS] == ["training.md"] * 5
+    assert [page for page, _ in PROGRAMS] == ["training.md"] * 6
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_every_program_is_run():
         pytest.param(2, id="cut"),
         pytest.param(3, id="pipeline"),
         pytest.param(4, id="exchange"),
+        pytest.param(5, id="shards-and-replicas"),
     ],
 )
 def test_program(index, tmp_path):
