@@ -10,9 +10,11 @@ with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is Adam
 is --table-lr.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
-D being the percentage of entries sent; local:D%xH: every rank takes H steps of its own optimizer,
-then D % of what its weights have moved by are sent, with error feedback: D / H a step. The ranks
-are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by formula.
+D being the percentage of entries sent. local:D%xH: every rank takes H steps of its own optimizer,
+then D % of what its weights have moved by are sent, with error feedback: D / H a step. Two more
+were tried against what AdamW loses: warmup:D%xH, 25 % falling to D % over the first H steps, as
+Deep Gradient Compression has it, and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
+one process, bit for bit as real ones; bytes are what a rank sends, by formula.
 
 1. Every method is trained with every rate, from seed 0. Its best rate is that of the lowest loss on
    the validation part. With --steps other than 600, rates are those found best at 600.
@@ -92,17 +94,19 @@ def method(name: str) -> partial:
     }
     if kind in plain and not colon:
         return plain[kind]
-    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "local": dp_ranks.Local}
+    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT}
+    timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
     try:
-        density, make = float(percent.removesuffix("%")) / 100, sparse[kind]
+        density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
         settings = {"density": density} | ({"period": int(steps)} if by else {})
     except (KeyError, ValueError):
-        rule = f"{', '.join(plain)}, topk:D%, dct:D% or local:D%xH"
+        rule = f"{', '.join(plain)}, topk:D%, dct:D%, or local, warmup or cooldown:D%xH"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
     if not percent.endswith("%") or not 0 < density <= 1:
         raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-    if bool(by) != (kind == "local") or settings.get("period", 1) < 1:
-        raise argparse.ArgumentTypeError(f"must have xH with local alone, from 1 up, got {name!r}")
+    if bool(by) != (kind in timed) or settings.get("period", 1) < 1:
+        rule = f"with xH from 1 up for {', '.join(timed)}, without for others"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
     return partial(make, **settings)
 
 

@@ -86,6 +86,50 @@ class DCT(Exchange):
         return mean
 
 
+class Scheduled(DCT):
+    """DCT at a density that goes by the step; residuals stay, thresholds are found anew.
+
+    Args:
+        density_at: the density of a step.
+    """
+
+    def __init__(self, shapes, ranks: int, density_at: Callable[[int], float]) -> None:
+        self.density_at = density_at
+        self.density = density_at(START_STEP)
+        super().__init__(shapes, ranks, self.density)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        density = self.density_at(self.step)
+        if density != self.density:
+            before, self.density = self.compressors, density
+            self.compressors = compressors(self.sizes, self.ranks, density)
+            for old, new in zip(before, self.compressors, strict=True):
+                new.residual.copy_(old.residual)
+        return super().mean(grads)
+
+
+DENSE_END = 0.25  # where a warm-up begins, and a cool-down ends
+
+
+def warmup(shapes, ranks: int, density: float, period: int) -> Scheduled:
+    """Deep Gradient Compression's warm-up (arXiv 1712.01887): 25 %, and then a fourth of that, and
+    a fourth of that, in equal parts of the first `period` steps, until it is `density`.
+    """
+    stages = [DENSE_END]
+    while stages[-1] / 4 > density:
+        stages.append(stages[-1] / 4)
+    return Scheduled(
+        shapes,
+        ranks,
+        lambda step: stages[step * len(stages) // period] if step < period else density,
+    )
+
+
+def cooldown(shapes, ranks: int, density: float, period: int) -> Scheduled:
+    """`density` for the first `period` steps, 25 % afterwards, so that what waits arrives."""
+    return Scheduled(shapes, ranks, lambda step: density if step < period else DENSE_END)
+
+
 def compressors(sizes: Sequence[int], ranks: int, density: float) -> list[Compressor]:
     """Every rank's, as `DCTState` and `DCTAverager` have them for parameters of these sizes."""
     settings = Settings(density, 1000, "tracked", torch.bfloat16)

@@ -98,7 +98,18 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "dct", "dct:1", "dct:0%", "dct:101%", "topk:x%", "bf16:1%", "dct:1%x2", "local:1%"],
+    [
+        "int8",
+        "dct",
+        "dct:1",
+        "dct:0%",
+        "dct:101%",
+        "topk:x%",
+        "bf16:1%",
+        "dct:1%x2",
+        "local:1%",
+        "warmup:1%x0",
+    ],
 )
 def test_a_wrong_method(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
@@ -176,3 +187,24 @@ def test_clicks_of_the_ranks_are_different_rows():
     assert len(seen.unique(dim=0)) > 0.95 * len(seen)  # an epoch has each row once
     scores = task.score(task.model(0), "test")
     assert 0 < scores["auc"] < 1 and scores["loss"] > 0
+
+
+def test_schedules_go_by_the_step_and_lose_nothing():
+    shapes = [torch.Size([40, 50])]
+    at = dp_density.method("warmup:1%x90")(shapes, 2).density_at
+    assert [at(step) for step in (2, 29, 30, 59, 60, 89, 90)] == [0.25] * 2 + [
+        *(0.0625, 0.0625, 0.015625, 0.015625, 0.01)
+    ]
+    exchange = dp_density.method("cooldown:1%x4")(shapes, 2)
+    generator = torch.Generator().manual_seed(0)
+    owed, delivered = torch.zeros(2000), torch.zeros(2000)
+    for step in range(6):
+        grads = torch.randn(2, 2000, generator=generator)
+        before = exchange.sent
+        mean = exchange(list(grads))
+        if step >= dp_ranks.START_STEP:
+            owed, delivered = owed + grads.mean(0), delivered + mean
+            entries = 2000 * 1.25 * (0.01 if step < 4 else 0.25)
+            assert 0 <= exchange.sent - before - 4 * entries < 200  # headers, rounding
+    waiting = sum(compressor.residual for compressor in exchange.compressors) / 2
+    torch.testing.assert_close(delivered + waiting, owed)
