@@ -53,7 +53,7 @@ class DCTAverager(ModelAverager):
     (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
     weights after a `period`-th step.
 
-    Memory: 8 bytes a parameter, as much again while averaging, and the payload once per rank.
+    Memory: 8 bytes a parameter, 4 more while averaging, and the payload once per rank.
 
     Args:
         module: float32 parameters on one CPU or CUDA device. Those of the first rank replace the
