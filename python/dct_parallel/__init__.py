@@ -26,10 +26,16 @@ Embedding tables in shards inside a group of ranks, with replicas across groups.
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], accumulator_scale=1 / replicas)
     sync = ReplicaSync(bags, optimizer, every=10)
 
+Or operators on them computed where their rows are, of which partial results cross.
+
+    layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
+    linear, pooled = layer(ids, lengths)
+
 A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel), rows
-(activations at a cut of a model), and two_dimensional (embedding tables in shards and replicas),
-which uses rows. All stand on what lies beside them here: compressor (one tensor, no network),
-agreement, collectives, groups, executors, readback, and wire, which counts bytes.
+(activations at a cut of a model), two_dimensional (embedding tables in shards and replicas) and
+substitution (partial results of operators on shards), which use rows. All stand on what lies
+beside them here: compressor (one tensor, no network), agreement, collectives, groups, executors,
+readback, and wire, which counts bytes.
 """
 
 from .compressor import Compressor
@@ -43,6 +49,15 @@ from .rows import (
     all_to_all_rows,
     pack,
     unpack,
+)
+from .substitution import (
+    EquivalentSubstitution,
+    FactorizationMachine,
+    FeatureRows,
+    FirstLayer,
+    LinearTerms,
+    SubstituteOperator,
+    SumPooledEmbedding,
 )
 from .two_dimensional import (
     MomentumScaledRowWiseAdagrad,
@@ -58,6 +73,11 @@ __all__ = [
     "Compressor",
     "DCTAverager",
     "DCTState",
+    "EquivalentSubstitution",
+    "FactorizationMachine",
+    "FeatureRows",
+    "FirstLayer",
+    "LinearTerms",
     "MomentumScaledRowWiseAdagrad",
     "ReplicaSync",
     "RowDequantize",
@@ -67,6 +87,8 @@ __all__ = [
     "RowWiseAdagrad",
     "Shard",
     "ShardedEmbeddingBags",
+    "SubstituteOperator",
+    "SumPooledEmbedding",
     "WireMeter",
     "all_gather_rows",
     "all_to_all_rows",

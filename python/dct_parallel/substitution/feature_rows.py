@@ -1,0 +1,89 @@
+"""Which rank owns the row of a feature, and where it has it."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dct_kernels import checks
+
+from ..groups import require_group
+
+_OP = "FeatureRows"
+MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+class FeatureRows(nn.Module):
+    """A row of numbers for each feature 0 ... rows - 1, shared out to ranks by a hash of the id.
+
+    The hash, id * a % rows with a prime to rows, numbers the features anew without leaving one out
+    or two alike: each rank owns a range of these numbers, all as many, give or take one, and no
+    table of owners is needed. With a next to rows times the golden ratio, features that follow one
+    another, one by one or with a step, are spread over the ranks.
+
+    Args:
+        weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Only
+            this rank's are kept: the tensor may be mapped from a file.
+        group: the ranks that share them, default all.
+
+    Attributes:
+        weight: parameter [own rows, d]; its gradient is sparse.
+        group: as given.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+    """
+
+    words = 1  # of 32 bits, that a name takes on the wire
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = require_group(_OP, group)
+        checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
+        ranks = self.group.size()
+        if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
+            rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d from 1"
+            checks.fail(_OP, "weight", rule, tuple(weight.shape))
+        self._rows = len(weight)
+        self._multiplier = _multiplier(self._rows)
+        self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return self.weight.shape[1]
+
+    def ids(self) -> Tensor:
+        """The features of this rank, int64 [own rows], in the order of `weight`."""
+        first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))
+        inverse = pow(self._multiplier, -1, self._rows)
+        return torch.arange(first, end) * inverse % self._rows
+
+    def require_ids(self, op: str, ids: Tensor) -> None:
+        """Raise, naming the first, if some id is of no feature. The host waits."""
+        outside = (ids < 0) | (ids >= self._rows)
+        if outside.any():
+            worst = int(outside.nonzero()[0])
+            checks.fail(op, f"ids[{worst}]", f"from 0 to {self._rows - 1}", int(ids[worst]))
+
+    def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that owns each id's row, and the name by which it knows it, of `words` words."""
+        number = ids.long() * self._multiplier % self._rows
+        owners = number * self.group.size() // self._rows
+        return owners, (number - self._first_number(owners)).int()
+
+    def places(self, names: Tensor) -> Tensor:
+        """Where in `weight` the rows of these names are, which this rank owns."""
+        return names
+
+    def _first_number(self, rank: int | Tensor) -> int | Tensor:
+        return (rank * self._rows + self.group.size() - 1) // self.group.size()
+
+
+def _multiplier(rows: int) -> int:
+    multiplier = round(rows * _GOLDEN) or 1
+    while math.gcd(multiplier, rows) > 1:
+        multiplier += 1
+    return multiplier

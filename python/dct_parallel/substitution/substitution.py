@@ -1,0 +1,167 @@
+"""The layer: operators on rows that other ranks own, by the sums of their partial results."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dct_kernels import checks
+
+from ..groups import GroupForBackward, require_group
+from ..rows.counts import exchange_counts
+from .aggregation import all_reduce, reduce_scatter
+from .bag_message import by_owner, exchange, require_bags
+from .feature_rows import FeatureRows
+from .operators import Bags, SubstituteOperator, require_operator
+
+_OP = "EquivalentSubstitution"
+AGGREGATES = ("reduce_scatter", "all_reduce")
+
+
+class EquivalentSubstitution(nn.Module):
+    """Operators on rows of features that ranks share, computed where the rows are.
+
+    Distributed equivalent substitution (arXiv 1909.04823): an operator is replaced by parts beside
+    each shard of its rows, whose partial results are added up. What crosses depends on samples, not
+    on how many features they have or on how large a row is; no row and no gradient of one crosses.
+    Training is that of one process with all samples, but for the order of sums.
+
+    With "reduce_scatter" every rank gives the bags of its own samples and gets their results; the
+    dense part after it is data-parallel (DistributedDataParallel). Ids go to the ranks that own
+    their rows, so that each computes for the global batch what it owns of it: P * batch samples of
+    partial results on every rank, to be held and, at (P - 1) / P of them, sent, and as many bytes
+    of gradients back. Gradients are those of the mean over ranks. With "all_reduce" every rank
+    gives the same global batch, which each must read, and gets the results for all of it; the dense
+    part is computed P times, alike on all ranks, and neither ids nor gradients cross. This is the
+    paper's form. Partial results take the same bytes there.
+
+    Forward and backward are collective, with equally many samples on every rank. The host waits in
+    forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel.
+
+    Args:
+        rows: of the features, and the ranks that share them.
+        operators: with all of their results, in this order. Their parameters, if they have any,
+            start from those of the first rank, and their gradients are added up over ranks.
+        aggregate: "reduce_scatter" or "all_reduce".
+        ids_group: a process group of the same ranks for ids and counts, so that a `WireMeter` can
+            tell their bytes apart; default that of `rows`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it. An operator that
+            has no substitute is refused with the reason.
+    """
+
+    def __init__(
+        self,
+        rows: FeatureRows,
+        operators: Sequence[SubstituteOperator],
+        aggregate: str = "reduce_scatter",
+        ids_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(rows, FeatureRows):
+            checks.fail(_OP, "rows", "FeatureRows", type(rows).__name__, TypeError)
+        if len(operators) == 0:
+            checks.fail(_OP, "operators", "at least one", "none", verb="have")
+        for index, operator in enumerate(operators):
+            _require_columns(f"operators[{index}]", operator, rows.width)
+        checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
+        self.rows, self.operators, self.aggregate = rows, nn.ModuleList(operators), aggregate
+        self._group = rows.group
+        self._ids_group = self._group if ids_group is None else require_group(_OP, ids_group)
+        group = GroupForBackward(self._group)
+        for parameter in self.operators.parameters():
+            dist.broadcast(parameter.detach(), group=self._group, group_src=0)
+            parameter.register_hook(lambda grad: _summed(grad, group.get()))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
+        """The result of every operator, for this rank's samples or for those of all.
+
+        Args:
+            ids: int32 or int64 [sum of lengths], bag after bag: those of the first field, sample by
+                sample, then those of the next. Features of different fields have different ids,
+                unless they are to share a row.
+            lengths: int32 or int64 [fields, batch], how many ids are in each bag; 0 is allowed.
+
+        Raises:
+            ValueError, TypeError: an argument is out of its range; on every rank, naming the ranks,
+                and with the details on those where it is.
+            ValueError: batch, fields, or whether gradients are enabled, differs between ranks, or
+                with "all_reduce" the ids do; on every rank.
+        """
+        scatter = self.aggregate == "reduce_scatter"
+        names, bags = (self._received if scatter else self._own)(ids, lengths)
+        rows = F.embedding(self.rows.places(names), self.rows.weight, sparse=True)
+        partials = [
+            operator.partial(rows.narrow(1, operator.first, operator.width), bags)
+            for operator in self.operators
+        ]
+        total = (reduce_scatter if scatter else all_reduce)(torch.cat(partials, 1), self._group)
+        totals = total.split([partial.shape[1] for partial in partials], dim=1)
+        return [
+            operator.combine(part) for operator, part in zip(self.operators, totals, strict=True)
+        ]
+
+    def _received(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags]:
+        """What of all ranks' bags this rank owns, of samples rank by rank."""
+        ranks = self._group.size()
+        self._require_usable(ids, lengths)
+        own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
+        arriving = self._agree([len(own) for own in names], lengths.shape)
+        heard, named = exchange(own_lengths, names, arriving, self._ids_group)
+        return named, Bags(heard.view(ranks, *lengths.shape))
+
+    def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags]:
+        """What this rank owns of the bags that all ranks have."""
+        rank, ranks = self._group.rank(), self._group.size()
+        self._require_usable(ids, lengths)
+        self._agree([0] * ranks, lengths.shape, _checksum(ids, lengths))
+        own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
+        return names[rank], Bags(own_lengths[rank].view(1, *lengths.shape))
+
+    def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
+        """Raise if they are not, once the other ranks know that this one cannot go on."""
+        try:
+            require_bags(_OP, ids, lengths, ("weight", self.rows.weight))
+            self.rows.require_ids(_OP, ids)
+        except (TypeError, ValueError):
+            with contextlib.suppress(ValueError):
+                self._agree([0] * self._group.size(), (0, 0), usable=False)
+            raise
+
+    def _agree(
+        self, counts: list[int], shape: Sequence[int], checksum: int = 0, usable: bool = True
+    ) -> list[int]:
+        """Tell rank r counts[r]; what every rank told this one, if all agree on the rest."""
+        fields, batch = shape
+        same = {
+            "input accepted": usable,
+            "fields": fields,
+            "batch": batch,
+            "checksum of the batch": checksum,
+            "gradients": torch.is_grad_enabled(),
+        }
+        return exchange_counts(_OP, counts, same, self.rows.weight.device, self._ids_group)
+
+
+def _checksum(ids: Tensor, lengths: Tensor) -> int:
+    values = torch.cat([ids.long(), lengths.flatten().long()])
+    place = torch.arange(len(values), device=values.device)
+    return int(((values ^ place * 0x9E3779B1) * (2 * place + 1)).sum()) % 2**52
+
+
+def _require_columns(arg: str, operator: nn.Module, width: int) -> None:
+    require_operator(_OP, arg, operator)
+    end = operator.first + operator.width
+    if end > width:
+        rule = f"of columns that rows of width {width} have"
+        checks.fail(_OP, arg, rule, f"{operator.first} to {end - 1}")
+
+
+def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=group)
+    return total

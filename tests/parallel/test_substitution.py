@@ -1,0 +1,286 @@
+"""Distributed equivalent substitution: the training of one process, with bytes by a formula."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import (
+    EquivalentSubstitution,
+    FactorizationMachine,
+    FeatureRows,
+    FirstLayer,
+    LinearTerms,
+    SumPooledEmbedding,
+    WireMeter,
+)
+from ranks import run_ranks
+
+ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples of a step, of all ranks
+STEPS, LR = 100, 0.1
+
+
+def _weight(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return 0.3 * torch.randn(ROWS, 1 + WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _sample(step, number, most=3):
+    """Ids of each field, up to `most`, repeated ones among them, and a label."""
+    generator = torch.Generator().manual_seed(10 * step + number)
+    lengths = torch.randint(most + 1, (FIELDS,), generator=generator).tolist()
+    own = [torch.randint(ROWS, (length,), generator=generator) for length in lengths]
+    return own, float(torch.randint(2, (), generator=generator))
+
+
+def _bags(samples):
+    """The ids of these samples as the layer takes them: field by field."""
+    by_field = [own[field] for field in range(FIELDS) for own, _ in samples]
+    lengths = torch.tensor([len(ids) for ids in by_field]).view(FIELDS, len(samples))
+    return torch.cat(by_field), lengths
+
+
+def _labels(samples, dtype):
+    return torch.tensor([label for _, label in samples], dtype=dtype)
+
+
+class Plain(nn.Module):
+    """The oracle: one process, a sample at a time, each operator by its definition."""
+
+    def __init__(self, kind, dtype):
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(_weight(dtype))
+        self.dense, self.first = _dense(kind, dtype), None
+        if kind == "first layer":
+            self.first = nn.Parameter(_first_layer(dtype))
+
+    def forward(self, samples):
+        return torch.cat([self.dense(*self._of_one(own)) for own, _ in samples])
+
+    def _of_one(self, own):
+        features = self.weight[torch.cat(own)]
+        linear = features[:, 0].sum().view(1)
+        products = features[:, 1:] @ features[:, 1:].T  # of all pairs, by the definition
+        pairs = products.triu(1).sum().view(1)
+        pooled = torch.stack([self.weight[ids, 1:].sum(0) for ids in own])[None]
+        hidden = None if self.first is None else (self.first @ pooled.flatten())[None]
+        return _given(self.kind, linear, pairs, pooled, hidden)
+
+
+def _given(kind, linear, pairs, pooled, hidden):
+    """What the dense part of a model is given."""
+    return {
+        "LR": [linear],
+        "FM": [linear, pairs],
+        "DeepFM": [linear, pairs, pooled],
+        "first layer": [linear, hidden],
+    }[kind]
+
+
+OPERATORS = {
+    "LR": lambda: [LinearTerms()],
+    "FM": lambda: [LinearTerms(), FactorizationMachine(WIDTH, first=1)],
+    "DeepFM": lambda: [
+        LinearTerms(),
+        FactorizationMachine(WIDTH, first=1),
+        SumPooledEmbedding(WIDTH, first=1),
+    ],
+    "first layer": lambda: [LinearTerms(), FirstLayer(FIELDS, WIDTH, HIDDEN, first=1)],
+}
+# Numbers of partial results a sample.
+SENT = {"LR": 1, "FM": 1 + WIDTH + 1, "DeepFM": 2 + WIDTH + FIELDS * WIDTH, "first layer": 6}
+
+
+class Dense(nn.Module):
+    """Bias, and an MLP over what is no single number a sample."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.mlp = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, *given):
+        deep = [x for x in given if x.dim() > 1]
+        shallow = sum(x for x in given if x.dim() == 1) + self.bias
+        return shallow + self.mlp(deep[0].flatten(1)).squeeze(1) if deep else shallow
+
+
+def _dense(kind, dtype):
+    torch.manual_seed(5)
+    dense = Dense({"DeepFM": FIELDS * WIDTH, "first layer": HIDDEN}.get(kind, 1)).to(dtype)
+    if kind in ("LR", "FM"):
+        del dense.mlp  # or DDP would wait for its gradients
+    return dense
+
+
+def _first_layer(dtype):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(HIDDEN, FIELDS * WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _loss(logits, labels):
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+def _alone(kind, dtype):
+    """Losses of all steps, and all rows in the end."""
+    model = Plain(kind, dtype)
+    optimizer, losses = torch.optim.SGD(model.parameters(), LR), []
+    for step in range(STEPS):
+        samples = [_sample(step, number) for number in range(BATCH)]
+        optimizer.zero_grad()
+        loss = _loss(model(samples), _labels(samples, dtype))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), model.weight.detach()
+
+
+def _layer(kind, dtype, **settings):
+    layer = EquivalentSubstitution(FeatureRows(_weight(dtype)), OPERATORS[kind](), **settings)
+    if kind == "first layer":
+        layer.to(dtype)
+        layer.operators[1].weight.data.copy_(_first_layer(dtype))
+    return layer
+
+
+def _together(kind, dtype, rank, aggregate):
+    """The same of all ranks."""
+    ranks = dist.get_world_size()
+    layer, dense = _layer(kind, dtype, aggregate=aggregate), _dense(kind, dtype)
+    share = slice(None)
+    if aggregate == "reduce_scatter":
+        dense = DistributedDataParallel(dense)
+        share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    parameters = [*layer.parameters(), *dense.parameters()]
+    optimizer, losses = torch.optim.SGD(parameters, LR), []
+    for step in range(STEPS):
+        samples = [_sample(step, number) for number in range(BATCH)][share]
+        optimizer.zero_grad()
+        loss = _loss(dense(*layer(*_bags(samples))), _labels(samples, dtype))
+        loss.backward()
+        assert layer.rows.weight.grad.is_sparse
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if aggregate == "reduce_scatter":
+        dist.all_reduce(losses)
+        losses /= ranks
+    return losses, _whole(layer.rows)
+
+
+def _whole(rows):
+    """The rows of all ranks, by id; each of them on one rank."""
+    whole = torch.full((ROWS, 1 + WIDTH), math.nan, dtype=rows.weight.dtype)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (rows.ids(), rows.weight.detach()))
+    for ids, own in parts:
+        assert whole[ids].isnan().all()
+        whole[ids] = own
+    return whole
+
+
+@functools.cache
+def _expected(kind, dtype):
+    losses, weight = _alone(kind, dtype)
+    assert losses[-10:].mean() < 0.9 * losses[:10].mean(), kind  # it does learn
+    return losses, weight
+
+
+def _trains_alike(rank, expected, aggregates):
+    for (kind, dtype), (losses, weight) in expected.items():
+        for aggregate in aggregates:
+            got, rows = _together(kind, dtype, rank, aggregate)
+            if dtype is torch.float64:
+                assert (got - losses).abs().max() < 1e-12, (kind, aggregate)
+                assert (rows - weight).abs().max() < 1e-12, (kind, aggregate)
+            else:
+                assert ((got - losses) / losses).abs().max() < 1e-5, (kind, aggregate)
+
+
+@pytest.mark.parametrize(
+    "ranks, kinds, aggregates",
+    [
+        (1, list(OPERATORS), ["reduce_scatter"]),
+        (2, list(OPERATORS), ["reduce_scatter"]),
+        (2, ["DeepFM", "first layer"], ["all_reduce"]),
+        (4, ["DeepFM"], ["reduce_scatter"]),
+    ],
+    ids=["1", "2", "2-all_reduce", "4"],
+)
+def test_training_is_that_of_one_process(ranks, kinds, aggregates):
+    runs = [(kind, dtype) for kind in kinds for dtype in (torch.float64, torch.float32)]
+    run_ranks(_trains_alike, ranks, {run: _expected(*run) for run in runs}, aggregates)
+
+
+def _sends(rank, kind):
+    """Bytes of ids, partial results forward and backward, dense gradients: as computed."""
+    ranks = dist.get_world_size()
+    groups = [dist.new_group() for _ in range(2)]
+    layer = _layer(kind, torch.float64, ids_group=groups[0])
+    dense = DistributedDataParallel(_dense(kind, torch.float64), process_group=groups[1])
+    dense.register_comm_hook(groups[1], default_hooks.allreduce_hook)
+    with (
+        WireMeter(groups[0]) as ids_meter,
+        WireMeter(layer.rows.group) as partials_meter,
+        WireMeter(groups[1]) as dense_meter,
+    ):
+        seen = []
+        for most in (3, 6):
+            samples = [_sample(0, number, most) for number in range(2 * rank, 2 * rank + 2)]
+            ids, lengths = _bags(samples)
+            loss = _loss(dense(*layer(ids, lengths)), _labels(samples, torch.float64))
+            forward = partials_meter.take()
+            loss.backward()
+            foreign = int((~torch.isin(ids, layer.rows.ids())).sum())
+            others = ranks - 1
+            assert ids_meter.take() == others * (48 + 4 * FIELDS * 2) + 4 * foreign
+            assert forward == others * 2 * SENT[kind] * 8
+            of_operators = sum(p.nbytes for p in layer.operators.parameters())
+            assert partials_meter.take() == forward + 2 * others * of_operators // ranks
+            numel = sum(p.numel() for p in dense.parameters())
+            assert dense_meter.take() == 2 * others * numel * 8 // ranks
+            seen.append((len(ids), forward))
+        assert seen[1][0] > 1.5 * seen[0][0] and seen[1][1] == seen[0][1]
+
+    # The same batch on every rank: neither ids nor gradients cross.
+    layer = _layer(kind, torch.float64, aggregate="all_reduce", ids_group=groups[0])
+    with WireMeter(groups[0]) as ids_meter, WireMeter(layer.rows.group) as partials_meter:
+        out = layer(*_bags([_sample(0, number) for number in range(2 * ranks)]))
+        assert ids_meter.take() == others * 48
+        assert partials_meter.take() == 2 * others * 2 * ranks * SENT[kind] * 8 // ranks
+        sum(result.sum() for result in out).backward()
+        assert ids_meter.take() == 0
+        assert partials_meter.take() == 2 * others * of_operators // ranks
+
+
+@pytest.mark.parametrize("kind", ["FM", "DeepFM", "first layer"])
+def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(kind):
+    run_ranks(_sends, 2, kind)
+
+
+def _owners(rank):
+    """Every row on one rank, shares even to one row; of rows in steps of the world size, too."""
+    for rows in (2, 3, 64, 1000, 2**20 + 7):
+        owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
+        ids = owned.ids()
+        assert torch.equal(owned.weight.detach().flatten(), ids.double())
+        owners, names = owned.owners(ids)
+        assert (owners == rank).all() and torch.equal(owned.places(names), torch.arange(len(ids)))
+        every = [None] * 2
+        dist.all_gather_object(every, ids)
+        assert torch.equal(torch.cat(every).sort().values, torch.arange(rows))
+        assert abs(len(every[0]) - len(every[1])) <= 1
+        if rows > 500:
+            for start, step in ((0, 1), (0, 2), (1, 2), (0, 16)):
+                some = torch.arange(start, rows, step)
+                assert 0.3 < owned.owners(some)[0].double().mean() < 0.7, (rows, start, step)
+
+
+def test_owners():
+    run_ranks(_owners, 2)

@@ -1,0 +1,164 @@
+"""EquivalentSubstitution where arguments are wrong, ranks disagree or die: errors, no hangs."""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import (
+    EquivalentSubstitution,
+    FactorizationMachine,
+    FeatureRows,
+    FirstLayer,
+    LinearTerms,
+    SumPooledEmbedding,
+)
+from ranks import run_ranks
+
+OWNER = "dct::EquivalentSubstitution: "
+
+
+def _layer(**settings):
+    operators = [LinearTerms(), SumPooledEmbedding(2, first=1)]
+    return EquivalentSubstitution(FeatureRows(torch.randn(10, 3)), operators, **settings)
+
+
+def _refused(text, call, error=ValueError):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def _wrong_arguments(rank):
+    rows = FeatureRows(torch.randn(10, 3))
+
+    def refused(operator, why):
+        rule = "operators[0] must be a SubstituteOperator, whose partial results add up, got "
+        _refused(
+            f"{OWNER}{rule}{type(operator).__name__}{why}",
+            lambda: EquivalentSubstitution(rows, [operator]),
+            TypeError,
+        )
+
+    no_sum = ": the maximum of a bag is no sum of what ranks have of it"
+    refused(nn.EmbeddingBag(4, 2, mode="max"), no_sum)
+    refused(nn.AdaptiveMaxPool1d(1), no_sum)
+    refused(nn.MultiheadAttention(4, 2), ": attention weighs a row by the others of its bag")
+    refused(nn.EmbeddingBag(4, 2, mode="mean"), ": take SumPooledEmbedding, and divide by")
+    refused(nn.Linear(3, 2), "")
+    _refused("rows must be FeatureRows, got Tensor", lambda: _of(torch.randn(3, 2)), TypeError)
+    _refused("operators must have at least one, got none", lambda: _of(rows, []))
+    _refused(
+        "operators[1] must be of columns that rows of width 3 have, got 2 to 3",
+        lambda: _of(rows, [LinearTerms(), FactorizationMachine(2, first=2)]),
+    )
+    _refused(
+        "aggregate must be reduce_scatter or all_reduce, got gather",
+        lambda: _of(rows, [LinearTerms()], "gather"),
+    )
+    _refused("FirstLayer: fields must be in [1", lambda: FirstLayer(0, 1, 1))
+    _refused("SumPooledEmbedding: width must be in [1", lambda: SumPooledEmbedding(0))
+    _refused("LinearTerms: first must be in [0", lambda: LinearTerms(-1))
+    _refused("FeatureRows: weight must be 2-D, got 1-D", lambda: FeatureRows(torch.zeros(3)))
+    _refused(
+        "weight must be [rows, d] with 1 to 2147483647 rows, one a rank or more, and d from 1, "
+        "got (0, 3)",
+        lambda: FeatureRows(torch.zeros(0, 3)),
+    )
+    _refused("weight must be float32 or", lambda: FeatureRows(torch.zeros(2, 3).half()), TypeError)
+
+    layer, lengths = _layer(), torch.tensor([[1, 0], [0, 1]])
+    ids = torch.tensor([3, 9])
+    for wrong, text in (
+        (ids + 1, "ids[1] must be from 0 to 9, got 10"),
+        (ids - 4, "ids[0] must be from 0 to 9, got -1"),
+        (torch.tensor([2**63 - 1, 0]), "ids[0] must be from 0 to 9, got 9223372036854775807"),
+        (ids[:1], "ids must have 2 elements like lengths, got 1"),
+        (ids[None], "ids must be 1-D, got 2-D"),
+    ):
+        _refused(OWNER + text, lambda wrong=wrong: layer(wrong, lengths))
+    _refused(
+        "ids must be int32 or int64, got float32", lambda: layer(ids.float(), lengths), TypeError
+    )
+    _refused("lengths must be 0 and up, got -1", lambda: layer(ids, 2 - 3 * lengths))
+    _refused("lengths must be 2-D, got 1-D", lambda: layer(ids, lengths[0]))
+    _refused(
+        "[fields, batch] with a field or more, got (0, 2)", lambda: layer(ids[:0], lengths[:0])
+    )
+
+
+def _of(rows, operators=(), aggregate="reduce_scatter"):
+    return EquivalentSubstitution(rows, operators, aggregate)
+
+
+def test_errors_name_the_argument():
+    run_ranks(_wrong_arguments, 1)
+
+
+def _nothing_in_the_bags(rank):
+    """Bags without ids, samples on no rank: zeros, and a step that is one for all ranks."""
+    for settings in ({}, {"aggregate": "all_reduce"}):
+        layer = _layer(**settings)
+        before = layer.rows.weight.detach().clone()
+        none = torch.empty(0, dtype=torch.int64)
+        for batch in (3, 0):
+            linear, pooled = layer(none, torch.zeros(2, batch, dtype=torch.int64))
+            assert linear.shape == (batch,) and pooled.shape == (batch, 2, 2)
+            assert not linear.any() and not pooled.any()
+            (linear.sum() + pooled.sum()).backward()
+        torch.optim.SGD([layer.rows.weight], 1.0).step()
+        assert torch.equal(layer.rows.weight, before)
+
+
+def test_empty_bags():
+    run_ranks(_nothing_in_the_bags, 2)
+
+
+def _disagreeing(rank):
+    """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
+    ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
+    layer, together = _layer(), _layer(aggregate="all_reduce")
+    same = " must be the same on every rank, got "
+    for call, text in (
+        (lambda: layer(ids, lengths.repeat(1 + rank, 1)[:, : 2 - rank]), None),
+        (
+            lambda: layer(ids[:0], lengths[:, : 1 + rank] * 0),
+            f"batch{same}1 on rank 0, 2 on rank 1",
+        ),
+        (lambda: layer(ids[:0], lengths[: 1 + rank] * 0), f"fields{same}1 on rank 0, 2 on rank 1"),
+        (lambda: together(ids - rank, lengths), f"checksum of the batch{same}"),
+        (lambda: together(ids, lengths.flip(0) if rank else lengths), "checksum of the batch"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text or OWNER)):
+            call()
+    text = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    for of in (layer, together):
+        wrong = "ids[0] must be from 0 to 9, got 10" if rank else text
+        _refused(OWNER + wrong, lambda of=of: of(ids + 7 * rank, lengths))
+    with torch.set_grad_enabled(rank == 0):
+        _refused("gradients must be the same on every rank", lambda: layer(ids, lengths))
+    sum(result.sum() for result in layer(ids, lengths)).backward()
+
+
+def test_ranks_that_disagree_all_fail():
+    run_ranks(_disagreeing, 2)
+
+
+def _dies(rank, when):
+    layer = _layer()
+    dist.barrier()
+    if when == "forward" and rank == 1:
+        os._exit(7)
+    out = layer(torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]]))
+    if rank == 1:
+        os._exit(7)
+    sum(result.sum() for result in out).backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_ends_the_others_with_an_error(when):
+    # Not -9: the survivor ended by itself.
+    with pytest.raises(RuntimeError, match=r"(?s)exit codes \[1, 7\].*(all_to_all|work.wait)"):
+        run_ranks(_dies, 2, when)
