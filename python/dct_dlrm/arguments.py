@@ -10,6 +10,7 @@ from dct_parallel.rows.codecs import ROW_FORMATS
 
 from .argument_types import count, density, link, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
+from .models.factorised import FACTORISED
 from .modes import MODES, START_STEP
 from .optimizers import EMBEDDING_OPTIMIZERS, OPTIMIZERS, SCALED
 
@@ -69,6 +70,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1_000_000,
         metavar="N",
         help="without FILE: rows to generate, training and test together",
+    )
+    data.add_argument(
+        "--data-format",
+        choices=("criteo", "movielens"),
+        default="criteo",
+        help="layout of FILE: as above, or MovieLens 100K's u.data: user, item, rating, time. Its "
+        "label is a rating of 4 or 5, its features are user, item and up to 20 items liked before",
+    )
+    data.add_argument(
+        "--multi-hot",
+        type=count,
+        default=1,
+        metavar="N",
+        help="without FILE: up to N values of each categorical in a row",
     )
     data.add_argument(
         "--max-malformed",
@@ -147,11 +162,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     exchange = parser.add_argument_group("exchange between ranks")
     exchange.add_argument(
         "--parallel",
-        choices=("data", "hybrid", "2d"),
+        choices=("data", "hybrid", "2d", "des"),
         default="data",
         help="every rank has all weights, or the MLPs and its share of the embedding tables: then "
         "pooled embeddings cross forward and their gradients back. 2d: the tables are shared in "
-        "groups of ranks, each with a replica of them, which are averaged",
+        "groups of ranks, each with a replica of them, which are averaged. des (distributed "
+        "equivalent substitution): ranks share the rows of every table, and partial results cross",
     )
     exchange.add_argument(
         "--replicas", type=count, default=2, metavar="R", help="2d: groups of ranks"
@@ -249,6 +265,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("model")
     model.add_argument(
+        "--model",
+        choices=("dlrm", *FACTORISED),
+        default="dlrm",
+        help="DLRM, logistic regression, a factorisation machine, or DeepFM (its MLP: --top)",
+    )
+    model.add_argument(
         "--hash-size",
         type=number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)"),
         default=4000,
@@ -283,6 +305,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )
     if options.link is not None and options.transport != AUTO:
         parser.error(f"--link must come with --transport auto, got {options.transport}")
+    _check_sharded_tables(parser, options)
     if options.resume and options.out is None:
         parser.error("--resume must come with --out, got none")
     if options.resume and options.overwrite:
@@ -299,3 +322,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options
+
+
+def _check_sharded_tables(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Where whole tables are shared out, the exchange is of a row for each sample and table."""
+    if options.parallel in ("hybrid", "2d"):
+        for name, only in (("model", "dlrm"), ("data_format", "criteo"), ("multi_hot", 1)):
+            if getattr(options, name) != only:
+                parser.error(
+                    f"argument --{name.replace('_', '-')}: must be {only} with --parallel "
+                    f"{options.parallel}, got {getattr(options, name)}"
+                )

@@ -18,9 +18,10 @@ from dct_parallel.data_parallel import RECENT_STEPS
 
 from . import checkpoint
 from .data.dataset import Dataset
-from .data.features import Rows, table_rows
+from .data.features import Rows
 from .errors import UsageError
 from .models.dlrm import DLRM
+from .models.factorised import FACTORISED
 from .modes import FIXED_DENSITY, MODES, START_STEP
 from .optimizers import make_optimizers
 from .parallel import distribute, make_sync
@@ -153,8 +154,7 @@ def train(
         RuntimeError: the ranks' weights differ in the end.
     """
     torch.manual_seed(seed)
-    model = DLRM(table_rows(options.hash_size), options.embedding_dim, options.bottom, options.top)
-    model, ddp = distribute(model, mode, options)
+    model, ddp = distribute(_whole_model(data, options), mode, options)
     exchange = MODES[mode](ddp, options)
     dct = exchange if isinstance(exchange, DCTState) else None
     optimizers = make_optimizers(model, options)
@@ -258,6 +258,13 @@ def gather_rows(local: np.ndarray) -> np.ndarray | None:
     parts = [None] * dist.get_world_size() if first else None
     dist.gather_object(local, parts, dst=0)
     return np.concatenate(parts) if first else None
+
+
+def _whole_model(data: Dataset, options: argparse.Namespace) -> nn.Module:
+    ints = data.train.ints.shape[1]
+    if options.model == "dlrm":
+        return DLRM(data.tables, options.embedding_dim, options.bottom, options.top, ints)
+    return FACTORISED[options.model](data.tables, ints, options.embedding_dim, options.top)
 
 
 def _batches(

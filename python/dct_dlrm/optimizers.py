@@ -20,7 +20,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 SCALED = "momentum_scaled_rowwise_adagrad"
 # The same for tables, of which a scaled one knows how many replicas there are.
 EMBEDDING_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda params, lr, options: SGD(params, lr, fused=True),
+    # With des, gradients are sparse.
+    "sgd": lambda params, lr, options: SGD(params, lr, fused=options.parallel != "des"),
     "rowwise_adagrad": lambda params, lr, options: RowWiseAdagrad(params, lr),
     SCALED: lambda params, lr, options: MomentumScaledRowWiseAdagrad(
         params,

@@ -12,9 +12,11 @@ from dct_parallel import ReplicaSync
 
 from .data.features import table_rows
 from .models.dlrm import DLRM
+from .models.factorised import FeatureModel
 from .models.hybrid import HybridDLRM
 from .models.row_exchange import EXCHANGES
 from .models.sharding import shard_tables
+from .models.substituted import SubstitutedModel
 from .models.two_dimensional import TwoDimensionalDLRM, ranks_of_a_group
 
 
@@ -27,12 +29,16 @@ def plan_tables(options: argparse.Namespace) -> list[list[int]]:
 
 
 def distribute(
-    model: DLRM, mode: str, options: argparse.Namespace
+    model: DLRM | FeatureModel, mode: str, options: argparse.Namespace
 ) -> tuple[nn.Module, DistributedDataParallel]:
     """The model as `--parallel` says, and what of it every rank has."""
     if options.parallel == "data":
         ddp = _replicated(model, options)
         return ddp, ddp
+    if options.parallel == "des":
+        model = SubstitutedModel(model)
+        model.dense = _replicated(model.dense, options)
+        return model, model.dense
     plan, exchange = plan_tables(options), EXCHANGES[mode](options)
     if options.parallel == "hybrid":
         model = HybridDLRM(model, plan, exchange, options.dedup)

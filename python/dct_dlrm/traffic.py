@@ -8,6 +8,7 @@ from torch import nn
 from dct_parallel import WireMeter
 
 from .models.hybrid import HybridDLRM
+from .models.substituted import SubstitutedModel
 from .models.two_dimensional import TwoDimensionalDLRM
 
 
@@ -17,8 +18,8 @@ class Traffic:
     Attributes:
         wire: bytes of each step in all collectives.
         purposes: of a model with sharded tables, bytes of each step, apart: "counts" (hybrid only;
-            else among ids), "ids", "sync" of replicas (2D only), the rows' "mp_forward" and
-            "mp_backward", and "dp", which is all the rest. Empty for other models.
+            else among ids), "ids", "sync" of replicas (2D only), the rows' (DES: partial results')
+            "mp_forward" and "mp_backward", and "dp", which is all the rest. Empty for other models.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,6 +67,8 @@ def _groups(model: nn.Module) -> dict[str, dist.ProcessGroup]:
         groups = {"counts": model.counts_group}
     elif isinstance(model, TwoDimensionalDLRM):
         groups = {"sync": model.sync_group}
+    elif isinstance(model, SubstitutedModel):
+        groups = {}
     else:
         return {}
     return groups | {"ids": model.ids_group, "rows": model.rows_group}

@@ -29,6 +29,8 @@ SHARD = ["--modes", "dct", "--transport", "shard", *ADAMW]
 TWO_DIMENSIONAL = ["--parallel", "2d", "--modes", "dct", "--sync-every", "3"]
 TWO_DIMENSIONAL += ["--sync-density", "0.1", *ADAMW]
 TWO_DIMENSIONAL += ["--embedding-optimizer", "momentum_scaled_rowwise_adagrad"]
+DES = ["--parallel", "des", "--model", "deepfm", "--modes", "dct", "--multi-hot", "3", *ADAMW]
+DES += ["--embedding-optimizer", "rowwise_adagrad"]
 NOT_BITS = ("step_ms",)
 
 
@@ -99,6 +101,7 @@ KILLS = {
     "hybrid": (HYBRID, [(0, "step", 14, 3)]),  # between the tables and the MLPs
     "shard": (SHARD, [(1, "step", 14, 3)]),
     "2d": (TWO_DIMENSIONAL, [(1, "step", 14, 3)]),
+    "des": (DES, [(1, "step", 14, 3)]),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from dct_dlrm.data import hashing, synthetic
-from dct_dlrm.data.features import CARDINALITIES
+from dct_dlrm.data.features import CARDINALITIES, EMPTY, MISSING
 from dct_dlrm.loop import score
 
 N = 60_000
@@ -114,3 +114,26 @@ def test_random_numbers_are_uniform_and_normal():
     other = hashing.uniform(1, 3, np.arange(N))
     assert abs(np.corrcoef(u, other)[0, 1]) < 5 / np.sqrt(N)
     assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 5 / np.sqrt(N)
+
+
+def test_bags():
+    """Of rows without several values the first of each bag; labels by sums over all of them."""
+    generator, most, n = synthetic.Generator(3, most=4), 4, 20_000
+    block = generator.rows(np.arange(n))
+    for whole, part in zip(block, generator.rows(np.arange(500, 900)), strict=True):
+        np.testing.assert_array_equal(whole[500:900], part)
+    assert block.values.shape == (n, 26, most)
+    np.testing.assert_array_equal(block.values[:, :, 0], BLOCK.values[:n])
+    np.testing.assert_array_equal(block.ints, BLOCK.ints[:n])
+    there = block.values >= 0
+    assert (there[:, :, 1:] <= there[:, :, :-1]).all()  # nothing behind an empty place
+    assert ((block.values[:, :, 1:] == EMPTY) == ~there[:, :, 1:]).all()
+    lengths = there.sum(2)
+    for table in (0, 9, 25):
+        present = lengths[:, table][block.values[:, table, 0] != MISSING]
+        seen = np.bincount(present, minlength=most + 1) / len(present)
+        assert seen[0] == 0 and np.abs(seen[1:] - 1 / most).max() < 5 * np.sqrt(0.25 / n)
+        first, second = (block.values[:, table, k][there[:, table, k]] for k in (0, 1))
+        assert abs((second == 0).mean() - (first == 0).mean()) < 0.03  # of one distribution
+    auc = roc_auc_score(block.labels, block.probability)
+    assert 0.78 < auc < 0.82

@@ -4,8 +4,6 @@ Empty fields are missing values. A categorical is read as a hexadecimal number, 
 any other text becomes its CRC-32. So the same token is the same number on every machine and rank.
 """
 
-import dataclasses
-import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,45 +14,11 @@ import numpy as np
 
 from ..errors import UsageError
 from .features import INTS, TABLES, Rows
+from .lines import ReadReport, guarded, opened
 
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
-EXAMPLES = 5  # malformed lines described
-GZIP = b"\x1f\x8b"  # how such files begin, whatever their name
 FIRST_LINE_BYTES = 2**16  # at most: what is no text may have no line
-
-
-@dataclasses.dataclass
-class ReadReport:
-    """How reading went: good rows, malformed lines, and the first of these as (line, reason)."""
-
-    rows: int = 0
-    malformed: int = 0
-    examples: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-
-    def add_malformed(self, line: int, reason: str) -> None:
-        """Count a line, numbered from 1."""
-        self.malformed += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append((line, reason))
-
-    @staticmethod
-    def merge(reports: "Sequence[ReadReport]") -> "ReadReport":
-        """The report on a whole file from those on its parts."""
-        return ReadReport(
-            sum(report.rows for report in reports),
-            sum(report.malformed for report in reports),
-            sorted(example for report in reports for example in report.examples)[:EXAMPLES],
-        )
-
-    @property
-    def lines(self) -> int:
-        return self.rows + self.malformed
-
-    def describe(self) -> str:
-        """The malformed lines: how many, and the first of them."""
-        examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
-        return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
 
 
 def check_file(path: Path) -> None:
@@ -63,8 +27,8 @@ def check_file(path: Path) -> None:
     Raises:
         UsageError: it is absent, not readable, empty or comma-separated.
     """
-    with _opened(path) as file:
-        first = _guarded(path, lambda: file.readline(FIRST_LINE_BYTES))
+    with opened(path) as file:
+        first = guarded(path, lambda: file.readline(FIRST_LINE_BYTES))
     if not first:
         raise UsageError(f"{path} must have rows, got an empty file")
     if b"\t" not in first and first.count(b",") == FIELDS - 1:
@@ -92,7 +56,7 @@ def read(
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
     numbers: list[int] = []
-    with _opened(path) as file:
+    with opened(path) as file:
         for first, lines in _chunks(path, file):
             parsed = []
             for offset in range((rank - first) % world_size, len(lines), world_size):
@@ -145,24 +109,9 @@ def _encode(parsed: list[list[int]], table_rows: Sequence[int]) -> Rows:
 def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[int, list[bytes]]]:
     """(number of its first line, lines) of each chunk."""
     first = 0
-    while lines := _guarded(path, lambda: list(islice(file, LINES_PER_CHUNK))):
+    while lines := guarded(path, lambda: list(islice(file, LINES_PER_CHUNK))):
         yield first, lines
         first += len(lines)
-
-
-def _opened(path: Path) -> BinaryIO:
-    if not path.is_file():
-        raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
-    with _guarded(path, lambda: open(path, "rb")) as file:
-        compressed = file.read(len(GZIP)) == GZIP
-    return _guarded(path, lambda: (gzip.open if compressed else open)(path, "rb"))
-
-
-def _guarded(path: Path, operation):
-    try:
-        return operation()
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
-        raise UsageError(f"{path} must be readable to its end, got: {error}") from error
 
 
 def _shown(field: bytes) -> str:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from ..errors import UsageError
 from ..modes import START_STEP
 from ..ranks import from_all_ranks
-from . import criteo, hashing
+from . import criteo, hashing, movielens
 from .features import Rows, table_rows
+from .lines import ReadReport
 from .synthetic import Generator
 
 GENERATOR_SEED = 0  # one data set for all runs, so that their Bayes score is one number
@@ -27,6 +28,7 @@ class Dataset:
         train, validation, test: encoded rows, in no two of them the same.
         probability: float64 [len(test)], the true one of label 1; None for data from a file.
         description: of all ranks' rows, for the summary.
+        tables: rows of each embedding table.
         warning: what was left out of a file; None if nothing.
     """
 
@@ -35,6 +37,7 @@ class Dataset:
     test: Rows
     probability: np.ndarray | None
     description: dict[str, object]
+    tables: tuple[int, ...]
     warning: str | None = None
 
 
@@ -59,15 +62,21 @@ def load(options: argparse.Namespace) -> Dataset:
         UsageError: on every rank, if the rows cannot be used.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    rows = table_rows(options.hash_size)
+    tables = table_rows(options.hash_size)
     probability = None
     if options.data is not None:
-        encoded, numbers, report = criteo.read(options.data, rows, rank, world_size)
-        report = criteo.ReadReport.merge(from_all_ranks(report))
+        if options.data_format == "criteo":
+            encoded, numbers, report = criteo.read(options.data, tables, rank, world_size)
+        else:
+            encoded, numbers, tables, report = movielens.read(
+                options.data, options.hash_size, rank, world_size
+            )
+        report = ReadReport.merge(from_all_ranks(report))
         source = {"file": str(options.data), "malformed": report.malformed}
         warning = f"left out: {report.describe()}" if report.malformed else None
         if not report.rows:
-            rule = "must have a row in Criteo's layout"
+            whose = {"criteo": "Criteo's", "movielens": "MovieLens's"}[options.data_format]
+            rule = f"must have a row in {whose} layout"
             raise UsageError(f"{options.data} {rule}, got {report.describe()}")
         if report.malformed > options.max_malformed * report.lines:
             raise UsageError(
@@ -76,7 +85,7 @@ def load(options: argparse.Namespace) -> Dataset:
             )
     else:
         numbers = np.arange(rank, options.rows, world_size)
-        encoded, probability = _generate(numbers, rows)
+        encoded, probability = _generate(numbers, tables, options.multi_hot)
         source, warning = {"generator_seed": GENERATOR_SEED}, None
     test, validation = split(numbers, options.test_fraction, options.validation_fraction)
     parts = [_rows_where(encoded, mask) for mask in (~(test | validation), validation, test)]
@@ -87,11 +96,11 @@ def load(options: argparse.Namespace) -> Dataset:
         raise UsageError(f"{warning}\n{error}" if warning else str(error)) from None
     if probability is not None:
         probability = probability[test]
-    return Dataset(*parts, probability, description, warning)
+    return Dataset(*parts, probability, description, tables, warning)
 
 
-def _generate(numbers: np.ndarray, rows: tuple[int, ...]) -> tuple[Rows, np.ndarray]:
-    generator = Generator(GENERATOR_SEED)
+def _generate(numbers: np.ndarray, rows: tuple[int, ...], most: int) -> tuple[Rows, np.ndarray]:
+    generator = Generator(GENERATOR_SEED, most)
     parts, probabilities = [], []
     for start in range(0, len(numbers), ROWS_PER_BLOCK):
         block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])

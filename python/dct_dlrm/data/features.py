@@ -1,4 +1,7 @@
-"""What a row is: a label, 13 integers and 26 categoricals, and how they are encoded."""
+"""What a row is: a label, integers and categoricals, and how they are encoded.
+
+Criteo's has 13 integers and 26 categoricals.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ CARDINALITIES = (
 )
 TABLES = len(CARDINALITIES)
 MISSING_ID = 0
+MISSING, EMPTY = -1, -2  # no value: of a column, which has a row for that; of a place in a bag
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:
@@ -26,14 +30,15 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     """Table rows of categorical values: row 0 is for missing ones, 1 + value % (rows - 1) else.
 
     Args:
-        values: int64 [n, 26], -1 where missing.
+        values: int64 [n, tables], or bags of them [n, tables, most]; MISSING or EMPTY, or from 0.
         rows: of each table, at least 2.
 
     Returns:
-        int32 [n, 26].
+        int32 like values, -1 where EMPTY.
     """
-    ids = 1 + values % (np.asarray(rows, dtype=np.int64) - 1)
-    return np.where(values < 0, MISSING_ID, ids).astype(np.int32)
+    count = np.asarray(rows, dtype=np.int64).reshape(-1, *[1] * (values.ndim - 2))
+    ids = np.where(values == MISSING, MISSING_ID, 1 + values % (count - 1))
+    return np.where(values == EMPTY, -1, ids).astype(np.int32)
 
 
 def encode_ints(ints: np.ndarray) -> np.ndarray:
@@ -43,12 +48,13 @@ def encode_ints(ints: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Encoded rows: 157 bytes each.
+    """Encoded rows: in Criteo's layout, 157 bytes each.
 
     Attributes:
         labels: uint8 [n], 0 or 1.
         ints: float32 [n, 13].
-        ids: int32 [n, 26], rows of the embedding tables.
+        ids: int32 [n, 26], rows of the embedding tables; or bags of them [n, tables, most], -1
+            where a bag has fewer.
     """
 
     labels: Tensor
@@ -66,7 +72,7 @@ class Rows:
     def encode(
         labels: np.ndarray, ints: np.ndarray, values: np.ndarray, rows: Sequence[int]
     ) -> "Rows":
-        """Rows from labels [n], integers [n, 13] and categorical values [n, 26], missing as -1."""
+        """Rows from labels [n], integers [n, 13] and categorical values as of `encode_values`."""
         return Rows(
             torch.from_numpy(labels.astype(np.uint8)),
             torch.from_numpy(encode_ints(ints)),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import hashing
-from .features import CARDINALITIES, INTS, TABLES, encode_ints
+from .features import CARDINALITIES, EMPTY, INTS, MISSING, TABLES, encode_ints
 
 # Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
 MAX_CARDINALITY = 4000
@@ -26,14 +26,15 @@ MAX_INT = 10**6
 PILOT_ROWS = 2**15
 
 # Streams of random numbers, a thousand for each kind.
-_VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING = range(0, 6000, 1000)
+_VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING, _LENGTH = range(0, 7000, 1000)
+_PLACE = 7000  # of a bag's values beyond the first: as many as bags have places for each column
 
 
 class Block(NamedTuple):
     """Generated rows, -1 where missing.
 
-    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26]; probability: float64 [n], the
-    true one of label 1.
+    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26], or bags [n, 26, most], EMPTY
+    behind their last; probability: float64 [n], the true one of label 1.
     """
 
     labels: np.ndarray
@@ -50,10 +51,12 @@ class Generator:
 
     Args:
         seed: integer >= 0, of the teacher and of the rows.
+        most: values of a column at most. With more than 1, a column that is not missing has a bag
+            of 1 to `most` values, equally often; their effects and latent vectors add up.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, most: int = 1) -> None:
+        self.seed, self._most = seed, most
         columns, ints = np.arange(TABLES), np.arange(INTS)
         # One of the values that a cardinality counts is "missing".
         self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
@@ -77,6 +80,7 @@ class Generator:
         score = (self._score(ints, values) - self._mean) / self._std
         probability = 1 / (1 + np.exp(-(LOGIT_MEAN + LOGIT_STD * score)))
         labels = hashing.uniform(self.seed, _LABEL, numbers) < probability
+        values = values[:, :, 0] if self._most == 1 else values
         return Block(labels.astype(np.int64), ints, values, probability)
 
     def probabilities(self, table: int) -> np.ndarray:
@@ -93,13 +97,23 @@ class Generator:
             u, missing = self._present(_INTEGER + j, numbers, self._int_missing[j])
             drawn = np.floor(np.expm1(-self._int_scale[j] * np.log(u)))
             ints[:, j] = np.where(missing, -1, np.minimum(drawn, MAX_INT))
-        values = np.empty((len(numbers), TABLES), dtype=np.int64)
-        for t, count in enumerate(self.counts):
+        values = np.full((len(numbers), TABLES, self._most), EMPTY, dtype=np.int64)
+        for t in range(TABLES):
             u, missing = self._present(_VALUE + t, numbers, self.missing[t])
-            largest = (count + 1) ** (1 - EXPONENT)
-            drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - EXPONENT))) - 1
-            values[:, t] = np.where(missing, -1, np.minimum(drawn, count - 1))
+            values[:, t, 0] = np.where(missing, MISSING, self._values(t, u))
+            length = np.ceil(self._most * hashing.uniform(self.seed, _LENGTH + t, numbers))
+            for place in range(1, self._most):
+                u = hashing.uniform(self.seed, _PLACE + t + TABLES * place, numbers)
+                there = ~missing & (place < length)
+                values[:, t, place] = np.where(there, self._values(t, u), EMPTY)
         return ints, values
+
+    def _values(self, table: int, u: np.ndarray) -> np.ndarray:
+        """Values of a column at these places, in (0, 1), of their distribution."""
+        count = self.counts[table]
+        largest = (count + 1) ** (1 - EXPONENT)
+        drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - EXPONENT))) - 1
+        return np.minimum(drawn, count - 1)
 
     def _present(
         self, stream: int, numbers: np.ndarray, missing: float
@@ -115,9 +129,10 @@ class Generator:
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
         for t in range(TABLES):
-            score += self._effect[t][values[:, t] + 1]
+            score += _pooled(self._effect[t][:, None], values[:, t])[:, 0]
         for (left, right), (u, v) in zip(PAIRS, self._latent, strict=True):
-            score += np.einsum("nd,nd->n", u[values[:, left] + 1], v[values[:, right] + 1])
+            pooled = _pooled(u, values[:, left]), _pooled(v, values[:, right])
+            score += np.einsum("nd,nd->n", *pooled)
         return score
 
     def _drawn(self, table: int, stream: int) -> np.ndarray:
@@ -144,6 +159,13 @@ def write_tsv(path: Path, seed: int, rows: int) -> None:
             fields += ["" if x < 0 else str(x) for x in ints]
             fields += ["" if v < 0 else f"{v:08x}" for v in values]
             file.write("\t".join(fields) + "\n")
+
+
+def _pooled(vectors: np.ndarray, bags: np.ndarray) -> np.ndarray:
+    """Sums [n, d] of the vectors of a value [n] or a bag of them [n, most]; MISSING's is first."""
+    bags = bags.reshape(len(bags), -1)
+    there = bags != EMPTY
+    return (vectors[np.where(there, bags + 1, 0)] * there[:, :, None]).sum(1)
 
 
 def _of_norm(weights: np.ndarray, square: float) -> np.ndarray:

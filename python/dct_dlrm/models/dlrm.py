@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from ..data.features import INTS
+from .mlp import layers
 
 
 class DLRM(nn.Module):
@@ -18,22 +18,28 @@ class DLRM(nn.Module):
     Args:
         rows: of each embedding table.
         embedding_dim: width of an embedding, and of the bottom MLP's output.
-        bottom: hidden widths of the bottom MLP, between 13 integers and `embedding_dim`.
+        bottom: hidden widths of the bottom MLP, between the integers and `embedding_dim`.
         top: hidden widths of the top MLP, before its one output.
+        ints: integers of a sample.
 
     Weights are drawn from torch's global generator: Linear W ~ N(0, 2 / (in + out)),
     b ~ N(0, 1 / out); embeddings uniform within 1 / sqrt(rows).
     """
 
     def __init__(
-        self, rows: Sequence[int], embedding_dim: int, bottom: Sequence[int], top: Sequence[int]
+        self,
+        rows: Sequence[int],
+        embedding_dim: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        ints: int = INTS,
     ) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(n, embedding_dim) for n in rows)
         vectors = 1 + len(rows)
         interactions = vectors * (vectors - 1) // 2
-        self.bottom = nn.Sequential(*_layers([INTS, *bottom, embedding_dim]))
-        self.top = nn.Sequential(*_layers([embedding_dim + interactions, *top, 1])[:-1])
+        self.bottom = nn.Sequential(*layers([ints, *bottom, embedding_dim]))
+        self.top = nn.Sequential(*layers([embedding_dim + interactions, *top, 1])[:-1])
         below = torch.tril_indices(vectors, vectors, offset=-1)
         # Not a buffer: DDP would broadcast it in every step.
         self._pairs = below[0] * vectors + below[1]
@@ -46,7 +52,7 @@ class DLRM(nn.Module):
                 nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        """Logits [batch] of integers float32 [batch, 13] and ids as of `look_up`."""
         return self.interact(ints, look_up(self.tables, ids))
 
     def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
@@ -60,14 +66,22 @@ class DLRM(nn.Module):
 
 
 def look_up(tables: nn.ModuleList, ids: Tensor) -> Tensor:
-    """Embeddings [batch, tables, embedding_dim] of table rows int32 [batch, tables]."""
-    columns = ids.t().contiguous()
-    embedded = [table(column) for table, column in zip(tables, columns, strict=True)]
+    """Embeddings [batch, tables, embedding_dim] of table rows.
+
+    Args:
+        ids: int32 [batch, tables], or bags [batch, tables, most], of which embeddings are summed;
+            -1 where a bag has fewer.
+    """
+    columns = ids.transpose(0, 1).contiguous()
+    embed = _embed if ids.dim() == 2 else _embed_bags
+    embedded = [embed(table, column) for table, column in zip(tables, columns, strict=True)]
     return torch.stack(embedded, dim=1)
 
 
-def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for width_in, width_out in pairwise(widths):
-        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
-    return layers
+def _embed(table: nn.Embedding, ids: Tensor) -> Tensor:
+    return table(ids)
+
+
+def _embed_bags(table: nn.Embedding, ids: Tensor) -> Tensor:
+    there = (ids >= 0).unsqueeze(2)
+    return (table(ids.clamp(min=0)) * there).sum(1)

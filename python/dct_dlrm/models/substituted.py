@@ -1,0 +1,47 @@
+"""Distributed equivalent substitution: every rank with some rows of all tables, by their hash."""
+
+import torch
+import torch.distributed as dist
+
+from dct_parallel import EquivalentSubstitution, FeatureRows, SumPooledEmbedding
+
+from .dlrm import DLRM
+from .factorised import FeatureModel, LocalOperators
+from .hybrid import MLPs
+
+
+class SubstitutedModel(FeatureModel):
+    """A model whose ranks share the rows of all tables: the same training, other traffic.
+
+    Averaging the gradients of `dense` is up to DistributedDataParallel; those of tables need no
+    exchange. Forward and backward are collective, with equally many samples on every rank.
+
+    Args:
+        model: the whole one, equal on every rank; what this rank does not own is dropped from it.
+
+    Attributes:
+        dense: to be wrapped.
+        ids_group, rows_group: what crosses by them can be told apart by its bytes; by the second,
+            partial results do.
+    """
+
+    def __init__(self, model: DLRM | FeatureModel) -> None:
+        whole = _as_feature_model(model) if isinstance(model, DLRM) else model
+        ids_group, rows_group = (dist.new_group(group_desc=name) for name in ("ids", "rows"))
+        rows = FeatureRows(whole.tables.weight.detach(), rows_group)
+        operators = list(whole.tables.operators)
+        tables = EquivalentSubstitution(rows, operators, ids_group=ids_group)
+        super().__init__(whole.rows, tables, whole.dense)
+        self.ids_group, self.rows_group = ids_group, rows_group
+
+    def close(self) -> None:
+        """End the process groups of the exchanges, on every rank: each has threads of its own."""
+        for group in (self.ids_group, self.rows_group):
+            dist.destroy_process_group(group)
+
+
+def _as_feature_model(model: DLRM) -> FeatureModel:
+    rows = [table.num_embeddings for table in model.tables]
+    weight = torch.cat([table.weight.detach() for table in model.tables])
+    tables = LocalOperators(weight, [SumPooledEmbedding(weight.shape[1])])
+    return FeatureModel(rows, tables, MLPs(model))
