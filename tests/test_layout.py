@@ -33,6 +33,7 @@ PUBLIC = {
         *("Shard", "plan_shards", "ShardedEmbeddingBags", "ReplicaSync"),
         *("EquivalentSubstitution", "FeatureRows", "SubstituteOperator", "LinearTerms"),
         *("SumPooledEmbedding", "FactorizationMachine", "FirstLayer"),
+        *("DynamicFeatureRows", "merge_feature_rows"),
     },
 }
 

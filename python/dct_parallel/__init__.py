@@ -51,6 +51,7 @@ from .rows import (
     unpack,
 )
 from .substitution import (
+    DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,
     FeatureRows,
@@ -58,6 +59,7 @@ from .substitution import (
     LinearTerms,
     SubstituteOperator,
     SumPooledEmbedding,
+    merge_feature_rows,
 )
 from .two_dimensional import (
     MomentumScaledRowWiseAdagrad,
@@ -73,6 +75,7 @@ __all__ = [
     "Compressor",
     "DCTAverager",
     "DCTState",
+    "DynamicFeatureRows",
     "EquivalentSubstitution",
     "FactorizationMachine",
     "FeatureRows",
@@ -93,6 +96,7 @@ __all__ = [
     "all_gather_rows",
     "all_to_all_rows",
     "dct_hook",
+    "merge_feature_rows",
     "merge_states",
     "pack",
     "plan_shards",

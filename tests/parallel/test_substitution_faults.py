@@ -48,7 +48,8 @@ def _wrong_arguments(rank):
     refused(nn.MultiheadAttention(4, 2), ": attention weighs a row by the others of its bag")
     refused(nn.EmbeddingBag(4, 2, mode="mean"), ": take SumPooledEmbedding, and divide by")
     refused(nn.Linear(3, 2), "")
-    _refused("rows must be FeatureRows, got Tensor", lambda: _of(torch.randn(3, 2)), TypeError)
+    text = "rows must be FeatureRows or DynamicFeatureRows, got Tensor"
+    _refused(text, lambda: _of(torch.randn(3, 2)), TypeError)
     _refused("operators must have at least one, got none", lambda: _of(rows, []))
     _refused(
         "operators[1] must be of columns that rows of width 3 have, got 2 to 3",

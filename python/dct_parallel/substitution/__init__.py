@@ -1,10 +1,11 @@
 """Distributed equivalent substitution: partial results cross, not the rows that they are made of.
 
-Reading order: operators (what has such a substitute), feature_rows (who owns which row),
-bag_message (ids to the owners of their rows), aggregation (partial results, added up),
-substitution (the layer).
+Reading order: operators (what has such a substitute), feature_rows (who owns which row), id_table
+and dynamic_rows (rows that appear in training), bag_message (ids to the owners of their rows),
+aggregation (partial results, added up), substitution (the layer).
 """
 
+from .dynamic_rows import DynamicFeatureRows, merge_feature_rows
 from .feature_rows import FeatureRows
 from .operators import (
     FactorizationMachine,
@@ -16,6 +17,7 @@ from .operators import (
 from .substitution import EquivalentSubstitution
 
 __all__ = [
+    "DynamicFeatureRows",
     "EquivalentSubstitution",
     "FactorizationMachine",
     "FeatureRows",
@@ -23,4 +25,5 @@ __all__ = [
     "LinearTerms",
     "SubstituteOperator",
     "SumPooledEmbedding",
+    "merge_feature_rows",
 ]

@@ -1,6 +1,7 @@
 """Which rank owns the row of a feature, and where it has it."""
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,42 @@ MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-class FeatureRows(nn.Module):
+class SharedRows(nn.Module, ABC):
+    """Rows of features that the ranks of a group share, each with its own as a parameter.
+
+    Attributes:
+        weight: parameter [places, d]; its gradient is sparse.
+        group: the ranks.
+        no_row: a place in `weight` that is no feature's, and gets no gradient; None if all are.
+    """
+
+    weight: nn.Parameter
+    group: dist.ProcessGroup
+    no_row: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return self.weight.shape[1]
+
+    @abstractmethod
+    def ids(self) -> Tensor:
+        """The features of this rank, int64, in the order of their rows."""
+
+    @abstractmethod
+    def require_ids(self, op: str, ids: Tensor) -> None:
+        """Raise, naming the first, if some id can be of no feature. The host waits."""
+
+    @abstractmethod
+    def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that owns each id's row, int64, and the name by which it knows it, int."""
+
+    @abstractmethod
+    def places(self, names: Tensor) -> Tensor:
+        """Where in `weight` the rows of these names are, which this rank owns."""
+
+
+class FeatureRows(SharedRows):
     """A row of numbers for each feature 0 ... rows - 1, shared out to ranks by a hash of the id.
 
     The hash, id * a % rows with a prime to rows, numbers the features anew without leaving one out
@@ -28,15 +64,9 @@ class FeatureRows(nn.Module):
             this rank's are kept: the tensor may be mapped from a file.
         group: the ranks that share them, default all.
 
-    Attributes:
-        weight: parameter [own rows, d]; its gradient is sparse.
-        group: as given.
-
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
     """
-
-    words = 1  # of 32 bits, that a name takes on the wire
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -50,32 +80,23 @@ class FeatureRows(nn.Module):
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
 
-    @property
-    def width(self) -> int:
-        """Numbers in a row."""
-        return self.weight.shape[1]
-
     def ids(self) -> Tensor:
-        """The features of this rank, int64 [own rows], in the order of `weight`."""
         first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))
         inverse = pow(self._multiplier, -1, self._rows)
         return torch.arange(first, end) * inverse % self._rows
 
     def require_ids(self, op: str, ids: Tensor) -> None:
-        """Raise, naming the first, if some id is of no feature. The host waits."""
         outside = (ids < 0) | (ids >= self._rows)
         if outside.any():
             worst = int(outside.nonzero()[0])
             checks.fail(op, f"ids[{worst}]", f"from 0 to {self._rows - 1}", int(ids[worst]))
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank that owns each id's row, and the name by which it knows it, of `words` words."""
         number = ids.long() * self._multiplier % self._rows
         owners = number * self.group.size() // self._rows
         return owners, (number - self._first_number(owners)).int()
 
     def places(self, names: Tensor) -> Tensor:
-        """Where in `weight` the rows of these names are, which this rank owns."""
         return names
 
     def _first_number(self, rank: int | Tensor) -> int | Tensor:

@@ -14,7 +14,7 @@ from ..groups import GroupForBackward, require_group
 from ..rows.counts import exchange_counts
 from .aggregation import all_reduce, reduce_scatter
 from .bag_message import by_owner, exchange, require_bags
-from .feature_rows import FeatureRows
+from .feature_rows import SharedRows
 from .operators import Bags, SubstituteOperator, require_operator
 
 _OP = "EquivalentSubstitution"
@@ -42,7 +42,7 @@ class EquivalentSubstitution(nn.Module):
     forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel.
 
     Args:
-        rows: of the features, and the ranks that share them.
+        rows: of the features, and the ranks that share them: FeatureRows or DynamicFeatureRows.
         operators: with all of their results, in this order. Their parameters, if they have any,
             start from those of the first rank, and their gradients are added up over ranks.
         aggregate: "reduce_scatter" or "all_reduce".
@@ -56,14 +56,16 @@ class EquivalentSubstitution(nn.Module):
 
     def __init__(
         self,
-        rows: FeatureRows,
+        rows: SharedRows,
         operators: Sequence[SubstituteOperator],
         aggregate: str = "reduce_scatter",
         ids_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(rows, FeatureRows):
-            checks.fail(_OP, "rows", "FeatureRows", type(rows).__name__, TypeError)
+        if not isinstance(rows, SharedRows):
+            checks.fail(
+                _OP, "rows", "FeatureRows or DynamicFeatureRows", type(rows).__name__, TypeError
+            )
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):
@@ -94,7 +96,8 @@ class EquivalentSubstitution(nn.Module):
         """
         scatter = self.aggregate == "reduce_scatter"
         names, bags = (self._received if scatter else self._own)(ids, lengths)
-        rows = F.embedding(self.rows.places(names), self.rows.weight, sparse=True)
+        places, weight = self.rows.places(names), self.rows.weight
+        rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
         partials = [
             operator.partial(rows.narrow(1, operator.first, operator.width), bags)
             for operator in self.operators

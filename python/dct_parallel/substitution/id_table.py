@@ -1,0 +1,114 @@
+"""Ids to places 1, 2, 3, ... in the order in which they were added: a hash table in tensors.
+
+Linear hashing (Litwin, 1980): buckets come one by one, each taking over what belongs to it of one
+that is there, in proportion to the ids that are added. So there is never a time when all are hashed
+again. A batch of ids is handled at once, by some tens of tensor operations however many they are.
+"""
+
+import torch
+from torch import Tensor
+
+SLOTS = 8  # of a bucket
+LOAD = 2  # ids a bucket on average: three in four then have the slot that they are sought in first
+NO_PLACE = 0  # of an id that was not added
+
+
+class IdTable:
+    """Places of ids from 0 to 2^63 - 1.
+
+    A slot holds the place of an id, and the id is looked up there. An id's bucket and first slot
+    come from its hash; if another has that slot, it goes to the next of the bucket that is free,
+    and from a full bucket, one id in some hundreds, to a sorted list.
+
+    Args:
+        capacity: ids at most, below 2^31. Memory is reserved for so many, 24 bytes each; on the CPU
+            it is taken only as they come.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._ids = torch.empty(1 + capacity, dtype=torch.int64, device=device)  # by place
+        self._ids[NO_PLACE] = -1
+        slots = (capacity // LOAD + 1) * SLOTS
+        self._places = torch.empty(slots, dtype=torch.int32, device=device)
+        self._places[:SLOTS] = NO_PLACE
+        self._buckets = self._level = 1  # level: the largest power of 2 that is no more
+        self._count = 0
+        self._others = self._ids.new_empty(0)  # ids of full buckets, ascending
+        self._places_of_others = self._places.new_empty(0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ids(self) -> Tensor:
+        """All that were added, in the order of their places."""
+        return self._ids[1 : 1 + self._count]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The place of each id, int32 [n], or NO_PLACE. The host waits."""
+        slot = self._first_slots(mix(ids))
+        places = self._places.index_select(0, slot)
+        left = rest = (self._ids.index_select(0, places) != ids).nonzero().squeeze(1)
+        for _ in range(SLOTS - 1):
+            if len(rest) == 0:
+                return places
+            # Not by brackets, which are several times slower.
+            ids, slot = ids.index_select(0, rest), _next(slot.index_select(0, rest))
+            found = self._places.index_select(0, slot)
+            places.index_copy_(0, left, found)
+            rest = (self._ids.index_select(0, found) != ids).nonzero().squeeze(1)
+            left = left.index_select(0, rest)
+        return places.index_copy_(0, left, self._among_others(ids.index_select(0, rest)))
+
+    def add(self, ids: Tensor) -> None:
+        """Give each of these a place, the next ones in their order. They are new and different."""
+        first, self._count = self._count, self._count + len(ids)
+        places = torch.arange(1 + first, 1 + self._count, dtype=torch.int32, device=ids.device)
+        self._ids[1 + first : 1 + self._count] = ids
+        self._grow(self._count // LOAD + 1)
+        slot = self._first_slots(mix(ids))
+        for _ in range(SLOTS):
+            free = self._places[slot] == NO_PLACE
+            self._places[slot[free]] = places[free]  # of several in one slot, one stays
+            left = self._places[slot] != places
+            places, slot = places[left], _next(slot[left])
+        if len(places):
+            self._places_of_others = torch.cat([self._places_of_others, places])
+            self._others, order = self._ids[self._places_of_others].sort()
+            self._places_of_others = self._places_of_others[order]
+
+    def _among_others(self, ids: Tensor) -> Tensor:
+        if len(self._others) == 0:
+            return self._places.new_full((len(ids),), NO_PLACE)
+        index = torch.searchsorted(self._others, ids).clamp(max=len(self._others) - 1)
+        return torch.where(self._others[index] == ids, self._places_of_others[index], NO_PLACE)
+
+    def _first_slots(self, hashed: Tensor) -> Tensor:
+        slots = hashed & (2 * self._level * SLOTS - 1)
+        return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
+
+    def _grow(self, buckets: int) -> None:
+        """Add buckets, each with what it takes over from the one `level` before it."""
+        while self._buckets < buckets:
+            if self._buckets == 2 * self._level:
+                self._level *= 2
+            more = min(buckets, 2 * self._level) - self._buckets
+            start = (self._buckets - self._level) * SLOTS
+            old = self._places[start : start + more * SLOTS]
+            leaves = mix(self._ids[old]) & self._level * SLOTS != 0
+            start = self._buckets * SLOTS
+            self._places[start : start + more * SLOTS] = torch.where(leaves, old, NO_PLACE)
+            old[leaves] = NO_PLACE
+            self._buckets += more
+
+
+def mix(ids: Tensor) -> Tensor:
+    """A hash of each, int64 from 0: all of its bits depend on all of the id's."""
+    x = ids * -0x61C8864680B583EB
+    x = (x ^ x >> 32) * -0x4B47D0C5A2D2F58B
+    return x ^ x >> 31  # as shifts repeat the sign, the result has none
+
+
+def _next(slot: Tensor) -> Tensor:
+    """The next slot of the same bucket, after its last the first."""
+    return (slot & -SLOTS) | (slot + 1 & SLOTS - 1)

@@ -1,0 +1,246 @@
+"""Rows that appear in training: as if they had been there; checkpoints; other world sizes."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import (
+    DynamicFeatureRows,
+    EquivalentSubstitution,
+    FactorizationMachine,
+    LinearTerms,
+    RowWiseAdagrad,
+    SumPooledEmbedding,
+    merge_feature_rows,
+)
+from ranks import run_ranks
+
+WIDTH, FIELDS, BATCH, STEPS, LR = 4, 2, 4, 40, 0.5
+F64 = torch.float64
+
+
+def _rows(**settings):
+    return DynamicFeatureRows(1 + WIDTH, 500, 0.3, seed=3, dtype=F64, **settings)
+
+
+def _layer(rows):
+    operators = [
+        LinearTerms(),
+        FactorizationMachine(WIDTH, first=1),
+        SumPooledEmbedding(WIDTH, first=1),
+    ]
+    return EquivalentSubstitution(rows, operators)
+
+
+def _ids(step, sample):
+    """Of each field; from step 20 on there are ids that were not there before."""
+    generator = torch.Generator().manual_seed(100 * step + sample)
+    most = 30 if step < 20 else 60
+    numbers = torch.randint(most, (FIELDS, 2), generator=generator)
+    return numbers * (2**62 // 60)  # far apart
+
+
+def _bags(step, samples):
+    own = torch.stack([_ids(step, sample) for sample in samples], dim=1)
+    return own.flatten(), torch.full((FIELDS, len(samples)), 2)
+
+
+def _loss(linear, pairs, pooled):
+    return (linear + pairs + pooled.flatten(1).sin().sum(1) - 1).square().mean()
+
+
+def _alone():
+    """The oracle: a table of all ids there will be, with the same initial rows."""
+    every = torch.arange(60) * (2**62 // 60)
+    weight = nn.Parameter(_initial(every))
+    optimizer, losses = torch.optim.SGD([weight], LR / 10), []
+    for step in range(STEPS):
+        ids = torch.stack([_ids(step, sample) for sample in range(BATCH)])
+        of = weight[torch.searchsorted(every, ids.flatten(1))]
+        products = of[..., 1:] @ of[..., 1:].transpose(1, 2)
+        pairs = products.triu(1).sum((1, 2))
+        pooled = of[..., 1:].view(BATCH, FIELDS, 2, WIDTH).sum(2)
+        optimizer.zero_grad()
+        loss = _loss(of[..., 0].sum(1), pairs, pooled)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), dict(zip(every.tolist(), weight.detach(), strict=True))
+
+
+def _initial(ids):
+    """By the definition, an id and a column at a time, in Python's integers."""
+
+    def mixed(x):
+        x = _signed(x * -0x61C8864680B583EB)
+        x = _signed((x ^ x >> 32) * -0x4B47D0C5A2D2F58B)
+        return x ^ x >> 31
+
+    def number(id_, column):
+        drawn = mixed(mixed(id_) ^ mixed(column + (3 << 32))) >> 39
+        return (drawn / 2**23 - 1) * 0.3
+
+    rows = [[number(id_, column) for column in range(1, 2 + WIDTH)] for id_ in ids.tolist()]
+    return torch.tensor(rows, dtype=F64)
+
+
+def _signed(x):
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def _trains_alike(rank, losses, weight):
+    ranks = dist.get_world_size()
+    rows = _rows()
+    layer, optimizer = _layer(rows), torch.optim.SGD([rows.weight], LR / 10)
+    own = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(*layer(*_bags(step, own)))
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        assert (total / ranks - losses[step]).abs() < 1e-12, step
+        seen.append(len(rows))
+    assert 0 < seen[19] < seen[-1]  # more came
+    assert rows.ids().unique().numel() == len(rows)
+    for id_, row in zip(rows.ids().tolist(), rows.weight[1:], strict=False):
+        assert (row - weight[id_]).abs().max() < 1e-12
+    counts = torch.tensor(len(rows))
+    dist.all_reduce(counts)
+    assert counts == len(weight)
+    assert not rows.weight[0].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_new_ids_in_training_are_as_if_they_had_been_there(ranks):
+    run_ranks(_trains_alike, ranks, *_alone())
+
+
+def _trained(rank):
+    """This rank's state after some steps with an optimizer that keeps a number a row."""
+    rows = _rows()
+    layer, optimizer = _layer(rows), RowWiseAdagrad([rows.weight], LR)
+    rows.attach("sum", optimizer.state[rows.weight]["sum"])
+    for step in range(10):
+        optimizer.zero_grad()
+        _loss(*layer(*_bags(step, [rank]))).backward()
+        optimizer.step()
+    state = rows.state_dict()
+    assert state["weight"].shape == (len(rows), 1 + WIDTH)
+    assert state["weight"].untyped_storage().nbytes() == state["weight"].nbytes
+
+    # It goes on as it was, on a rank that had other rows before.
+    again = _rows()
+    _layer(again)(*_bags(30, [rank]))
+    sums = torch.zeros(501, dtype=F64)
+    again.attach("sum", sums)
+    again.load_state_dict(state)
+    assert torch.equal(again.ids(), rows.ids())
+    used = slice(1, 1 + len(rows))
+    assert torch.equal(again.weight[used], rows.weight[used]) and torch.equal(
+        sums[used], optimizer.state[rows.weight]["sum"][used]
+    )
+    other = torch.tensor([1 - rank, 2])
+    text = f"state must be of rank {rank} of 2, or of all by merge_feature_rows, got of rank "
+    with pytest.raises(RuntimeError, match=text):
+        again.load_state_dict(state | {"owner": other})
+    assert torch.equal(again.ids(), rows.ids())
+    return state
+
+
+def _rehashed(rank, states, merged):
+    """Every row of both ranks on one of four, with what is attached, bit for bit."""
+    rows, sums = _rows(), torch.zeros(501, dtype=F64)
+    rows.attach("sum", sums)
+    rows.load_state_dict(merged)
+    parts = [None] * 4
+    used = slice(1, 1 + len(rows))
+    own = rows.ids().clone(), rows.weight.detach()[used].clone(), sums[used].clone()
+    dist.all_gather_object(parts, own)
+    assert all(len(ids) > 0 for ids, *_ in parts)
+    found, expected = {}, {}
+    for ids, weight, sums in parts:
+        for index, id_ in enumerate(ids.tolist()):
+            assert id_ not in found
+            found[id_] = weight[index], sums[index]
+    for state in states:
+        for index, id_ in enumerate(state["ids"].tolist()):
+            expected[id_] = state["weight"][index], state["per_row.sum"][index]
+    assert found.keys() == expected.keys()
+    for id_, (row, number) in expected.items():
+        assert torch.equal(found[id_][0], row) and torch.equal(found[id_][1], number)
+    before = len(rows)
+    _layer(rows)(*_bags(0, [rank % 2]))  # ids that are known: the owners are where they are sought
+    assert len(rows) == before
+
+
+def test_checkpoints_and_two_ranks_made_four():
+    states = run_ranks(_trained, 2)
+    merged = merge_feature_rows(states[::-1])
+    run_ranks(_rehashed, 4, states, merged)
+
+
+def _faults(rank):
+    def refused(text, call, error=ValueError):
+        with pytest.raises(error, match=re.escape(text)):
+            call()
+
+    owner = "dct::DynamicFeatureRows: "
+    refused(f"{owner}width must be in [1", lambda: DynamicFeatureRows(0, 5))
+    refused(f"{owner}capacity must be in [1", lambda: DynamicFeatureRows(1, 0))
+    refused(f"{owner}bound must be finite, from", lambda: DynamicFeatureRows(1, 1, float("nan")))
+    refused(f"{owner}seed must be in [0", lambda: DynamicFeatureRows(1, 1, seed=-1))
+    refused(
+        "dtype must be float32 or", lambda: DynamicFeatureRows(1, 1, dtype=torch.half), TypeError
+    )
+    rows = DynamicFeatureRows(1, 3)
+    layer = EquivalentSubstitution(rows, [LinearTerms()])
+    lengths = torch.tensor([[2, 1]])
+
+    layer.eval()
+    (result,) = layer(torch.tensor([5, 2**63 - 1, 7]), lengths)
+    assert not result.any() and len(rows) == 0
+    result.sum().backward()
+    assert not rows.weight.grad.to_dense()[0].any()  # row 0 stays 0
+    layer.train()
+    layer(torch.tensor([5, 2**63 - 1, 5]), lengths)
+    assert rows.ids().tolist() == [5, 2**63 - 1]
+    before = rows.weight[:3].clone()
+    refused("ids[1] must be from 0 up, got -1", lambda: layer(torch.tensor([5, -1, 7]), lengths))
+    refused(
+        f"{owner}capacity must be at least 4, the features seen, got 3",
+        lambda: layer(torch.tensor([5, 6, 7]), lengths),
+    )
+    assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
+    layer(torch.tensor([5, 6, 5]), lengths)  # there is room for one
+
+    state = rows.state_dict()
+    for name, value, text in (
+        ("weight", torch.zeros(3, 2), "state must be of weight (3, 1), got (3, 2)"),
+        ("weight", torch.zeros(2, 1), "state must be of weight (3, 1), got (2, 1)"),
+        ("ids", torch.tensor([1, 2, 1]), "state must be of different ids, got some of them twice"),
+        ("ids", torch.tensor([1, 2, -1]), "ids[2] must be from 0 up, got -1"),
+    ):
+        refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
+    del state["ids"]
+    refused(
+        'Missing key(s) in state_dict: "ids"', lambda: rows.load_state_dict(state), RuntimeError
+    )
+    refused(
+        "capacity must be at least 3 as of the state, got 2",
+        lambda: DynamicFeatureRows(1, 2).load_state_dict(rows.state_dict()),
+        RuntimeError,
+    )
+    refused("tensor must be of 4 rows like weight", lambda: rows.attach("sum", torch.zeros(3)))
+    op = "dct::merge_feature_rows: states must be of every rank once, got "
+    refused(f"{op}0 of 1, 0 of 1", lambda: merge_feature_rows([rows.state_dict()] * 2))
+    refused(f"{op}none", lambda: merge_feature_rows([]))
+
+
+def test_what_is_refused_leaves_what_was_there():
+    run_ranks(_faults, 1)
