@@ -118,7 +118,8 @@ class MeanOfLargestDeltas:
         _move_delta(weight, rows, before[0], residual, union)
         if everything:
             mean = dense_mean(residual, residual.dtype, self._group)
-            self.rows, self.residual = union[:0], residual[:0]
+            # Not parts of these, which would keep all of them.
+            self.rows, self.residual = union.new_empty(0), residual.new_empty(0, residual.shape[1])
         else:
             mean = self._mean_of_largest(residual, union)
             self.rows, self.residual = union, residual
