@@ -67,8 +67,8 @@ class Cost(NamedTuple):
 def cost(tables: Tables, ranks: int, group: int, sync: str, link: Link) -> Cost:
     """Of tables on `ranks` ranks in groups of `group`, with a sync of SYNCS.
 
-    What changed since the last sync is averaged. Compressed, everything that was looked up since
-    then waits, too: as if `flush` came with every sync, so that it is a lower bound.
+    With "dct" as if every sync were followed by a flush that costs nothing: rows that wait from
+    earlier periods take part as well, so its bytes and memory are lower bounds.
     """
     asked = tables.batch * tables.lookups * (group - 1) / group
     rows, ids = 2 * 4 * tables.width * asked, 4 * asked
