@@ -51,8 +51,10 @@ train: $(VENV)/built
 
 # Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
 MACHINE_CODE := tests/aot tests/static tests/ptx/test_baseline.py
+# One worker more than cores: some wait for the ranks that they started.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: $(VENV)/built native
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(MACHINE_CODE:%=--ignore %)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(MACHINE_CODE:%=--ignore %)
 
 NATIVE   ?= build/native
 SANITIZE ?=
