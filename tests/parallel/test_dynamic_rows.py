@@ -138,6 +138,8 @@ def _trained(rank):
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
     sums = torch.zeros(501, dtype=F64)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "per_row.sum"'):
+        again.load_state_dict(state)
     again.attach("sum", sums)
     again.load_state_dict(state)
     assert torch.equal(again.ids(), rows.ids())
@@ -145,6 +147,11 @@ def _trained(rank):
     assert torch.equal(again.weight[used], rows.weight[used]) and torch.equal(
         sums[used], optimizer.state[rows.weight]["sum"][used]
     )
+    # Features to come begin anew, whatever was there before.
+    fewer = {name: part if name == "owner" else part[:2] for name, part in state.items()}
+    again.load_state_dict(fewer)
+    assert len(again) == 2 and not sums[3:].any()
+    again.load_state_dict(state)
     other = torch.tensor([1 - rank, 2])
     text = f"state must be of rank {rank} of 2, or of all by merge_feature_rows, got of rank "
     with pytest.raises(RuntimeError, match=text):

@@ -109,7 +109,10 @@ class DynamicFeatureRows(SharedRows):
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
     def attach(self, name: str, tensor: Tensor) -> None:
-        """Save and load `tensor` [1 + capacity, ...] with the rows: state of an optimizer, say."""
+        """Save and load `tensor` [1 + capacity, ...] with the rows: state of an optimizer, say.
+
+        It begins as zeros. A load writes into this tensor: attach what the optimizer has by then.
+        """
         if len(tensor) != len(self.weight):
             checks.fail(_OP, "tensor", f"of {len(self.weight)} rows like weight", len(tensor))
         self._per_row[name] = tensor
@@ -141,6 +144,8 @@ class DynamicFeatureRows(SharedRows):
         names = ["owner", "ids", "weight", *per_row]
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         missing_keys += missing
+        known = {prefix + name for name in names}
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
         if missing:
             return
         state = {name: state_dict[prefix + name].to(self.weight.device) for name in names}
@@ -149,8 +154,11 @@ class DynamicFeatureRows(SharedRows):
         except ValueError as error:
             error_msgs.append(str(error))
             return
+        before = len(self)
         self._table = IdTable(self.capacity, self.weight.device)
         self._table.add(state["ids"][own])
+        for tensor in self._per_row.values():
+            tensor[1 + len(self) : 1 + before] = 0  # as for features that nobody has met
         for name, tensor in {"weight": self.weight, **per_row}.items():
             tensor[1 : 1 + len(self)] = state[name][own]
 
