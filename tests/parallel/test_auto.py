@@ -117,6 +117,24 @@ def test_buckets_of_one_model_go_different_ways():
     run_ranks(_mixed, 2)
 
 
+def _empty(rank):
+    """A bucket of an empty parameter alone."""
+    sizes, always_bf16 = (0, 2000), Link(Cost(1.0, 0.0), FREE, FREE, 0.0, 0.0, 0.0)
+    for options in ({"transport": "gather"}, {"transport": "shard"}, {"link": always_bf16}):
+        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.001)
+        state = DCTState(model, density=1, start_step=0, **options)
+        model.register_comm_hook(state, dct_hook)
+        for _ in range(3):
+            means = _step(model, [torch.ones(n) + rank for n in sizes])
+            assert torch.equal(means[1], torch.full((2000,), 1.5)), options
+        assert "buckets: 2" in state.plan()
+        state.close()
+
+
+def test_an_empty_parameter_may_have_a_bucket_of_its_own():
+    run_ranks(_empty, 2)
+
+
 def _skipped(rank):
     """An overflow in the bucket that is not compressed takes back what the other one sent."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -146,7 +146,7 @@ class BucketPlan:
 
     @cached_property
     def _range_length(self) -> int:
-        return range_blocks(self.bounds[-1], self.ranges) * BLOCK
+        return max(1, range_blocks(self.bounds[-1], self.ranges)) * BLOCK
 
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
@@ -175,7 +175,7 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str) -> str:
                 nbytes = capacity * entry_bytes * plan.wire_bytes // packed
                 sent_as, room = "whole" if whole else "DCT", f"{capacity:,}"
             else:
-                nbytes = plan.wire_bytes * size // plan.bounds[-1]
+                nbytes = plan.wire_bytes * size // max(plan.bounds[-1], 1)
                 sent_as, room = plan.transport.name, ""
             rows.append((name, f"{size:,}", sent_as, room, f"{nbytes:,}"))
             entries_bytes += nbytes
