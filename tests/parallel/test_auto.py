@@ -189,7 +189,9 @@ def test_damage_is_told_beside_buckets_that_are_not_compressed():
 
 
 def _probed(rank):
+    drawn = torch.get_rng_state()
     model, state = _model(link="probe")
+    assert torch.equal(torch.get_rng_state(), drawn)
     for step in range(4):
         _step(model, _integers(step, rank))
     link = state._choice._link

@@ -69,7 +69,8 @@ def probe(group: dist.ProcessGroup, device: torch.device, settings: Settings) ->
     compressor = Compressor(
         ELEMENTS, [0, ELEMENTS], settings.density, value_dtype=settings.value_dtype, device=device
     )
-    grad = torch.randn(ELEMENTS, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # the run's own draws what it drew without
+    grad = torch.randn(ELEMENTS, device=device, generator=generator)
     payloads = torch.stack([compressor.pack(grad)] * ranks)
     out = torch.empty_like(grad)
     return Link(
