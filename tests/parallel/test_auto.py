@@ -208,18 +208,48 @@ def test_a_probe_measures_one_link_for_all_ranks():
     assert first == second
 
 
-def test_a_link_is_read_from_the_benchs_file(tmp_path):
+def _file_of_one(rank, path):
+    """The first rank reads it, as a bench writes it on one machine."""
+    _, state = _model(link=path if rank == 0 else path.with_name("nothing"))
+    state.close()
+    with pytest.raises(ValueError, match="link must be 'probe' or a JSON file, got "):
+        _model(link=path if rank == 1 else path.with_name("nothing"))
+    text = "link must be the same on every rank, got given on rank 0, probe on rank 1"
+    with pytest.raises(ValueError, match=text):
+        _model(link=path if rank == 0 else "probe")
+    return list(state._choice._link)
+
+
+def test_the_first_ranks_file_is_everybodys(tmp_path):
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps(_of_bench(2)))
+    first, second = run_ranks(_file_of_one, 2, path)
+    assert first == second
+
+
+def _of_bench(ranks):
+    """What dct-bench link writes, as far as it is read."""
+
     def cell(mode, wire, nbytes):
         phases = {"compute": 5.0, "pack": 2.0, "wire": wire, "unpack": 1.0}
-        cell = {"ranks": 4, "rate": 1e9, "mode": mode, "step_ms": [1, 2, 3], "phases_ms": phases}
+        cell = {
+            "ranks": ranks,
+            "rate": 1e9,
+            "mode": mode,
+            "step_ms": [1, 2, 3],
+            "phases_ms": phases,
+        }
         return cell | {"payload_bytes": nbytes}
 
-    content = {
+    return {
         "model": {"parameters": 1000},
-        "links": [{"ranks": 4, "rate": 1e9, "bits_per_second": 8e6, "latency_us": 9.0}],
+        "links": [{"ranks": ranks, "rate": 1e9, "bits_per_second": 8e6, "latency_us": 9.0}],
         "cells": [cell("bf16", 3.0, 2000), cell("dct", 1.5, 500), cell("dct-shard", 2.5, 1000)],
     }
-    path = tmp_path / "link.json"
+
+
+def test_a_link_is_read_from_the_benchs_file(tmp_path):
+    path, content = tmp_path / "link.json", _of_bench(4)
     path.write_text(json.dumps(content))
     link = read(path, 4)
     assert link.all_gather == pytest.approx((1e-3, 1e-6))  # 1.5 ms, of them 0.5 for bytes
@@ -230,6 +260,9 @@ def test_a_link_is_read_from_the_benchs_file(tmp_path):
         read(path, 2)
     with pytest.raises(ValueError, match=r"link must be 'probe' or a JSON file, got .*other\.json"):
         read(tmp_path / "other.json", 4)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="link must be of dct-bench link --ranks 4, one rate"):
+        read(path, 4)
     content["cells"].pop()
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"modes bf16, dct, dct-shard, got .*link\.json"):
@@ -239,3 +272,5 @@ def test_a_link_is_read_from_the_benchs_file(tmp_path):
 def test_a_link_is_for_auto_alone():
     with pytest.raises(ValueError, match="link must be None with transport 'shard', got 'probe'"):
         DCTState(transport="shard", link="probe")
+    with pytest.raises(TypeError, match="link must be a Link, 'probe' or a path, got int"):
+        DCTState(link=1)

@@ -37,6 +37,9 @@ class Choice:
         if transport not in (AUTO, *TRANSPORTS):
             rule = " or ".join(map(repr, (AUTO, *TRANSPORTS)))
             checks.fail("DCTState", "transport", rule, repr(transport))
+        if not isinstance(link, (Link, str, os.PathLike, type(None))):
+            rule = "a Link, 'probe' or a path"
+            checks.fail("DCTState", "link", rule, type(link).__name__, TypeError)
         if link is not None and transport != AUTO:
             checks.fail("DCTState", "link", f"None with transport {transport!r}", repr(link))
         self.name = transport
@@ -46,14 +49,26 @@ class Choice:
     def settle(
         self, run: Run, group: dist.ProcessGroup, device: torch.device, settings: Settings
     ) -> None:
-        """Get to know the link, if one is to be known; a collective then."""
+        """Get to know the link, if one is to be known; a collective then. One rank reads a file."""
         if self.given is None:
             return
+        error = None
         if self._link is None and self.given == PROBE:
             self._link = links.probe(group, device, settings)
-        elif self._link is None:
-            self._link = links.read(self.given, group.size())
-        self._link = Link.from_json(run.of_first_rank("DCTState", {"link": self._link})["link"])
+        elif self._link is None and group.rank() == 0:
+            try:
+                self._link = links.read(self.given, group.size())
+            except ValueError as refused:  # by all ranks, once they know
+                error = str(refused)
+        told = run.of_first_rank("DCTState", {"link": self._link, "error": error})
+        if told["error"] is not None:
+            raise ValueError(told["error"])
+        self._link = Link.from_json(told["link"])
+
+    @property
+    def kind(self) -> str:
+        """Of link: what ranks must have alike to take part in `settle`."""
+        return "none" if self.given is None else PROBE if self.given == PROBE else "given"
 
     @property
     def keeps_owners(self) -> bool:

@@ -94,6 +94,8 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
             content = json.load(file)
     except (OSError, ValueError) as error:
         checks.fail("DCTState", "link", "'probe' or a JSON file", error)
+    if not isinstance(content, dict):
+        content = {}
     links = [link for link in content.get("links", []) if link["ranks"] == ranks]
     cells = {c["mode"]: c for c in content.get("cells", []) if c["ranks"] == ranks and c["step_ms"]}
     needed = ("bf16", "dct", "dct-shard")

@@ -157,7 +157,7 @@ class DCTState:
                 "model": model.describe(names),
                 **self.settings.as_told(),
                 "transport": self._choice.name,
-                "link": "none" if self._choice.given is None else "given",
+                "link": self._choice.kind,
                 "start_step": self.start_step,
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
             },
