@@ -117,6 +117,16 @@ def test_empty_bags():
     run_ranks(_nothing_in_the_bags, 2)
 
 
+def _other_ranks_for_ids(rank):
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    text = f"ids_group must be of ranks [0, 1] like rows, got [{rank}]"
+    _refused(OWNER + text, lambda: _layer(ids_group=alone))
+
+
+def test_ids_go_to_the_ranks_that_have_the_rows():
+    run_ranks(_other_ranks_for_ids, 2)
+
+
 def _disagreeing(rank):
     """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])

@@ -74,6 +74,9 @@ class EquivalentSubstitution(nn.Module):
         self.rows, self.operators, self.aggregate = rows, nn.ModuleList(operators), aggregate
         self._group = rows.group
         self._ids_group = self._group if ids_group is None else require_group(_OP, ids_group)
+        of_rows, of_ids = map(dist.get_process_group_ranks, (self._group, self._ids_group))
+        if of_ids != of_rows:  # ids would get to others than the owners of their rows
+            checks.fail(_OP, "ids_group", f"of ranks {of_rows} like rows", of_ids)
         group = GroupForBackward(self._group)
         for parameter in self.operators.parameters():
             dist.broadcast(parameter.detach(), group=self._group, group_src=0)
