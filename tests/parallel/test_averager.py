@@ -148,6 +148,13 @@ def _refuses_other_states(rank):
     other = DCTState(ddp(_model()), density=0.1)
     with pytest.raises(ValueError, match="state must be a DCTAverager's, got one without a base"):
         averager.load_state_dict(other.state_dict())
+    bare = other.state_dict()
+    entry(bare)["parameters"].clear()
+    text = "state must be a DCTAverager's, got one without a base"
+    with pytest.warns(UserWarning, match="no residuals"), pytest.raises(ValueError, match=text):
+        averager.load_state_dict(bare)
+    with pytest.raises(ValueError, match="state must be a DCTState's, got a DCTAverager's"):
+        other.load_state_dict(averager.state_dict())
     with pytest.raises(ValueError, match=r"density must be 0\.1"):
         averager.load_state_dict(DCTAverager(model, density=0.2).state_dict())
     other.close()

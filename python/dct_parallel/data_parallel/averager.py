@@ -166,7 +166,7 @@ class DCTAverager(ModelAverager):
         ranks = self.process_group.size()
         entry = checkpoint.find(state, dist.get_rank(), ranks, self._settings, sizes)
         saved = entry["parameters"]
-        if any("base" not in saved[name] for name in sizes):
+        if any("base" not in saved.get(name, {}) for name in sizes):
             checks.fail("load_state_dict", "state", f"a {_OP}'s", "one without a base")
         self._run.load(entry)
         self.step = entry["step"]

@@ -276,6 +276,8 @@ class DCTState:
         self._require_bound("load_state_dict")
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         entry = checkpoint.find(state, self._rank, self._world_size, self.settings, sizes)
+        if any("base" in saved for saved in entry["parameters"].values()):
+            checks.fail("load_state_dict", "state", "a DCTState's", "a DCTAverager's")
         self._run.load(entry)
         self._damage = Damage()
         self._loss_scale.saw(overflow=False)
