@@ -1,6 +1,8 @@
 """DCTAverager: what it computes, that ranks stay equal, and that it goes on where it was."""
 
 import io
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTAverager, DCTState, WireMeter
-from dct_parallel.data_parallel import gather
+from dct_parallel.data_parallel import gather, run
 from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 PERIOD = 3
@@ -140,6 +142,20 @@ def _resumed(rank, stop):
 @pytest.mark.parametrize("stop", [7, 9])  # between two averagings, right after one
 def test_resumed_is_undisturbed_bit_for_bit(stop):
     run_ranks(_resumed, 2, stop)
+
+
+def _late(rank):
+    """Local steps after a load may take ranks as long as they do."""
+    run.LOAD_PATIENCE = timedelta(seconds=0.1)
+    averager = DCTAverager(_model(), period=1)
+    averager.average_parameters()
+    averager.load_state_dict(averager.state_dict())
+    time.sleep(rank)
+    averager.average_parameters()
+
+
+def test_ranks_may_be_apart_after_a_load():
+    run_ranks(_late, 2)
 
 
 def _refuses_other_states(rank):

@@ -168,7 +168,7 @@ class DCTAverager(ModelAverager):
         saved = entry["parameters"]
         if any("base" not in saved.get(name, {}) for name in sizes):
             checks.fail("load_state_dict", "state", f"a {_OP}'s", "one without a base")
-        self._run.load(entry)
+        self._run.load(entry, apart=True)
         self.step = entry["step"]
         self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
         self._start(self.step // self.period, saved)

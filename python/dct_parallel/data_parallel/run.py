@@ -47,9 +47,13 @@ class Run:
         """What the first rank tells; all ranks of the group call this alike."""
         return next(iter(self._agreement.exchange(op, values).values()))
 
-    def load(self, entry: Entry) -> None:
-        """Go on with the run that a checkpoint is of."""
-        if self._compared:  # others may train on, and never look here
+    def load(self, entry: Entry, apart: bool = False) -> None:
+        """Go on with the run that a checkpoint is of.
+
+        Args:
+            apart: ranks may be far apart when they next begin a step, as they train alone.
+        """
+        if self._compared and not apart:  # others may train on, and never look here
             self._patience = LOAD_PATIENCE
         self._compared = False
         self._checkpoint = f"one of {entry['world_size']} ranks"
