@@ -117,6 +117,16 @@ def test_empty_bags():
     run_ranks(_nothing_in_the_bags, 2)
 
 
+def _other_tables(rank):
+    """With another number of rows ids have other owners, and would find others' rows there."""
+    text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
+    _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
+
+
+def test_ranks_have_tables_of_one_size():
+    run_ranks(_other_tables, 2)
+
+
 def _other_ranks_for_ids(rank):
     alone = [dist.new_group([r]) for r in range(2)][rank]
     text = f"ids_group must be of ranks [0, 1] like rows, got [{rank}]"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
+from ..agreement import Agreement, require_same
 from ..groups import require_group
 
 _OP = "FeatureRows"
@@ -66,6 +67,7 @@ class FeatureRows(SharedRows):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError: ranks differ in rows, width or dtype; on all of them.
     """
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -76,6 +78,8 @@ class FeatureRows(SharedRows):
         if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
             rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d from 1"
             checks.fail(_OP, "weight", rule, tuple(weight.shape))
+        told = {"rows": len(weight), "width": weight.shape[1], "dtype": str(weight.dtype)}
+        require_same(_OP, Agreement(self.group, weight.device).exchange(_OP, told))
         self._rows = len(weight)
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
