@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from programs import ROOT, run
 
 EXAMPLES = ROOT / "examples"
@@ -22,6 +24,7 @@ def test_hook(tmp_path):
     assert re.search(r"sent 0\.\d\d% of the entries, 3,456 bytes a step", printed)
 
 
+@pytest.mark.large
 def test_checkpoint(tmp_path):
     first = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "4")
     second = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "8")
@@ -39,6 +42,7 @@ def test_amp(tmp_path):
     assert len(weights) == 2 and weights[0] == weights[1]
 
 
+@pytest.mark.large
 def test_hybrid(tmp_path):
     printed = run(EXAMPLES / "hybrid.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]

@@ -63,6 +63,7 @@ def test_loopback(tmp_path, capsys):
     assert "2 ranks, unlimited: a plain 64 MiB transfer ran at" in capsys.readouterr().out
 
 
+@pytest.mark.large
 def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     """13 tables on each of 2 ranks, a batch of 16, embeddings of 32 entries, of which 4 cross."""
     modes = ["hybrid-dense", "hybrid-dp", "hybrid-dct", "hybrid-format", "hybrid-format-dedup"]

@@ -98,7 +98,7 @@ def test_every_round_density_of_every_length(backend):
     lengths = torch.arange(1, 401)
     segments = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     x = samples.patterns(int(segments[-1]))
-    for density in (0.01, 0.02, 0.05, 0.07, 0.1, 0.3, 0.7):
+    for density in (0.01, 0.07, 0.7):
         check(backend, x, None, density, segments)
         check(backend, x, None, density, segments, max_samples=100)
 

@@ -114,6 +114,7 @@ def test_the_bench_runs_and_reports(tmp_path):
     assert (tmp_path / "density.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("extra", [["--mp-densities", "1"], ["--batch-size", "0"]])
 def test_an_unknown_or_wrong_option_is_named(extra):
     done = subprocess.run([sys.executable, BENCH, *extra], capture_output=True, text=True)

@@ -113,13 +113,9 @@ def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     assert again.stdout.count("validation AUC") == 1
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
-    "extra",
-    [
-        ["--exchanges", "int5"],
-        pytest.param(["--rates", "0"], marks=pytest.mark.large),
-        pytest.param(["--validation-fraction", "0"], marks=pytest.mark.large),
-    ],
+    "extra", [["--exchanges", "int5"], ["--rates", "0"], ["--validation-fraction", "0"]]
 )
 def test_a_wrong_argument_is_named(extra):
     done = subprocess.run([sys.executable, BENCH, *extra], capture_output=True, text=True)

@@ -105,7 +105,13 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("parallel", KILLS)
+SHORT = ("data", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.large) for name in KILLS],
+)
 def test_killed_and_resumed_is_the_undisturbed_run(parallel, tmp_path):
     given, kills = KILLS[parallel]
     options = {}

@@ -125,6 +125,7 @@ def test_output_without_a_terminal(results):
     assert f"{dense / dct:.1f}x" in output
 
 
+@pytest.mark.large
 def test_a_file_with_malformed_lines(tmp_path):
     path = tmp_path / "rows.tsv.gz"
     synthetic.write_tsv(path, seed=1, rows=400)
@@ -143,6 +144,7 @@ def test_a_file_with_malformed_lines(tmp_path):
     assert "bayes" not in summary
 
 
+@pytest.mark.large
 def test_what_a_probed_link_chooses_is_said(tmp_path):
     done = _start(
         *("--rows", 600, "--ranks", 1, "--modes", "dct", "--link", "probe"),
