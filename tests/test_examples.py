@@ -3,7 +3,6 @@
 import re
 
 import pytest
-
 from programs import ROOT, run
 
 EXAMPLES = ROOT / "examples"
