@@ -127,6 +127,22 @@ def test_ranks_have_tables_of_one_size():
     run_ranks(_other_tables, 2)
 
 
+def _state_of_another_rank(rank):
+    """Both have five rows: it would fit, and give every feature another's row."""
+    rows = FeatureRows(torch.randn(10, 3))
+    states = [None] * 2
+    dist.all_gather_object(states, rows.state_dict())
+    before = rows.weight.detach().clone()
+    text = f"owner of the state must be [{rank}, 2, 10] as here, got [{1 - rank}, 2, 10]"
+    _refused(text, lambda: rows.load_state_dict(states[1 - rank]))
+    assert torch.equal(rows.weight, before)
+    rows.load_state_dict(states[rank])
+
+
+def test_a_state_of_another_rank_is_refused():
+    run_ranks(_state_of_another_rank, 2)
+
+
 def _other_ranks_for_ids(rank):
     alone = [dist.new_group([r]) for r in range(2)][rank]
     text = f"ids_group must be of ranks [0, 1] like rows, got [{rank}]"

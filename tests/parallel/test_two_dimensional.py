@@ -1,5 +1,6 @@
 """Embedding tables in shards and replicas: the same training as with one group of all ranks."""
 
+import re
 from functools import partial
 
 import pytest
@@ -299,6 +300,24 @@ def _refusals(rank):
 
 def test_what_is_refused():
     run_ranks(_refusals, 2)
+
+
+def _state_of_another_shard(rank):
+    """Shards of one size: it would fit, and give every id another's row."""
+    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), _mesh(1, 2))
+    states = [None] * 2
+    dist.all_gather_object(states, bags.state_dict())
+    before = bags.weight.detach().clone()
+    own, other = ([[0, 4 * owner, 4 * owner + 4]] for owner in (rank, 1 - rank))
+    text = f"owned of the state must be {own} as here, got {other}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        bags.load_state_dict(states[1 - rank])
+    assert torch.equal(bags.weight, before)
+    bags.load_state_dict(states[rank])
+
+
+def test_a_state_of_other_shards_is_refused():
+    run_ranks(_state_of_another_shard, 2)
 
 
 def test_plans():

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from dct_kernels import checks
 
 from ..agreement import Agreement, require_same
 from ..groups import require_group
+from ..own_state import require_own_state
 
 _OP = "FeatureRows"
 MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
@@ -60,6 +62,9 @@ class FeatureRows(SharedRows):
     table of owners is needed. With a next to rows times the golden ratio, features that follow one
     another, one by one or with a step, are spread over the ranks.
 
+    `state_dict` has this rank's rows, and `owner`, whose they are: [rank, ranks, rows of all]. A
+    load of another's is refused (ValueError) before anything is read from it.
+
     Args:
         weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Only
             this rank's are kept: the tensor may be mapped from a file.
@@ -83,6 +88,9 @@ class FeatureRows(SharedRows):
         self._rows = len(weight)
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
+        owner = torch.tensor([self.group.rank(), ranks, self._rows], device=weight.device)
+        self.register_buffer("owner", owner)
+        self.register_load_state_dict_pre_hook(partial(require_own_state, _OP, "owner"))
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
+from ..own_state import require_own_state
 from ..rows.counts import exchange_counts
 from ..rows.distinct import repeat
 from .exchange import Exchange, whole_rows
@@ -41,6 +43,8 @@ class ShardedEmbeddingBags(nn.Module):
     rank of it. The host waits in forward, for counts. Deterministic on the CPU.
 
     Keep it outside of DistributedDataParallel, which would average shards that are not the same.
+    `state_dict` has this rank's rows, and which they are, as `owned`: [table, first, end] of each
+    shard. A load of other shards is refused (ValueError) before anything is read from it.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
@@ -92,6 +96,9 @@ class ShardedEmbeddingBags(nn.Module):
         self.weight = nn.Parameter(torch.cat([part.detach() for part in own]))
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
         self._number_rows(rows)
+        owned = torch.tensor(self._own, dtype=torch.int64).view(-1, 3)
+        self.register_buffer("owned", owned.to(self.weight.device))
+        self.register_load_state_dict_pre_hook(partial(require_own_state, _OP, "owned"))
 
     def shards(self) -> dict[Shard, Tensor]:
         """This rank's shards, [rows, d]: parts of `weight`."""
