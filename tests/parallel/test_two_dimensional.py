@@ -239,14 +239,14 @@ def _refusals(rank):
     with WireMeter() as meter:
         out = bags(ids, lengths)
         # Counts; the other's bags and ids; its samples' rows.
-        assert meter.take() == 24 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
+        assert meter.take() == 32 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
     once = ShardedEmbeddingBags(two, own, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
         # Counts; the other's distinct ids; the rows that the other asks for: 1 and 3 of the tables.
-        assert meter.take() == 24 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
+        assert meter.take() == 32 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
     bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
     assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)
     out.sum().backward()
@@ -269,6 +269,12 @@ def _refusals(rank):
         "ids must have 4 elements like lengths, got 3", lambda: bags(ids, lengths + lengths % 2)
     )
     refused("lengths must be 0 and up, got -1", lambda: bags(ids, lengths - 1))
+    refused(  # where one rank's is, nobody waits for it
+        r"ids\[0\] must be from 0 to 3 .* got -1"
+        if rank == 0
+        else "input accepted must be the same on every rank, got False on rank 0, True on rank 1",
+        lambda: bags(ids - 4 * (rank == 0), lengths),
+    )
     refused("lengths must be 2 rows, one a table, got 1", lambda: bags(ids, lengths[:1]))
     refused(
         "dedup must be the same on every rank, got False on rank 0, True on rank 1",
@@ -296,6 +302,9 @@ def _refusals(rank):
         refused("optimizer must be plain SGD,", lambda sgd=sgd: ReplicaSync(bags, sgd), TypeError)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     refused("one that trains the weight of bags", lambda: ReplicaSync(bags, foreign))
+    sgd = torch.optim.SGD([bags.weight], LR)
+    ReplicaSync(bags, sgd)
+    refused("bags must be of one ReplicaSync, got a second", lambda: ReplicaSync(bags, sgd))
 
 
 def test_what_is_refused():

@@ -1,5 +1,6 @@
 """Embedding bags whose rows are shared among the ranks of a group, with replicas across groups."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -114,14 +115,20 @@ class ShardedEmbeddingBags(nn.Module):
             lengths: int32 or int64 [tables, batch], how many ids are in each bag.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range here. The other ranks get an
-                error when the group's timeout ends.
+            ValueError, TypeError: an argument is out of its range here; the other ranks of the
+                group raise as well, as "input accepted" differs.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
         """
-        self._require_bags(ids, lengths)
-        group, batch = self.mesh.get_group("shard"), lengths.shape[1]
-        bag, place, rows = self._locate(ids, lengths, batch)
+        group = self.mesh.get_group("shard")
+        try:
+            self._require_bags(ids, lengths)
+            batch = lengths.shape[1]
+            bag, place, rows = self._locate(ids, lengths, batch)
+        except (TypeError, ValueError):
+            with contextlib.suppress(ValueError):
+                self._counted([0] * group.size(), 0, group, usable=False)
+            raise
         if self.dedup:
             return self._distinct(place, rows, lengths, group)
         return self._pooled(bag, place, rows, batch, group)
@@ -174,9 +181,12 @@ class ShardedEmbeddingBags(nn.Module):
                 self.on_lookup(rows)
         return looked_up
 
-    def _counted(self, counts: list[int], batch: int, group: dist.ProcessGroup) -> list[int]:
-        """How many ids each rank sends to this one, which sends `counts`."""
-        must_match = {"batch": batch, "gradients": torch.is_grad_enabled()}
+    def _counted(
+        self, counts: list[int], batch: int, group: dist.ProcessGroup, usable: bool = True
+    ) -> list[int]:
+        """How many ids each rank sends to this one, which sends `counts`, if all of them can."""
+        must_match = {"input accepted": usable, "batch": batch}
+        must_match["gradients"] = torch.is_grad_enabled()
         return exchange_counts(_OP, counts, must_match, self.weight.device, group)
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,8 +40,8 @@ class ReplicaSync:
     the host waits for how many they are. Deterministic on the CPU.
 
     Args:
-        bags: whose weight is averaged. From here on the ReplicaSync is told what they look up,
-            the last one that is made: make it before training, once what is saved is loaded.
+        bags: whose weight is averaged. From here on the ReplicaSync is told what they look up:
+            make it before training, once what is saved is loaded, and one for a model's life.
         optimizer: that trains it: torch.optim.SGD without momentum and weight decay, or
             RowWiseAdagrad or MomentumScaledRowWiseAdagrad.
         every: steps from one sync to the next.
@@ -68,6 +68,8 @@ class ReplicaSync:
         checks.require_int(_OP, "every", every, 1, 2**63 - 1)
         _require_format(dtype, density, bags.weight)
         _require_optimizer(optimizer, bags.weight)
+        if bags.on_lookup is not None:  # what waits in its residual would be lost
+            checks.fail(_OP, "bags", "of one ReplicaSync", "a second")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
         self._bags, self._optimizer, self._every = bags, optimizer, every
