@@ -73,7 +73,7 @@ def test_modes_that_the_model_does_not_know_are_left_out():
         validate(run | {"cells": others})
 
 
-def test_hybrid_modes_are_predicted_from_their_bytes():
+def test_hybrid_modes_are_predicted_from_their_bytes(tmp_path, capsys):
     """On 2 ranks all that a rank sends goes to the other, and each collective starts once."""
     run = _run_of_the_model(0.0, [1e8, 1e9])
     sent = {"counts": 0.0, "ids": 2e3, "mp_forward": 9e3, "mp_backward": 8e3, "dp": 7e4}
@@ -88,6 +88,9 @@ def test_hybrid_modes_are_predicted_from_their_bytes():
     points = validate(run | {"cells": cells})
     assert [(p.mode, p.calibrating) for p in points][:2] == [(m, False) for m in messages]
     assert all(abs(p.error) < 1e-9 for p in points)
+    (tmp_path / "link.json").write_text(json.dumps(run | {"cells": cells}))
+    assert cli.main(["scale", "--validate", str(tmp_path / "link.json")]) == 0
+    assert "hybrid, float32" in capsys.readouterr().out
 
 
 def test_validation_on_the_command_line(tmp_path, capsys):

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..link.methods import METHODS as MODES
 from ..rates import describe_rate
 from .break_even import GRID
 from .cost_model import METHODS, Step, union_density
@@ -90,7 +91,7 @@ def print_validation(console: Console, points: list[Point]) -> None:
         table.add_row(
             str(point.ranks),
             describe_rate(point.rate),
-            TITLES[point.mode],
+            TITLES.get(point.mode, MODES[point.mode].title),
             f"{point.measured:.1f}",
             f"{point.predicted:.1f}",
             f"{100 * point.error:+.0f} %{note}",
