@@ -63,9 +63,21 @@ class Agreement:
         return f"{self._round}/{rank}"
 
 
+def require_alike(
+    op: str, values: dict[str, object], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise, naming every rank's, if some of `values` is not the same on all; on all of them.
+
+    Collective, and for the time of a set-up. They are compared as texts: none need be fit for
+    anything, so that a rank that has a wrong one does not leave the others waiting.
+    """
+    told = {name: str(value) for name, value in values.items()}
+    require_same(op, Agreement(group, device).exchange(op, told))
+
+
 def require_same(op: str, told: dict[int, dict]) -> None:
     """Raise, naming every rank's, if some value differs between ranks: on all of them alike."""
     for name in next(iter(told.values())):
-        if len({json.dumps(values[name]) for values in told.values()}) > 1:
-            got = ", ".join(f"{values[name]} on rank {rank}" for rank, values in told.items())
+        if len({json.dumps(values.get(name)) for values in told.values()}) > 1:
+            got = ", ".join(f"{values.get(name)} on rank {rank}" for rank, values in told.items())
             checks.fail(op, name, "the same on every rank", got)

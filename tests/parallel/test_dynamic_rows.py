@@ -220,7 +220,7 @@ def _faults(rank):
     before = rows.weight[:3].clone()
     refused("ids[1] must be from 0 up, got -1", lambda: layer(torch.tensor([5, -1, 7]), lengths))
     refused(
-        f"{owner}capacity must be at least 4, the features seen, got 3",
+        "capacity must be at least the features seen, got 3 for 4 on rank 0",
         lambda: layer(torch.tensor([5, 6, 7]), lengths),
     )
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)

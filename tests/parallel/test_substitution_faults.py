@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_parallel import (
+    DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,
     FeatureRows,
@@ -125,6 +126,92 @@ def _other_tables(rank):
 
 def test_ranks_have_tables_of_one_size():
     run_ranks(_other_tables, 2)
+
+
+def _other_operators(rank):
+    """Results of other sizes would hang, or abort, in the exchange of partial results."""
+    rows, pair = FeatureRows(torch.randn(10, 7)), [LinearTerms(), SumPooledEmbedding(2, first=1)]
+    same = " must be the same on every rank, got "
+    linear, pooled = "LinearTerms(width=1, first=0)", "SumPooledEmbedding(width=2, first=1)"
+
+    def first_layer(fields, outputs):
+        return [FirstLayer(fields, 2, outputs)]
+
+    def layer(outputs):
+        shape = f"weight=({outputs}, 6) torch.float32"
+        return f"[FirstLayer(width=2, first=0, {shape})]"
+
+    for operators, got in (
+        (pair[: 2 - rank], f"[{linear}, {pooled}] on rank 0, [{linear}] on rank 1"),
+        (pair[:: 1 - 2 * rank], f"[{linear}, {pooled}] on rank 0, [{pooled}, {linear}] on rank 1"),
+        (
+            [SumPooledEmbedding(2 + rank)],
+            "[SumPooledEmbedding(width=2, first=0)] on rank 0, "
+            "[SumPooledEmbedding(width=3, first=0)] on rank 1",
+        ),
+        (first_layer(3, 4 + rank), f"{layer(4)} on rank 0, {layer(5)} on rank 1"),
+        # One rank's alone are wrong: that names it as well.
+        (pair if rank else [], f"[] on rank 0, [{linear}, {pooled}] on rank 1"),
+    ):
+        _refused(f"{OWNER}operators{same}{got}", lambda operators=operators: _of(rows, operators))
+    aggregate = ("reduce_scatter", "all_reduce")[rank]
+    text = f"{OWNER}aggregate{same}reduce_scatter on rank 0, all_reduce on rank 1"
+    _refused(text, lambda: _of(rows, pair, aggregate))
+
+    owner = "dct::DynamicFeatureRows: "
+    for name, values in (
+        ("width", (3, 0)),
+        ("dtype", (torch.float32, torch.float64)),
+        ("bound", (0.1, 0.2)),
+        ("seed", (0, 1)),
+    ):
+        settings = {"width": 3, "capacity": 5 + rank, name: values[rank]}
+        text = f"{owner}{name}{same}{values[0]} on rank 0, {values[1]} on rank 1"
+        _refused(text, lambda settings=settings: DynamicFeatureRows(**settings))
+    text = f"rows{same}10 on rank 0, None on rank 1"
+    made = (lambda: FeatureRows(torch.zeros(10, 3)), lambda: DynamicFeatureRows(3, 5))
+    _refused(text, made[rank])
+    _of(DynamicFeatureRows(7, 5 + rank), pair)  # capacities are each rank's own
+
+
+def test_ranks_have_operators_and_rows_alike():
+    run_ranks(_other_operators, 2)
+
+
+def _too_many_features(rank, aggregate):
+    """For the capacity of rank 0: on all ranks, before anything is made; smaller batches go on."""
+    rows = DynamicFeatureRows(3, 4 if rank == 0 else 50)
+    layer = EquivalentSubstitution(rows, [LinearTerms()], aggregate)
+    everyone = torch.arange(40)
+    owned = [everyone[rows.owners(everyone)[0] == owner] for owner in range(2)]
+
+    def look_up(*counts):
+        """As many features of rank 0, and of rank 1."""
+        own = [ids[:count] for ids, count in zip(owned, counts, strict=True)]
+        ids = torch.cat(own) if rank == 0 or aggregate == "all_reduce" else owned[1][:1]
+        (result,) = layer(ids, torch.tensor([[len(ids)]]))
+        result.sum().backward()
+
+    look_up(2, 3)
+    assert len(rows) == (2, 3)[rank]
+    before = rows.ids().clone(), rows.weight.detach()[: 1 + len(rows)].clone()
+    rule = "capacity must be at least the features seen, got 4 for 6 on rank 0"
+    for _ in range(2):
+        _refused(OWNER + rule, lambda: look_up(6, 5))
+        assert torch.equal(rows.ids(), before[0])
+        assert torch.equal(rows.weight.detach()[: 1 + len(rows)], before[1])
+    look_up(4, 5)  # rank 0 is full now
+    assert len(rows) == (4, 5)[rank]
+    look_up(4, 9)
+    _refused(OWNER + rule.replace("6", "5"), lambda: look_up(5, 9))
+    layer.eval()
+    look_up(6, 12)
+    assert len(rows) == (4, 9)[rank]
+
+
+@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
+def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(aggregate):
+    run_ranks(_too_many_features, 2, aggregate)
 
 
 def _state_of_another_rank(rank):

@@ -27,7 +27,19 @@ def exchange_counts(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[int]:
-    """Tell rank r counts[r], and return what every rank told this one.
+    """Tell rank r counts[r], and return what every rank told this one; as `exchange_numbers`."""
+    numbers = exchange_numbers(op, [[count] for count in counts], must_match, device, group)
+    return [count for (count,) in numbers]
+
+
+def exchange_numbers(
+    op: str,
+    numbers: Sequence[Sequence[int]],
+    must_match: dict[str, Setting],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[list[int]]:
+    """Tell rank r numbers[r], equally many each, and return what every rank told this one.
 
     The settings in `must_match` go along, so that every rank learns everybody's and all of them
     raise if two differ, before any of them waits for a message of another size. One all-to-all of
@@ -35,10 +47,11 @@ def exchange_counts(
     """
     settings = [_number(value) for value in must_match.values()]
     # float64 holds dtypes' codes, densities and every count that fits into memory, exactly.
-    told = torch.tensor([[count, *settings] for count in counts], dtype=torch.float64)
+    told = torch.tensor([[*own, *settings] for own in numbers], dtype=torch.float64)
     heard = torch.empty_like(told, device=device)
     dist.all_to_all_single(heard, told.to(device), group=group)
-    received, *columns = heard.t().tolist()
+    received = heard[:, : len(numbers[0])].long().tolist()
+    columns = heard[:, len(numbers[0]) :].t().tolist()
     for name, column in zip(must_match, columns, strict=True):
         if len(set(column)) > 1:
             got = [
@@ -46,7 +59,7 @@ def exchange_counts(
                 for rank, number in enumerate(column)
             ]
             checks.fail(op, name, "the same on every rank", ", ".join(got))
-    return [int(count) for count in received]
+    return received
 
 
 def _number(value: Setting) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
+from ..agreement import require_alike
 from ..groups import require_group
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
@@ -46,8 +47,9 @@ class DynamicFeatureRows(SharedRows):
             `ids()`; what is behind has no meaning.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it. In forward:
-            there are more features than `capacity`, on the rank where they are.
+        ValueError, TypeError: an argument is out of its range; the text names it.
+        ValueError: ranks differ in width, dtype, bound or seed; on all of them. In forward: some
+            rank would have more features than its `capacity`; on all of them, and none is added.
     """
 
     no_row = NO_PLACE
@@ -64,6 +66,8 @@ class DynamicFeatureRows(SharedRows):
     ) -> None:
         super().__init__()
         self.group = require_group(_OP, group)
+        told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
+        require_alike(_OP, told, self.group, torch.device(device))
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)
         checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
@@ -77,7 +81,6 @@ class DynamicFeatureRows(SharedRows):
         self._per_row: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
-        """How many features have a row on this rank."""
         return len(self._table)
 
     def ids(self) -> Tensor:
@@ -101,6 +104,9 @@ class DynamicFeatureRows(SharedRows):
                 self._add(sought.unique())
                 places[unknown] = self._table.find(sought)
         return places
+
+    def missing(self, names: Tensor) -> int:
+        return len(names[self._table.find(names) == NO_PLACE].unique()) if self.training else 0
 
     def initial(self, ids: Tensor) -> Tensor:
         """The rows [n, d] that these features begin with."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
-from ..agreement import Agreement, require_same
+from ..agreement import require_alike
 from ..groups import require_group
 from ..own_state import require_own_state
 
@@ -26,11 +26,13 @@ class SharedRows(nn.Module, ABC):
         weight: parameter [places, d]; its gradient is sparse.
         group: the ranks.
         no_row: a place in `weight` that is no feature's, and gets no gradient; None if all are.
+        capacity: rows that this rank can have; None if it has all from the start.
     """
 
     weight: nn.Parameter
     group: dist.ProcessGroup
     no_row: int | None = None
+    capacity: int | None = None
 
     @property
     def width(self) -> int:
@@ -52,6 +54,14 @@ class SharedRows(nn.Module, ABC):
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:
         """Where in `weight` the rows of these names are, which this rank owns."""
+
+    def __len__(self) -> int:
+        """How many features have a row on this rank."""
+        return len(self.weight)
+
+    def missing(self, names: Tensor) -> int:
+        """How many rows `places` would make for these names."""
+        return 0
 
 
 class FeatureRows(SharedRows):
@@ -83,8 +93,8 @@ class FeatureRows(SharedRows):
         if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
             rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d from 1"
             checks.fail(_OP, "weight", rule, tuple(weight.shape))
-        told = {"rows": len(weight), "width": weight.shape[1], "dtype": str(weight.dtype)}
-        require_same(_OP, Agreement(self.group, weight.device).exchange(_OP, told))
+        told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
+        require_alike(_OP, told, self.group, weight.device)
         self._rows = len(weight)
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])

@@ -52,6 +52,10 @@ class SubstituteOperator(nn.Module, ABC):
         checks.require_int(op, "first", first, 0, MOST)
         self.width, self.first = width, first
 
+    def extra_repr(self) -> str:
+        own = [f"{name}={tuple(p.shape)} {p.dtype}" for name, p in self.named_parameters()]
+        return ", ".join([f"width={self.width}", f"first={self.first}", *own])
+
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
         """f: what rows [n, width] of `bags` contribute, [samples, m]; m by the fields alone."""

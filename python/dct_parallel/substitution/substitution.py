@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
+from ..agreement import require_alike
 from ..groups import GroupForBackward, require_group
-from ..rows.counts import exchange_counts
+from ..rows.counts import exchange_numbers
 from .aggregation import all_reduce, reduce_scatter
 from .bag_message import by_owner, exchange, require_bags
 from .feature_rows import SharedRows
@@ -52,6 +53,7 @@ class EquivalentSubstitution(nn.Module):
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it. An operator that
             has no substitute is refused with the reason.
+        ValueError: ranks differ in operators or aggregate; on all of them.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class EquivalentSubstitution(nn.Module):
             checks.fail(
                 _OP, "rows", "FeatureRows or DynamicFeatureRows", type(rows).__name__, TypeError
             )
+        told = {"operators": list(operators), "aggregate": aggregate, "rows": type(rows).__name__}
+        require_alike(_OP, told, rows.group, rows.weight.device)
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):
@@ -96,9 +100,13 @@ class EquivalentSubstitution(nn.Module):
                 and with the details on those where it is.
             ValueError: batch, fields, or whether gradients are enabled, differs between ranks, or
                 with "all_reduce" the ids do; on every rank.
+            ValueError: some rank has too little capacity for the rows of new features; on every
+                rank, naming those, and none has made a row.
         """
         scatter = self.aggregate == "reduce_scatter"
-        names, bags = (self._received if scatter else self._own)(ids, lengths)
+        names, bags, tight = (self._received if scatter else self._own)(ids, lengths)
+        if tight:
+            self._require_room(names)
         places, weight = self.rows.places(names), self.rows.weight
         rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
         partials = [
@@ -111,22 +119,23 @@ class EquivalentSubstitution(nn.Module):
             operator.combine(part) for operator, part in zip(self.operators, totals, strict=True)
         ]
 
-    def _received(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags]:
-        """What of all ranks' bags this rank owns, of samples rank by rank."""
+    def _received(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
+        """What of all ranks' bags this rank owns, of samples rank by rank; see `_agree`."""
         ranks = self._group.size()
         self._require_usable(ids, lengths)
         own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
-        arriving = self._agree([len(own) for own in names], lengths.shape)
+        arriving, tight = self._agree([len(own) for own in names], lengths.shape, len(ids))
         heard, named = exchange(own_lengths, names, arriving, self._ids_group)
-        return named, Bags(heard.view(ranks, *lengths.shape))
+        return named, Bags(heard.view(ranks, *lengths.shape)), tight
 
-    def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags]:
-        """What this rank owns of the bags that all ranks have."""
+    def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
+        """What this rank owns of the bags that all ranks have; see `_agree`."""
         rank, ranks = self._group.rank(), self._group.size()
         self._require_usable(ids, lengths)
-        self._agree([0] * ranks, lengths.shape, _checksum(ids, lengths))
         own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
-        return names[rank], Bags(own_lengths[rank].view(1, *lengths.shape))
+        own, checksum = len(names[rank]), _checksum(ids, lengths)
+        _, tight = self._agree([0] * ranks, lengths.shape, own, checksum)
+        return names[rank], Bags(own_lengths[rank].view(1, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
         """Raise if they are not, once the other ranks know that this one cannot go on."""
@@ -135,13 +144,42 @@ class EquivalentSubstitution(nn.Module):
             self.rows.require_ids(_OP, ids)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._agree([0] * self._group.size(), (0, 0), usable=False)
+                self._agree([0] * self._group.size(), (0, 0), 0, usable=False)
             raise
 
+    def _require_room(self, names: Tensor) -> None:
+        """Raise on all ranks if some has not enough for its names' rows, before any is made.
+
+        That takes one more exchange of counts.
+        """
+        need = len(self.rows) + self.rows.missing(names)
+        told = [[need, self.rows.capacity]] * self._group.size()
+        heard = exchange_numbers(_OP, told, {}, self.rows.weight.device, self._ids_group)
+        over = [
+            f"{most} for {need} on rank {rank}"
+            for rank, (need, most) in enumerate(heard)
+            if need > most
+        ]
+        if over:
+            checks.fail(_OP, "capacity", "at least the features seen", ", ".join(over))
+
     def _agree(
-        self, counts: list[int], shape: Sequence[int], checksum: int = 0, usable: bool = True
-    ) -> list[int]:
-        """Tell rank r counts[r]; what every rank told this one, if all agree on the rest."""
+        self,
+        counts: list[int],
+        shape: Sequence[int],
+        ids: int,
+        checksum: int = 0,
+        usable: bool = True,
+    ) -> tuple[list[int], bool]:
+        """Tell rank r counts[r], if all agree on the rest.
+
+        Args:
+            ids: this rank's part of those of the global batch.
+
+        Returns:
+            What every rank told this one; whether the batch has more ids than some rank has room
+            for rows, which is the same on every rank.
+        """
         fields, batch = shape
         same = {
             "input accepted": usable,
@@ -150,7 +188,12 @@ class EquivalentSubstitution(nn.Module):
             "checksum of the batch": checksum,
             "gradients": torch.is_grad_enabled(),
         }
-        return exchange_counts(_OP, counts, same, self.rows.weight.device, self._ids_group)
+        capacity = self.rows.capacity
+        limits = [] if capacity is None else [ids, capacity - len(self.rows)]
+        numbers = [[count, *limits] for count in counts]
+        heard = exchange_numbers(_OP, numbers, same, self.rows.weight.device, self._ids_group)
+        arriving, *limits = zip(*heard, strict=True)
+        return list(arriving), bool(limits) and sum(limits[0]) > min(limits[1])
 
 
 def _checksum(ids: Tensor, lengths: Tensor) -> int:
