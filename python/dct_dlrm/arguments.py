@@ -8,6 +8,7 @@ from dct_parallel.compressor import POLICIES
 from dct_parallel.data_parallel.choice import AUTO, PROBE, TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
+from . import option_rules
 from .argument_types import count, density, link, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .models.factorised import FACTORISED
@@ -34,6 +35,8 @@ examples:
   dct-train --parallel 2d --ranks 4 --replicas 2 --sync-every 10 \\
       --embedding-optimizer momentum_scaled_rowwise_adagrad
       2 replicas of the tables, each shared by 2 ranks, averaged every 10 steps
+  dct-train --parallel des --model deepfm --multi-hot 10 --dynamic-rows 100000
+      DeepFM by the sums of partial results, on rows that appear in training
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m dct_dlrm.train --data train.txt.gz
       the same on the ranks that torchrun starts
@@ -276,6 +279,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=4000,
         help="rows of an embedding table at most; with fewer values, one row per value",
     )
+    model.add_argument(
+        "--dynamic-rows",
+        type=number(int, lambda n: 1 <= n < 2**31 - 1, "an integer in [1, 2^31 - 2]"),
+        metavar="N",
+        help="des: instead of tables of such a size, whose rows several values share, a row for "
+        "each value, from when it is first trained on; up to N on a rank, for which memory is "
+        "reserved",
+    )
     model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
     model.add_argument(
         "--bottom",
@@ -297,39 +308,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="curves in DIR/tensorboard while runs go on: rank 0's loss and bytes of a step, DCT's "
         "density and overflow, also of each parameter; scores in the end",
     )
-    options = parser.parse_args(arguments)
+    given, options = _given(parser, arguments)
     if options.test_fraction + options.validation_fraction >= 1:
         parser.error(
             "argument --validation-fraction: must leave rows to train on beside a --test-fraction "
             f"of {options.test_fraction:g}, got {options.validation_fraction:g}"
         )
-    if options.link is not None and options.transport != AUTO:
-        parser.error(f"--link must come with --transport auto, got {options.transport}")
-    _check_sharded_tables(parser, options)
-    if options.resume and options.out is None:
-        parser.error("--resume must come with --out, got none")
-    if options.resume and options.overwrite:
-        parser.error("--resume must come without --overwrite, got both")
-    if options.embedding_optimizer == SCALED and options.parallel != "2d":
-        parser.error(
-            f"--embedding-optimizer {SCALED} must come with --parallel 2d, got {options.parallel}"
-        )
-    if options.delayed_accumulator and options.embedding_optimizer != SCALED:
-        parser.error(
-            f"--delayed-accumulator must come with --embedding-optimizer {SCALED}, got "
-            f"{options.embedding_optimizer}"
-        )
+    said = option_rules.broken(given, options)
+    if said is not None:
+        parser.error(said)
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options
 
 
-def _check_sharded_tables(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Where whole tables are shared out, the exchange is of a row for each sample and table."""
-    if options.parallel in ("hybrid", "2d"):
-        for name, only in (("model", "dlrm"), ("data_format", "criteo"), ("multi_hot", 1)):
-            if getattr(options, name) != only:
-                parser.error(
-                    f"argument --{name.replace('_', '-')}: must be {only} with --parallel "
-                    f"{options.parallel}, got {getattr(options, name)}"
-                )
+def _given(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[set[str], argparse.Namespace]:
+    """Names of the options that are given, and all options with their values."""
+    defaults, nothing = vars(parser.parse_args([])), object()
+    found = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(defaults, nothing)))
+    given = {name: value for name, value in vars(found).items() if value is not nothing}
+    return set(given), argparse.Namespace(**(defaults | given))

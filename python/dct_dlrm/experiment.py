@@ -165,6 +165,9 @@ def _heading(data: Dataset) -> str:
 
 
 def _plan(options: argparse.Namespace) -> str:
+    if options.parallel == "des":
+        made = options.dynamic_rows and f", as they appear, up to {options.dynamic_rows:,} a rank"
+        return f"rows of all tables on all ranks, by a hash{made or ''}"
     text = describe(plan_tables(options), table_rows(options.hash_size))
     if options.parallel == "2d":
         text += f"\nof each of {options.replicas} groups of ranks"

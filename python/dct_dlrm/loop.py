@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_parallel import DCTState
+from dct_parallel import DCTState, DynamicFeatureRows
 from dct_parallel.data_parallel import RECENT_STEPS
 
 from . import checkpoint
@@ -154,7 +154,7 @@ def train(
         RuntimeError: the ranks' weights differ in the end.
     """
     torch.manual_seed(seed)
-    model, ddp = distribute(_whole_model(data, options), mode, options)
+    model, ddp = distribute(_whole_model(data, options), mode, seed, options)
     exchange = MODES[mode](ddp, options)
     dct = exchange if isinstance(exchange, DCTState) else None
     optimizers = make_optimizers(model, options)
@@ -233,8 +233,10 @@ def train(
 def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, float | None]:
     """(AUC, log loss) over `rows` of all ranks, on rank 0; None elsewhere. Collective.
 
+    The model is left in eval mode, in which nothing is added to it for what is new in `rows`.
     Sharded tables need as many rows on every rank: any of `others` do, and are cut off again.
     """
+    model.eval()
     counts = from_all_ranks(len(rows))
     filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
     padded = Rows.concatenate([rows, filler])
@@ -261,10 +263,11 @@ def gather_rows(local: np.ndarray) -> np.ndarray | None:
 
 
 def _whole_model(data: Dataset, options: argparse.Namespace) -> nn.Module:
-    ints = data.train.ints.shape[1]
+    ints, fields = data.train.ints.shape[1], data.train.ids.shape[1]
+    tables = data.tables or [1] * fields  # which rows that appear in training take the place of
     if options.model == "dlrm":
-        return DLRM(data.tables, options.embedding_dim, options.bottom, options.top, ints)
-    return FACTORISED[options.model](data.tables, ints, options.embedding_dim, options.top)
+        return DLRM(tables, options.embedding_dim, options.bottom, options.top, ints)
+    return FACTORISED[options.model](tables, ints, options.embedding_dim, options.top)
 
 
 def _batches(
@@ -318,9 +321,16 @@ def _max_over_ranks(values: np.ndarray) -> np.ndarray:
 
 def _digest(module: nn.Module) -> str:
     digest = hashlib.sha256()
-    for parameter in module.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+    for part in module.modules():
+        for tensor in _weights(part):
+            digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _weights(part: nn.Module) -> list[torch.Tensor]:
+    if isinstance(part, DynamicFeatureRows):
+        return [part.ids(), part.weight[: 1 + len(part)]]
+    return list(part.parameters(recurse=False))
 
 
 def _digest_of_all_ranks(module: nn.Module) -> str:

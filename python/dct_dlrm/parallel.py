@@ -29,14 +29,14 @@ def plan_tables(options: argparse.Namespace) -> list[list[int]]:
 
 
 def distribute(
-    model: DLRM | FeatureModel, mode: str, options: argparse.Namespace
+    model: DLRM | FeatureModel, mode: str, seed: int, options: argparse.Namespace
 ) -> tuple[nn.Module, DistributedDataParallel]:
     """The model as `--parallel` says, and what of it every rank has."""
     if options.parallel == "data":
         ddp = _replicated(model, options)
         return ddp, ddp
     if options.parallel == "des":
-        model = SubstitutedModel(model)
+        model = SubstitutedModel(model, options.dynamic_rows, seed)
         model.dense = _replicated(model.dense, options)
         return model, model.dense
     plan, exchange = plan_tables(options), EXCHANGES[mode](options)

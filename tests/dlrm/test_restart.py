@@ -18,9 +18,10 @@ from dct_dlrm.checkpoint import MANIFEST
 from dct_dlrm.experiment import compare
 from dct_dlrm.launch import WorkerError, launch
 
-SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
-SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps
+SMALL = ["--rows", "1500", "--batch-size", "64", "--embedding-dim", "8", "--top", "64"]
+SMALL += ["--epochs", "2", "--density", "0.05"]  # 18 steps
 SMALL += ["--checkpoint-every", "4", "--resume"]
+DLRM = ["--hash-size", "50", "--bottom", "16"]
 DATA = ["--modes", "dense,bf16,powersgd,dct", "--optimizer", "momentum", "--lr", "0.01"]
 HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", "--dedup"]
 ADAMW = ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
@@ -31,6 +32,7 @@ TWO_DIMENSIONAL += ["--sync-density", "0.1", *ADAMW]
 TWO_DIMENSIONAL += ["--embedding-optimizer", "momentum_scaled_rowwise_adagrad"]
 DES = ["--parallel", "des", "--model", "deepfm", "--modes", "dct", "--multi-hot", "3", *ADAMW]
 DES += ["--embedding-optimizer", "rowwise_adagrad"]
+DYNAMIC = ["--dynamic-rows", "5000"]
 NOT_BITS = ("step_ms",)
 
 
@@ -97,15 +99,16 @@ def _killed(options, rank, where, times):
 # (rank, where, which time) and the checkpoint that is left.
 KILLS = {
     # Within a rank's write, after the other's; within the manifest's, when both ranks are done.
-    "data": (DATA, [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
-    "hybrid": (HYBRID, [(0, "step", 14, 3)]),  # between the tables and the MLPs
-    "shard": (SHARD, [(1, "step", 14, 3)]),
-    "2d": (TWO_DIMENSIONAL, [(1, "step", 14, 3)]),
-    "des": (DES, [(1, "step", 14, 3)]),
+    "data": ([*DLRM, *DATA], [(1, "12-rank1.pt", 1, 11), (0, "manifest.json", 7, 17)]),
+    "hybrid": ([*DLRM, *HYBRID], [(0, "step", 14, 3)]),  # between the tables and the MLPs
+    "shard": ([*DLRM, *SHARD], [(1, "step", 14, 3)]),
+    "2d": ([*DLRM, *TWO_DIMENSIONAL], [(1, "step", 14, 3)]),
+    "des": ([*DES, "--hash-size", "50"], [(1, "step", 14, 3)]),
+    "rows that appear": ([*DES, *DYNAMIC], [(1, "step", 14, 3)]),
 }
 
 
-SHORT = ("data", "hybrid")
+SHORT = ("data", "hybrid", "rows that appear")
 
 
 @pytest.mark.parametrize(

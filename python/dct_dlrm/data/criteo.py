@@ -36,7 +36,7 @@ def check_file(path: Path) -> None:
 
 
 def read(
-    path: Path, table_rows: Sequence[int], rank: int = 0, world_size: int = 1
+    path: Path, table_rows: Sequence[int] | None, rank: int = 0, world_size: int = 1
 ) -> tuple[Rows, np.ndarray, ReadReport]:
     """Encode every world_size-th line, from line `rank` on (lines counted from 0).
 
@@ -45,7 +45,7 @@ def read(
 
     Args:
         path: a tsv file, gzip-compressed or not.
-        table_rows: of each embedding table.
+        table_rows: of each embedding table; None to name values instead.
 
     Returns:
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
@@ -101,7 +101,7 @@ def token_value(token: bytes) -> int:
         return zlib.crc32(token)
 
 
-def _encode(parsed: list[list[int]], table_rows: Sequence[int]) -> Rows:
+def _encode(parsed: list[list[int]], table_rows: Sequence[int] | None) -> Rows:
     table = np.array(parsed, dtype=np.int64).reshape(-1, FIELDS)
     return Rows.encode(table[:, 0], table[:, 1 : 1 + INTS], table[:, 1 + INTS :], table_rows)
 

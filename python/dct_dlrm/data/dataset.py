@@ -28,7 +28,7 @@ class Dataset:
         train, validation, test: encoded rows, in no two of them the same.
         probability: float64 [len(test)], the true one of label 1; None for data from a file.
         description: of all ranks' rows, for the summary.
-        tables: rows of each embedding table.
+        tables: rows of each embedding table; None where ids are names of values.
         warning: what was left out of a file; None if nothing.
     """
 
@@ -37,7 +37,7 @@ class Dataset:
     test: Rows
     probability: np.ndarray | None
     description: dict[str, object]
-    tables: tuple[int, ...]
+    tables: tuple[int, ...] | None
     warning: str | None = None
 
 
@@ -62,14 +62,15 @@ def load(options: argparse.Namespace) -> Dataset:
         UsageError: on every rank, if the rows cannot be used.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tables = table_rows(options.hash_size)
+    hash_size = None if options.dynamic_rows else options.hash_size
+    tables = hash_size and table_rows(hash_size)
     probability = None
     if options.data is not None:
         if options.data_format == "criteo":
             encoded, numbers, report = criteo.read(options.data, tables, rank, world_size)
         else:
             encoded, numbers, tables, report = movielens.read(
-                options.data, options.hash_size, rank, world_size
+                options.data, hash_size, rank, world_size
             )
         report = ReadReport.merge(from_all_ranks(report))
         source = {"file": str(options.data), "malformed": report.malformed}
@@ -99,7 +100,9 @@ def load(options: argparse.Namespace) -> Dataset:
     return Dataset(*parts, probability, description, tables, warning)
 
 
-def _generate(numbers: np.ndarray, rows: tuple[int, ...], most: int) -> tuple[Rows, np.ndarray]:
+def _generate(
+    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int
+) -> tuple[Rows, np.ndarray]:
     generator = Generator(GENERATOR_SEED, most)
     parts, probabilities = [], []
     for start in range(0, len(numbers), ROWS_PER_BLOCK):

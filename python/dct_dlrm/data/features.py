@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import hashing
+
 INTS = 13
 # Distinct values of each categorical column of the Criteo Kaggle data set, missing included.
 CARDINALITIES = (
@@ -19,6 +21,7 @@ CARDINALITIES = (
 TABLES = len(CARDINALITIES)
 MISSING_ID = 0
 MISSING, EMPTY = -1, -2  # no value: of a column, which has a row for that; of a place in a bag
+_NAMES = 2**33  # streams of hashes that nothing else has, one a column
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:
@@ -41,6 +44,22 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     return np.where(values == EMPTY, -1, ids).astype(np.int32)
 
 
+def name_values(values: np.ndarray) -> np.ndarray:
+    """Names of categorical values: hashes of column and value, from 0 to 2^63 - 1.
+
+    Args:
+        values: as of `encode_values`. A column's missing value has a name, too.
+
+    Returns:
+        int64 like values, -1 where EMPTY.
+    """
+    counted = values.astype(np.uint64) + np.uint64(1)  # MISSING to 0
+    columns = range(values.shape[1])
+    hashed = [hashing.bits(0, _NAMES + column, counted[:, column]) for column in columns]
+    names = (np.stack(hashed, axis=1) >> np.uint64(1)).astype(np.int64)
+    return np.where(values == EMPTY, -1, names)
+
+
 def encode_ints(ints: np.ndarray) -> np.ndarray:
     """log(1 + max(x, 0)) as float32, same shape: missing (-1) and negative integers give 0."""
     return np.log1p(np.maximum(ints, 0)).astype(np.float32)
@@ -53,8 +72,8 @@ class Rows:
     Attributes:
         labels: uint8 [n], 0 or 1.
         ints: float32 [n, 13].
-        ids: int32 [n, 26], rows of the embedding tables; or bags of them [n, tables, most], -1
-            where a bag has fewer.
+        ids: int32 [n, 26], rows of the embedding tables, or int64, names of values; or bags of them
+            [n, tables, most], -1 where a bag has fewer.
     """
 
     labels: Tensor
@@ -70,13 +89,16 @@ class Rows:
 
     @staticmethod
     def encode(
-        labels: np.ndarray, ints: np.ndarray, values: np.ndarray, rows: Sequence[int]
+        labels: np.ndarray, ints: np.ndarray, values: np.ndarray, rows: Sequence[int] | None
     ) -> "Rows":
-        """Rows from labels [n], integers [n, 13] and categorical values as of `encode_values`."""
+        """Rows from labels [n], integers [n, 13] and categorical values as of `encode_values`.
+
+        Without the tables' rows their ids are names, as of `name_values`.
+        """
         return Rows(
             torch.from_numpy(labels.astype(np.uint8)),
             torch.from_numpy(encode_ints(ints)),
-            torch.from_numpy(encode_values(values, rows)),
+            torch.from_numpy(name_values(values) if rows is None else encode_values(values, rows)),
         )
 
     @staticmethod

@@ -19,15 +19,15 @@ FIELDS = ("user", "item", "rating", "time")
 
 
 def read(
-    path: Path, hash_size: int, rank: int = 0, world_size: int = 1
-) -> tuple[Rows, np.ndarray, tuple[int, ...], ReadReport]:
+    path: Path, hash_size: int | None, rank: int = 0, world_size: int = 1
+) -> tuple[Rows, np.ndarray, tuple[int, ...] | None, ReadReport]:
     """Encode every world_size-th line, from line `rank` on (lines counted from 0).
 
     Every rank reads and keeps the whole file for that: a row depends on the user's others.
 
     Args:
         path: a tsv file, gzip-compressed or not.
-        hash_size: rows of an embedding table at most.
+        hash_size: rows of an embedding table at most; None to name values instead.
 
     Returns:
         The rows, of tables of users, items and liked items; their line numbers (int64, from 0); the
@@ -49,7 +49,7 @@ def read(
                 ratings.append((time, number, user, item, rating >= LIKED))
     numbers, labels, ints, values = _with_history(sorted(ratings), rank, world_size)
     report.rows = len(numbers)
-    tables = _table_rows(ratings, hash_size)
+    tables = hash_size and _table_rows(ratings, hash_size)
     return Rows.encode(labels, ints, values, tables), numbers, tables, report
 
 
