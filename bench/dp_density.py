@@ -42,6 +42,7 @@ import dp_tasks
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from run_files import spread, write
 from torch import nn
 
 from dct_dlrm.argument_types import count, positive, several
@@ -203,9 +204,7 @@ def work(options: argparse.Namespace) -> None:
         if path.exists():
             return
         record = train(run, task(PROBLEMS[run.problem].task), options)
-        aside = path.with_suffix(".part")  # an interrupt leaves no half of a file
-        aside.write_text(json.dumps(record) + "\n")
-        aside.replace(path)
+        write(path, record)
         said = record.get("validation") or f"diverged in step {record['diverged']}"
         print(f"{path.stem}: {said}", flush=True)
 
@@ -216,11 +215,6 @@ def work(options: argparse.Namespace) -> None:
         rate = best_rate(load(options.out), problem, name)
         for seed in range(options.seeds if rate else 0):
             finish(Run(problem, name, rate, seed, options.steps))
-
-
-def spread(values: Sequence[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{deviation}"
 
 
 def best_runs(records: Sequence[dict]) -> dict[tuple[str, int], dict[str, list[dict]]]:
@@ -270,8 +264,7 @@ def paired(runs: Sequence[dict], dense: Sequence[dict]) -> str:
     pairs = [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]
     if not pairs:
         return ""
-    deviation = f" ± {statistics.stdev(pairs):.4f}" if len(pairs) > 1 else ""
-    return f"{statistics.mean(pairs):+.4f}{deviation}"
+    return spread(pairs, "+")
 
 
 def plot(folder: Path, records: Sequence[dict]) -> None:

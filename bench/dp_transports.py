@@ -17,23 +17,20 @@ Other options are those of dct-train.
 
 import argparse
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from mp_formats import read, spread, write
-from rich.console import Console
+from run_files import read, settings_of, spread, train, write_report
 
 from dct_bench.link.methods import METHODS
-from dct_dlrm import arguments, loop, progress
+from dct_dlrm import arguments, loop
 from dct_dlrm.argument_types import count, density, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.launch import launch
 from dct_dlrm.modes import MODES
 
 WHOLE = ("dense", "bf16", "powersgd")
@@ -68,29 +65,20 @@ def all_runs(methods: Sequence[str], densities: Sequence[float], seeds: Sequence
     ]
 
 
-def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
-    """All of `runs`, on one rank; the first writes a file for each."""
-    console = Console() if dist.get_rank() == 0 else None
-    data = dataset.load(options)
-    steps = options.epochs * data.description["steps_per_epoch"]
+def job(
+    run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
+) -> tuple[dict, str]:
+    """Of `run_files`: one run, scored on the test rows."""
     MODES["topk"] = METHODS["topk"].register
-    for number, run in enumerate(runs, start=1):
-        mode = run.method
-        if mode in ("gather", "shard"):
-            mode, options.transport = "dct", run.method
-        options.density = run.density or 1.0
-        title = f"{number} of {len(runs)}: {run.title}, seed {run.seed}"
-        start = time.time()
-        with progress.bar(console, title, steps) as on_step:
-            result = loop.run(mode, run.seed, data, options, on_step)
-        if console is None:
-            continue
-        record = run._asdict() | {"settings": settings, "data": data.description}
-        record["data"] = {key: value for key, value in record["data"].items() if key != "file"}
-        record |= {"summary": result.summary(), "seconds": time.time() - start}
-        write(run.path(options.out), record)
-        said = f"AUC {result.auc:.4f}, log loss {result.log_loss:.4f}"
-        console.print(f"{title}: {said}", highlight=False)
+    mode = run.method
+    if mode in ("gather", "shard"):
+        mode, options.transport = "dct", run.method
+    options.density = run.density or 1.0
+    result = loop.run(mode, run.seed, data, options, on_step)
+    found = {"summary": result.summary()}
+    if dist.get_rank() != 0:  # where there are no scores
+        return found, ""
+    return found, f"AUC {result.auc:.4f}, log loss {result.log_loss:.4f}"
 
 
 def report(records: Sequence[dict]) -> str:
@@ -126,7 +114,7 @@ def by_method(records: Sequence[dict]) -> dict[tuple[str, float | None], list[di
         return place, -(record["density"] or 0.0), record["seed"]
 
     groups: dict[tuple[str, float | None], list[dict]] = {}
-    for record in sorted(records, key=order):
+    for record in sorted((r for r in records if "diverged" not in r), key=order):
         groups.setdefault((record["method"], record["density"]), []).append(record)
     return groups
 
@@ -178,19 +166,13 @@ def main() -> int:
 
 def _main() -> None:
     options, args = parse()
-    settings = {key: getattr(options, key) for key in SETTINGS} | {"ranks": options.ranks}
-    settings["data"] = None if options.data is None else options.data.name
+    settings = settings_of(options, SETTINGS)
     options.out.mkdir(parents=True, exist_ok=True)
     read(options.out, settings)
-    runs = all_runs(args.methods, args.densities, range(args.seeds))
-    missing = [run for run in runs if not run.path(options.out).exists()]
-    if missing:
-        launch(work, options.ranks, options, missing, settings)
+    train(options, all_runs(args.methods, args.densities, range(args.seeds)), settings, job)
     records = read(options.out, settings)
-    text = report(records)
-    (options.out / "report.md").write_text(text + "\n")
     plot(options.out / "quality.png", records)
-    print(f"\n{text}\n\nin {options.out}: report.md, quality.png, a file for each run")
+    write_report(options.out, report(records), "quality.png, ")
 
 
 if __name__ == "__main__":

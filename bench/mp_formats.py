@@ -20,31 +20,32 @@ Other options are those of dct-train; without --validation-fraction it is 0.1.
 """
 
 import argparse
-import itertools
-import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
+from run_files import (
+    RATE_SEED,
+    Run,
+    add_rates,
+    best_rates,
+    parse,
+    rated,
+    settings_of,
+    spread,
+    train_by_rates,
+    write_report,
+)
 
-from dct_dlrm import arguments, loop, progress
-from dct_dlrm.argument_types import positive, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.errors import UsageError, WorkerError
-from dct_dlrm.launch import launch
 from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES
 from dct_parallel.rows.codecs import ROW_FORMATS, Codec, make_codec
 
 FORMATS = ("mxfp4", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]
-RATE_SEED = 0
 # What must be equal in all runs of a folder: everything but what an exchange or a run is.
 SETTINGS = ("rows", "test_fraction", "validation_fraction", "epochs", "batch_size", "lr")
 SETTINGS += ("hash_size", "embedding_dim", "bottom", "top")
@@ -89,101 +90,15 @@ class Kind(NamedTuple):
         return make_codec("mp_formats", width, self.density, value_dtype, *self[:2])
 
 
-class Run(NamedTuple):
-    exchange: str
-    rate: float
-    seed: int
-
-    def path(self, folder: Path) -> Path:
-        name = self.exchange.replace(",", "-").replace("/", "-").replace("%", "percent")
-        return folder / f"{name}_lr{self.rate:g}_seed{self.seed}.json"
-
-
-def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
-    """All of `runs`, on one rank; the first writes a file for each."""
-    console = Console() if dist.get_rank() == 0 else None
-    data = dataset.load(options)
-    steps = options.epochs * data.description["steps_per_epoch"]
-    for number, run in enumerate(runs, start=1):
-        kind = Kind.parse(run.exchange)
-        EXCHANGES[run.exchange] = lambda options, kind=kind: kind.exchange()
-        MODES[run.exchange] = MODES["dense"]
-        options.dedup, options.embedding_lr = kind.dedup, run.rate
-        title = f"{number} of {len(runs)}: {run.exchange}, lr {run.rate:g}, seed {run.seed}"
-        start = time.time()
-        with progress.bar(console, title, steps) as on_step:
-            model, result = loop.train(run.exchange, run.seed, data, options, on_step)
-        parts = {"validation": data.validation}
-        if run.seed != RATE_SEED:
-            parts["test"] = data.test
-        scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
-        model.close()
-        if console is None:
-            continue
-        record = run._asdict() | {"settings": settings, "data": data.description}
-        record["data"] = {key: value for key, value in record["data"].items() if key != "file"}
-        record |= {name: {"auc": auc, "log_loss": loss} for name, (auc, loss) in scores.items()}
-        summary = result.summary()
-        record |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
-        record |= {"step_ms_median": summary["step_ms_median"], "seconds": time.time() - start}
-        write(run.path(options.out), record)
-        said = [
-            f"{name} AUC {auc:.4f}, log loss {loss:.4f}" for name, (auc, loss) in scores.items()
-        ]
-        console.print(f"{title}: {'; '.join(said)}", highlight=False)
-
-
-def write(path: Path, record: dict) -> None:
-    aside = path.with_suffix(".part")  # an interrupt leaves no half of a file
-    aside.write_text(json.dumps(record, indent=1) + "\n")
-    aside.replace(path)
-
-
-def train(
-    options: argparse.Namespace,
-    runs: Sequence[Run],
-    settings: dict,
-    work: Callable[[argparse.Namespace, Sequence[Run], dict], None] = work,
-) -> None:
-    """Those of `runs` that have no file yet."""
-    while missing := [run for run in runs if not run.path(options.out).exists()]:
-        try:
-            launch(work, options.ranks, options, missing, settings)
-        except WorkerError as error:
-            if "loss stays finite" not in str(error):
-                raise
-            run = next(run for run in missing if not run.path(options.out).exists())
-            print(error)
-            write(run.path(options.out), run._asdict() | {"settings": settings, "diverged": True})
-
-
-def read(folder: Path, settings: dict) -> list[dict]:
-    """The runs that are finished.
-
-    Raises:
-        UsageError: some have other settings.
-    """
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*_seed*.json"))]
-    for record in records:
-        for key, value in settings.items():
-            if record["settings"][key] != value:
-                raise UsageError(
-                    f"--out must hold runs of one setting, got {key} {record['settings'][key]} in "
-                    f"{folder}, {value} asked for"
-                )
-    return records
-
-
-def best_rates(records: Sequence[dict]) -> dict[str, float]:
-    """Of every exchange the rate that is best on validation rows."""
-    found: dict[str, dict] = {}
-    for record in records:
-        if record["seed"] != RATE_SEED or "diverged" in record:
-            continue
-        best = found.setdefault(record["exchange"], record)
-        if record["validation"]["log_loss"] < best["validation"]["log_loss"]:
-            found[record["exchange"]] = record
-    return {name: record["rate"] for name, record in found.items()}
+def job(
+    run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
+) -> tuple[dict, str]:
+    """Of `run_files`: one run."""
+    kind = Kind.parse(run.exchange)
+    EXCHANGES[run.exchange] = lambda options: kind.exchange()
+    MODES[run.exchange] = MODES["dense"]
+    options.dedup, options.embedding_lr = kind.dedup, run.rate
+    return rated(run.exchange, run, data, options, on_step)
 
 
 def report(records: Sequence[dict]) -> str:
@@ -250,13 +165,6 @@ def differences(runs: Sequence[dict], others: Sequence[dict]) -> list[float]:
     return [run["test"]["auc"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
 
 
-def spread(values: Sequence[float], sign: str = "") -> str:
-    if not values:
-        return "-"
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.4f}{deviation}"
-
-
 def _at(records: Sequence[dict], name: str, rate: float) -> list[dict]:
     found = [run for run in records if (run["exchange"], run["rate"]) == (name, rate)]
     return sorted((run for run in found if "diverged" not in run), key=lambda run: run["seed"])
@@ -275,24 +183,6 @@ def _validation(records: Sequence[dict], run: Run) -> str:
     return ""
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """(dct-train's options, this command's)."""
-    parser = Parser(prog="mp_formats.py", description=__doc__, formatter_class=Formatter)
-    parser.add_argument(
-        "--exchanges", nargs="+", type=exchange_name, default=NAMES, metavar="EXCHANGE"
-    )
-    parser.add_argument(
-        "--rates", type=several(positive), default=[0.3, 1.0, 3.0, 10.0], help="of the tables"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=5, help="at the best rate; 0: rates only, no test row is read"
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/mp_formats"), metavar="DIR")
-    args, rest = parser.parse_known_args(argv)
-    fixed = ["--parallel", "hybrid", "--out", str(args.out)]
-    return arguments.parse(["--validation-fraction", "0.1", *rest, *fixed]), args
-
-
 def exchange_name(text: str) -> str:
     """An argparse type: the name of an exchange, checked."""
     Kind.parse(text)
@@ -304,22 +194,16 @@ def main() -> int:
 
 
 def _main() -> None:
-    options, args = parse()
-    if not options.validation_fraction:
-        raise UsageError("--validation-fraction must be above 0: rates are chosen on those rows")
-    settings = {key: getattr(options, key) for key in SETTINGS} | {"ranks": options.ranks}
-    settings["data"] = None if options.data is None else options.data.name
-    options.out.mkdir(parents=True, exist_ok=True)
-    read(options.out, settings)
-    first = itertools.product(args.exchanges, args.rates, [RATE_SEED])
-    train(options, [Run(*run) for run in first], settings)
-    rates = best_rates(read(options.out, settings))
-    seeds = range(RATE_SEED + 1, RATE_SEED + 1 + args.seeds)
-    second = itertools.product(seeds, [name for name in args.exchanges if name in rates])
-    train(options, [Run(name, rates[name], seed) for seed, name in second], settings)
-    text = report(read(options.out, settings))
-    (options.out / "report.md").write_text(text + "\n")
-    print(f"\n{text}\n\nin {options.out}: report.md, a file for each run")
+    parser = Parser(prog="mp_formats.py", description=__doc__, formatter_class=Formatter)
+    parser.add_argument(
+        "--exchanges", nargs="+", type=exchange_name, default=NAMES, metavar="EXCHANGE"
+    )
+    add_rates(parser, [0.3, 1.0, 3.0, 10.0], seeds=5)
+    parser.add_argument("--out", type=Path, default=Path("runs/mp_formats"), metavar="DIR")
+    options, args = parse(parser, "hybrid")
+    settings = settings_of(options, SETTINGS)
+    records = train_by_rates(options, args, args.exchanges, settings, job)
+    write_report(options.out, report(records))
 
 
 if __name__ == "__main__":

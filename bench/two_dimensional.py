@@ -23,21 +23,26 @@ Other options are those of dct-train; without --validation-fraction it is 0.1.
 """
 
 import argparse
-import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-from mp_formats import RATE_SEED, SETTINGS, Run, best_rates, read, spread, train, write
-from rich.console import Console
+from mp_formats import SETTINGS
+from run_files import (
+    RATE_SEED,
+    Run,
+    add_rates,
+    best_rates,
+    parse,
+    rated,
+    settings_of,
+    spread,
+    train_by_rates,
+    write_report,
+)
 
-from dct_dlrm import arguments, loop, progress
-from dct_dlrm.argument_types import positive, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.errors import UsageError
 from dct_dlrm.models.row_exchange import EXCHANGES
 from dct_dlrm.modes import MODES
 
@@ -51,7 +56,6 @@ PERIODS = (1, 10, 100)
 FORMATS = ("float32", "float16", "dct")
 NAMES = [FULL, *(f"{name}/{period}" for name in OPTIMIZERS for period in PERIODS)]
 NAMES += [f"{name}/10/{format}" for name in ("scaled", "delayed") for format in FORMATS[1:]]
-OWN_SETTINGS = (*SETTINGS, "replicas", "sync_density")
 
 
 class Variant(NamedTuple):
@@ -94,34 +98,12 @@ def options_of(name: str, rate: float, options: argparse.Namespace) -> argparse.
     return own
 
 
-def work(options: argparse.Namespace, runs: Sequence[Run], settings: dict) -> None:
-    """All of `runs`, on one rank; the first writes a file for each."""
-    console = Console() if dist.get_rank() == 0 else None
-    data = dataset.load(options)
-    steps = options.epochs * data.description["steps_per_epoch"]
-    # As "dct", whose syncs are compressed, but nothing else.
+def job(
+    run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
+) -> tuple[dict, str]:
+    """Of `run_files`: one run, as "dct", whose syncs are compressed, but nothing else."""
     MODES["dct"], EXCHANGES["dct"] = MODES["dense"], EXCHANGES["dense"]
-    for number, run in enumerate(runs, start=1):
-        own = options_of(run.exchange, run.rate, options)
-        title = f"{number} of {len(runs)}: {run.exchange}, lr {run.rate:g}, seed {run.seed}"
-        start = time.time()
-        with progress.bar(console, title, steps) as on_step:
-            model, result = loop.train("dct", run.seed, data, own, on_step)
-        parts = {"validation": data.validation}
-        if run.seed != RATE_SEED:
-            parts["test"] = data.test
-        scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
-        model.close()
-        if console is None:
-            continue
-        record = run._asdict() | {"settings": settings, "data": data.description}
-        record |= {name: {"auc": auc, "log_loss": loss} for name, (auc, loss) in scores.items()}
-        summary = result.summary()
-        record |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
-        record |= {"step_ms_median": summary["step_ms_median"], "seconds": time.time() - start}
-        write(run.path(options.out), record)
-        said = [f"{name} log loss {loss:.4f}" for name, (_, loss) in scores.items()]
-        console.print(f"{title}: {'; '.join(said)}", highlight=False)
+    return rated("dct", run, data, options_of(run.exchange, run.rate, options), on_step)
 
 
 def report(records: Sequence[dict]) -> str:
@@ -187,30 +169,12 @@ def _main() -> None:
     parser.add_argument(
         "--variants", nargs="+", type=variant_name, default=NAMES, metavar="VARIANT"
     )
-    parser.add_argument(
-        "--rates", type=several(positive), default=[0.01, 0.03, 0.1], help="of the tables"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="at the best rate; 0: rates only, no test row is read"
-    )
+    add_rates(parser, [0.01, 0.03, 0.1], seeds=3)
     parser.add_argument("--out", type=Path, default=Path("runs/two_dimensional"), metavar="DIR")
-    args, rest = parser.parse_known_args()
-    fixed = ["--parallel", "2d", "--out", str(args.out)]
-    options = arguments.parse(["--validation-fraction", "0.1", *rest, *fixed])
-    if not options.validation_fraction:
-        raise UsageError("--validation-fraction must be above 0: rates are chosen on those rows")
-    settings = {key: getattr(options, key) for key in OWN_SETTINGS} | {"ranks": options.ranks}
-    options.out.mkdir(parents=True, exist_ok=True)
-    read(options.out, settings)
-    first = itertools.product(args.variants, args.rates, [RATE_SEED])
-    train(options, [Run(*run) for run in first], settings, work)
-    rates = best_rates(read(options.out, settings))
-    seeds = range(RATE_SEED + 1, RATE_SEED + 1 + args.seeds)
-    second = itertools.product(seeds, [name for name in args.variants if name in rates])
-    train(options, [Run(name, rates[name], seed) for seed, name in second], settings, work)
-    text = report(read(options.out, settings))
-    (options.out / "report.md").write_text(text + "\n")
-    print(f"\n{text}\n\nin {options.out}: report.md, a file for each run")
+    options, args = parse(parser, "2d")
+    settings = settings_of(options, (*SETTINGS, "replicas", "sync_density"))
+    records = train_by_rates(options, args, args.variants, settings, job)
+    write_report(options.out, report(records))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import two_dimensional  # noqa: E402
-from mp_formats import Run  # noqa: E402
 from two_dimensional import NAMES, Variant  # noqa: E402
 
 
@@ -64,7 +63,3 @@ def test_report():
     scaled = "| scaled/10 | 1,234 | 50 | 1 (edge) | 2 | 0.7000 ± 0.0000 | 0.4450 ± 0.0212 | "
     assert f"{scaled}+0.0150 ± 0.0071 |" in lines
     assert "| scaled/10 | 0.3000 | 0.4000 | diverged |" in lines
-
-
-def test_files_of_runs():
-    assert Run("c1/10/dct", 0.1, 2).path(Path("out")).name == "c1-10-dct_lr0.1_seed2.json"
