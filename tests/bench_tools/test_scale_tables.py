@@ -42,6 +42,10 @@ def test_bytes_of_a_sync():
     payload = union * 16 * (1.25 * 0.01 * 4 + 4 / 16384)
     assert sent["dct"] == pytest.approx(3 * (payload + 10 * changed))
     assert sorted(sent, key=sent.get, reverse=True) == list(SYNCS)
+    kept = {sync: cost(TABLES, 8, 2, sync, LINK).memory - 4 * 500 * 17 for sync in SYNCS}
+    assert kept["float32"] == pytest.approx(500 + 4 * changed)  # a mark for each row
+    assert kept["float16"] == pytest.approx(500 + 4 * changed + 64 * changed)
+    assert kept["dct"] == pytest.approx(500 + 4 * changed + 68 * changed + 68 * union)
     rarely = dataclasses.replace(TABLES, sync_every=10)
     for sync in SYNCS:
         assert cost(rarely, 8, 2, sync, LINK).sync < sent[sync]

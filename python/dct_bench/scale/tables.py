@@ -108,11 +108,12 @@ def _sync(
         reduced = 0.0
         gathered = 4 * changed + _STATE_ENTRY * changed + 4 * entries / _BLOCK
         gathered += _HEADROOM * tables.density * entries * _PAYLOAD_ENTRY
-        kept = own + 4 * changed * (width + 1) + 4 * entries  # marks, bases, residual
+        # Marks, rows and what they held, and what waits, with its rows.
+        kept = own + 4 * changed * (width + 2) + 4 * union * (width + 1)
     else:
         bytes_of = {"float32": 4, "float16": 2}[sync]
         reduced, gathered = union * (bytes_of * width + 4), 4 * changed
-        kept = own + (4 * changed * width if sync == "float16" else 0.0)
+        kept = own + 4 * changed + (4 * changed * width if sync == "float16" else 0.0)
     sent = 2 * (replicas - 1) / replicas * reduced + (replicas - 1) * gathered
     took = all_reduce(link, replicas, reduced) if reduced else 0.0
     took += all_gather(link, replicas, gathered) if gathered else 0.0
