@@ -10,6 +10,8 @@ from torch.distributed import distributed_c10d
 
 from dct_kernels import checks
 
+_CPU = torch.device("cpu")
+
 
 class GroupForBackward:
     """A process group as an autograd graph may hold it: weakly.
@@ -44,8 +46,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def separate_group(
+    group: dist.ProcessGroup, device: torch.device = _CPU
+) -> dist.ProcessGroup:
     """A gloo group of the same ranks, with the same timeout: its collectives meet none of theirs.
+
+    The timeout is that of the group's backend for `device`, which may be the only one it has.
 
     All ranks of `group` call it, no others. Not by dist.new_group: that needs every rank of the
     world, or (use_local_synchronization) names the group after how many others this rank is in,
@@ -61,7 +67,7 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         "gloo",
         store,
         f"{group.group_name}/dct{number}",
-        timeout=timeout_of(group, torch.device("cpu")),
+        timeout=timeout_of(group, device),
         group_desc="dct",
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
