@@ -27,6 +27,7 @@ PUBLIC = {
     },
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager", "WireMeter"),
+        "dct_fully_shard_hook",
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
         *("all_to_all_rows", "all_gather_rows"),
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),
@@ -94,6 +95,7 @@ def test_a_package_imports_only_those_below_it():
 def test_the_foundation_knows_none_of_the_folders_that_stand_on_it():
     # {folder: those it may know}
     folders = {"data_parallel": set(), "rows": set()}
+    folders |= {"fully_sharded": {"data_parallel"}}
     folders |= {"two_dimensional": {"rows"}, "substitution": {"rows"}}
     for name, targets in _edges().items():
         package, _, rest = name.partition(".")

@@ -10,6 +10,10 @@ Or only the largest changes of the weights, after every few steps of each rank's
     averager = DCTAverager(module, density=0.1, period=10)
     averager.average_parameters()
 
+The same between replicas of a model that torch's fully_shard has cut.
+
+    state = dct_fully_shard_hook(model, mesh, density=0.005)
+
 Model parallel: only the largest activations of every row cross, and their gradients.
 
     values, positions = pack(x, k)  # on one device; what carries them to the next is up to you
@@ -31,15 +35,17 @@ Or operators on them computed where their rows are, of which partial results cro
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
-A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel), rows
-(activations at a cut of a model), two_dimensional (embedding tables in shards and replicas) and
-substitution (partial results of operators on shards), which use rows. All stand on what lies
+A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel),
+fully_sharded (those of FSDP2), which uses it, rows (activations at a cut of a model),
+two_dimensional (embedding tables in shards and replicas) and substitution (partial results of
+operators on shards), which use rows. All stand on what lies
 beside them here: compressor (one tensor, no network), agreement, collectives, groups, executors,
 readback, and wire, which counts bytes.
 """
 
 from .compressor import Compressor
 from .data_parallel import DCTAverager, DCTState, dct_hook, merge_states
+from .fully_sharded import dct_fully_shard_hook
 from .rows import (
     RowDequantize,
     RowPack,
@@ -95,6 +101,7 @@ __all__ = [
     "WireMeter",
     "all_gather_rows",
     "all_to_all_rows",
+    "dct_fully_shard_hook",
     "dct_hook",
     "merge_feature_rows",
     "merge_states",

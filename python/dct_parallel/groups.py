@@ -46,9 +46,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-def separate_group(
-    group: dist.ProcessGroup, device: torch.device = _CPU
-) -> dist.ProcessGroup:
+def separate_group(group: dist.ProcessGroup, device: torch.device = _CPU) -> dist.ProcessGroup:
     """A gloo group of the same ranks, with the same timeout: its collectives meet none of theirs.
 
     The timeout is that of the group's backend for `device`, which may be the only one it has.

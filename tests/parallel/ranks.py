@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 _context = multiprocessing.get_context("forkserver")
 # Imported once, in the process that all ranks are forked from. DDP's constructor imports dynamo.
-_context.set_forkserver_preload(["dct_parallel", "pytest", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["dct_parallel", "pytest", "torch._dynamo", "torch.distributed.fsdp"]
+)
 
 
 def run_ranks(function, world_size, *args, timeout=120):

@@ -1,0 +1,197 @@
+"""What a checkpoint of a sharded state holds, and whether one fits.
+
+    {"version": 1, "replicas": {"0": {run_id, world_size, ..., parameters: {name: {...}}}}}
+
+Below "replicas" stands whose it is, as replicas keep different residuals of the same parameters.
+Inside a replica everything is cut as its parameters are, in DTensors, which
+torch.distributed.checkpoint deals out anew to another number of shards: a residual has the shape of
+its parameter, and what is one number a shard, as a threshold, stands there once for each row of the
+dimension that is cut.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from dct_kernels import checks
+
+from ..data_parallel.checkpoint import OWED, OWNER, SegmentState, fresh_owner
+from ..data_parallel.shard import Shard as ByOwners
+from .units import Piece
+
+VERSION = 1
+RESIDUALS = ("residual", OWED)
+
+
+class Entry(TypedDict):
+    """One replica's part of a checkpoint, of which each rank holds a shard."""
+
+    run_id: str  # made when training began
+    world_size: int
+    replicas: int
+    shards: int
+    step: int
+    density: float
+    transport: str
+    reduction: str  # see Unit.reduction
+    parameters: dict[str, dict[str, Tensor]]  # see `spread`
+
+
+def make(replica: int | str, entry: Entry) -> dict:
+    """The state dict of one replica's ranks."""
+    return {"version": VERSION, "replicas": {str(replica): entry}}
+
+
+def spread(piece: Piece, segment: SegmentState, transport: str, packed: int) -> dict[str, Tensor]:
+    """A parameter's shard as it is saved.
+
+    Args:
+        segment: all that its bucket keeps for it.
+        packed: how many times.
+    """
+    parameter, local = piece.parameter, piece.local
+    mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
+    owner = fresh_owner(piece.padded) if transport == ByOwners.name else {}
+    numbers = owner | segment | {"shard": torch.tensor(float(mesh.get_local_rank()))}
+    saved: dict[str, Tensor] = {"packed": torch.tensor(packed)}  # the same on all shards
+    for key, value in numbers.items():
+        if key in RESIDUALS:
+            value = value[: local.numel()].view(local)
+            cut, shape, stride = Shard(piece.dim), parameter.shape, parameter.stride()
+        else:
+            value = value.repeat(local[piece.dim])
+            cut, shape, stride = Shard(0), torch.Size([rows]), (1,)
+        saved[key] = DTensor.from_local(
+            value, mesh, [cut], run_check=False, shape=shape, stride=stride
+        )
+    return saved
+
+
+def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
+    """What a shard goes on with; where its rows had several thresholds, it samples a new one."""
+    segment: SegmentState = {}
+    several = False
+    for key, value in saved.items():
+        if key in ("packed", "shard"):
+            continue
+        local = value.to_local().cpu()
+        if key in RESIDUALS:
+            segment[key] = torch.zeros(piece.padded)
+            segment[key][: local.numel()] = local.flatten()
+        elif local.numel() and (local == local[0]).all():
+            segment[key] = local[0].clone()
+        else:  # or none, if all is filling
+            segment[key] = local.sum() / max(local.numel(), 1)
+            several |= local.numel() > 0
+    if several:
+        for key in segment.keys() & {"sample_next", OWNER + "sample_next"}:
+            segment[key] = torch.ones(())
+    return segment
+
+
+def find(state: dict, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
+    """This replica's entry; refuses another's, or one of other settings or another model.
+
+    Args:
+        here: what this run would save now.
+        pieces: of all parameters of this model.
+    """
+    op = "load_state_dict"
+    if state.get("version") != VERSION:
+        checks.fail(op, "version", VERSION, state.get("version"))
+    entry = state["replicas"].get(str(replica))
+    if entry is None:
+        got = f"that of replica {', '.join(state['replicas'])}"
+        checks.fail(op, "state", f"replica {replica}'s own", got)
+    if entry["replicas"] != here["replicas"]:
+        rule = f"{here['replicas']} as in this run (load_merged takes any number)"
+        checks.fail(op, "replicas", rule, entry["replicas"])
+    _require_fit(op, entry, here, pieces)
+    return entry
+
+
+def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) -> None:
+    for key in ("density", "transport", "reduction"):
+        if entry[key] != here[key]:
+            checks.fail(op, key, f"{here[key]}, as this state was made with", entry[key])
+    difference = entry["parameters"].keys() ^ here["parameters"].keys()
+    if difference:
+        got = f"a difference in {', '.join(sorted(difference))}"
+        checks.fail(op, "parameters", "those of this model", got)
+    for piece in pieces:
+        for key, value in entry["parameters"][piece.name].items():
+            own = here["parameters"][piece.name][key]
+            for saved, wanted in ((value.shape, own.shape), (_local(value), _local(own))):
+                if saved != wanted:
+                    rule = f"{list(wanted)} (torch.distributed.checkpoint cuts anew)"
+                    checks.fail(op, f"{key} of {piece.name}", rule, list(saved))
+        shard, own = (e["parameters"][piece.name]["shard"].to_local() for e in (entry, here))
+        if entry["shards"] == here["shards"] and not torch.equal(shard, own):
+            checks.fail(op, "state", f"that of shard {own[0]:.0f}", f"that of shard {shard[0]:.0f}")
+
+
+def _local(value: Tensor) -> torch.Size:
+    return value.to_local().shape if isinstance(value, DTensor) else value.shape
+
+
+def read(
+    folder: str | os.PathLike, key: str, here: Entry, pieces: Sequence[Piece]
+) -> Iterator[Entry]:
+    """The entry of one replica after another that `torch.distributed.checkpoint` saved, each cut
+    for this run. All ranks of this run read together.
+
+    Args:
+        key: the name the state was saved under; dots go deeper.
+        here: what this run would save now; overwritten.
+        pieces: of all parameters of this model.
+    """
+    import torch.distributed.checkpoint as dcp  # late: it takes a second to import
+
+    op = "load_merged"
+    prefix = tuple(key.split("."))
+    paths = dcp.FileSystemReader(folder).read_metadata().planner_data.values()
+    depth = len(prefix)
+    of_state = [path for path in paths if path[: depth + 1] == (*prefix, "replicas")]
+    found = sorted({path[depth + 1] for path in of_state})
+    if not found:
+        rule = f"the name of a dct_fully_shard_hook's state in {folder}"
+        checks.fail(op, "key", rule, repr(key))
+    for replica in found:
+        state = make(replica, here.copy())
+        tree: dict = state
+        for name in reversed(prefix):
+            tree = {name: tree}
+        dcp.load(tree, checkpoint_id=folder)
+        entry = state["replicas"][replica]
+        if len(found) != entry["replicas"]:
+            rule = f"of all {entry['replicas']} replicas"
+            checks.fail(op, "folder", rule, f"that of {', '.join(found)}")
+        _require_fit(op, entry, here, pieces)
+        yield entry
+
+
+def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]:
+    """One state for every replica of a run, from those of all replicas of another.
+
+    Residuals are the mean over replicas: as a step applies the mean of what they send, any number
+    of them owes the model what the old ones did, to float32 rounding (summed in float64). What
+    owners of ranges owe is in units of the mean, and is added. Thresholds are means, too.
+    """
+    sums: dict[str, SegmentState] = {}
+    replicas = 0
+    for state in segments:
+        replicas += 1
+        for name, segment in state.items():
+            total = sums.setdefault(name, {})
+            for part, value in segment.items():
+                total[part] = total.get(part, 0) + value.double()
+    merged = {}
+    for name, total in sums.items():
+        parts = {k: v / replicas for k, v in total.items() if not k.startswith(OWNER)}
+        parts["residual"] = parts["residual"] + total.get(OWED, 0)
+        merged[name] = {part: value.float() for part, value in parts.items()}
+    return merged

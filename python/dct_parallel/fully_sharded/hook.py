@@ -1,0 +1,105 @@
+"""The function that users call; FSDP2 is imported only then, as that takes seconds."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+
+from dct_kernels import checks
+
+from ..compressor import check_settings
+from ..data_parallel.bucket_plan import Settings
+from ..data_parallel.choice import TRANSPORTS
+from .verdict import OP
+
+if TYPE_CHECKING:
+    from .state import FullyShardState
+
+DIMENSIONS = ("replicate", "shard")
+
+
+def dct_fully_shard_hook(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    density: float = 0.005,
+    refresh_every: int = 1000,
+    value_dtype: torch.dtype = torch.bfloat16,
+    transport: str = "gather",
+    grad_scaler: GradScaler | None = None,
+    start_step: int = 2,
+    policy: str = "tracked",
+) -> "FullyShardState":
+    """Average the gradients of FSDP2 shards over replicas, compressed (hybrid sharding).
+
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        state = dct_fully_shard_hook(model, mesh, density=0.005)
+
+    Call it on every rank, once all modules are wrapped on the shard dimension alone, and the model
+    is on its device. FSDP reduces gradients over the shard dimension, densely; then what a rank has
+    of them is averaged over the replicate dimension as `DCTState` does it, with error feedback, one
+    message a wrapped module. The mean is bitwise the same on every replica. Keep the state's
+    `state_dict()` in the checkpoint.
+
+    The first `start_step` steps are dense, in bfloat16. Parameters whose shard has 256 elements or
+    more are compressed, of smaller ones everything is sent. Memory: 4 bytes per parameter *of a
+    shard*, and each module's payload once per replica. Filling of uneven shards is never sent.
+    Residuals are in units of the gradient that FSDP passes to its hook.
+
+    Replicas have to be equal at the start: FSDP broadcasts nothing. Every replica's backward pass
+    goes through the same modules in the same order, and gives every parameter a gradient
+    (`model.set_reduce_scatter_unused_params(True)` makes up zeros). Gradients may be accumulated
+    under `model.set_requires_gradient_sync(False)`, or by several passes that are each exchanged.
+    `set_requires_all_reduce(False)` raises: without torch's own replicas it stops nothing. A
+    `set_gradient_divide_factor` goes for the sum over the shard group, of which this is the mean
+    over replicas: torch's own hybrid sharding by the factor f is f / replicas here.
+
+    A payload that is damaged on its way is found by the rank that receives it. Damage of step t
+    raises at the first gradient of step t + 1, or at `state_dict()`, on every rank of the mesh;
+    before that at `stats()`, `parameter_stats()` and `close()` of the rank that knows. Weights have
+    taken that step, and differ: go back to a checkpoint.
+
+    Args:
+        model: all of whose trainable parameters are in modules that `fully_shard` was applied to.
+        mesh: of all ranks, with dimensions "replicate" and "shard".
+        density: fraction of each parameter's shard sent per step, in (0, 1].
+        refresh_every, value_dtype, policy: see `DCTState`.
+        transport: between replicas. "gather": one all-gather, whose bytes grow with their number.
+            "shard": each replica sums and compresses again one range of every message.
+        grad_scaler: the GradScaler that scales the loss, if one does. What was packed for a step
+            that it skipped is taken back.
+        start_step: steps before compression.
+
+    Returns:
+        The state: `plan`, `stats`, `parameter_stats`, `state_dict`, `load_state_dict`, `close`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, a module is wrapped otherwise (torch
+            averages over replicas itself where it is given a mesh of two dimensions), has several
+            parameter groups, or ranks differ; the text names it.
+        RuntimeError: some rank does not call it within the group's timeout.
+    """
+    check_settings(OP, density, refresh_every, policy, value_dtype)
+    checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
+    checks.require_choice(OP, "transport", transport, tuple(TRANSPORTS))
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        got = type(grad_scaler).__name__
+        checks.fail(OP, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+    if not isinstance(mesh, DeviceMesh):
+        checks.fail(OP, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
+    if mesh.mesh_dim_names != DIMENSIONS:
+        checks.fail(OP, "mesh", f"of dimensions {DIMENSIONS}", mesh.mesh_dim_names)
+    if mesh.size() != dist.get_world_size():
+        checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
+
+    from .state import FullyShardState  # late, see above
+    from .units import units_of
+
+    settings = Settings(density, refresh_every, policy, value_dtype)
+    units = units_of(model, mesh)
+    return FullyShardState(units, mesh, settings, transport, grad_scaler, start_step)

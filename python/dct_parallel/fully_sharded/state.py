@@ -1,0 +1,308 @@
+"""What happens between FSDP2's reduce-scatter and the optimizer, in every step.
+
+FSDP reduces each module's gradient over the ranks that share a model's shards, and calls the hook
+with what is this rank's. It is packed, exchanged with the ranks that hold the same shard in other
+replicas, and unpacked in place. What came of it is looked at before the next step.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+
+from dct_kernels import __version__
+
+from .. import groups
+from ..collectives import dense_mean
+from ..data_parallel import model
+from ..data_parallel.bucket import Bucket
+from ..data_parallel.bucket_plan import BucketPlan, Settings, plan_table, step_bytes
+from ..data_parallel.checkpoint import SegmentState
+from ..data_parallel.choice import TRANSPORTS
+from ..data_parallel.damage import Damage
+from ..data_parallel.history import History
+from ..data_parallel.loss_scale import LossScale
+from ..data_parallel.run import Run
+from ..data_parallel.transports import Receipt
+from . import checkpoint
+from .units import Unit
+from .verdict import OP, reach
+
+
+class FullyShardState:
+    """What the hooks need between steps: residuals, thresholds and where to send payloads.
+
+    Made by `dct_fully_shard_hook`, which says what it does.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        mesh: DeviceMesh,
+        settings: Settings,
+        transport: str,
+        grad_scaler: GradScaler | None,
+        start_step: int,
+    ) -> None:
+        self.settings = settings
+        self.start_step = start_step
+        self.step = 0
+        self._units = units
+        self._pieces = [piece for unit in units for piece in unit.pieces]
+        self._device = units[0].device
+        self._transport = transport
+        self._replica, _ = mesh.get_coordinate()
+        self._group = mesh["replicate"].get_group()
+        self._shards = mesh["shard"].size()
+        self._loss_scale = LossScale(grad_scaler)
+        self._damage = Damage(OP)
+        self._history = History()
+        self._open = True
+
+        self._in_step = False  # a backward pass goes on
+        self._order: list[int] = []  # units of the last step, until that is finished
+        self._damaged = self._overflowed = False  # what this rank saw in it
+
+        world = groups.require_group(OP, None)
+        self._run = Run(
+            OP,
+            world,
+            self._device,
+            {
+                "version": __version__,
+                "model": model.describe({piece.parameter: piece.name for piece in self._pieces}),
+                "modules": ", ".join(unit.name for unit in units),
+                "mesh": str(mesh.mesh.tolist()),
+                **settings.as_told(),
+                "transport": transport,
+                "start_step": start_step,
+                "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
+            },
+        )
+        self._verdicts = groups.separate_group(world, self._device)
+        self._buckets = [self._bucket(unit, 0, {}) for unit in units]
+        for index, unit in enumerate(units):
+            unit.hook(partial(self._reduce, index))
+
+    def _bucket(self, unit: Unit, packed: int, states: dict[str, SegmentState]) -> Bucket:
+        names = tuple(piece.name for piece in unit.pieces)
+        sizes = tuple(piece.padded for piece in unit.pieces)
+        ranks, transport = self._group.size(), TRANSPORTS[self._transport]
+        plan = BucketPlan(names, sizes, self.settings, transport, ranks)
+        return Bucket(plan, self._group, self._device, packed, states)
+
+    def close(self) -> None:
+        """End the process group of this state; called again, nothing. It takes no further step.
+
+        Raises:
+            RuntimeError: a payload was damaged, as far as this rank knows. All is closed by then.
+        """
+        if self._open:
+            self._open = False
+            for unit in self._units:
+                unit.close()
+            groups.end_group(self._verdicts)
+            self._look()
+            self._damage.require_none()
+
+    def plan(self) -> str:
+        """What a rank sends for its part of each parameter in a compressed step, as a table.
+
+        A bucket is a module that was wrapped by itself; sizes are a shard's.
+        """
+        return plan_table([bucket.plan for bucket in self._buckets], "as asked")
+
+    def stats(self) -> dict[str, float | int | None]:
+        """How the last 100 steps went on this rank, and what a step costs; see `DCTState.stats`.
+
+        `wire_bytes` is what a rank sends to other replicas in a compressed step. Beside that are
+        FSDP's own messages inside a shard group, and 32 bytes that all ranks reduce.
+
+        Raises:
+            RuntimeError: a payload was damaged, as far as this rank knows.
+        """
+        self._look()
+        self._damage.require_none()
+        return {
+            "step": self.step,
+            "density": self._history.density,
+            "overflow": self._history.overflow,
+            "wire_bytes": step_bytes([bucket.plan for bucket in self._buckets]),
+        }
+
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+        """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
+
+        Raises:
+            RuntimeError: a payload was damaged, as far as this rank knows.
+        """
+        self._look()
+        self._damage.require_none()
+        stats = {}
+        for bucket in self._buckets:
+            stats |= bucket.parameter_stats()
+        return stats
+
+    def state_dict(self) -> dict:
+        """This rank's shard of residuals and thresholds, by replica and parameter name. Copies.
+
+        Called on every rank, between steps: after the optimizer's step (and the scaler's update).
+        Its tensors are DTensors, cut as the parameters are: for torch.distributed.checkpoint, which
+        takes the state itself, {"dct": state}, or for torch.save, a file a rank.
+
+        Raises:
+            RuntimeError: a payload was damaged, on any rank.
+        """
+        self._finish_last_step()
+        return checkpoint.make(self._replica, self._entry())
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
+
+        From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
+        anew, and thresholds sampled where those of several shards meet. The next step compares
+        what was loaded.
+
+        Raises:
+            ValueError: made with another version, density, transport or number of replicas, by
+                another replica or shard, or for another model.
+        """
+        entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
+        self._go_on(entry, self._segments(entry))
+
+    def load_merged(self, folder: str | os.PathLike, key: str = "dct") -> None:
+        """Go on from what another number of replicas left, of any number of shards.
+
+        Every replica starts from the mean of their residuals: as a step applies the mean of what
+        replicas send, as much is owed to the model as before, to float32 rounding (summed in
+        float64). Thresholds are means, too; owners of ranges (transport "shard") sample theirs
+        anew, and what they owe is added to every replica. Every rank calls it, and reads one
+        replica's shard at a time. Our reconstruction: the paper does not change the number of
+        ranks.
+
+        Args:
+            folder: that `torch.distributed.checkpoint` wrote.
+            key: the name the state was saved under, {"dct": state}; dots go deeper.
+
+        Raises:
+            ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
+        """
+        entries: list[checkpoint.Entry] = []
+
+        def each() -> Iterator[dict[str, SegmentState]]:
+            for entry in checkpoint.read(folder, key, self._entry(), self._pieces):
+                entries.append(entry)
+                yield self._segments(entry)
+
+        mean = checkpoint.mean(each())
+        self._go_on(entries[-1], mean)
+
+    def _entry(self) -> checkpoint.Entry:
+        """What goes into a checkpoint now."""
+        parameters = {}
+        for bucket, unit in zip(self._buckets, self._units, strict=True):
+            states, packed = bucket.states(), bucket.compressor.step
+            for piece in unit.pieces:
+                parameters[piece.name] = checkpoint.spread(
+                    piece, states[piece.name], self._transport, packed
+                )
+        return checkpoint.Entry(
+            run_id=self._run.id,
+            world_size=self._group.size() * self._shards,
+            replicas=self._group.size(),
+            shards=self._shards,
+            step=self.step,
+            density=self.settings.density,
+            transport=self._transport,
+            reduction=", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
+            parameters=parameters,
+        )
+
+    def _segments(self, entry: checkpoint.Entry) -> dict[str, SegmentState]:
+        parameters = entry["parameters"]
+        return {p.name: checkpoint.gather_up(p, parameters[p.name]) for p in self._pieces}
+
+    def _go_on(self, entry: checkpoint.Entry, segments: dict[str, SegmentState]) -> None:
+        self._run.load(entry)
+        self._damage = Damage(OP)
+        self._history = History()
+        self._loss_scale.saw(overflow=False)
+        self._order, self._damaged, self._overflowed = [], False, False
+        self.step = entry["step"]
+        parameters = entry["parameters"]
+        for index, unit in enumerate(self._units):
+            own = {piece.name: segments[piece.name] for piece in unit.pieces}
+            packed = max(int(parameters[name]["packed"]) for name in own)
+            self._buckets[index] = self._bucket(unit, packed, own)
+
+    # In the backward pass:
+
+    def _reduce(self, index: int, flat: Tensor) -> None:
+        """Replace the gradient of a unit's shard by its mean over replicas."""
+        self._units[index].require(flat)
+        if not self._in_step or index in self._order:
+            self._begin_step()
+        self._order.append(index)
+        if flat.is_cuda:  # FSDP calls this on another stream than the memory is of
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        if self.step <= self.start_step:
+            with record_function("dct::exchange_dense"):
+                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
+        else:
+            self._buckets[index].reduce(flat, self._loss_scale.value, self._loss_scale.inverse)
+
+    def _begin_step(self) -> None:
+        self._finish_last_step()
+        self._run.begin_step(self.step)
+        self._loss_scale.begin()
+        self.step += 1
+        self._in_step = True
+        Variable._execution_engine.queue_callback(self._end_step)  # as FSDP itself does
+
+    def _end_step(self) -> None:
+        self._in_step = False
+
+    # Between steps:
+
+    def _look(self) -> None:
+        """Learn how the last step went on this rank."""
+        with record_function("dct::wait"):
+            reports = {index: bucket.take_report() for index, bucket in enumerate(self._buckets)}
+        reports = {index: report for index, report in reports.items() if report is not None}
+        if not reports:
+            return
+        receipts = {index: report.receipt for index, report in reports.items()}
+        self._damaged = any(r.damaged or r.told for r in receipts.values())
+        self._overflowed = any(r.non_finite for r in receipts.values())
+        self._damage.look(self.step - 1, receipts)
+        compressed = sum(report.compressed for report in reports.values())
+        sent = sum(report.compressed_sent for report in reports.values())
+        late = sum(receipt.overflowed for receipt in receipts.values())
+        payloads = sum(receipt.payloads for receipt in receipts.values())
+        self._history.add(density=sent / max(compressed, 1), overflow=late / payloads)
+
+    def _finish_last_step(self) -> None:
+        """Learn how it went on every rank; all of them come here, after as many steps.
+
+        Raises:
+            RuntimeError: a payload was damaged on some rank: on all of them.
+        """
+        self._look()
+        if self._order:
+            order, self._order = self._order, []
+            told = reach(self._damaged, self._overflowed, order, self._verdicts)
+            if told.damaged is not None and not self._damaged:
+                received = Receipt([], [told.damaged], told.overflowed, [], 0, 0)
+                self._damage.look(self.step - 1, {0: received})
+            self._damaged = self._overflowed = False
+            self._loss_scale.saw(told.overflowed)
+            if self._loss_scale.skipped():
+                for index in order:
+                    self._buckets[index].take_back()
+        self._damage.require_none()

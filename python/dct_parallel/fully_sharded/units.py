@@ -1,0 +1,192 @@
+"""What torch's fully_shard communicates at once, and how a gradient lies in what it hands over.
+
+The one place that reads private attributes of FSDP2: which parameters a module's group holds, in
+which order, and how their gradients are to be divided.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from dct_kernels import checks
+
+from ..data_parallel.model import WRAPPERS
+from .verdict import OP
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A parameter's part on this rank, in the flat gradient of its unit.
+
+    A gradient is cut into equal chunks of one dimension, the last ones filled up with zeros, and
+    maybe nothing but zeros. A zero is never sent, so no more is to be known of the filling.
+
+    Attributes:
+        name: of the parameter, as in the model that nothing wraps.
+        parameter: sharded.
+    """
+
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def dim(self) -> int:
+        """The one that is cut."""
+        return self.parameter.placements[0].dim
+
+    @property
+    def padded(self) -> int:
+        """Elements of a chunk: as many on every rank."""
+        shape, ranks = self.parameter.shape, self.parameter.device_mesh.size()
+        rows = shape[self.dim]
+        return -(-rows // ranks) * (shape.numel() // max(rows, 1))
+
+    @property
+    def local(self) -> torch.Size:
+        """The shape of this rank's chunk, without the filling."""
+        return self.parameter.to_local().shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A module that was wrapped by itself, with what is its own of the parameters.
+
+    Attributes:
+        name: of the module.
+        pieces: in the order in which their gradients are concatenated.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    _module: FSDPModule
+    _group: Any  # FSDP's
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.padded for piece in self.pieces)
+
+    @property
+    def device(self) -> torch.device:
+        """Of gradients; parameters may be offloaded."""
+        return self._group.device
+
+    @property
+    def reduction(self) -> str:
+        """What the gradient is that the hook sees; "mean" unless someone asked for another.
+
+        What is not a mean is divided after the hook, by a number that depends on the shards.
+        """
+        group = self._group
+        policy = group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype or self.pieces[0].parameter.dtype
+        factor, sums = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        if factor is None and not sums and dtype != torch.float16:
+            return "mean"
+        shards = self.pieces[0].parameter.device_mesh.size()
+        return f"{'sum' if sums else 'mean'} of {shards} in {dtype}, divide factor {factor}"
+
+    def hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook` called with this unit's gradient once the shards' ranks have reduced it.
+
+        Raises:
+            ValueError: there is another one.
+        """
+        if self._group._all_reduce_hook not in (None, closed):
+            rule = f"without an all-reduce hook on {self._label}"
+            checks.fail(OP, "model", rule, "one that has one already")
+        self._module.set_all_reduce_hook(hook)
+
+    def close(self) -> None:
+        """Without replicas' gradients training must not go on: the next one raises."""
+        self._module.set_all_reduce_hook(closed)
+
+    def require(self, flat: Tensor) -> None:
+        """Raise if this is not the gradient of all pieces, or not meant for the replicas yet."""
+        if not self._group.all_reduce_grads:
+            rule = "accumulated under set_requires_gradient_sync(False)"
+            checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
+        if flat.numel() != self.numel:
+            rule = (
+                f"of all parameters of {self._label} that were to be trained when the hook was "
+                f"made, {self.numel} elements (of one that is not used there is none, unless by "
+                "model.set_reduce_scatter_unused_params(True))"
+            )
+            checks.fail(OP, "gradient", rule, f"{flat.numel()} elements")
+
+    @property
+    def _label(self) -> str:
+        return f"module {self.name}" if self.name else "the root module"
+
+
+def closed(flat: Tensor) -> None:
+    """The hook of a state that was closed."""
+    checks.fail(OP, "state", "open", "one that was closed", RuntimeError)
+
+
+def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
+    """The units of a model that was wrapped on the shard dimension of `mesh`, in module order.
+
+    Raises:
+        TypeError, ValueError: a module or parameter that was wrapped otherwise, by name.
+    """
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        rule = "a module that fully_shard was applied to"
+        checks.fail(OP, "model", rule, type(model).__name__, TypeError)
+    for _, module in modules:
+        module.reshard()
+    names = {
+        parameter: ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        for name, parameter in model.named_parameters()
+    }
+    units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules wrapped together share one
+    for name, module in modules:
+        groups = _groups(module)
+        if len(groups) > 1:
+            rule = f"with one mesh for all parameters of module {name or '(root)'}"
+            checks.fail(OP, "model", rule, f"{len(groups)} parameter groups")
+        for group in groups:
+            infos = [p._module_info for p in group.fsdp_params]
+            held = [getattr(info.module, info.param_name) for info in infos]
+            pieces = tuple(_piece(names[p], p, mesh) for p in held if p.requires_grad)
+            if pieces and id(group) not in units:
+                units[id(group)] = Unit(name, pieces, module, group)
+    covered = {piece.name for unit in units.values() for piece in unit.pieces}
+    loose = [n for p, n in names.items() if p.requires_grad and n not in covered]
+    if loose:
+        checks.fail(OP, "every parameter", "one that fully_shard shards", ", ".join(loose))
+    if not units:
+        checks.fail(OP, "model", "one with parameters to train", "none")
+    return list(units.values())
+
+
+def _groups(module: FSDPModule) -> list:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    only = state._fsdp_param_group  # before torch 2.13 there is one at most
+    return [only] if only is not None else []
+
+
+def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
+    checks.require_dtype(OP, f"parameter {name}", parameter.dtype, checks.FLOATS)
+    if parameter.is_meta:
+        rule = "on a device: materialise the model before the hook"
+        checks.fail(OP, f"parameter {name}", rule, "one on meta")
+    wrapped = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if wrapped != mesh["shard"]:
+        rule = (
+            'wrapped by fully_shard(module, mesh=mesh["shard"]), which leaves the mean over '
+            "replicas to the hook"
+        )
+        got = f"one on {wrapped}" if wrapped is not None else "one that is not sharded"
+        checks.fail(OP, f"parameter {name}", rule, got)
+    if type(parameter.placements[0]) is not Shard:
+        checks.fail(OP, f"parameter {name}", "cut in one dimension", parameter.placements)
+    return Piece(name, parameter)
