@@ -263,7 +263,9 @@ class FullyShardState:
         self._loss_scale.begin()
         self.step += 1
         self._in_step = True
-        Variable._execution_engine.queue_callback(self._end_step)  # as FSDP itself does
+        # As FSDP does, which may reduce gradients there: the last to be queued by then come first.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._end_step))
 
     def _end_step(self) -> None:
         self._in_step = False

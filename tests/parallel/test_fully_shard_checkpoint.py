@@ -1,0 +1,244 @@
+"""Checkpoints of sharded replicas: bit for bit on the same mesh, and all that is owed on others."""
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from dct_parallel import dct_fully_shard_hook
+from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
+
+SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))  # a row for two shards, and rows that do not divide
+
+
+def _mesh(replicas, shards):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _entry(state_dict):
+    (only,) = state_dict["replicas"].values()
+    return only
+
+
+def _assert_equal(ours, theirs):
+    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
+    ours, theirs = _entry(ours), _entry(theirs)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key] == theirs[key] for key in ours.keys() - {"parameters"})
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, parts in ours["parameters"].items():
+        assert parts.keys() == theirs["parameters"][name].keys()
+        for key, value in parts.items():
+            other = theirs["parameters"][name][key]
+            assert value.shape == other.shape, (name, key)
+            if key == "packed":
+                assert value == other
+            else:
+                assert torch.equal(value.to_local(), other.to_local()), (name, key)
+    return sum(int(p["residual"].to_local().count_nonzero()) for p in ours["parameters"].values())
+
+
+def _weights(model):
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def _make(mesh, **options):
+    model = mlp(depth=2)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    state = dct_fully_shard_hook(model, mesh, 0.05, **options)
+    return model, state, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _resume(rank, folder, transport):
+    mesh = _mesh(2, 2)
+    model, state, optimizer = _make(mesh, transport=transport)
+    for step in range(7):
+        train_step(model, optimizer, *batch(step, rank))
+    file = _through_a_file([model.state_dict(), state.state_dict()])
+    dcp.save({"model": model.state_dict(), "dct": state}, checkpoint_id=folder)
+    for step in range(7, 12):
+        train_step(model, optimizer, *batch(step, rank))
+
+    for source in ("file", "dcp"):
+        resumed, resumed_state, resumed_optimizer = _make(mesh, transport=transport)
+        if source == "file":
+            resumed.load_state_dict(file[0])
+            resumed_state.load_state_dict(file[1])
+        else:
+            app = {"model": resumed.state_dict(), "dct": resumed_state}
+            dcp.load(app, checkpoint_id=folder)
+            resumed.load_state_dict(app["model"])
+        assert resumed_state.step == 7
+        assert _assert_equal(resumed_state.state_dict(), file[1]) > 1000
+        for step in range(7, 12):
+            train_step(resumed, resumed_optimizer, *batch(step, rank))
+        assert torch.equal(_weights(resumed), _weights(model))
+        assert _assert_equal(resumed_state.state_dict(), state.state_dict()) > 1000
+
+
+@pytest.mark.parametrize("transport", ["gather", "shard"])
+def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
+    run_ranks(_resume, 4, tmp_path / "dcp", transport)
+
+
+def _dictated(mesh, **options):
+    model = fully_shard(Dictated(SHAPES), mesh=mesh["shard"])
+    return model, dct_fully_shard_hook(model, mesh, 0.05, start_step=0, **options)
+
+
+def _owed(state, mesh):
+    """What all replicas owe to their mean gradient, of every parameter in full."""
+    replicas, shards = mesh.shape
+    owed = []
+    for saved in _entry(state.state_dict())["parameters"].values():
+        own = saved["residual"].full_tensor().double()
+        if "owner_residual" in saved:  # in units of the mean
+            own = own + replicas * saved["owner_residual"].full_tensor().double()
+        owed.append(sum(gathered(own)[::shards]) / replicas)
+    return owed
+
+
+def _save(rank, mesh, folder, transport):
+    mesh = _mesh(*mesh)
+    model, state = _dictated(mesh, transport=transport)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(*(torch.randint(-60, 61, s, generator=generator).float() for s in SHAPES)).backward()
+    saved = state.state_dict()
+    dcp.save({"app": {"dct": saved}}, checkpoint_id=folder)
+    return _owed(state, mesh), _entry(saved)["parameters"]["p.3"]["threshold"].to_local()
+
+
+def _load(rank, mesh, folder, transport, saved):
+    """What is owed after the load, and what a few steps without gradients deliver."""
+    replicas = mesh[0]
+    mesh = _mesh(*mesh)
+    model, state = _dictated(mesh, transport=transport)
+    places = state.state_dict()
+    if replicas > saved[0]:
+        with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+            dcp.load({"app": {"dct": places}}, checkpoint_id=folder)
+    else:
+        dcp.load({"app": {"dct": places}}, checkpoint_id=folder)
+    if replicas == saved[0]:
+        state.load_state_dict(places)
+    else:
+        if replicas < saved[0]:
+            with pytest.raises(
+                ValueError, match=r"replicas must be . as in this run \(load_merged"
+            ):
+                state.load_state_dict(places)
+        state.load_merged(folder, key="app.dct")
+    owed, step = _owed(state, mesh), state.step
+    threshold = _entry(state.state_dict())["parameters"]["p.3"]["threshold"].to_local()
+    came = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for _ in range(3):
+        model.zero_grad()
+        model(*map(torch.zeros, SHAPES)).backward()
+        for total, parameter in zip(came, model.parameters(), strict=True):
+            total += parameter.grad.full_tensor()
+    assert torch.equal(torch.cat(gathered(came[0])), came[0].repeat(dist.get_world_size(), 1))
+    assert all(total.count_nonzero() > 0.03 * total.numel() for total in came[:1] + came[3:])
+    sums = [a + b for a, b in zip(came, _owed(state, mesh), strict=True)]
+    return owed, sums, step, threshold
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "transport"),
+    [
+        ((2, 2), (2, 1), "gather"),
+        ((2, 2), (2, 1), "shard"),
+        ((2, 1), (2, 2), "gather"),
+        ((4, 1), (2, 1), "gather"),
+        ((2, 1), (1, 2), "shard"),
+        ((1, 2), (2, 1), "gather"),
+    ],
+)
+def test_what_is_owed_carries_over_to_another_mesh(saved, loaded, transport, tmp_path):
+    before = run_ranks(_save, saved[0] * saved[1], saved, tmp_path / "dcp", transport)
+    ranks = loaded[0] * loaded[1]
+    after = run_ranks(_load, ranks, loaded, tmp_path / "dcp", transport, saved)
+    thresholds = torch.cat([threshold for _, threshold in before])
+    for owed, sums, step, threshold in after:
+        assert step == 6
+        for old, now, later in zip(before[0][0], owed, sums, strict=True):
+            largest = old.abs().max().item()
+            torch.testing.assert_close(now, old, rtol=0, atol=1e-6 * largest)
+            torch.testing.assert_close(later, old, rtol=0, atol=1e-6 * largest)
+        assert (threshold == threshold[0]).all() and thresholds.min() <= threshold[0]
+        assert threshold[0] <= thresholds.max()
+
+
+def _refused(rank, folder):
+    mesh = _mesh(2, 1)
+    model, state = _dictated(mesh)
+    model(*map(torch.ones, SHAPES)).backward()
+    saved = state.state_dict()
+    dcp.save({"dct": state}, checkpoint_id=folder)
+
+    def refuses(text, change):
+        entry = dict(_entry(saved))
+        change(entry)
+        with pytest.raises(ValueError, match=text):
+            state.load_state_dict({"version": 1, "replicas": {str(rank): entry}})
+
+    refuses("density must be 0.05, as this state was made with", lambda e: e.update(density=0.1))
+    refuses("transport must be gather", lambda e: e.update(transport="shard"))
+    refuses("reduction must be mean", lambda e: e.update(reduction="sum of 2"))
+    refuses(r"replicas must be 2 as in this run \(load_merged", lambda e: e.update(replicas=4))
+    other = {name.replace("p.1", "p.9"): p for name, p in _entry(saved)["parameters"].items()}
+    text = "parameters must be those of this model, got a difference in p.1, p.9"
+    refuses(text, lambda e: e.update(parameters=other))
+    with pytest.raises(ValueError, match="version must be 1, got 2"):
+        state.load_state_dict(saved | {"version": 2})
+    with pytest.raises(ValueError, match=f"state must be replica {rank}'s own, got that of rep"):
+        state.load_state_dict({"version": 1, "replicas": {str(1 - rank): _entry(saved)}})
+    with pytest.raises(ValueError, match="key must be the name of a dct_fully_shard_hook's state"):
+        state.load_merged(folder, key="other")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(4.0)
+    with pytest.raises(ValueError, match="reduction must be mean of 1 in"):
+        state.load_state_dict(saved)
+    with pytest.raises(ValueError, match="checkpoint must be the same on every rank"):
+        model, state = _dictated(mesh)
+        if rank == 0:
+            state.load_state_dict(saved)
+        model(*map(torch.ones, SHAPES)).backward()
+
+
+def test_states_that_do_not_fit_are_refused_by_name(tmp_path):
+    run_ranks(_refused, 2, tmp_path / "dcp")
+
+
+def _another_shard(rank):
+    mesh = _mesh(1, 2)
+    _, state = _dictated(mesh)
+    own = state.state_dict()
+    paths = [None, None]
+    file = io.BytesIO()
+    torch.save(own, file)
+    dist.all_gather_object(paths, file.getvalue())
+    other = torch.load(io.BytesIO(paths[1 - rank]), weights_only=True)
+    with pytest.raises(ValueError, match=r"of p.0 must be \[|that of shard"):
+        state.load_state_dict(other)
+    state.load_state_dict(own)
+
+
+def test_the_file_of_another_shard_is_refused():
+    run_ranks(_another_shard, 2)

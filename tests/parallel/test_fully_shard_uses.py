@@ -1,0 +1,212 @@
+"""dct_fully_shard_hook beside what users do: damage, scaled losses, other orders, wrong calls."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
+
+from dct_parallel import dct_fully_shard_hook
+from dct_parallel.data_parallel import gather
+from ranks import Dictated, batch, gathered, mlp, run_ranks
+
+SIZES = (3000, 40, 5001)
+STEP = 4  # the one that is damaged, or overflows
+
+
+def _mesh(replicas=2, shards=2):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _gradients(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _dictated(mesh, **options):
+    model = fully_shard(Dictated(SIZES), mesh=mesh["shard"])
+    return model, dct_fully_shard_hook(model, mesh, 0.05, start_step=0, **options)
+
+
+def _step(model, step, rank):
+    model.zero_grad()
+    model(*_gradients(step, rank)).backward()
+
+
+def _damaged(rank, ask):
+    model, state = _dictated(_mesh())
+    all_gather, step = gather.all_gather, 0
+
+    def in_flight(output, tensor, group):
+        all_gather(output, tensor, group)
+        if step == STEP and rank == 1:
+            output[1, 0] ^= 0xFF
+
+    gather.all_gather = in_flight
+    for step in range(STEP + 1):
+        _step(model, step, rank)
+    if rank == 1:
+        told = rf"every payload of step {STEP} must be intact, got status 1 from rank 1 in bucket 0"
+        for asked in (state.stats, state.parameter_stats):
+            with pytest.raises(RuntimeError, match=told):
+                asked()
+    else:
+        told = rf"every payload up to step {STEP} must be intact, got damage that rank 1 received"
+        assert state.stats()["step"] == STEP + 1
+    with pytest.raises(RuntimeError, match=told):  # together: nobody waits for anybody
+        state.state_dict() if ask == "state_dict" else _step(model, STEP + 1, rank)
+    for asked in (state.state_dict, state.stats, state.close):
+        with pytest.raises(RuntimeError, match=told):
+            asked()
+    state.close()
+
+
+@pytest.mark.parametrize("ask", ["the next step", "state_dict"])
+def test_damage_raises_on_every_rank_of_the_mesh(ask):
+    run_ranks(_damaged, 4, ask)
+
+
+def _skipped(rank):
+    """One shard of one replica overflows: all ranks skip the step, and take back what they sent."""
+    mesh = _mesh()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    model, state = _dictated(mesh, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    went = [torch.zeros(n, dtype=torch.float64) for n in SIZES]
+    for step in range(8):
+        everyone = [_gradients(step, r) for r in range(4)]
+        if step == STEP:
+            everyone[1][2][4000] = torch.inf  # in the second half, which ranks 1 and 3 hold
+        optimizer.zero_grad()
+        scaler.scale(model(*everyone[rank])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (1024 if step < STEP else 512)
+        for total, parts in zip(went, zip(*everyone, strict=True), strict=True):
+            # Replica 0's gradient is Inf there: what it had waits on. Replica 1's counts as any.
+            total += sum(torch.stack(parts[r : r + 2]).mean(0).nan_to_num(posinf=0) for r in (0, 2))
+    (entry,) = state.state_dict()["replicas"].values()
+    for index, parameter in enumerate(model.parameters()):
+        residual = entry["parameters"][f"p.{index}"]["residual"].full_tensor().double()
+        waits = sum(gathered(residual)[::2])
+        came = -2 * parameter.full_tensor().detach().double()  # lr 1: the sum of both, from 0 down
+        assert torch.equal(came + waits, went[index]), index
+    assert not all(torch.equal(r, residual) for r in gathered(residual)[::2])
+
+
+def test_what_a_skipped_step_sent_is_taken_back_on_every_shard():
+    run_ranks(_skipped, 4)
+
+
+class Twice(nn.Module):
+    """Two layers of one size, in one order or the other."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (fully_shard(nn.Linear(32, 32), mesh=mesh["shard"]) for _ in "ab")
+
+    def forward(self, x, flipped):
+        return self.a(self.b(x)) if flipped else self.b(self.a(x))
+
+
+def _other_order(rank):
+    mesh = _mesh(2, 1)
+    model = Twice(mesh)
+    state = dct_fully_shard_hook(model, mesh, 0.1, start_step=0)
+    x, _ = batch(0, rank, width=32)
+    model(x, flipped=False).sum().backward()
+    model(x, flipped=rank == 1).sum().backward()
+    assert state.stats()["step"] == 2  # though the layers have no root in common
+    with pytest.raises(RuntimeError, match="every rank must go backward through the same modules"):
+        model(x, flipped=False).sum().backward()
+
+
+def test_ranks_that_go_through_modules_in_another_order_are_told():
+    run_ranks(_other_order, 2)
+
+
+def _twice_in_a_pass(rank):
+    """A layer that is used twice is exchanged twice, and both add up."""
+    mesh = _mesh(2, 1)
+    layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
+    state = dct_fully_shard_hook(layer, mesh, 1.0, value_dtype=torch.float32, start_step=0)
+    x, _ = batch(0, rank, width=32)
+    (layer(x).sum() + layer(2 * x).sum()).backward()
+    expected = sum(3 * batch(0, r, width=32)[0].sum(0) for r in range(2)) / 2
+    grad = layer.weight.grad.full_tensor()
+    torch.testing.assert_close(grad, expected.expand(32, 32), rtol=1e-5, atol=1e-5)
+    assert state.stats()["step"] >= 1
+
+
+def test_a_module_used_twice():
+    run_ranks(_twice_in_a_pass, 2)
+
+
+def _wrapped(mesh):
+    return fully_shard(mlp(depth=1), mesh=mesh["shard"])
+
+
+def _refused(rank):
+    mesh = _mesh(2, 1)
+
+    def refuses(error, text, model, given=mesh, **options):
+        with pytest.raises(error, match=text):
+            dct_fully_shard_hook(model, given, **options)
+
+    refuses(TypeError, "model must be a module that fully_shard was applied to", mlp())
+    # torch would reduce over both dimensions itself, densely, and call the hook after that
+    native = fully_shard(mlp(depth=1), mesh=mesh)
+    text = r'parameter 0.weight must be wrapped by fully_shard\(module, mesh=mesh\["shard"\]\)'
+    refuses(ValueError, text, native)
+    loose = nn.Sequential(fully_shard(nn.Linear(3, 3), mesh=mesh["shard"]), nn.Linear(3, 1))
+    text = "every parameter must be one that fully_shard shards, got 1.weight, 1.bias"
+    refuses(ValueError, text, loose)
+    with torch.device("meta"):
+        empty = fully_shard(nn.Linear(3, 3), mesh=mesh["shard"])
+    refuses(ValueError, "parameter weight must be on a device: materialise", empty)
+    frozen = _wrapped(mesh).requires_grad_(False)
+    refuses(ValueError, "model must be one with parameters to train", frozen)
+    hooked = _wrapped(mesh)
+    hooked.set_all_reduce_hook(lambda flat: None)
+    refuses(ValueError, "without an all-reduce hook on the root module", hooked)
+
+    if hasattr(_fsdp_common, "ShardPlacementResult"):  # from torch 2.13
+        other = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+        elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
+        several = fully_shard(
+            mlp(depth=1),
+            mesh=mesh["shard"],
+            shard_placement_fn=lambda p: elsewhere if p.ndim == 1 else None,
+        )
+        text = r"one mesh for all parameters of module \(root\), got 2 parameter groups"
+        refuses(ValueError, text, several)
+
+    model = _wrapped(mesh)
+    refuses(TypeError, "mesh must be a DeviceMesh, got tuple", model, (2, 1))
+    refuses(
+        ValueError, r"mesh must be of dimensions \('replicate', 'shard'\)", model, mesh["shard"]
+    )
+    refuses(ValueError, "transport must be gather or shard, got auto", model, transport="auto")
+    refuses(TypeError, "grad_scaler must be a torch.amp.GradScaler, got int", model, grad_scaler=1)
+    refuses(ValueError, r"density must be in \(0, 1\]", model, density=0)
+    refuses(ValueError, "start_step must be in", model, start_step=-1)
+    text = r"density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1"
+    refuses(ValueError, text, model, density=0.1 * (rank + 1))
+
+    state = dct_fully_shard_hook(model, mesh, 0.1)  # what was refused left nothing behind
+    model[2].bias.requires_grad_(False)
+    text = "gradient must be of all parameters of the root module .*, 4225 .*, got 4224 elements"
+    with pytest.raises(ValueError, match=text):
+        model(torch.ones(1, 64)).sum().backward()
+    state.close()
+
+
+def test_what_cannot_be_is_refused_by_name():
+    run_ranks(_refused, 2)
