@@ -33,19 +33,24 @@ def test_docstring_examples(name):
 
 
 def test_every_program_is_run():
-    assert [page for page, _ in PROGRAMS] == ["substitution.md", *["training.md"] * 6]
+    assert [page for page, _ in PROGRAMS] == [
+        "cluster.md",
+        "substitution.md",
+        *["training.md"] * 6,
+    ]
 
 
 @pytest.mark.parametrize(
     "index",
     [
-        pytest.param(0, id="substitution"),
-        pytest.param(1, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(2, id="local-steps"),
-        pytest.param(3, id="cut"),
-        pytest.param(4, id="pipeline"),
-        pytest.param(5, id="exchange"),
-        pytest.param(6, id="shards-and-replicas"),
+        pytest.param(0, id="cluster"),
+        pytest.param(1, id="substitution"),
+        pytest.param(2, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
+        pytest.param(3, id="local-steps"),
+        pytest.param(4, id="cut"),
+        pytest.param(5, id="pipeline"),
+        pytest.param(6, id="exchange"),
+        pytest.param(7, id="shards-and-replicas"),
     ],
 )
 def test_program(index, tmp_path):

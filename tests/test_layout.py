@@ -27,7 +27,7 @@ PUBLIC = {
     },
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager", "WireMeter"),
-        "dct_fully_shard_hook",
+        *("dct_fully_shard_hook", "node_mesh"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
         *("all_to_all_rows", "all_gather_rows"),
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),

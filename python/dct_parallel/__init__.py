@@ -38,14 +38,15 @@ Or operators on them computed where their rows are, of which partial results cro
 A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel),
 fully_sharded (those of FSDP2), which uses it, rows (activations at a cut of a model),
 two_dimensional (embedding tables in shards and replicas) and substitution (partial results of
-operators on shards), which use rows. All stand on what lies
-beside them here: compressor (one tensor, no network), agreement, collectives, groups, executors,
-readback, and wire, which counts bytes.
+operators on shards), which use rows. All stand on what lies beside them here: compressor (one
+tensor, no network), agreement, collectives, groups, mesh, executors, readback, and wire, which
+counts bytes.
 """
 
 from .compressor import Compressor
 from .data_parallel import DCTAverager, DCTState, dct_hook, merge_states
 from .fully_sharded import dct_fully_shard_hook
+from .mesh import node_mesh
 from .rows import (
     RowDequantize,
     RowPack,
@@ -105,6 +106,7 @@ __all__ = [
     "dct_hook",
     "merge_feature_rows",
     "merge_states",
+    "node_mesh",
     "pack",
     "plan_shards",
     "unpack",

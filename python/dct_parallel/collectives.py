@@ -19,6 +19,15 @@ def all_gather(
     return dist.all_gather_into_tensor(output.view(-1), tensor, group=group, async_op=async_op)
 
 
+def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """The sum of every rank's `tensor` [P * n] into `output` [n], of which a rank gets its part."""
+    # Two names, like all_gather.
+    if hasattr(dist, "reduce_scatter_single"):
+        dist.reduce_scatter_single(output, tensor, group=group)
+    else:
+        dist.reduce_scatter_tensor(output, tensor, group=group)
+
+
 def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """The mean of every rank's `tensor`, sent and returned in `dtype`; the same on every rank.
 

@@ -61,7 +61,10 @@ class StreamExecutor:
         """Nothing to end: the stream is torch's."""
 
 
-def executor_for(device: torch.device) -> ThreadExecutor | StreamExecutor:
+Executor = ThreadExecutor | StreamExecutor
+
+
+def executor_for(device: torch.device) -> Executor:
     """The executor for tensors on this device."""
     return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
 

@@ -167,7 +167,7 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         ([_state(0), _state(1, run_id="b")], "run_id must be the same .* a on rank 0, b on"),
         ([_state(0), _state(1, 3)], "world_size must be the same .* 2 on rank 0, 3 on rank 1"),
         ([_state(0), _state(1, parameters={})], "parameters must be the same .* p.0 on rank 0,"),
-        ([{"version": 1}], "version must be 2 or 3, got 1"),
+        ([{"version": 1}], "version must be 2 to 5, got 1"),
     ]:
         with pytest.raises(ValueError, match=f"dct::merge_states: {text}"):
             merge_states(states)
@@ -193,7 +193,7 @@ def _misfits(rank):
     ]:
         with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
             state.load_state_dict({**good, "ranks": {str(rank): {**own, **change}}})
-    with pytest.raises(ValueError, match="dct::load_state_dict: version must be 2 or 3, got 1"):
+    with pytest.raises(ValueError, match="dct::load_state_dict: version must be 2 to 5, got 1"):
         state.load_state_dict({**good, "version": 1})
     theirs = {"version": 2, "ranks": {str(1 - rank): own}}
     text = f"state must be rank {rank}'s own, or one from merge_states, got that of rank {1 - rank}"

@@ -42,7 +42,7 @@ def _bucket(sizes, scaled, transport):
     model = DistributedDataParallel(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
-    bucket = Bucket(plan, state._group, torch.device("cpu"), 0, {})
+    bucket = Bucket(plan, state._ranks.between, torch.device("cpu"), 0, {})
     numel = sum(sizes)
     scale = torch.full((1,), 8.0) if scaled else None
     inverse = None if scale is None else 1 / scale

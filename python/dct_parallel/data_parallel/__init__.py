@@ -2,9 +2,10 @@
 
 Reading order: bucket_plan (what is sent, in numbers), transports (payloads of all ranks into their
 mean: gather, shard), bucket (one bucket of DDP's), bf16 (one that is not compressed), link and
-choice (which of these), buckets (all of them), model, checkpoint, run, damage, loss_scale, history,
-state (all of it behind torch's hook), averager (the same of weights), merge (checkpoints for
-another world size).
+choice (which of these), node and node_bucket (of a cluster: whole inside a node, a part between
+them), ranks (the groups for that), buckets (all of them), model, checkpoint, run, damage,
+loss_scale, history, state (all of it behind torch's hook), averager (the same of weights), merge
+(checkpoints for another world size).
 """
 
 from .averager import DCTAverager

@@ -164,7 +164,7 @@ class DCTAverager(ModelAverager):
         """
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
-        entry = checkpoint.find(state, dist.get_rank(), ranks, self._settings, sizes)
+        entry = checkpoint.find(state, dist.get_rank(), self._settings, sizes, ranks)
         saved = entry["parameters"]
         if any("base" not in saved.get(name, {}) for name in sizes):
             checks.fail("load_state_dict", "state", f"a {_OP}'s", "one without a base")

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -53,9 +54,10 @@ class Bf16Bucket:
         self._device = device
         sizes = zip(plan.names, plan.sizes, strict=True)
         known = [states.get(name, checkpoint.fresh(numel)) for name, numel in sizes]
-        owed = torch.cat([checkpoint.owed(state, plan.ranks) for state in known])
+        owed = torch.cat([torch.zeros(0), *(checkpoint.owed(s, plan.ranks) for s in known)])
         self._owed = owed.to(device) if owed.any() else None
         self._sent: Tensor | None = None
+        self._overflowed = torch.zeros(1, dtype=torch.int32, device=device)
         self._readback = Readback()
         self._fresh = False
 
@@ -69,8 +71,17 @@ class Bf16Bucket:
         with record_function("dct::exchange_dense"):
             buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
         if scale is not None:
-            self._readback.post(buffer.isfinite().all().logical_not().int().view(1))
-        self._fresh = scale is not None
+            self._overflowed = buffer.isfinite().all().logical_not().int().view(1)
+        self._readback.post(self._overflowed)
+        self._fresh = True
+
+    def alarms(self) -> Tensor:
+        """As of a `Bucket`: only overflow is known of."""
+        return F.pad(self._overflowed, (2, 0))
+
+    def owe(self, more: Tensor) -> None:
+        """Add `more`, float32 [numel], to what this rank owes."""
+        self._owed = more if self._owed is None else self._owed + more
 
     def tell_damage(self) -> None:
         """Take part in a `reduce` of the others; another bucket tells them."""

@@ -1,5 +1,6 @@
 """One bucket of DDP's: packed, exchanged and unpacked in place."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Bucket:
         self._readback = Readback()
         self._own = [self.compressor.seen, self.compressor.threshold.view(torch.int32)]
         self._whole = torch.tensor(sorted(plan.whole), dtype=torch.int64)
-        self._fresh = False  # a `reduce` has not been reported yet
+        self._notes: Sequence[Tensor] = ()  # of the last `reduce`
+        self._fresh = False  # which has not been reported yet
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -67,10 +69,18 @@ class Bucket:
         """
         with record_function("dct::pack"):
             self.compressor.pack(buffer, inv_scale)
-        notes = self._transport.reduce(buffer, scale)
+        self._notes = self._transport.reduce(buffer, scale)
         with record_function("dct::read_back"):
-            self._readback.post(*self._own, *notes)
+            self._readback.post(*self._own, *self._notes)
         self._fresh = True
+
+    def alarms(self) -> Tensor:
+        """What is wrong with the last `reduce`, on the device: see `Transport.alarms`."""
+        return self._transport.alarms(self._notes)
+
+    def owe(self, more: Tensor) -> None:
+        """Add `more`, float32 [numel], to what this rank owes."""
+        self.compressor.residual += more
 
     def tell_damage(self) -> None:
         """Take part in a `reduce` of the others with no gradient, only to tell them of damage."""
@@ -125,7 +135,7 @@ class Bucket:
 
     def parameter_stats(self) -> dict[str, dict[str, float | int]]:
         """{name: see `DCTState.parameter_stats`}, of the report taken last."""
-        if self.report is None:
+        if self.report is None or not self.plan.names:
             return {}
         passed = self.report.passed
         norms = torch._foreach_norm(self.compressor.residual.split(self.plan.sizes))

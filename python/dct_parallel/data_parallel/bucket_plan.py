@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,6 +50,13 @@ class Slice(NamedTuple):
     high: int
 
 
+def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
+    """What the range [start, end) of a bucket holds of parameters of these sizes, in order."""
+    for index, (low, high) in enumerate(pairwise([0, *accumulate(sizes)])):
+        if max(low, start) < min(high, end):
+            yield Slice(index, max(low, start) - low, min(high, end) - low)
+
+
 class TransportFormulas(Protocol):
     """What a plan asks of a transport."""
 
@@ -71,6 +78,8 @@ class BucketPlan:
     Attributes:
         transport: how payloads get to the other ranks.
         ranks: that take part.
+        parameter_sizes: of all of each parameter, where the bucket holds a part of some; else
+            `sizes`. They decide what is sent whole.
     """
 
     names: tuple[str, ...]
@@ -78,19 +87,18 @@ class BucketPlan:
     settings: Settings
     transport: type[TransportFormulas]
     ranks: int
+    parameter_sizes: tuple[int, ...] | None = None
 
     @cached_property
     def bounds(self) -> list[int]:
         """Offsets of the parameters in the bucket: one more than there are parameters."""
-        bounds = [0]
-        for size in self.sizes:
-            bounds.append(bounds[-1] + size)
-        return bounds
+        return [0, *accumulate(self.sizes)]
 
     @cached_property
     def whole(self) -> frozenset[int]:
         """Indices of the parameters of which everything is sent."""
-        return frozenset(i for i, size in enumerate(self.sizes) if self.settings.is_whole(size))
+        sizes = self.sizes if self.parameter_sizes is None else self.parameter_sizes
+        return frozenset(i for i, size in enumerate(sizes) if self.settings.is_whole(size))
 
     @cached_property
     def whole_numel(self) -> int:
@@ -139,10 +147,7 @@ class BucketPlan:
 
     def slices(self, index: int) -> Iterator[Slice]:
         """What range `index` holds of each parameter, in the bucket's order."""
-        start, end = range_bounds(self.bounds[-1], self.ranges, index)
-        for parameter, (low, high) in enumerate(pairwise(self.bounds)):
-            if max(low, start) < min(high, end):
-                yield Slice(parameter, max(low, start) - low, min(high, end) - low)
+        yield from slices(self.sizes, *range_bounds(self.bounds[-1], self.ranges, index))
 
     @cached_property
     def _range_length(self) -> int:

@@ -1,6 +1,8 @@
 """DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,11 +11,16 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
+from ..executors import Executor
 from . import checkpoint
 from .bf16 import Bf16Bucket
 from .bucket import Bucket, Report
 from .bucket_plan import BucketPlan, Settings
 from .choice import Choice
+from .node_bucket import NodeBucket
+from .ranks import Ranks
+
+AnyBucket = Bucket | Bf16Bucket | NodeBucket
 
 
 class Buckets:
@@ -23,7 +30,7 @@ class Buckets:
         names: {parameter: name} of what DDP averages.
         settings: what the user chose.
         choice: of each bucket's transport.
-        group: the ranks to average over.
+        ranks: to average over, opened.
         device: of the gradients.
     """
 
@@ -32,16 +39,16 @@ class Buckets:
         names: dict[Parameter, str],
         settings: Settings,
         choice: Choice,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         device: torch.device,
     ) -> None:
         self._names = names
         self._settings = settings
         self._choice = choice
-        self._group = group
+        self._node, self._group = ranks.node, ranks.between
         self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
-        self._buckets: dict[int, Bucket | Bf16Bucket] = {}
+        self._buckets: dict[int, AnyBucket] = {}
         self._parked: dict[str, checkpoint.SegmentState] = {}
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
@@ -57,7 +64,7 @@ class Buckets:
             self._layouts[index] = parameters, plan
         return plan
 
-    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket | Bf16Bucket:
+    def bucket(self, index: int, plan: BucketPlan, step: int) -> AnyBucket:
         """The bucket of this plan: made anew, from its parameters' states, on a new layout."""
         known = self._buckets.get(index)
         if known is not None and known.plan is plan:
@@ -66,9 +73,12 @@ class Buckets:
         # the same parameters as before, dealt out differently.
         for later in [i for i in self._buckets if i >= index]:
             self._parked |= self._buckets.pop(later).states()
-        states = {name: self._parked.pop(name) for name in plan.names if name in self._parked}
+        sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
+        states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
         kind = Bucket if plan.ranges else Bf16Bucket
-        made = kind(plan, self._group, self._device, step, states)
+        make = partial(kind, plan, self._group, self._device, step)
+        single = self._node.size == 1
+        made = make(states) if single else NodeBucket(self._node, make, sizes, states)
         self._buckets[index] = made
         return made
 
@@ -76,7 +86,7 @@ class Buckets:
         """Whether this bucket was of this plan in the last compressed step."""
         return index in self._buckets and self._buckets[index].plan is plan
 
-    def in_order(self) -> list[Bucket | Bf16Bucket]:
+    def in_order(self) -> list[AnyBucket]:
         """All of them; none before compression starts, and after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
@@ -84,6 +94,15 @@ class Buckets:
         """{index: report} of what the last step left to be known, once."""
         taken = {index: bucket.take_report() for index, bucket in self._buckets.items()}
         return {index: report for index, report in taken.items() if report is not None}
+
+    def tell_damage(self, executor: Executor) -> None:
+        """Take part in the others' step so far that they learn of the damage, and wait for it."""
+        said = [executor.submit(bucket.tell_damage) for bucket in self.in_order()]
+        with contextlib.suppress(RuntimeError):  # of peers that are gone
+            for word in said:
+                word.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
 
     def plans(self) -> list[BucketPlan]:
         """Of all buckets; as long as they are not known, of one that holds everything."""
@@ -93,8 +112,9 @@ class Buckets:
 
     def states(self) -> dict[str, checkpoint.SegmentState]:
         """{name: copies of what its parameter must carry}; all parameters are there."""
+        parted = self._node.size > 1  # what is in another's part may come to this one's
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        states = {name: checkpoint.fresh(numel) for name, numel in sizes.items()}
+        states = {name: checkpoint.fresh(numel, parted) for name, numel in sizes.items()}
         if self._choice.keeps_owners:
             for name, numel in sizes.items():
                 states[name] |= checkpoint.fresh_owner(numel)
@@ -119,9 +139,24 @@ class Buckets:
             checks.fail("dct_hook", "gradient", "dense", got)
         return self._plan_of(parameters)
 
+    def node_bytes(self) -> int:
+        """Bytes that a rank sends inside its node in a step."""
+        layouts = [parameters for parameters, _ in self._layouts.values()] or [list(self._names)]
+        return sum(
+            self._node.wire_bytes(sum(p.numel() for p in parameters), parameters[0].itemsize)
+            for parameters in layouts
+        )
+
     def _plan_of(self, parameters: Iterable[Tensor]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
-        return self._choice.plan(names, sizes, self._settings, self._group.size())
+        pieces = self._node.slices(sizes)
+        return self._choice.plan(
+            tuple(names[piece.index] for piece in pieces),
+            tuple(piece.high - piece.low for piece in pieces),
+            self._settings,
+            self._group.size(),
+            tuple(sizes[piece.index] for piece in pieces),
+        )
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -1,8 +1,10 @@
 """What a checkpoint of the training layer holds, and whether one fits.
 
-    {"version": 3, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
+    {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
 
-Version 3 holds what owners keep (transport "shard"); without, it is 2.
+The version is 2, and one more with what owners keep (transport "shard"); of a mesh two more: then
+the ranks of a node owe together what is in their residuals, in units of the node's mean, and a
+rank's own is as long as the parameter, 0 outside of its part.
 
 Below "ranks" stands the rank that it belongs to, because torch.distributed.checkpoint saves
 what has the same key on several ranks once, and then hands it to all of them. Numbers, strings and
@@ -19,7 +21,7 @@ from dct_kernels import checks
 
 from .bucket_plan import Settings
 
-VERSION, OWNERS_VERSION = 2, 3
+VERSION, OWNERS, PARTS = 2, 1, 2
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 SegmentState = dict[str, Tensor]  # see Compressor.segment_state
@@ -27,7 +29,11 @@ OWNER = "owner_"  # begins the keys of what a rank keeps as the owner of a part 
 OWED = OWNER + "residual"  # as long as the parameter, 0 outside of that part; units of the mean
 
 
-class Entry(TypedDict):
+class _OfMesh(TypedDict, total=False):
+    local_size: int  # ranks in each node, if more than one
+
+
+class Entry(_OfMesh):
     """One rank's part of a checkpoint."""
 
     run_id: str  # made when training began
@@ -41,23 +47,27 @@ class Entry(TypedDict):
 def make(rank: int | str, entry: Entry) -> dict:
     """The state dict of one rank, or the one for all."""
     owners = any(OWED in state for state in entry["parameters"].values())
-    return {"version": OWNERS_VERSION if owners else VERSION, "ranks": {str(rank): entry}}
+    version = VERSION + OWNERS * owners + PARTS * ("local_size" in entry)
+    return {"version": version, "ranks": {str(rank): entry}}
 
 
-def fresh(numel: int) -> SegmentState:
-    """What a parameter starts from: nothing owed, no threshold sampled."""
+def fresh(numel: int, sample_next: bool = False) -> SegmentState:
+    """What a parameter starts from: nothing owed, no threshold sampled.
+
+    Args:
+        sample_next: whether to sample as soon as there is something, rather than when it is time.
+    """
     return {
         "residual": torch.zeros(numel),
         "threshold": torch.zeros(()),
         "reference": torch.zeros(()),
-        "sample_next": torch.zeros(()),
+        "sample_next": torch.tensor(float(sample_next)),
     }
 
 
 def fresh_owner(numel: int) -> SegmentState:
-    """The same of an owner's part, whose threshold is sampled as soon as there is something."""
-    state = fresh(numel) | {"sample_next": torch.ones(())}
-    return {OWNER + key: value for key, value in state.items()}
+    """The same of an owner's part."""
+    return {OWNER + key: value for key, value in fresh(numel, sample_next=True).items()}
 
 
 def owed(state: SegmentState, ranks: int) -> Tensor:
@@ -67,27 +77,38 @@ def owed(state: SegmentState, ranks: int) -> Tensor:
 
 def entries(op: str, state: dict) -> dict[str, Entry]:
     """{rank: entry} of a state dict of these versions."""
-    version = state.get("version")
-    if version not in (VERSION, OWNERS_VERSION):
-        checks.fail(op, "version", f"{VERSION} or {OWNERS_VERSION}", version)
+    version, newest = state.get("version"), VERSION + OWNERS + PARTS
+    if version not in range(VERSION, newest + 1):
+        checks.fail(op, "version", f"{VERSION} to {newest}", version)
+    owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
     for entry in state["ranks"].values():
-        parameters = entry["parameters"].values()
-        if version == OWNERS_VERSION and not all(OWED in saved for saved in parameters):
-            # DCP reads what the state that loads has a place for, and says nothing of the rest.
+        # DCP reads what the state that loads has a place for, and says nothing of the rest.
+        if owners and not all(OWED in saved for saved in entry["parameters"].values()):
             rule = "with what owners keep: load into transport 'shard', or use merge_states"
+            checks.fail(op, "state", rule, "one without")
+        if parts and "local_size" not in entry:
+            rule = "with its local_size: load into a state with a mesh, or use merge_states"
             checks.fail(op, "state", rule, "one without")
     return state["ranks"]
 
 
 def find(
-    state: dict, rank: int, world_size: int, settings: Settings, sizes: dict[str, int]
+    state: dict,
+    rank: int,
+    settings: Settings,
+    sizes: dict[str, int],
+    world_size: int,
+    local_size: int = 1,
 ) -> Entry:
     """This rank's entry; refuses another rank's, another world size, density or model.
 
+    Of one for all ranks, those of a node owe their share each.
+
     Args:
         state: from `make`.
-        rank, world_size, settings: this run's.
+        rank, settings: this run's.
         sizes: {name: numel} of this model's parameters.
+        world_size, local_size: how many ranks there are, and in each node of a mesh.
     """
     op = "load_state_dict"
     found = entries(op, state)
@@ -98,6 +119,9 @@ def find(
     if MEAN not in found and entry["world_size"] != world_size:
         rule = f"{world_size} as in this run (merge_states makes a state for any)"
         checks.fail(op, "world_size", rule, entry["world_size"])
+    if MEAN not in found and entry.get("local_size", 1) != local_size:
+        rule = f"{local_size} as in this run (merge_states makes a state for any)"
+        checks.fail(op, "local_size", rule, entry.get("local_size", 1))
     if entry["density"] != settings.density:
         checks.fail(
             op, "density", f"{settings.density}, as this state was made with", entry["density"]
@@ -120,4 +144,10 @@ def find(
         for part in saved.keys() & {"residual", OWED}:
             if list(saved[part].shape) != [sizes[name]]:
                 checks.fail(op, f"{part} of {name}", f"[{sizes[name]}]", list(saved[part].shape))
+    if MEAN in found and local_size > 1:
+        shares = {
+            name: saved | {"residual": saved["residual"] / local_size}
+            for name, saved in parameters.items()
+        }
+        return {**entry, "parameters": shares}
     return entry

@@ -1,5 +1,6 @@
 """Which transport each bucket takes: the one that was asked for, or the fastest on a link."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -76,16 +77,17 @@ class Choice:
         return self.name == Shard.name or self._link is not None
 
     def plan(
-        self, names: tuple[str, ...], sizes: tuple[int, ...], settings: Settings, ranks: int
+        self,
+        names: tuple[str, ...],
+        sizes: tuple[int, ...],
+        settings: Settings,
+        ranks: int,
+        parameter_sizes: tuple[int, ...] | None = None,
     ) -> BucketPlan:
-        """The plan of a bucket."""
-        if self._link is None:
-            transport = TRANSPORTS.get(self.name, Gather)
-            return BucketPlan(names, sizes, settings, transport, ranks)
-        plans = [
-            BucketPlan(names, sizes, settings, transport, ranks) for transport in self.TRANSPORTS
-        ]
-        return min(plans, key=self._seconds)
+        """The plan of a bucket; see there."""
+        transport = TRANSPORTS.get(self.name, Gather)
+        plan = BucketPlan(names, sizes, settings, transport, ranks, parameter_sizes)
+        return plan if self._link is None else min(self._plans(plan), key=self._seconds)
 
     def reason(self, plans: Sequence[BucketPlan]) -> str:
         """Why these plans are as they are."""
@@ -93,17 +95,16 @@ class Choice:
             return "as asked"
         if self._link is None:
             return "auto: no link is known"
-        times = {
-            transport.name: 1e3
-            * sum(
-                self._seconds(BucketPlan(p.names, p.sizes, p.settings, transport, p.ranks))
-                for p in plans
-            )
-            for transport in self.TRANSPORTS
-        }
+        times = dict.fromkeys((transport.name for transport in self.TRANSPORTS), 0.0)
+        for plan in plans:
+            for each in self._plans(plan):
+                times[each.transport.name] += 1e3 * self._seconds(each)
         chosen = 1e3 * sum(map(self._seconds, plans))
         each = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items())
         return f"auto: {chosen:.2f} ms by its formulas; {each}"
+
+    def _plans(self, plan: BucketPlan) -> list[BucketPlan]:
+        return [dataclasses.replace(plan, transport=transport) for transport in self.TRANSPORTS]
 
     def _seconds(self, plan: BucketPlan) -> float:
         return plan.transport.seconds(plan, self._link)

@@ -11,7 +11,7 @@ from ..collectives import all_gather
 from ..compressor import Compressor
 from .bucket_plan import BucketPlan
 from .link import Link
-from .transports import Header, Receipt, Transport, headers, read_headers
+from .transports import Header, Receipt, Transport, alarms_of, headers, read_headers
 
 
 class Gather(Transport):
@@ -60,13 +60,21 @@ class Gather(Transport):
             for code, header in zip(codes, read_headers(words), strict=True)
         ]
         return Receipt(
-            damaged=[f"status {code} from rank {rank}" for rank, code in enumerate(codes) if code],
-            told=[rank for rank, header in enumerate(intact) if header.damage],
+            damaged=[
+                f"status {code} from rank {rank}"
+                for rank, code in zip(self._ranks, codes, strict=True)
+                if code
+            ],
+            told=[r for r, header in zip(self._ranks, intact, strict=True) if header.damage],
             non_finite=any(header.non_finite for header in intact),
             counts=[intact[self._group.rank()].count],
             overflowed=sum(header.overflow for header in intact),
             payloads=len(intact),
         )
+
+    def alarms(self, notes: Sequence[Tensor]) -> Tensor:
+        status, *words = notes
+        return alarms_of(status, words, intact=status == 0)
 
     def tell_damage(self) -> None:
         with record_function("dct::exchange"):

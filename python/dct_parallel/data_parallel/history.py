@@ -2,9 +2,12 @@
 
 import warnings
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from .bucket import Report
 
 RECENT_STEPS = 100
 # Gradients of one batch are now larger, now smaller, so that with tracked thresholds and a quarter
@@ -31,6 +34,16 @@ class History:
         self._steps.clear()
         if state is not None:
             self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
+
+    def look(self, reports: Iterable[Report]) -> None:
+        """Note what the reports of a step say; nothing if no payload was sent in it."""
+        reports = list(reports)
+        payloads = sum(report.receipt.payloads for report in reports)
+        if payloads:
+            compressed = sum(report.compressed for report in reports)
+            sent = sum(report.compressed_sent for report in reports)
+            late = sum(report.receipt.overflowed for report in reports)
+            self.add(density=sent / max(compressed, 1), overflow=late / payloads)
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""

@@ -97,6 +97,7 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
     if not isinstance(content, dict):
         content = {}
     links = [link for link in content.get("links", []) if link["ranks"] == ranks]
+    links = [link for link in links if link.get("local_size", 1) == 1]
     cells = {c["mode"]: c for c in content.get("cells", []) if c["ranks"] == ranks and c["step_ms"]}
     needed = ("bf16", "dct", "dct-shard")
     if len(links) != 1 or not cells.keys() >= set(needed):

@@ -20,10 +20,11 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
 
     Its residuals are the ranks' mean: (sum over ranks of residual) / ranks. As a step applies the
     mean over ranks of what they send, any number of ranks that start from it owe the model what the
-    old ones did, to float32 rounding (summed in float64). What owners of ranges owe (transport
+    old ones did, to float32 rounding (summed in float64). In a mesh the ranks of a node hold a part
+    each of what it owes, and the mean is that of nodes. What owners of ranges owe (transport
     "shard") is in units of the mean, and is added to that of every rank as it is. Thresholds and
-    their references are means, too; owners sample theirs anew. Our reconstruction: the paper does
-    not change the number of ranks.
+    their references are means, too; of owners and of parts they are sampled anew. Our
+    reconstruction: the paper does not change the number of ranks.
 
     Args:
         states: every rank's `DCTState.state_dict()` in any order, say as
@@ -33,11 +34,12 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
         key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
 
     Returns:
-        A state dict for `DCTState.load_state_dict` at any world size. Not to be merged again.
+        A state dict for `DCTState.load_state_dict` at any world size, in any mesh or in none. Not
+        to be merged again.
 
     Raises:
-        ValueError: a rank's state is missing or there twice, or run, step, world size, density or
-            parameters differ.
+        ValueError: a rank's state is missing or there twice, or run, step, world size, size of
+            nodes, density or parameters differ.
 
     >>> merged = merge_states(torch.load(f"dct{rank}.pt", weights_only=True) for rank in range(4))
     """
@@ -62,14 +64,18 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
     ranks = numbers["world_size"]
     if len(told) != ranks:
         checks.fail(_OP, "states", f"those of all {ranks} ranks", f"rank {', '.join(told)}")
-    mean = {name: _mean(total, ranks) for name, total in sums.items()}
+    local_size = numbers.pop("local_size", 1)
+    mean = {name: _mean(total, ranks, local_size) for name, total in sums.items()}
     recent = History().state()  # each rank has its own: they begin anew
     return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
 
 
-def _mean(total: checkpoint.SegmentState, ranks: int) -> checkpoint.SegmentState:
+def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:
     """Of one parameter, from sums over ranks."""
     mean = {k: v / ranks for k, v in total.items() if not k.startswith(checkpoint.OWNER)}
+    if local_size > 1:
+        residual = total["residual"] * local_size / ranks
+        mean = checkpoint.fresh(residual.numel(), sample_next=True) | {"residual": residual}
     if checkpoint.OWED in total:  # by one owner each, and to the mean
         mean["residual"] = mean["residual"] + total[checkpoint.OWED]
     return {key: value.float() for key, value in mean.items()}

@@ -15,7 +15,7 @@ from ..compressor import Compressor
 from .bucket_plan import BucketPlan, Slice
 from .checkpoint import OWED, OWNER, SegmentState, fresh_owner
 from .link import Link
-from .transports import Receipt, Transport, headers, read_headers
+from .transports import Receipt, Transport, alarms_of, headers, read_headers
 
 
 class Shard(Transport):
@@ -96,7 +96,8 @@ class Shard(Transport):
     def receipt(self, notes: Sequence[Tensor]) -> Receipt:
         status, result, seen, threshold, *words = notes
         self._owner.resample_if_flooded(seen, threshold.view(torch.float32))
-        damaged = [f"status {c} from rank {r}" for r, c in enumerate(status.tolist()) if c]
+        codes = zip(self._ranks, status.tolist(), strict=True)
+        damaged = [f"status {code} from rank {rank}" for rank, code in codes if code]
         (code,) = result.tolist()
         if code:
             damaged.append(f"status {code} from the owners of ranges")
@@ -107,13 +108,18 @@ class Shard(Transport):
         payloads = [*sent[: sum(self._splits)], *results[: sum(self._splits)]]
         return Receipt(
             damaged=damaged,
-            told=[rank for rank, header in enumerate(results) if header.damage],
+            told=[r for r, h in zip(self._ranks, results, strict=False) if h.damage],
             # Of what an owner received, or lost, there is a NaN or Inf in its sum.
             non_finite=any(header.non_finite for header in results),
             counts=[header.count for header in sent],
             overflowed=sum(header.overflow for header in payloads),
             payloads=len(payloads),
         )
+
+    def alarms(self, notes: Sequence[Tensor]) -> Tensor:
+        status, result, _, _, *words = notes
+        results = words[self._group.size() :]
+        return alarms_of(torch.cat([status, result]), results, intact=result == 0)
 
     def tell_damage(self) -> None:
         self._compressor.pack_damage()

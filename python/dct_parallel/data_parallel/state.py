@@ -7,7 +7,6 @@ In a step every bucket is packed, exchanged and unpacked beside the backward pas
 on every rank, with one collective each. What came of it is looked at before the next step.
 """
 
-import contextlib
 import dataclasses
 import os
 from functools import partial
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -27,10 +27,8 @@ from torch.profiler import record_function
 
 from dct_kernels import __version__, checks
 
-from .. import groups
-from ..collectives import dense_mean
 from ..compressor import check_settings
-from ..executors import StreamExecutor, ThreadExecutor, executor_for
+from ..executors import Executor, executor_for
 from . import checkpoint, model
 from .bucket import Bucket
 from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
@@ -40,6 +38,7 @@ from .damage import Damage
 from .history import History
 from .link import Link
 from .loss_scale import LossScale
+from .ranks import Ranks
 from .run import Run
 
 
@@ -48,7 +47,7 @@ class DCTState:
 
     Construct it on every rank of the group, register it once, and keep `state_dict()` in the
     checkpoint of every rank: residuals differ between ranks. `close()` ends the thread and the
-    process group that it made; a process may exit without.
+    process groups that it made; a process may exit without.
 
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
     in that time. Then parameters of 256 elements and more are compressed; of smaller ones, which
@@ -72,6 +71,7 @@ class DCTState:
             each. "auto": of gather, shard and a plain all-reduce in bfloat16, for every bucket the
             fastest by its formula on the `link`; gather where none is known.
         process_group: ranks to average over, this one among them; default those of `ddp`.
+        mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): see `node_mesh`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
             none. Residuals are kept in unscaled units, and what was packed for a step that the
             scaler skipped is taken back.
@@ -86,18 +86,28 @@ class DCTState:
     Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, pickle) takes residuals along and
     is bound to no DDP.
 
+    With a `mesh` of L ranks a node, the node's mean is taken inside it, in the gradients' dtype (a
+    reduce-scatter): each rank compresses its L-th part of every bucket, exchanges it with the ranks
+    of its number in other nodes, and parts are gathered inside the node. Bytes between nodes, and
+    memory, are 1 / L of what they are without. Nodes of one rank are as no mesh, bit for bit; in a
+    single node what does not pass waits, too.
+
     A payload that is damaged on its way is found by the rank that receives it. Damage of step t
-    raises there at the first hook of step t + 1, which still tells the others; on them it raises at
-    the first hook of step t + 2 at the latest. (If DDP deals its buckets anew between t and t + 1,
-    as after its first step, they end with the connection or the timeout.) `state_dict()`,
-    `stats()`, `parameter_stats()` and `close()` of a rank that knows of damage raise as well. So
-    damage of the very last step is raised by the first of them, on the rank that received it; the
-    others do not learn of it. Weights of a damaged step differ between ranks: go back to a
-    checkpoint.
+    raises there, and on the ranks of its node, at the first hook of step t + 1, which still tells
+    the others; on them it raises at the first hook of step t + 2 at the latest. (If DDP deals its
+    buckets anew between t and t + 1, as after its first step, they end with the connection or the
+    timeout.) `state_dict()`, `stats()`, `parameter_stats()` and `close()` of a rank that knows of
+    damage raise as well. So damage of the very last step is raised by the first of them, on the
+    ranks that know; the others do not learn of it. Weights of a damaged step differ between ranks:
+    go back to a checkpoint.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
     step, and with it what the residual sent. One optimizer per GradScaler, as a skipped step is
     taken back for all parameters.
+
+    Attributes:
+        step: steps taken.
+        node_group: in which gradients cross inside a node of a mesh, for a `WireMeter`; or None.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
@@ -117,12 +127,15 @@ class DCTState:
         start_step: int = 2,
         policy: str = "tracked",
         link: Link | str | os.PathLike | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         check_settings("DCTState", density, refresh_every, policy, value_dtype)
         checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
         self.settings = Settings(density, refresh_every, policy, value_dtype)
         self._choice = Choice(transport, link)
-        self._process_group = process_group
+        if mesh is not None and process_group is not None:
+            checks.fail("DCTState", "process_group", "None with a mesh", process_group)
+        self._process_group, self._mesh = process_group, mesh
         self._loss_scale = LossScale(grad_scaler)
 
         self.step = 0
@@ -131,11 +144,12 @@ class DCTState:
         self._damage = Damage()
         self._history = History()
 
-        # Known once bound to a DDP:
+        # Once bound to a DDP:
         self._names: dict[Parameter, str] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._ranks: Ranks | None = None
+        self.node_group: dist.ProcessGroup | None = None
         self._buckets: Buckets | None = None
-        self._executor: ThreadExecutor | StreamExecutor | None = None
+        self._executor: Executor | None = None
         self._to_load: dict | None = None  # by a copy of a state
         if ddp is not None:
             self.bind(ddp)
@@ -146,11 +160,11 @@ class DCTState:
         if self._names:
             checks.fail("DCTState", "state", "of one DDP", "a second")
         self._device = model.device_of(names)
-        given = ddp.process_group if self._process_group is None else self._process_group
-        given = groups.require_group("DCTState", given)
+        group = ddp.process_group if self._process_group is None else self._process_group
+        ranks = Ranks("DCTState", group, self._mesh, self._device)
         self._run = Run(
             "DCTState",
-            given,
+            ranks.everyone,
             self._device,
             {
                 "version": __version__,
@@ -158,24 +172,22 @@ class DCTState:
                 **self.settings.as_told(),
                 "transport": self._choice.name,
                 "link": self._choice.kind,
+                "mesh": ranks.layout,
                 "start_step": self.start_step,
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
             },
         )
-        self._rank, self._world_size = dist.get_rank(), given.size()
-        # On the CPU one of its own, as collectives of the executor's thread must not interleave
-        # with those of the main thread. On CUDA both issue theirs from one thread, in order.
-        self._owns_group = self._device.type == "cpu"
-        self._group = groups.separate_group(given) if self._owns_group else given
-        self._choice.settle(self._run, self._group, self._device, self.settings)
-        self._buckets = Buckets(names, self.settings, self._choice, self._group, self._device)
+        ranks.open()
+        self._choice.settle(self._run, ranks.between, self._device, self.settings)
+        self._buckets = Buckets(names, self.settings, self._choice, ranks, self._device)
+        self._ranks, self.node_group = ranks, ranks.node.group
         self._executor = executor_for(self._device)
         self._names = names  # bound
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
 
     def close(self) -> None:
-        """End the thread and the process group of this state; called again, nothing.
+        """End the thread and the process groups of this state; called again, nothing.
 
         It takes no further step. What tells of the last ones still answers. Waits for the last.
 
@@ -185,8 +197,7 @@ class DCTState:
         if self._executor is not None:
             self._executor.close()
             self._executor = None
-            if self._owns_group:
-                groups.end_group(self._group)
+            self._ranks.close()
             self._finish_last_step()
 
     def plan(self) -> str:
@@ -197,7 +208,8 @@ class DCTState:
         """
         self._require_bound("plan")
         plans = self._buckets.plans()
-        return plan_table(plans, self._choice.reason(plans))
+        table = plan_table(plans, self._choice.reason(plans))
+        return table + self._ranks.node.sentence(self._buckets.node_bytes())
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
@@ -205,8 +217,8 @@ class DCTState:
         `step`: steps taken; `density`: entries that this rank sent of the parameters that are
         compressed, over their elements, a mean over steps (None before any is);
         `overflow`: fraction of payloads, of all ranks, that were too small for what passed;
-        `wire_bytes`: what a rank sends in a compressed step. Messages have a fixed size, so that is
-        the same on every rank and in every step.
+        `wire_bytes`: what a rank sends in a compressed step, in a mesh to other nodes. Messages
+        have a fixed size, so that is the same in every step, and on every rank of equal part.
 
         Raises:
             RuntimeError: a payload was damaged.
@@ -256,13 +268,13 @@ class DCTState:
         self._finish_last_step()
         entry = checkpoint.Entry(
             run_id=self._run.id,
-            world_size=self._world_size,
+            **self._ranks.sizes(),
             step=self.step,
             density=self.settings.density,
             recent=self._history.state(),
             parameters=self._buckets.states(),
         )
-        return checkpoint.make(self._rank, entry)
+        return checkpoint.make(dist.get_rank(), entry)
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
@@ -270,12 +282,12 @@ class DCTState:
         Every rank loads, before any of them takes a step. The next step compares what was loaded.
 
         Raises:
-            ValueError: made with another version, density or number of ranks, by another rank, or
-                for another model; or this state is not bound to a DDP yet.
+            ValueError: made with another version, density, number of ranks or mesh, by another
+                rank, or for another model; or this state is not bound to a DDP yet.
         """
         self._require_bound("load_state_dict")
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        entry = checkpoint.find(state, self._rank, self._world_size, self.settings, sizes)
+        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, **self._ranks.sizes())
         if any("base" in saved for saved in entry["parameters"].values()):
             checks.fail("load_state_dict", "state", "a DCTState's", "a DCTAverager's")
         self._run.load(entry)
@@ -294,6 +306,7 @@ class DCTState:
             "link": self._choice.given,
             "grad_scaler": self._loss_scale.scaler,
             "start_step": self.start_step,
+            "mesh": self._mesh,
         }
         return {"made": made, "state": self.state_dict() if self._names else self._to_load}
 
@@ -322,7 +335,7 @@ class DCTState:
             self._run.begin_step(self.step)
             self._loss_scale.begin()
         if self.step < self.start_step:
-            job = partial(self._reduce_dense, buffer)
+            job = partial(self._ranks.dense_mean, buffer)
         else:
             compressed = self._buckets.bucket(index, plan, self.step - self.start_step)
             job = partial(self._reduce_compressed, compressed, buffer)
@@ -334,10 +347,6 @@ class DCTState:
         return result
 
     # On the executor:
-
-    def _reduce_dense(self, buffer: Tensor) -> Tensor:
-        with record_function("dct::exchange_dense"):
-            return buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
 
     def _reduce_compressed(self, bucket: Bucket, buffer: Tensor) -> Tensor:
         bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
@@ -354,20 +363,11 @@ class DCTState:
         """
         self._look_at_last_step()
         if first is not None and self._damage.take_untold() and self._buckets.holds(0, first):
-            self._tell_damage()
+            self._buckets.tell_damage(self._executor)
         self._damage.require_none()
         if self._loss_scale.skipped():
             for bucket in self._buckets.in_order():
                 bucket.take_back()
-
-    def _tell_damage(self) -> None:
-        """Take part in the others' step so far that they learn of the damage, and wait for it."""
-        said = [self._executor.submit(bucket.tell_damage) for bucket in self._buckets.in_order()]
-        with contextlib.suppress(RuntimeError):  # of peers that are gone
-            for word in said:
-                word.wait()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
 
     def _look_at_last_step(self) -> None:
         with record_function("dct::wait"):
@@ -377,12 +377,7 @@ class DCTState:
         receipts = {index: report.receipt for index, report in reports.items()}
         self._damage.look(self.step - 1, receipts)
         self._loss_scale.saw(overflow=any(r.non_finite for r in receipts.values()))
-        payloads = sum(receipt.payloads for receipt in receipts.values())
-        if payloads:
-            compressed = sum(report.compressed for report in reports.values())
-            sent = sum(report.compressed_sent for report in reports.values())
-            late = sum(receipt.overflowed for receipt in receipts.values())
-            self._history.add(density=sent / max(compressed, 1), overflow=late / payloads)
+        self._history.look(reports.values())
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -24,6 +24,8 @@ from .bucket_plan import BucketPlan
 from .checkpoint import OWED, SegmentState
 from .link import Link
 
+_FLAGS_WORD, _FLAGS_SHIFT = 1, 24  # byte 7 of a header, in little-endian int32
+
 
 class Header(NamedTuple):
     """What the header of a payload says."""
@@ -90,6 +92,7 @@ class Transport(ABC):
     ) -> None:
         self._compressor = compressor
         self._group = group
+        self._ranks = dist.get_process_group_ranks(group)  # as errors call them
 
     @abstractmethod
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
@@ -102,6 +105,10 @@ class Transport(ABC):
     @abstractmethod
     def receipt(self, notes: Sequence[Tensor]) -> Receipt:
         """What the notes of the last `reduce`, on the host, say."""
+
+    @abstractmethod
+    def alarms(self, notes: Sequence[Tensor]) -> Tensor:
+        """Three that a receipt of these notes will hold, int32 [3] on the device: `alarms_of`."""
 
     @abstractmethod
     def tell_damage(self) -> None:
@@ -127,6 +134,19 @@ class Transport(ABC):
 def headers(payload: Tensor) -> list[Tensor]:
     """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
     return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])
+
+
+def alarms_of(status: Tensor, words: Sequence[Tensor], intact: Tensor) -> Tensor:
+    """Whether something was damaged, and headers tell of damage, of a NaN or Inf: int32 [3].
+
+    Args:
+        status: int32, non-zero where something was damaged.
+        words: from `headers`.
+        intact: bool, of each header or of all: what was damaged says nothing.
+    """
+    flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact
+    told, non_finite = (flags & FLAG_DAMAGE).any(), (flags & FLAG_NON_FINITE).any()
+    return torch.stack([status.any(), told, non_finite]).int()
 
 
 def read_headers(words: Sequence[Tensor]) -> list[Header]:

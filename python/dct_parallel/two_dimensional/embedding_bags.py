@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
+from ..mesh import require_mesh, require_same_in_mesh
 from ..own_state import require_own_state
 from ..rows.counts import exchange_counts
 from ..rows.distinct import repeat
 from .exchange import Exchange, whole_rows
-from .mesh import require_mesh, require_same_in_mesh
 from .plan import MOST_ROWS, Shard, require_plan, rows_of
+
+DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
 
 _OP = "ShardedEmbeddingBags"
 _INTS = (torch.int32, torch.int64)
@@ -82,7 +84,7 @@ class ShardedEmbeddingBags(nn.Module):
         sparse: bool = True,
     ) -> None:
         super().__init__()
-        replicas, group = require_mesh(_OP, mesh)
+        replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
         _require_tables(tables, mesh)
         rows = [len(table) for table in tables]
         plan = [[Shard(*shard) for shard in own] for own in plan]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from ..mesh import require_same_in_mesh
 from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas, MeanOfRows
 from .embedding_bags import ShardedEmbeddingBags
-from .mesh import require_mesh, require_same_in_mesh
 from .row_wise_adagrad import RowWiseAdagrad
 
 _OP = "ReplicaSync"
@@ -116,7 +116,7 @@ class ReplicaSync:
 def _average(
     bags: ShardedEmbeddingBags, dtype: torch.dtype | None, density: float | None
 ) -> Average:
-    group, _ = require_mesh(_OP, bags.mesh)
+    group = bags.mesh.get_group("replicate")
     weight = bags.weight.detach()
     if group.size() == 1 or (dtype is None and density is None):
         return MeanOfRows(weight, group)

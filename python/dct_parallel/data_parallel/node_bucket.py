@@ -1,0 +1,127 @@
+"""One bucket of DDP's, of which the ranks of a node exchange a part each with other nodes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..collectives import all_gather
+from ..readback import Readback
+from . import checkpoint
+from .bf16 import Bf16Bucket
+from .bucket import Bucket, Report
+from .checkpoint import OWED, SegmentState
+from .node import Node
+
+_LONG = ("residual", OWED)  # of a state, as long as the parameter
+
+
+class NodeBucket:
+    """One bucket, as `Bucket`: inside the node summed and gathered whole, between nodes a part.
+
+    What the node owes to the mean is what its ranks' states owe, together: each of them knows of
+    its own part, and what a state holds of others' goes to them once, before the first gradient.
+
+    Every rank of the node learns what each of them received: whether something was damaged, and
+    whether gradients overflowed, are the same for all of it.
+
+    Args:
+        node: this rank's.
+        make: the bucket of a part, from the states of what is in it.
+        sizes: {name: numel} of the bucket's parameters, in its order.
+        states: {name: what `states` gave} to start from; missing names start from zero.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        make: Callable[[dict[str, SegmentState]], Bucket | Bf16Bucket],
+        sizes: dict[str, int],
+        states: dict[str, SegmentState],
+    ) -> None:
+        self._node = node
+        self._sizes = sizes
+        names = list(sizes)
+        self._pieces = {names[piece.index]: piece for piece in node.slices(list(sizes.values()))}
+        own = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
+        self._inner = make(own)
+        self.plan = self._inner.plan
+        self._others: Tensor | None = torch.cat([self._of_others(name, states) for name in names])
+        self._readback = Readback()
+        self._fresh = False
+
+    def reduce(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> None:
+        """Replace this rank's gradients in `buffer` by their mean over all nodes' ranks."""
+        numel = self.plan.bounds[-1]
+        if self._others is not None:
+            self._inner.owe(self._node.sum_part(self._others.to(buffer.device))[:numel])
+            self._others = None
+        part = self._node.mean_part(buffer)
+        self._inner.reduce(part[:numel], scale, inv_scale)
+        self._node.gather(part, buffer)
+        own = self._inner.alarms()
+        alarms = own.new_empty(self._node.size * own.numel())
+        all_gather(alarms, own, self._node.group)
+        self._readback.post(alarms)
+        self._fresh = True
+
+    def tell_damage(self) -> None:
+        """Take part in a `reduce` of other nodes; all ranks of this one know, and do the same."""
+        self._inner.tell_damage()
+
+    def take_report(self) -> Report | None:
+        """What the last `reduce` left to be known, once, on any rank of the node."""
+        if not self._fresh:
+            return None
+        self._fresh = False
+        report = self._inner.take_report()
+        (alarms,) = self._readback.wait()
+        receipt = report.receipt
+        for rank, (damaged, told, non_finite) in zip(
+            self._node.ranks, alarms.view(self._node.size, -1).tolist(), strict=True
+        ):
+            if rank != self._node.ranks[self._node.rank]:
+                word = f"damage that rank {rank}, of this node, received"
+                receipt = receipt._replace(
+                    damaged=receipt.damaged + [word] * damaged,
+                    told=receipt.told + [rank] * told,
+                    non_finite=receipt.non_finite or bool(non_finite),
+                )
+        return report._replace(receipt=receipt)
+
+    def take_back(self) -> None:
+        """Return what the last `reduce` sent to the residual, for a step that was not applied."""
+        self._inner.take_back()
+
+    def states(self) -> dict[str, SegmentState]:
+        """{name: copies, as long as the parameter}, 0 outside of this rank's part."""
+        states = {}
+        for name, state in self._inner.states().items():
+            piece = self._pieces[name]
+            for key in state.keys() & set(_LONG):
+                long = torch.zeros(self._sizes[name])
+                long[piece.low : piece.high] = state[key]
+                state[key] = long
+            states[name] = state
+        return states
+
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+        """{name: see `DCTState.parameter_stats`} of what is in this rank's part."""
+        return self._inner.parameter_stats()
+
+    def _cut(self, name: str, state: SegmentState) -> SegmentState:
+        """Of a state what belongs to this rank's part."""
+        piece = self._pieces[name]
+        return state | {k: state[k][piece.low : piece.high] for k in state.keys() & set(_LONG)}
+
+    def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
+        """What a state owes to the mean over nodes, of elements in other ranks' parts."""
+        if name not in states:
+            return torch.zeros(self._sizes[name])
+        owed = checkpoint.owed(states[name], self.plan.ranks).clone()
+        if name in self._pieces:
+            piece = self._pieces[name]
+            owed[piece.low : piece.high] = 0
+        return owed

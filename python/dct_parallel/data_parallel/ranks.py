@@ -1,0 +1,79 @@
+"""Whom a state averages over: all ranks, or those of its node and its like on other nodes."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+
+from dct_kernels import checks
+
+from .. import groups
+from ..collectives import dense_mean
+from ..mesh import NODES, require_mesh
+from .node import Node
+
+
+class Ranks:
+    """The groups of a state: of a mesh, or of one dimension.
+
+    Args:
+        op: what is made, for errors.
+        group: the ranks to average over.
+        mesh: of these ranks, dimensions ("node", "local"); None: every rank is a node of its own.
+        device: of the gradients.
+
+    Attributes:
+        everyone: the group of all ranks.
+        layout: of a mesh, in words.
+        node: this rank's; known once opened, like `between`.
+        between: the group in which payloads cross: ranks of equal number in their nodes.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        self.everyone = groups.require_group(op, group)
+        self._given = (self.everyone,)
+        self.layout = "none"
+        if mesh is not None:
+            self._given = require_mesh(op, mesh, NODES)
+            self.layout = "{} nodes of {} ranks".format(*mesh.shape)
+            ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(self.everyone)
+            if sorted(ranks) != sorted(own):
+                checks.fail(op, "mesh", f"of the ranks of ddp, {own}", ranks)
+            if mesh.device_type != device.type:
+                checks.fail(op, "mesh", f"on {device.type} like ddp", mesh.device_type)
+        # On the CPU one of its own, as collectives of the executor's thread must not interleave
+        # with those of the main thread. On CUDA both issue theirs from one thread, in order.
+        self._owns = device.type == "cpu"
+
+    def open(self) -> None:
+        """Make the groups that are used; all ranks do, once they agree."""
+        if self._owns:
+            self._given = tuple(groups.separate_group(group) for group in self._given)
+        self.between, *inside = self._given
+        self.node = Node(*inside)
+
+    def dense_mean(self, buffer: Tensor) -> Tensor:
+        """Replace `buffer` by its mean over all ranks, sent to other nodes in bfloat16."""
+        part = self.node.mean_part(buffer)
+        with record_function("dct::exchange_dense"):
+            part.copy_(dense_mean(part, torch.bfloat16, self.between))
+        self.node.gather(part, buffer)
+        return buffer
+
+    def sizes(self) -> dict[str, int]:
+        """How many ranks there are, and in each node of a mesh, as checkpoints have it."""
+        sizes = {"world_size": self.everyone.size()}
+        return sizes | ({"local_size": self.node.size} if self.node.size > 1 else {})
+
+    def close(self) -> None:
+        """Destroy what was made."""
+        if self._owns:
+            for group in self._given:
+                groups.end_group(group)

@@ -1,0 +1,75 @@
+"""Device meshes of two dimensions: the two groups that a rank is in, and the mesh of a cluster."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dct_kernels import checks
+
+from .agreement import Agreement, require_same
+from .groups import require_group
+
+NODES = ("node", "local")  # dimensions: across nodes, and inside one
+
+
+def require_mesh(
+    op: str, mesh: DeviceMesh, dimensions: tuple[str, str]
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's group along each of the `dimensions` of `mesh`, once it has these and no more."""
+    if not isinstance(mesh, DeviceMesh):
+        checks.fail(op, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
+    if mesh.mesh_dim_names != dimensions:
+        checks.fail(op, "mesh", f"of dimensions {dimensions}", mesh.mesh_dim_names)
+    if mesh.get_coordinate() is None:
+        checks.fail(op, "mesh", "one that this rank is in", f"rank {dist.get_rank()}")
+    outer, inner = dimensions
+    return mesh.get_group(outer), mesh.get_group(inner)
+
+
+def require_same_in_mesh(op: str, mesh: DeviceMesh, values: dict) -> None:
+    """Raise on every rank of the mesh, naming every rank's, if some value differs."""
+    outer, inner = mesh.get_all_groups()
+    device = torch.device(mesh.device_type)
+    # First among those of the inner group, then what they told: all know all before any raises.
+    told = Agreement(inner, device).exchange(op, values)
+    rows = Agreement(outer, device).exchange(op, {str(rank): v for rank, v in told.items()})
+    everyone = {int(rank): value for row in rows.values() for rank, value in row.items()}
+    require_same(op, dict(sorted(everyone.items())))
+
+
+def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
+    """The mesh of a cluster, of dimensions ("node", "local"): a row for each node's ranks.
+
+    Every rank calls it, once torch.distributed is initialised. Ranks are numbered node by node, as
+    torchrun does.
+
+    Args:
+        local_size: ranks in each node; default what torchrun says, LOCAL_WORLD_SIZE.
+        device_type: "cuda" or "cpu"; default CUDA where torch sees a GPU.
+
+    Raises:
+        ValueError, TypeError: it is not known or not a number of ranks, nodes differ in size, or
+            the number of ranks is no multiple of it; on every rank.
+        RuntimeError: some rank does not call it within the group's timeout.
+
+    >>> state = DCTState(ddp, mesh=node_mesh())
+    """
+    op = "node_mesh"
+    group = require_group(op, None)
+    if local_size is None:
+        told = os.environ.get("LOCAL_WORLD_SIZE", "none")
+        if not told.isdecimal():
+            checks.fail(op, "local_size", "given, or LOCAL_WORLD_SIZE set as torchrun does", told)
+        local_size = int(told)
+    ranks = group.size()
+    checks.require_int(op, "local_size", local_size, 1, ranks)
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    own = {"local_size": local_size, "device_type": device_type}
+    require_same(op, Agreement(group, torch.device(device_type)).exchange(op, own))
+    if ranks % local_size:
+        checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
+    shape = ranks // local_size, local_size
+    return init_device_mesh(device_type, shape, mesh_dim_names=NODES)
