@@ -1,6 +1,7 @@
 """The command line of dct-train."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dct_parallel.rows.codecs import ROW_FORMATS
 from . import option_rules
 from .argument_types import count, density, link, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
+from .launch import under_torchrun
 from .models.factorised import FACTORISED
 from .modes import MODES, START_STEP
 from .optimizers import EMBEDDING_OPTIMIZERS, OPTIMIZERS, SCALED
@@ -35,6 +37,9 @@ examples:
   dct-train --parallel 2d --ranks 4 --replicas 2 --sync-every 10 \\
       --embedding-optimizer momentum_scaled_rowwise_adagrad
       2 replicas of the tables, each shared by 2 ranks, averaged every 10 steps
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
+    if ranks % options.local_size:
+        parser.error(f"--local-size must divide the ranks, {ranks}, got {options.local_size}")
   dct-train --parallel des --model deepfm --multi-hot 10 --dynamic-rows 100000
       DeepFM by the sums of partial results, on rows that appear in training
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
@@ -258,6 +263,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         f"or {PROBE} to measure the link at the start of a run",
     )
     exchange.add_argument(
+        "--local-size",
+        type=count,
+        default=1,
+        metavar="L",
+        help="DCT: ranks of a node. Gradients cross whole inside it, and compressed, a part from "
+        "each rank, between nodes",
+    )
+    exchange.add_argument(
         "--bucket-mb",
         type=count,
         default=1024,
@@ -314,6 +327,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "argument --validation-fraction: must leave rows to train on beside a --test-fraction "
             f"of {options.test_fraction:g}, got {options.validation_fraction:g}"
         )
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
+    if ranks % options.local_size:
+        parser.error(f"--local-size must divide the ranks, {ranks}, got {options.local_size}")
     said = option_rules.broken(given, options)
     if said is not None:
         parser.error(said)

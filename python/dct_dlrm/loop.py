@@ -45,12 +45,12 @@ class Run:
             mode that sends none.
         loss: float64 [steps], mean over ranks of the training loss.
         step_ms: float64 [steps], this rank's time from batch to updated weights.
-        wire_bytes: float64 [steps], sent in all collectives, mean over ranks.
+        wire_bytes: float64 [steps], sent in all collectives, mean over ranks; see `Traffic`.
         wire_bytes_max: the same of the rank that sends most.
         weights: a digest over all ranks' weights.
         density: (step, mean since the step before it in this list) pairs.
-        purposes: of sharded tables only: the parts of wire_bytes, see `Traffic`; float64 [steps]
-            each. What is flushed after the last step is in none.
+        purposes: of sharded tables the parts of wire_bytes, of a mesh the bytes inside a node; see
+            `Traffic`; float64 [steps] each. What is flushed after the last step is in none.
         purposes_max: the same, each of the rank that sends most.
     """
 
@@ -160,7 +160,7 @@ def train(
     optimizers = make_optimizers(model, options)
     steps_per_epoch = data.description["steps_per_epoch"]
     total = options.epochs * steps_per_epoch
-    traffic = Traffic(model)
+    traffic = Traffic(model, None if dct is None else dct.node_group)
     losses: list[float] = []
     step_ms: list[float] = []
     density: list[tuple[int, float]] = []

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState, dct_hook, node_mesh
 
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 
@@ -59,6 +59,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         policy=options.policy,
         transport=options.transport,
         link=options.link,
+        mesh=node_mesh(options.local_size, "cpu") if options.local_size > 1 else None,
     )
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -93,7 +93,12 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
         table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}")
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
-    if all(run.purposes for of_mode in runs.values() for run in of_mode):
+    for mode in runs:
+        if "node" in runs[mode][0].purposes:
+            inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
+            text = f"{mode}: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
+            console.print(text, markup=False, highlight=False)
+    if all("ids" in run.purposes for of_mode in runs.values() for run in of_mode):
         console.print(_purposes(runs))
 
 

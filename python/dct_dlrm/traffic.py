@@ -15,17 +15,23 @@ from .models.two_dimensional import TwoDimensionalDLRM
 class Traffic:
     """Counts while active; call `forward_done` and `step_done` in every step.
 
+    Args:
+        model: from `distribute`.
+        node_group: in which gradients cross inside a node (`DCTState.node_group`).
+
     Attributes:
-        wire: bytes of each step in all collectives.
+        wire: bytes of each step in all collectives, without those of `node_group`.
         purposes: of a model with sharded tables, bytes of each step, apart: "counts" (hybrid only;
             else among ids), "ids", "sync" of replicas (2D only), the rows' (DES: partial results')
-            "mp_forward" and "mp_backward", and "dp", which is all the rest. Empty for other models.
+            "mp_forward" and "mp_backward", and "dp", which is all the rest. With a `node_group`
+            "node": its own. Empty for other models.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, node_group: dist.ProcessGroup | None = None) -> None:
         self.wire: list[int] = []
         self._all = WireMeter()
-        self._of_groups = {name: WireMeter(group) for name, group in _groups(model).items()}
+        groups = _groups(model) | ({} if node_group is None else {"node": node_group})
+        self._of_groups = {name: WireMeter(group) for name, group in groups.items()}
         self._rows = self._of_groups.pop("rows", None)
         of_rows = {} if self._rows is None else {"mp_forward": [], "mp_backward": [], "dp": []}
         self.purposes: dict[str, list[int]] = {name: [] for name in self._of_groups} | of_rows
@@ -53,13 +59,16 @@ class Traffic:
 
     def step_done(self) -> None:
         """From here on, it is the next step."""
-        self.wire.append(self._all.take())
+        for name, meter in self._of_groups.items():
+            self.purposes[name].append(meter.take())
+        inside = self.purposes["node"][-1] if "node" in self.purposes else 0
+        self.wire.append(self._all.take() - inside)
         if self._rows is not None:
             self.purposes["mp_backward"].append(self._rows.take())
-            for name, meter in self._of_groups.items():
-                self.purposes[name].append(meter.take())
-            told = sum(sent[-1] for name, sent in self.purposes.items() if name != "dp")
-            self.purposes["dp"].append(self.wire[-1] - told)
+            others = (
+                sent[-1] for name, sent in self.purposes.items() if name not in ("dp", "node")
+            )
+            self.purposes["dp"].append(self.wire[-1] - sum(others))
 
 
 def _groups(model: nn.Module) -> dict[str, dist.ProcessGroup]:

@@ -64,6 +64,20 @@ def test_a_link_is_for_a_transport_that_is_chosen(capsys):
     assert arguments.parse(["--link", "probe"]).transport == "auto"
 
 
+def test_nodes_are_of_equal_size_and_for_dct(capsys, monkeypatch):
+    for given, text in (
+        (["--local-size", "2", "--ranks", "3"], "--local-size must divide the ranks, 3, got 2"),
+        (["--local-size", "2", "--modes", "dense"], "must come with --modes dct, got dense"),
+    ):
+        with pytest.raises(SystemExit):
+            main(given)
+        assert text in capsys.readouterr().err
+    assert arguments.parse(["--local-size", "2"]).ranks == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert arguments.parse(["--local-size", "4"]).local_size == 4  # of torchrun's ranks
+
+
 def test_a_missing_file(tmp_path, capsys):
     assert main(["--data", str(tmp_path / "none.tsv"), "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (

@@ -90,6 +90,30 @@ def test_bytes_by_formula(results):
         assert {run["wire_bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
 
 
+def test_nodes_of_two_ranks(tmp_path):
+    done = _start(
+        *("--rows", 1500, "--ranks", 4, "--local-size", 2, "--batch-size", 32),
+        *("--density", DENSITY, "--out", tmp_path, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (dense,), (dct,) = summary["modes"]["dense"], summary["modes"]["dct"]
+    assert "node_bytes_per_step_per_rank" not in dense
+    weights, biases = _shapes()
+    numel = sum(n * m for n, m in weights) + sum(biases)
+    # Inside, a reduce-scatter and an all-gather of half a bucket, and a word; a part is whole 16 B.
+    part = 8 * -(-numel // 16)
+    inside = dct["node_bytes_per_step_per_rank"]
+    steps = summary["data"]["steps_per_epoch"] - 2
+    once = 4 * part  # at the start, what is owed goes to whose part it is
+    assert inside * steps == pytest.approx((8 * part + 12) * steps + once)
+    small = sum(size for size in [n * m for n, m in weights] + biases if size < 256)
+    room = 1.25 * DENSITY * (numel - small) + small
+    assert dct["wire_bytes_per_step_per_rank"] == pytest.approx(4 * room / 2, rel=0.1)
+    text = f"dct: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
+    assert text in done.stdout
+
+
 def test_densities(results):
     _, _, summary = results
     assert {run["density_mean"] for run in summary["modes"]["dense"]} == {1.0}
