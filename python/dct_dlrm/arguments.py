@@ -37,9 +37,6 @@ examples:
   dct-train --parallel 2d --ranks 4 --replicas 2 --sync-every 10 \\
       --embedding-optimizer momentum_scaled_rowwise_adagrad
       2 replicas of the tables, each shared by 2 ranks, averaged every 10 steps
-    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
-    if ranks % options.local_size:
-        parser.error(f"--local-size must divide the ranks, {ranks}, got {options.local_size}")
   dct-train --parallel des --model deepfm --multi-hot 10 --dynamic-rows 100000
       DeepFM by the sums of partial results, on rows that appear in training
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
