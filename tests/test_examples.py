@@ -10,7 +10,7 @@ EXAMPLES = ROOT / "examples"
 
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} == {
-        *("hook.py", "checkpoint.py", "amp.py", "hybrid.py"),
+        *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fully_sharded.py"),
         "recipes",  # tests/recipes
     }
 
@@ -47,3 +47,20 @@ def test_hybrid(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     assert "3,248 bytes" in printed and "float32: 83,972 bytes" in printed
+
+
+def test_fully_sharded(tmp_path):
+    printed = run(EXAMPLES / "fully_sharded.py", tmp_path, "whole", "80", ranks=4)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "ranks: 2, buckets: 3" in printed and "fewer bytes than the all-reduce" in printed
+    assert re.search(r"sent 0\.\d\d% of the entries, [\d,]+ bytes a step", printed)
+
+
+@pytest.mark.large
+def test_fully_sharded_goes_on(tmp_path):
+    first = run(EXAMPLES / "fully_sharded.py", tmp_path, "interrupted", "40", ranks=4)
+    second = run(EXAMPLES / "fully_sharded.py", tmp_path, "interrupted", "80", ranks=4)
+    whole = run(EXAMPLES / "fully_sharded.py", tmp_path, "whole", "80", ranks=4)
+    assert "starts at step 0" in first and "starts at step 40" in second
+    assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]

@@ -169,7 +169,13 @@ def _train(rank):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     start = _weights(model)
     for step in range(20):
+        if step < 3:
+            assert state.parameter_stats() == {} and state.stats()["density"] is None
         train_step(model, optimizer, *batch(step, rank))
+        if step < 2:  # dense, in bfloat16
+            grads = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+            assert grads.count_nonzero() > 0.9 * grads.numel()
+            assert (grads.view(torch.int32) & 0xFFFF == 0).all()
     assert (_weights(model) != start).all()
     assert all(torch.equal(_weights(model), other) for other in gathered(_weights(model)))
     stats = state.stats()

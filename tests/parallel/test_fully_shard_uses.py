@@ -52,7 +52,7 @@ def _damaged(rank, ask):
     for step in range(STEP + 1):
         _step(model, step, rank)
     if rank == 1:
-        told = rf"every payload of step {STEP} must be intact, got status 1 from rank 1 in bucket 0"
+        told = rf"every payload of step {STEP} must be intact, got status 1 from rank 3 in bucket 0"
         for asked in (state.stats, state.parameter_stats):
             with pytest.raises(RuntimeError, match=told):
                 asked()
