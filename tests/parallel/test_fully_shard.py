@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dct_parallel import WireMeter, dct_fully_shard_hook
+from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
 from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
@@ -207,3 +207,22 @@ def _accumulate(rank):
 
 def test_accumulation_that_would_stop_nothing_is_refused():
     run_ranks(_accumulate, 2)
+
+
+def _local_steps(rank):
+    """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
+    mesh = _mesh()
+    model = _wrap(mlp(depth=2), mesh)
+    shards = nn.ParameterList(nn.Parameter(p.to_local()) for p in model.parameters())
+    group = mesh["replicate"].get_group()
+    averager = DCTAverager(shards, density=0.1, period=4, process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(12):
+        train_step(model, optimizer, *batch(step, rank))
+        averager.average_parameters()
+        same = [torch.equal(_weights(model), other) for other in gathered(_weights(model))]
+        assert all(same) if step % 4 == 3 else sum(same) == 2  # the ranks of this replica
+
+
+def test_local_steps_of_replicas():
+    run_ranks(_local_steps, 4)
