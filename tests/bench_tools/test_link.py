@@ -115,6 +115,46 @@ def test_namespaces(tmp_path):
 
 
 @needs_root
+def test_nodes_of_two_ranks(tmp_path, capsys):
+    modes = ["dense", "dct", "dct-shard", "dct-mesh"]
+    given = ["--ranks", "4", "--local-size", "2", "--rates", "1gbit", *SMALL[:-1], ",".join(modes)]
+    assert cli.main(["link", *given, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "link.json").read_text())
+    assert [cell["failed"] for cell in result["cells"]] == [None] * len(modes)
+    cells = {cell["mode"]: cell for cell in result["cells"]}
+    numel = result["model"]["parameters"]
+    for cell in cells.values():  # half of what leaves an interface that two ranks share
+        expected = cell["payload_bytes"] + 66 * cell["packets"]
+        assert cell["wire_bytes"] == pytest.approx(expected, rel=0.1)
+    sent = {mode: cell["payload_bytes"] for mode, cell in cells.items()}
+    assert sent["dense"] == 3 * numel  # 6 go round a ring of 4 ranks, and leave by every second
+    # Three payloads go round a ring, or one leaves each node.
+    assert sent["dct-mesh"] == pytest.approx(sent["dct"] / 3, rel=0.05)
+    assert sent["dct-mesh"] < sent["dct-shard"] < sent["dct"]
+    inside = cells["dct-mesh"]["node_bytes"]
+    assert inside == pytest.approx(4 * numel, rel=0.001) and cells["dct"]["node_bytes"] == 0
+    assert "4 ranks, 2 a node, 1 Gbit/s: a plain 64 MiB" in capsys.readouterr().out
+    assert _ours() == []
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--ranks", "4,6", "--local-size", "4"], "must make several nodes of 4,6 ranks, got 4"),
+        (["--local-size", "2"], "must make several nodes of 2 ranks, got 2"),
+        (["--ranks", "4", "--local-size", "2", "--loopback"], "must come without --loopback"),
+        (
+            ["--ranks", "4", "--local-size", "2", "--modes", "dct,hybrid-dct"],
+            "must come without hybrid modes, got hybrid-dct",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_made_are_refused(arguments, text, tmp_path, capsys):
+    assert cli.main(["link", *arguments, "--out", str(tmp_path)]) == 1
+    assert text in capsys.readouterr().err
+
+
+@needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_cleans_up(tmp_path, number):
     process = _start_run(tmp_path)
@@ -144,6 +184,7 @@ def test_one_at_a_time():
 
 def test_a_rank_that_dies_is_told_and_the_next_request_starts_new_ones():
     options = {"batch_size": 4, "hash_size": 4, "embedding_dim": 2, "bottom": [4], "top": [4]}
+    options["node_ranks"] = 1
     with Loopback(2) as network, Ranks(network, 2, options) as ranks:
         first = ranks.setup()
         ranks._processes[1].kill()

@@ -24,6 +24,7 @@ def _answer(seconds, wire):
         "payload_bytes": 1000 * len(seconds),
         "wire_bytes": wire * len(seconds),
         "packets": 2 * len(seconds),
+        "node_bytes": 7 * len(seconds),
         "purpose_bytes": {"ids": 3 * len(seconds)},
         "purpose_seconds": {"ids": sum(seconds)},
     }
@@ -40,7 +41,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     # The one step between the quantiles is the first: 1 ms on one rank, 3 ms on the other.
     assert cell.phases_ms["compute"] == pytest.approx(1.0)
     assert cell.phases_ms["wire"] == pytest.approx(1.0)
-    assert cell.purpose_bytes == {"ids": 3}
+    assert cell.purpose_bytes == {"ids": 3} and cell.node_bytes == 7
     assert cell.purpose_ms["ids"] == pytest.approx((3.5 + 4.5) / 3)
 
 

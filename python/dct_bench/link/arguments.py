@@ -15,11 +15,12 @@ DESCRIPTION = """\
 Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
 and measure a step: its time, where that goes, and the bytes that leave a rank's interface.
 
-Every rank is a process in a network namespace of its own. A link is a veth pair with a token bucket
-filter at both ends (each direction has the full rate), and a bridge joins them. Bytes are read from
-the interface's counters. Needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
-iproute2); --loopback measures without them, and without a rate limit. What was set up is removed
-at the end, also after Ctrl-C; what a killed run left is removed by the next.
+Every rank is a process in a network namespace of its own, or several are in one (--local-size), as
+on a node of a cluster. A link is a veth pair with a token bucket filter at both ends (each
+direction has the full rate), and a bridge joins them. Bytes are read from the interface's counters.
+Needs root and the commands ip and tc (Debian, Ubuntu: apt-get install iproute2); --loopback
+measures without them, and without a rate limit. What was set up is removed at the end, also after
+Ctrl-C; what a killed run left is removed by the next.
 """
 EPILOG = """\
 examples:
@@ -34,6 +35,8 @@ examples:
       rows in few bits, each distinct one once; where counts and ids of rows stand in a step
   sudo $(which dct-bench) link --ranks 2 --rates 1gbit --modes bf16,dct,dct-shard
       a file that DCTState(transport="auto", link=FILE) and dct-train --link take
+  sudo $(which dct-bench) link --ranks 4 --local-size 2 --modes dense,bf16,dct,dct-shard,dct-mesh
+      2 nodes of 2 ranks, the links between them of these rates
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
 
@@ -61,6 +64,13 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "slower",
     )
     measured.add_argument(
+        "--local-size",
+        type=count,
+        default=1,
+        metavar="L",
+        help="ranks of a node: they share an interface and its link, and reach each other without",
+    )
+    measured.add_argument(
         "--rates",
         type=several(parse_rate),
         metavar="R,...",
@@ -74,10 +84,11 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
         "feedback (values and int32 indices in one all-gather), DCT with the transports gather, "
-        "shard, and auto on a link that it probes; with embedding tables sharded over the ranks: "
-        "hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on the MLPs' "
-        "gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows in few "
-        "bits; with -dedup each distinct row of a rank's batch crosses once",
+        "shard, and auto on a link that it probes; dct-mesh, dct-mesh-shard: the gradients of a "
+        "node's ranks whole inside it, and DCT between nodes; with embedding tables sharded over "
+        "the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on the "
+        "MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows in "
+        "few bits; with -dedup each distinct row of a rank's batch crosses once",
     )
     measured.add_argument(
         "--loopback",

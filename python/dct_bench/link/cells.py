@@ -21,7 +21,9 @@ class Cell:
         steps: timed ones.
         step_ms: (20 %, median, 80 %); a step takes as long as its slowest rank.
         phases_ms: {phase: mean over ranks, and over the steps between the 20 % and 80 % quantiles}.
-        payload_bytes: that a rank hands to collectives, all-reduce counted as a ring.
+        payload_bytes: that a rank hands to collectives, all-reduce counted as a ring; with several
+            ranks a node, what of it leaves the node: see `Method.leaving`.
+        node_bytes: that a rank hands to the collectives inside a node that a mesh has.
         wire_bytes, packets: that left a rank's interface, by its counters.
         purpose_bytes: of a hybrid model, what payload_bytes are for; else empty.
         purpose_ms: {counts, ids, rows, dp: time that some of its collectives took}, likewise.
@@ -37,6 +39,7 @@ class Cell:
     payload_bytes: float | None = None
     wire_bytes: float | None = None
     packets: float | None = None
+    node_bytes: float | None = None
     purpose_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
     purpose_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -92,6 +95,7 @@ def merge(
         payload_bytes=per_step("payload_bytes"),
         wire_bytes=per_step("wire_bytes") / shared,
         packets=per_step("packets") / shared,
+        node_bytes=per_step("node_bytes"),
         purpose_bytes=of_purposes("purpose_bytes"),
         purpose_ms={name: 1e3 * value for name, value in of_purposes("purpose_seconds").items()},
     )

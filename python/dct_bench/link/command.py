@@ -18,6 +18,7 @@ from ..rates import UNLIMITED, describe_rate, parse_rate
 from . import plots, report
 from .arguments import FOLDER, RESULT, ROUNDS
 from .cells import Cell, merge
+from .methods import HYBRID
 from .namespaces import Loopback, Namespaces
 from .ranks import RankError, Ranks
 
@@ -32,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
     options.out = results_folder(options, FOLDER, RESULT)
+    _check_nodes(options)
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
@@ -48,6 +50,18 @@ def run(options: argparse.Namespace) -> int:
     report.print_crossings(console, report.crossings(cells))
     console.print(f"in {options.out}: link.json, step_time.png, phases.png", style="dim")
     return int(any(cell.failed for cell in cells))
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    size = options.local_size
+    if any(ranks % size or ranks == size for ranks in options.ranks):
+        counts = ",".join(map(str, options.ranks))
+        raise UsageError(f"--local-size must make several nodes of {counts} ranks, got {size}")
+    if size > 1 and options.loopback:
+        raise UsageError("--local-size must come without --loopback, where no link joins nodes")
+    hybrid = [mode for mode in options.modes if mode in HYBRID]
+    if size > 1 and hybrid:
+        raise UsageError(f"--local-size must come without hybrid modes, got {', '.join(hybrid)}")
 
 
 def _write(
@@ -76,21 +90,23 @@ def _measure(
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
     settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "tracked"}
-    settings |= {"transport": "gather", "link": None}
+    settings |= {"transport": "gather", "link": None, "local_size": 1}
+    settings["node_ranks"] = options.local_size  # which only modes with a mesh know
     request = {
         "do": "train",
         "steps": math.ceil(options.steps / ROUNDS),
         "seconds": options.seconds / ROUNDS,
     }
     links, cells = [], []
-    network = Loopback(ranks) if options.loopback else Namespaces(ranks)
+    network = (Loopback if options.loopback else Namespaces)(ranks, options.local_size)
     with network, Ranks(network, ranks, settings) as workers:
         on_block(f"{ranks} ranks: starting", 0)
         model = workers.setup()
         for rate in options.rates:
             network.set_rate(rate)
             on_block(f"{ranks} ranks, {describe_rate(rate)}: plain transfer", 0)
-            links.append({"ranks": ranks, "rate": rate} | _transfer(workers, options.timeout))
+            link = {"ranks": ranks, "local_size": options.local_size, "rate": rate}
+            links.append(link | _transfer(workers, options))
             answers = {mode: [] for mode in options.modes}
             failed: dict[str, str] = {}
             for _ in range(ROUNDS):
@@ -103,15 +119,15 @@ def _measure(
                     except RankError as error:
                         failed[mode] = str(error)
             for mode in options.modes:
-                shared = ranks if options.loopback else 1  # ranks on one counter
+                shared = ranks if options.loopback else options.local_size  # ranks on one counter
                 cell = merge(ranks, rate, mode, answers[mode], shared, failed.get(mode))
                 cells.append(cell)
     return model, links, cells
 
 
-def _transfer(workers: Ranks, timeout: float) -> dict:
+def _transfer(workers: Ranks, options: argparse.Namespace) -> dict:
     try:
-        return workers.ask(timeout, do="transfer")[1]
+        return workers.ask(options.timeout, do="transfer")[options.local_size]
     except RankError as error:
         raise UsageError(f"the plain transfer over the link failed: {error}") from None
 

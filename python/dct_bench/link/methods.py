@@ -71,24 +71,45 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-def _dct_by(transport: str, link: str | None = None) -> Callable:
-    def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> None:
+def _dct_by(transport: str, link: str | None = None, mesh: bool = False) -> Callable:
+    def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> object:
         chosen = {"transport": transport, "link": link}
-        MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen))
+        if mesh:
+            chosen["local_size"] = options.node_ranks
+        return MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen))
 
     return register
+
+
+Leaving = Callable[[int, int], float]  # of ranks, and ranks a node
+
+
+def _ring(ranks: int, local_size: int) -> float:
+    return 1 / local_size
+
+
+def _to_owners(ranks: int, local_size: int) -> float:
+    # Half goes to all other ranks, of whom some are in the node; results go round in a ring.
+    return ((ranks - local_size) / (ranks - 1) + _ring(ranks, local_size)) / 2
+
+
+def _everything(ranks: int, local_size: int) -> float:
+    return 1.0
 
 
 class Method(NamedTuple):
     """One way of training; `exchange` is of a hybrid model's rows, None where all is replicated.
 
-    With `dedup` each distinct row of a batch crosses once.
+    With `dedup` each distinct row of a batch crosses once. `leaving`: which part of what ranks hand
+    to collectives, those inside the nodes of a mesh apart, leaves their node. A ring goes through
+    all ranks of a node, and only the last one's successor is in another.
     """
 
     title: str
     register: Callable[[DistributedDataParallel, argparse.Namespace], object]  # its hook
     exchange: Callable[[argparse.Namespace], Exchange] | None = None
     dedup: bool = False
+    leaving: Leaving = _ring
 
     @property
     def dense(self) -> str:
@@ -120,7 +141,7 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
-    "dct-shard": Method("DCT, shard", _dct_by("shard")),
+    "dct-shard": Method("DCT, shard", _dct_by("shard"), leaving=_to_owners),
     "dct-auto": Method("DCT, auto", _dct_by(AUTO, PROBE)),
 }
 HYBRID = {
@@ -131,4 +152,8 @@ HYBRID = {
     "hybrid-format": Method("hybrid, DCT-DP, few bits", MODES["dct"], _few_bits),
     "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", MODES["dct"], _few_bits, True),
 }
-METHODS = REPLICATED | HYBRID
+MESH = {
+    "dct-mesh": Method("DCT, mesh", _dct_by("gather", mesh=True), leaving=_everything),
+    "dct-mesh-shard": Method("DCT, mesh, shard", _dct_by("shard", mesh=True), leaving=_everything),
+}
+METHODS = REPLICATED | HYBRID | MESH

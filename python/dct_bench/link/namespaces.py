@@ -1,12 +1,13 @@
 """Where ranks run: network namespaces joined by links of a set rate, or this machine's loopback.
 
-    rank 0  eth0 ======= port0
-    rank 1  eth0 ======= port1  bridge
-    rank 2  eth0 ======= port2
+    node 0  eth0 ======= port0
+    node 1  eth0 ======= port1  bridge
+    node 2  eth0 ======= port2
 
-A link is a veth pair with a token bucket filter (tc tbf) at both ends, so that each direction has
-the full rate, as on a switched, full-duplex network. Everything, the bridge too, lives in
-namespaces called dctbench-*: nothing outside changes, and to delete them is to delete it all.
+A node is a namespace, of one rank or several, who reach each other without the link. A link is a
+veth pair with a token bucket filter (tc tbf) at both ends, so that each direction has the full
+rate, as on a switched, full-duplex network. Everything, the bridge too, lives in namespaces called
+dctbench-*: nothing outside changes, and to delete them is to delete it all.
 IPv4 only; nothing but the ranks' own traffic is on these links.
 """
 
@@ -40,10 +41,10 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context: `ranks` namespaces, linked; gone afterwards, with every process in them.
+    """A context: a namespace for every node, linked; gone afterwards, with every process in them.
 
-    One at a time on a machine: two would disturb each other's times. What a run that was killed
-    has left behind is removed first.
+    Ranks are numbered node by node. One at a time on a machine: two would disturb each other's
+    times. What a run that was killed has left behind is removed first.
 
     Raises:
         UsageError: the machine lacks something, or another run is at work.
@@ -51,8 +52,9 @@ class Namespaces:
 
     interface = "eth0"
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, local_size: int = 1) -> None:
+        self._nodes = ranks // local_size
+        self._local_size = local_size
         self._limited = False
 
     def __enter__(self) -> "Namespaces":
@@ -75,17 +77,17 @@ class Namespaces:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def address(self, rank: int) -> str:
-        """IPv4, of the rank's interface."""
-        return f"10.210.0.{rank + 1}"
+        """IPv4, of the interface of the rank's node."""
+        return _address(rank // self._local_size)
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """`command`, to be run inside the rank's namespace."""
-        return ["ip", "netns", "exec", _name(rank), *command]
+        """`command`, to be run inside the namespace of the rank's node."""
+        return ["ip", "netns", "exec", _name(rank // self._local_size), *command]
 
     def set_rate(self, rate: float | None) -> None:
         """Limit every link, both directions, to `rate` bits per second; None: no limit."""
-        ends = [(_name(rank), self.interface) for rank in range(self._ranks)]
-        ends += [(SWITCH, f"port{rank}") for rank in range(self._ranks)]
+        ends = [(_name(node), self.interface) for node in range(self._nodes)]
+        ends += [(SWITCH, f"port{node}") for node in range(self._nodes)]
         for namespace, interface in ends:
             if rate is not None:
                 burst = max(BURST_MIN_BYTES, int(rate / 8 * BURST_SECONDS))
@@ -99,14 +101,14 @@ class Namespaces:
         _do(f"ip netns add {SWITCH}")
         _do(f"ip -n {SWITCH} link add bridge type bridge")
         _do(f"ip -n {SWITCH} link set bridge addrgenmode none up")
-        for rank in range(self._ranks):
-            name, port, interface = _name(rank), f"port{rank}", self.interface
+        for node in range(self._nodes):
+            name, port, interface = _name(node), f"port{node}", self.interface
             _do(f"ip netns add {name}")
             _do(f"ip -n {name} link set lo up")
             _do(f"ip -n {SWITCH} link add {port} type veth peer name {interface} netns {name}")
             _do(f"ip -n {SWITCH} link set {port} addrgenmode none master bridge up")
             _do(f"ip -n {name} link set {interface} addrgenmode none up")
-            _do(f"ip -n {name} addr add {self.address(rank)}/24 dev {interface}")
+            _do(f"ip -n {name} addr add {_address(node)}/24 dev {interface}")
 
 
 class Loopback:
@@ -114,7 +116,7 @@ class Loopback:
 
     interface = "lo"
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, local_size: int = 1) -> None:
         pass
 
     def __enter__(self) -> "Loopback":
@@ -134,8 +136,12 @@ class Loopback:
             raise UsageError("--loopback has no rate limit: --rates must be unlimited")
 
 
-def _name(rank: int) -> str:
-    return f"{PREFIX}rank{rank}"
+def _name(node: int) -> str:
+    return f"{PREFIX}node{node}"
+
+
+def _address(node: int) -> str:
+    return f"10.210.0.{node + 1}"
 
 
 def _has(name: str) -> bool:

@@ -19,6 +19,7 @@ _COLLECTIVES = (
     "all_gather_into_tensor",
     "all_gather_single",
     "reduce_scatter_tensor",
+    "reduce_scatter_single",
     "all_to_all_single",
 )
 

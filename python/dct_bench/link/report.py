@@ -94,8 +94,9 @@ def _crossing(faster: list[tuple[float | None, float]]) -> dict:
 def _print_times(console: Console, link: dict, cells: list[Cell]) -> None:
     nominal = f" of {describe_rate(link['rate'])} nominal" if link["rate"] else ""
     title = (
-        f"{link['ranks']} ranks, {describe_rate(link['rate'])}: a plain 64 MiB transfer ran at "
-        f"{_rate(link['bits_per_second'])}{nominal}; one byte takes {link['latency_us']:.0f} us"
+        f"{link['ranks']} ranks{_a_node(link)}, {describe_rate(link['rate'])}: a plain 64 MiB "
+        f"transfer ran at {_rate(link['bits_per_second'])}{nominal}; one byte takes "
+        f"{link['latency_us']:.0f} us"
     )
     table = _table(title, "ms/step", "20-80 %", "vs dense", *PHASES)
     medians = {cell.mode: cell.step_ms[1] for cell in cells if cell.step_ms}
@@ -131,7 +132,8 @@ def _print_bytes(console: Console, cells: list[Cell]) -> None:
     if cells:
         largest = max(abs(cell.counted_over_formula - 1) for cell in cells)
         text = (
-            "formula: what it hands to collectives; counter: what left its interface; ratio: "
+            "formula: what it hands to collectives, and leaves its node if that has several ranks; "
+            "counter: what left its interface, shared among the node's ranks; ratio: "
             f"counter / (formula + {HEADER_BYTES} bytes of headers for every packet), off by "
             f"{100 * largest:.1f} % at most\n"
         )
@@ -152,6 +154,10 @@ def _print_purposes(console: Console, cells: list[Cell]) -> None:
     console.print(times)
     text = "a step's first collective waits for the rank that comes later: ids, or counts of rows"
     console.print(f"{text}\n", markup=False, highlight=False)
+
+
+def _a_node(link: dict) -> str:
+    return f", {link['local_size']} a node" if link["local_size"] > 1 else ""
 
 
 def _table(title: str, *headings: str) -> Table:

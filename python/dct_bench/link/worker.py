@@ -29,6 +29,7 @@ from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.models.hybrid import HybridDLRM
 from dct_dlrm.models.sharding import shard_tables
 from dct_dlrm.traffic import Traffic
+from dct_parallel import DCTState
 
 from .methods import METHODS, Method
 from .phases import PHASES, Phases
@@ -62,7 +63,7 @@ class Worker:
         return {"parameters": parameters, "threads_per_rank": torch.get_num_threads()}
 
     def transfer(self, port: int) -> dict | None:
-        """A plain TCP stream from rank 0 to rank 1, and pings; rank 1 answers what it saw."""
+        """A plain TCP stream from rank 0 to the next node's first, and pings; that one answers."""
         address = (os.environ["MASTER_ADDR"], port)
         if self.rank == 0:
             with socket.create_server(address) as server, server.accept()[0] as peer:
@@ -70,7 +71,7 @@ class Worker:
                 _no_delay(peer)
                 while ping := peer.recv(1):
                     peer.sendall(ping)
-        elif self.rank == 1:
+        elif self.rank == self.options.node_ranks:
             with _connect(address) as peer:
                 return {"bits_per_second": _receive(peer), "latency_us": _ping(peer)}
         return None
@@ -92,7 +93,8 @@ class Worker:
         rows = table_rows(options.hash_size)
         return DLRM(rows, options.embedding_dim, options.bottom, options.top)
 
-    def _parallel_model(self, method: Method, phases: Phases) -> torch.nn.Module:
+    def _parallel_model(self, method: Method, phases: Phases) -> tuple[torch.nn.Module, object]:
+        """The model, and the state of its hook if it has one."""
         model = self._model()
         if method.exchange is None:
             model = ddp = self._replicated(model)
@@ -102,8 +104,7 @@ class Worker:
             model = HybridDLRM(model, plan, exchange, method.dedup)
             ddp = model.mlps = self._replicated(model.mlps)
         phases.watch(ddp)
-        method.register(ddp, self.options)
-        return model
+        return model, method.register(ddp, self.options)
 
     def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
         with warnings.catch_warnings():
@@ -118,7 +119,10 @@ class Worker:
             )
 
     def _train(self, mode: str, steps: int, seconds: float, phases: Phases) -> dict:
-        model = self._parallel_model(METHODS[mode], phases)
+        method = METHODS[mode]
+        leaving = method.leaving(self.ranks, self.options.node_ranks)
+        model, state = self._parallel_model(method, phases)
+        node_group = state.node_group if isinstance(state, DCTState) else None
         optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr, fused=True)
 
         def step(number: int, traffic: Traffic) -> float:
@@ -134,7 +138,7 @@ class Worker:
             traffic.step_done()
             return took
 
-        with Traffic(model) as traffic:
+        with Traffic(model, node_group) as traffic:
             warm = [step(number, traffic) for number in range(WARMUP_STEPS)]
         longest = torch.tensor(statistics.median(warm[WARMUP_STEPS // 2 :]))
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # ranks must agree
@@ -144,17 +148,19 @@ class Worker:
         phases.take_wire()
         before = self._counted()
         times, split = [], []
-        with Traffic(model) as traffic:
+        with Traffic(model, node_group) as traffic:
             for number in range(WARMUP_STEPS, WARMUP_STEPS + steps):
                 times.append(step(number, traffic))
                 split.append(phases.take(times[-1]))
         wire = phases.take_wire()
+        inside = sum(traffic.purposes.pop("node", []))
         dist.barrier()  # what others still send is on its way, too
         after = self._counted()
         return {
             "seconds": times,
             "phases": {phase: [part[phase] for part in split] for phase in PHASES},
-            "payload_bytes": sum(traffic.wire),
+            "payload_bytes": leaving * sum(traffic.wire),
+            "node_bytes": inside,
             "purpose_bytes": {name: sum(sent) for name, sent in traffic.purposes.items()},
             "purpose_seconds": _by_purpose(wire) if traffic.purposes else {},
             "wire_bytes": after[0] - before[0],

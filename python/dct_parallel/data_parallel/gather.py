@@ -74,7 +74,7 @@ class Gather(Transport):
 
     def alarms(self, notes: Sequence[Tensor]) -> Tensor:
         status, *words = notes
-        return alarms_of(status, words, intact=status == 0)
+        return alarms_of(status, words, status == 0, self._senders)
 
     def tell_damage(self) -> None:
         with record_function("dct::exchange"):

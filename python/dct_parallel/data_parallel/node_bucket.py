@@ -86,7 +86,7 @@ class NodeBucket:
                 word = f"damage that rank {rank}, of this node, received"
                 receipt = receipt._replace(
                     damaged=receipt.damaged + [word] * damaged,
-                    told=receipt.told + [rank] * told,
+                    told=receipt.told + [told - 1] * bool(told),
                     non_finite=receipt.non_finite or bool(non_finite),
                 )
         return report._replace(receipt=receipt)

@@ -119,7 +119,7 @@ class Shard(Transport):
     def alarms(self, notes: Sequence[Tensor]) -> Tensor:
         status, result, _, _, *words = notes
         results = words[self._group.size() :]
-        return alarms_of(torch.cat([status, result]), results, intact=result == 0)
+        return alarms_of(torch.cat([status, result]), results, result == 0, self._senders)
 
     def tell_damage(self) -> None:
         self._compressor.pack_damage()

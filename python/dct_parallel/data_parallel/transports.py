@@ -93,6 +93,7 @@ class Transport(ABC):
         self._compressor = compressor
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)  # as errors call them
+        self._senders = torch.tensor(self._ranks, device=compressor.payload.device)
 
     @abstractmethod
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
@@ -108,7 +109,7 @@ class Transport(ABC):
 
     @abstractmethod
     def alarms(self, notes: Sequence[Tensor]) -> Tensor:
-        """Three that a receipt of these notes will hold, int32 [3] on the device: `alarms_of`."""
+        """What a receipt of these notes will hold, int32 [3] on the device: see `alarms_of`."""
 
     @abstractmethod
     def tell_damage(self) -> None:
@@ -136,17 +137,19 @@ def headers(payload: Tensor) -> list[Tensor]:
     return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])
 
 
-def alarms_of(status: Tensor, words: Sequence[Tensor], intact: Tensor) -> Tensor:
-    """Whether something was damaged, and headers tell of damage, of a NaN or Inf: int32 [3].
+def alarms_of(status: Tensor, words: Sequence[Tensor], intact: Tensor, senders: Tensor) -> Tensor:
+    """Whether something was damaged; 1 + a rank that says it received damage, or 0; whether one saw
+    a NaN or Inf. int32 [3].
 
     Args:
         status: int32, non-zero where something was damaged.
-        words: from `headers`.
+        words: from `headers`, a rank's each.
         intact: bool, of each header or of all: what was damaged says nothing.
+        senders: int64, the ranks.
     """
     flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact
-    told, non_finite = (flags & FLAG_DAMAGE).any(), (flags & FLAG_NON_FINITE).any()
-    return torch.stack([status.any(), told, non_finite]).int()
+    told = torch.where((flags & FLAG_DAMAGE) > 0, senders + 1, 0).max()
+    return torch.stack([status.any(), told, (flags & FLAG_NON_FINITE).any()]).int()
 
 
 def read_headers(words: Sequence[Tensor]) -> list[Header]:
