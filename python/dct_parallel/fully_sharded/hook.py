@@ -13,6 +13,7 @@ from dct_kernels import checks
 from ..compressor import check_settings
 from ..data_parallel.bucket_plan import Settings
 from ..data_parallel.choice import TRANSPORTS
+from ..mesh import require_mesh
 from .verdict import OP
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ def dct_fully_shard_hook(
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
         got = type(grad_scaler).__name__
         checks.fail(OP, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
-    if not isinstance(mesh, DeviceMesh):
-        checks.fail(OP, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
-    if mesh.mesh_dim_names != DIMENSIONS:
-        checks.fail(OP, "mesh", f"of dimensions {DIMENSIONS}", mesh.mesh_dim_names)
+    require_mesh(OP, mesh, DIMENSIONS)
     if mesh.size() != dist.get_world_size():
         checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
 
