@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
 from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
@@ -46,19 +47,25 @@ def _mean_gradients(model, batches):
     return torch.autograd.grad(sum(losses) / len(losses), list(model.parameters()))
 
 
-# reduce_dtype, steps accumulated, a divide factor for the shard group
+# reduce_dtype, passes accumulated, a divide factor for the shard group, the dimension that is cut
 VARIANTS = {
-    "float32": (None, 1, None),
-    "bfloat16": (torch.bfloat16, 1, None),
-    "accumulated": (None, 3, None),
-    "divided": (None, 1, 8.0),
+    "float32": (None, 1, None, 0),
+    "bfloat16": (torch.bfloat16, 1, None, 0),
+    "accumulated": (None, 3, None, 0),
+    "divided": (None, 1, 8.0, 0),
+    "columns": (None, 1, None, 1),
 }
 
 
 def _density_one(rank):
     mesh, largest = _mesh(), {}
-    for variant, (dtype, passes, factor) in VARIANTS.items():
-        model = _wrap(_uneven(), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    for variant, (dtype, passes, factor, dim) in VARIANTS.items():
+        model = _wrap(
+            _uneven(),
+            mesh,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype),
+            shard_placement_fn=lambda p, dim=dim: Shard(dim * (p.shape[-1] % 2 == 0)),
+        )
         for module in model.modules() if factor is not None else ():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)

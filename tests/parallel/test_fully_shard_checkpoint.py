@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from dct_parallel import dct_fully_shard_hook
 from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
@@ -50,8 +51,9 @@ def _weights(model):
 
 def _make(mesh, **options):
     model = mlp(depth=2)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh["shard"])
+    columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    fully_shard(model[0], mesh=mesh["shard"], **columns)
+    fully_shard(model[2], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     state = dct_fully_shard_hook(model, mesh, 0.05, **options)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05)

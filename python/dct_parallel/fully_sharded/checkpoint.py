@@ -125,6 +125,9 @@ def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) ->
     for piece in pieces:
         for key, value in entry["parameters"][piece.name].items():
             own = here["parameters"][piece.name][key]
+            if type(value) is not type(own):
+                got = type(value).__name__
+                checks.fail(op, f"{key} of {piece.name}", f"a {type(own).__name__}", got, TypeError)
             for saved, wanted in ((value.shape, own.shape), (_local(value), _local(own))):
                 if saved != wanted:
                     rule = f"{list(wanted)} (torch.distributed.checkpoint cuts anew)"
