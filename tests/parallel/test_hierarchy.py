@@ -177,6 +177,29 @@ def test_ranks_stay_bitwise_equal_and_learn():
         assert last < first
 
 
+def _uneven(rank):
+    """Ranks have 3 to 6 batches, of two passes each, of which only the second is exchanged."""
+    model, state = _model(SIZES, 2, start_step=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total = torch.zeros(sum(SIZES))
+    with model.join():
+        for step in range(3 + rank):
+            first, second = (_integers(SIZES, step, rank + 4 * part, 8) for part in range(2))
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(*first).backward()
+            model(*second).backward()
+            optimizer.step()
+            total += torch.cat(first) + torch.cat(second)
+    assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+    assert torch.equal(_owed(state.state_dict()) - weights(model), _all(total) / 4)
+    return state.step
+
+
+def test_uneven_inputs_and_accumulation():
+    assert run_ranks(_uneven, 4) == [6] * 4
+
+
 def _counted(rank):
     """Bytes of a step between nodes, as the formula has them, and those without a mesh."""
     model, state = _model(SIZES, 2)
