@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace) -> None:
                 _write(options, data, runs, bayes)
                 console.print(report.line(mode, result), markup=False, highlight=False)
     if console is not None:
-        report.print_table(console, runs, bayes)
+        report.print_table(console, runs, bayes, options.local_size)
         console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")
 
 

@@ -65,10 +65,12 @@ def line(mode: str, run: Run) -> str:
     )
 
 
-def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
+def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: int = 1) -> None:
     """Modes side by side: mean and standard deviation over seeds; bytes per rank.
 
-    Bytes are the mean over ranks; beside it, where they differ, of the rank that sends most.
+    Bytes are the mean over ranks; beside it, where they differ, of the rank that sends most. Where
+    nodes have several ranks, those of a mesh go to other nodes from every rank, those of a ring
+    from one rank of the node: they are compared by what leaves a node.
     """
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
     scores = {"auc": "AUC", "log_loss": "log loss"}
@@ -81,23 +83,26 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None) -> None:
     dense = _mean(runs, "dense", MEAN_BYTES) if "dense" in runs else 0
     for mode in runs:
         sent = _mean(runs, mode, MEAN_BYTES)
+        leaving = sent * (local_size if _has_mesh(runs, mode) else 1)
         table.add_row(
             mode,
             *(_spread(runs, mode, key) for key in scores),
             f"{sent:,.0f}",
             *([f"{_mean(runs, mode, MAX_BYTES):,.0f}"] if uneven else []),
-            f"{dense / sent:.1f}x" if dense and sent else "-",
+            f"{dense / leaving:.1f}x" if dense and leaving else "-",
             f"{_mean(runs, mode, 'step_ms_median'):.1f}",
         )
     if bayes is not None:
         table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}")
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
-    for mode in runs:
-        if "node" in runs[mode][0].purposes:
-            inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
-            text = f"{mode}: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
-            console.print(text, markup=False, highlight=False)
+    for mode in (mode for mode in runs if _has_mesh(runs, mode)):
+        inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
+        text = (
+            f"{mode}: bytes to other nodes; inside its node a rank sends {inside:,.0f} more; fewer "
+            "by: of what leaves a node"
+        )
+        console.print(text, markup=False, highlight=False)
     if all("ids" in run.purposes for of_mode in runs.values() for run in of_mode):
         console.print(_purposes(runs))
 
@@ -129,6 +134,10 @@ def _purposes(runs: Runs) -> Table:
             *([f"{sent(mode, 'sync'):,.0f}", fewer(mode, "sync")] if synced else []),
         )
     return table
+
+
+def _has_mesh(runs: Runs, mode: str) -> bool:
+    return "node" in runs[mode][0].purposes
 
 
 def _values(runs: Runs, mode: str, key: str) -> list[float]:

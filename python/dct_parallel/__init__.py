@@ -5,6 +5,10 @@ Data parallel: only the largest gradients cross.
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
+On a cluster they cross whole inside a node, and between nodes so.
+
+    state = DCTState(ddp, density=0.005, mesh=node_mesh())
+
 Or only the largest changes of the weights, after every few steps of each rank's own optimizer.
 
     averager = DCTAverager(module, density=0.1, period=10)

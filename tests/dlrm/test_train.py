@@ -112,6 +112,9 @@ def test_nodes_of_two_ranks(tmp_path):
     assert dct["wire_bytes_per_step_per_rank"] == pytest.approx(4 * room / 2, rel=0.1)
     text = f"dct: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
     assert text in done.stdout
+    # A ring through two ranks leaves their node once, as both ranks' parts together do.
+    key = "wire_bytes_per_step_per_rank"
+    assert f"{dense[key] / (2 * dct[key]):.1f}x" in done.stdout
 
 
 def test_densities(results):
