@@ -27,6 +27,7 @@ HYBRID = ["--parallel", "hybrid", "--modes", "dct", "--mp-format", "int4,sign", 
 ADAMW = ["--optimizer", "adamw", "--lr", "0.001", "--embedding-lr", "0.1"]
 HYBRID += [*ADAMW, "--embedding-optimizer", "rowwise_adagrad"]
 SHARD = ["--modes", "dct", "--transport", "shard", *ADAMW]
+NODE = [*SHARD, "--local-size", "2"]
 TWO_DIMENSIONAL = ["--parallel", "2d", "--modes", "dct", "--sync-every", "3"]
 TWO_DIMENSIONAL += ["--sync-density", "0.1", *ADAMW]
 TWO_DIMENSIONAL += ["--embedding-optimizer", "momentum_scaled_rowwise_adagrad"]
