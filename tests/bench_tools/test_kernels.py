@@ -16,6 +16,7 @@ def few_buffers(monkeypatch):
     monkeypatch.setattr(cases, "COLD_BYTES", 1)
 
 
+@pytest.mark.large
 def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     command = ["kernels", "--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
     command += ["--row-widths", "64", "--rounds", "1", "--threads", "1"]

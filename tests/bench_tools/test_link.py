@@ -115,6 +115,7 @@ def test_namespaces(tmp_path):
 
 
 @needs_root
+@pytest.mark.large
 def test_nodes_of_two_ranks(tmp_path, capsys):
     modes = ["dense", "dct", "dct-shard", "dct-mesh"]
     given = ["--ranks", "4", "--local-size", "2", "--rates", "1gbit", *SMALL[:-1], ",".join(modes)]

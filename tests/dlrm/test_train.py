@@ -90,6 +90,7 @@ def test_bytes_by_formula(results):
         assert {run["wire_bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
 
 
+@pytest.mark.large
 def test_nodes_of_two_ranks(tmp_path):
     done = _start(
         *("--rows", 1500, "--ranks", 4, "--local-size", 2, "--batch-size", 32),

@@ -71,6 +71,7 @@ def test_two_groups_of_two():
     launch(_groups_of_ranks, 4)
 
 
+@pytest.mark.large
 def test_a_command_of_all_modes(tmp_path):
     command = [*SMALL, "--parallel", "2d", "--modes", "dense,bf16,dct", "--dedup", *ADAGRAD]
     command += ["--sync-density", "0.05", "--out", str(tmp_path)]
