@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
 from dct_parallel.data_parallel import gather
@@ -147,6 +148,44 @@ def _twice_in_a_pass(rank):
 
 def test_a_module_used_twice():
     run_ranks(_twice_in_a_pass, 2)
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again in the backward pass, all sharded by themselves."""
+
+    def __init__(self, mesh, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            fully_shard(nn.Linear(32, 32), mesh=mesh["shard"]) for _ in range(3)
+        )
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def _checkpointed(rank, save):
+    mesh = _mesh(2, 1)
+    results = []
+    for use_reentrant in (False, True):
+        model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
+        state = dct_fully_shard_hook(model, mesh, 0.1, start_step=1)
+        for step in range(4):
+            x, _ = batch(step, rank, width=32)
+            model(x.requires_grad_()).square().sum().backward()
+            if save:
+                state.state_dict()
+        assert state.stats()["step"] == 4
+        results.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_backward_pass_within_one_is_no_step_of_its_own(save):
+    run_ranks(_checkpointed, 2, save)
 
 
 def _wrapped(mesh):

@@ -233,7 +233,7 @@ class FullyShardState:
         self._damage = Damage(OP)
         self._history = History()
         self._loss_scale.saw(overflow=False)
-        self._order, self._damaged, self._overflowed = [], False, False
+        self._in_step, self._order, self._damaged, self._overflowed = False, [], False, False
         self.step = entry["step"]
         parameters = entry["parameters"]
         for index, unit in enumerate(self._units):
@@ -268,7 +268,8 @@ class FullyShardState:
         queue(lambda: queue(self._end_step))
 
     def _end_step(self) -> None:
-        self._in_step = False
+        # Reentrant checkpointing goes backward within a backward pass: this may be the end of that.
+        self._in_step = any(unit.in_backward for unit in self._units)
 
     # Between steps:
 
@@ -296,6 +297,7 @@ class FullyShardState:
             RuntimeError: a payload was damaged on some rank: on all of them.
         """
         self._look()
+        self._in_step = False
         if self._order:
             order, self._order = self._order, []
             told = reach(self._damaged, self._overflowed, order, self._verdicts)

@@ -1,7 +1,7 @@
 """What torch's fully_shard communicates at once, and how a gradient lies in what it hands over.
 
 The one place that reads private attributes of FSDP2: which parameters a module's group holds, in
-which order, and how their gradients are to be divided.
+which order, how their gradients are to be divided, and whether it goes backward.
 """
 
 import dataclasses
@@ -75,6 +75,11 @@ class Unit:
     def device(self) -> torch.device:
         """Of gradients; parameters may be offloaded."""
         return self._group.device
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP's backward pass goes on, in which others may be nested."""
+        return self._module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
     def reduction(self) -> str:
