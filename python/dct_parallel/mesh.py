@@ -22,6 +22,9 @@ def require_mesh(
         checks.fail(op, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
     if mesh.mesh_dim_names != dimensions:
         checks.fail(op, "mesh", f"of dimensions {dimensions}", mesh.mesh_dim_names)
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
+        rule = "of ascending ranks in every row and column, as torch sorts those of a group"
+        checks.fail(op, "mesh", rule, mesh.mesh.tolist())
     if mesh.get_coordinate() is None:
         checks.fail(op, "mesh", "one that this rank is in", f"rank {dist.get_rank()}")
     outer, inner = dimensions

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, WireMeter, dct_hook, merge_states, node_mesh
@@ -481,7 +481,7 @@ def _errors(rank):
     ):
         with pytest.raises(error, match=text):
             DCTState(model, **{"mesh": mesh} | arguments)
-    with pytest.raises(ValueError, match="mesh must be the same on every rank, got 1 nodes of 2"):
+    with pytest.raises(ValueError, match=r"mesh must be the same on every rank, got \[\[0, 1\]\]"):
         DCTState(model, mesh=mesh if rank == 0 else None)
     group = dist.new_group([rank], use_local_synchronization=True)
     alone = DistributedDataParallel(Dictated(SIZES), process_group=group)
@@ -510,6 +510,23 @@ def _errors(rank):
 
 def test_wrong_meshes_and_states_are_named():
     run_ranks(_errors, 2)
+
+
+def _other_nodes(rank):
+    """Meshes of one shape, of which some have other ranks in a node."""
+    model, mesh = DistributedDataParallel(Dictated(SIZES)), node_mesh(2, "cpu")
+    across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=mesh.mesh_dim_names)
+    text = re.escape("got [[0, 1], [2, 3]] on rank 0, [[0, 2], [1, 3]] on rank 1")
+    with pytest.raises(ValueError, match=text):
+        DCTState(model, mesh=mesh if rank == 0 else across)
+    # Torch numbers a group's ranks by their own: in the second node others than the mesh says.
+    turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=mesh.mesh_dim_names)
+    with pytest.raises(ValueError, match=r"mesh must be of ascending ranks .*, got \[\[0, 1\], "):
+        DCTState(model, mesh=turned)
+
+
+def test_nodes_are_of_the_same_ranks_for_all():
+    run_ranks(_other_nodes, 4)
 
 
 def _uneven_nodes(rank):

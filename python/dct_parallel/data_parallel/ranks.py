@@ -25,7 +25,7 @@ class Ranks:
 
     Attributes:
         everyone: the group of all ranks.
-        layout: of a mesh, in words.
+        layout: of a mesh, in words: the ranks of each node.
         node: this rank's; known once opened, like `between`.
         between: the group in which payloads cross: ranks of equal number in their nodes.
     """
@@ -42,7 +42,7 @@ class Ranks:
         self.layout = "none"
         if mesh is not None:
             self._given = require_mesh(op, mesh, NODES)
-            self.layout = "{} nodes of {} ranks".format(*mesh.shape)
+            self.layout = str(mesh.mesh.tolist())
             ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(self.everyone)
             if sorted(ranks) != sorted(own):
                 checks.fail(op, "mesh", f"of the ranks of ddp, {own}", ranks)
