@@ -70,7 +70,8 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
 
     Bytes are the mean over ranks; beside it, where they differ, of the rank that sends most. Where
     nodes have several ranks, those of a mesh go to other nodes from every rank, those of a ring
-    from one rank of the node: they are compared by what leaves a node.
+    from one rank of the node: they are compared by what leaves a node. What else crosses where
+    tables are sharded goes to all ranks: with a mesh, gradients alone are compared.
     """
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
     scores = {"auc": "AUC", "log_loss": "log loss"}
@@ -81,15 +82,17 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
     for heading in (*scores.values(), *sizes, "fewer by", "ms/step"):
         table.add_column(heading, justify="right", no_wrap=True)
     dense = _mean(runs, "dense", MEAN_BYTES) if "dense" in runs else 0
+    sharded = all("ids" in run.purposes for of_mode in runs.values() for run in of_mode)
     for mode in runs:
-        sent = _mean(runs, mode, MEAN_BYTES)
-        leaving = sent * (local_size if _has_mesh(runs, mode) else 1)
+        sent, has_mesh = _mean(runs, mode, MEAN_BYTES), _has_mesh(runs, mode)
+        leaving = sent * (local_size if has_mesh else 1)
+        is_comparable = dense and leaving and not (sharded and has_mesh)
         table.add_row(
             mode,
             *(_spread(runs, mode, key) for key in scores),
             f"{sent:,.0f}",
             *([f"{_mean(runs, mode, MAX_BYTES):,.0f}"] if uneven else []),
-            f"{dense / leaving:.1f}x" if dense and leaving else "-",
+            f"{dense / leaving:.1f}x" if is_comparable else "-",
             f"{_mean(runs, mode, 'step_ms_median'):.1f}",
         )
     if bayes is not None:
@@ -99,15 +102,15 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
     for mode in (mode for mode in runs if _has_mesh(runs, mode)):
         inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
         text = (
-            f"{mode}: bytes to other nodes; inside its node a rank sends {inside:,.0f} more; fewer "
-            "by: of what leaves a node"
+            f"{mode}: bytes {'of DP ' if sharded else ''}to other nodes; inside its node a rank "
+            f"sends {inside:,.0f} more; fewer by: of what leaves a node"
         )
         console.print(text, markup=False, highlight=False)
-    if all("ids" in run.purposes for of_mode in runs.values() for run in of_mode):
-        console.print(_purposes(runs))
+    if sharded:
+        console.print(_purposes(runs, local_size))
 
 
-def _purposes(runs: Runs) -> Table:
+def _purposes(runs: Runs, local_size: int) -> Table:
     """What the bytes of sharded tables are for. Ids are no part of what modes compress."""
     table = Table("bytes/step", box=SIMPLE_HEAD, pad_edge=False)
     synced = all("sync" in run.purposes for of_mode in runs.values() for run in of_mode)
@@ -118,9 +121,10 @@ def _purposes(runs: Runs) -> Table:
     def sent(mode: str, *purposes: str) -> float:
         return sum(_mean(runs, mode, f"{name}_bytes_per_step_per_rank") for name in purposes)
 
-    def fewer(mode: str, *purposes: str) -> str:
+    def fewer(mode: str, *purposes: str, times: int = 1) -> str:
         dense = sent("dense", *purposes) if "dense" in runs else 0
-        return f"{dense / sent(mode, *purposes):.1f}x" if dense and sent(mode, *purposes) else "-"
+        leaving = times * sent(mode, *purposes)
+        return f"{dense / leaving:.1f}x" if dense and leaving else "-"
 
     for mode in runs:
         table.add_row(
@@ -130,7 +134,7 @@ def _purposes(runs: Runs) -> Table:
             f"{sent(mode, 'mp_backward'):,.0f}",
             fewer(mode, "mp_forward", "mp_backward"),
             f"{sent(mode, 'dp'):,.0f}",
-            fewer(mode, "dp"),
+            fewer(mode, "dp", times=local_size if _has_mesh(runs, mode) else 1),
             *([f"{sent(mode, 'sync'):,.0f}", fewer(mode, "sync")] if synced else []),
         )
     return table

@@ -110,6 +110,27 @@ def test_bytes_are_the_mean_and_the_most_of_all_ranks():
     launch(_uneven, 3)
 
 
+def test_with_a_mesh_gradients_alone_are_compared():
+    """By what leaves a node of two: rows go to all ranks, and have no part in that."""
+
+    def run(dp, **node):
+        sent = {name: np.full(3, 100.0) for name in PURPOSES} | {"dp": np.full(3, dp)} | node
+        wire = np.sum([sent[name] for name in PURPOSES], 0)
+        steps = np.ones(3)
+        return loop.Run(0, 0.5, 0.7, None, steps, steps, wire, wire, "", [], sent, sent)
+
+    runs = {"dense": [run(8000.0)], "dct": [run(400.0, node=np.full(3, 9000.0))]}
+    console = Console(width=120, record=True, file=io.StringIO())
+    report.print_table(console, runs, None, local_size=2)
+    total, note, rows = [
+        line.split()
+        for line in console.export_text().splitlines()
+        if line.split()[:1] != ["dense"] and "dct" in line
+    ]
+    assert total[-2:] == ["-", "1.0"] and "DP" in note
+    assert rows == ["dct", "100", "100", "100", "1.0x", "400", "10.0x"]
+
+
 def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
     """A count a table; then as many ids as rows, which are fewer than the samples'."""
     command = ["--parallel", "hybrid", "--modes", "dct", "--rows", "1500", "--hash-size", "50"]
