@@ -53,8 +53,8 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         device_type: "cuda" or "cpu"; default CUDA where torch sees a GPU.
 
     Raises:
-        ValueError, TypeError: it is not known or not a number of ranks, nodes differ in size, or
-            the number of ranks is no multiple of it; on every rank.
+        ValueError, TypeError: it is not known or not a number of ranks, on a rank where that is so;
+            nodes differ in size or the number of ranks is no multiple of it, on every rank.
         RuntimeError: some rank does not call it within the group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())
