@@ -1,0 +1,62 @@
+"""Models and gradients for the tests of meshes of nodes."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook, node_mesh
+from dct_parallel.data_parallel.link import Cost, Link
+from ranks import Dictated, entry, gathered
+
+# Several blocks, in which parts of two or four ranks cut through large parameters.
+SIZES = (20_000, 100, 30_001)
+ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # and parts that are short, or empty
+DENSE_LINK = Link(*[Cost(1.0, 0.0)] * 2, Cost(0.0, 0.0), 1.0, 1.0, 0.0)  # by which bf16 is best
+TRANSPORTS = {
+    "gather": {"transport": "gather"},
+    "shard": {"transport": "shard"},
+    "bf16": {"transport": "auto", "link": DENSE_LINK},
+}
+
+
+def meshed_model(sizes, local_size, bucket_cap_mb=25, **options):
+    model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
+    mesh = None if local_size is None else node_mesh(local_size, "cpu")
+    state = DCTState(model, **{"density": 0.05, "mesh": mesh} | options)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
+
+
+def integers(sizes, step, rank, limit=60):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
+
+
+def same_step(model, grads):
+    """The mean gradient, flat, once it is known to be the same on all ranks."""
+    model.zero_grad()
+    model(*grads).backward()
+    mean = torch.cat([parameter.grad for parameter in model.module.p])
+    assert all(torch.equal(mean, other) for other in gathered(mean))
+    return mean
+
+
+def owed_by_all(state_dict):
+    """What all ranks together owe to the mean of all gradients, flat, in float64."""
+    own = entry(state_dict)
+    nodes = own["world_size"] // own.get("local_size", 1)
+    owed = torch.cat(
+        [
+            parts["residual"].double() / nodes
+            + parts.get("owner_residual", torch.zeros(())).double()
+            for parts in own["parameters"].values()
+        ]
+    )
+    dist.all_reduce(owed)
+    return owed
+
+
+def sum_of_all(tensor):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
