@@ -35,6 +35,12 @@ class Bf16:
         return link.all_reduce.seconds(plan.wire_bytes) + plan.bounds[-1] * link.cast
 
 
+def unpacked_report(overflowed: bool) -> Report:
+    """Of a step in which nothing was packed."""
+    nothing = torch.zeros(0)
+    return Report(Receipt([], [], overflowed, [], 0, 0), nothing, nothing, nothing, 0, 0)
+
+
 class Bf16Bucket:
     """One bucket, as `Bucket`, that is averaged in bfloat16.
 
@@ -72,8 +78,8 @@ class Bf16Bucket:
             buffer.copy_(dense_mean(buffer, torch.bfloat16, self._group))
         if scale is not None:
             self._overflowed = buffer.isfinite().all().logical_not().int().view(1)
-        self._readback.post(self._overflowed)
-        self._fresh = True
+            self._readback.post(self._overflowed)
+        self._fresh = scale is not None
 
     def alarms(self) -> Tensor:
         """As of a `Bucket`: only overflow is known of."""
@@ -88,14 +94,12 @@ class Bf16Bucket:
         dense_mean(self._zeros(), torch.bfloat16, self._group)
 
     def take_report(self) -> Report | None:
-        """Whether the last `reduce` overflowed, once."""
+        """Whether the last `reduce` overflowed, once; None without a scale, as nobody asks."""
         if not self._fresh:
             return None
         self._fresh = False
         (overflowed,) = self._readback.wait()
-        nothing = torch.zeros(0)
-        receipt = Receipt([], [], bool(overflowed), [], 0, 0)
-        return Report(receipt, nothing, nothing, nothing, 0, 0)
+        return unpacked_report(bool(overflowed))
 
     def take_back(self) -> None:
         """What was owed is again, as the step was not applied."""

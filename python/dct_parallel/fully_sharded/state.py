@@ -284,11 +284,7 @@ class FullyShardState:
         self._damaged = any(r.damaged or r.told for r in receipts.values())
         self._overflowed = any(r.non_finite for r in receipts.values())
         self._damage.look(self.step - 1, receipts)
-        compressed = sum(report.compressed for report in reports.values())
-        sent = sum(report.compressed_sent for report in reports.values())
-        late = sum(receipt.overflowed for receipt in receipts.values())
-        payloads = sum(receipt.payloads for receipt in receipts.values())
-        self._history.add(density=sent / max(compressed, 1), overflow=late / payloads)
+        self._history.look(reports.values())
 
     def _finish_last_step(self) -> None:
         """Learn how it went on every rank; all of them come here, after as many steps.
