@@ -41,8 +41,8 @@ def all_cases(device: str, scale: int) -> Iterator[Case]:
             yield cases.row_pack(device, rows, width, density, density == 0.05)
             yield cases.row_unpack(device, rows, width, density, False)
         for format in SCALED_BY_ROW:
-            yield cases.row_quantize(device, rows, width, format)
-            yield cases.row_dequantize(device, rows, width, format)
+            yield cases.row_quantize(device, rows, width, format, width == 128)
+            yield cases.row_dequantize(device, rows, width, format, width == 128)
     for density in (NOTHING, EVERYTHING):
         yield cases.mask_pack(device, sweep, density, F32, F32, False)
     yield overflow(device, sweep)

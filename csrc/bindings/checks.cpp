@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <stdexcept>
 #include <string>
 
 namespace dct {
@@ -83,6 +84,14 @@ bool overlap(const Tensor& a, const Tensor& b) {
 }
 
 }  // namespace
+
+// Not STD_TORCH_CHECK, which puts the source file in front of the text. Nor a stream: to write an
+// integer to one crashes where the process has loaded a C++ library other than we were built with.
+void Checks::fail(const char* arg, const std::string& rule, const std::string& got,
+                  const char* verb) const {
+  throw std::runtime_error(std::string("dct::") + op_ + ": " + arg + " must " + verb + ' ' + rule +
+                           ", got " + got);
+}
 
 void Checks::require_int(const char* arg, int64_t value, int64_t low, int64_t high) const {
   if (value < low || value > high) {

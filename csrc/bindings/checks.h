@@ -8,8 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
+#include <string>
 
 #include "../common/dtype.h"
 
@@ -36,13 +35,11 @@ class Checks {
  public:
   explicit Checks(const char* op) : op_(op) {}
 
-  // Not STD_TORCH_CHECK, which puts the source file in front of the text.
-  template <typename Rule, typename Got>
-  [[noreturn]] void fail(const char* arg, const Rule& rule, const Got& got,
+  [[noreturn]] void fail(const char* arg, const std::string& rule, const std::string& got,
+                         const char* verb = "be") const;
+  [[noreturn]] void fail(const char* arg, const std::string& rule, int64_t got,
                          const char* verb = "be") const {
-    std::ostringstream text;
-    text << "dct::" << op_ << ": " << arg << " must " << verb << ' ' << rule << ", got " << got;
-    throw std::runtime_error(text.str());
+    fail(arg, rule, std::to_string(got), verb);
   }
 
   void require_int(const char* arg, int64_t value, int64_t low, int64_t high) const;
