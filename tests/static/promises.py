@@ -108,7 +108,7 @@ PROMISES = {
         wide_loads=2, wide_stores=1, in_flight={STREAMS: 2}, divides=True
     ),
     "row_quantize_wide_kernel": Promise(in_flight={LOADS: 4}, divides=True),
-    "row_dequantize_kernel": Promise(wide_stores=1, in_flight={LOADS: 2}),
+    "row_dequantize_kernel": Promise(wide_stores=1, in_flight={LOADS: 8}),
 }
 
 
