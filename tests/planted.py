@@ -94,17 +94,19 @@ FAULTS = {
         "if (lane == 0 && index != 0) publish(&words[index], own, index == 0 ? kInclusive : kOwn);",
     ),
     # mask_pack: the rest
-    "tile numbered by blockIdx instead of a ticket": _edit(
+    "tile numbered by blockIdx instead of a ticket": Fault(
         "mask_pack",
-        "detail/mask_pack_tile.cuh",
-        "atomicAdd(ticket, 1u)",
-        "blockIdx.x + 0 * *ticket",
+        (
+            ("detail/mask_pack_tile.cuh", "atomicAdd(ticket, 1u)", "blockIdx.x + 0 * *ticket"),
+            ("mask_pack.cu", "atomicAdd(scratch.ticket, 1u)", "tile.at.work + gridDim.x"),
+        ),
     ),
     "a tile takes the segments of the tile that its block's index names": _edit(
         "mask_pack",
         "detail/mask_pack_tile.cuh",
-        "segment[0] <= bounds.begin &&\n      bounds.end <= segment[1]",
-        "segment[0] <= segment[1]",
+        "before.first_bounds.begin <= bounds.begin &&\n"
+        "      bounds.end <= before.first_bounds.end",
+        "before.first_segment >= 0",
     ),
     "off by one at the edge of a tile": _edit(
         "mask_pack",
@@ -115,11 +117,14 @@ FAULTS = {
     "no barrier before the warps' counts are read": _edit(
         "mask_pack",
         "mask_pack.cu",
-        "count << 1 | non_finite;\n  __syncthreads();",
-        "count << 1 | non_finite;",
+        "    __syncthreads();\n\n    load(",
+        "    load(",
     ),
     "no barrier before pack": _edit(
-        "mask_pack", "mask_pack.cu", "  __syncthreads();\n  pack(", "  pack("
+        "mask_pack", "mask_pack.cu", "    __syncthreads();\n    pack(", "    pack("
+    ),
+    "no barrier after pack": _edit(
+        "mask_pack", "mask_pack.cu", "shared);\n    __syncthreads();\n  }", "shared);\n  }"
     ),
     "no repair of the residual on overflow": _edit(
         "mask_pack", "mask_pack.cu", "args.residual[begin + offset] = acc;", ";"

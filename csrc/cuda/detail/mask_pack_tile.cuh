@@ -15,9 +15,10 @@ namespace dct::cuda {
 
 struct MaskPackPolicy {
   static constexpr int kThreads = 256;
-  static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
-  static constexpr int kMinBlocksWithoutGrad = 6;  // at most 40
+  static constexpr int kMinBlocks = 3;  // a multiprocessor: at most 64 registers a thread
+  static constexpr int kMinBlocksWithoutGrad = 4;  // at most 40
   static constexpr int kVectors = 4;  // of four elements: 32 KB in flight a block, with a gradient
+  static constexpr int kGrid = 1024;  // at most: more than a GPU holds, and the rest find no ticket
 };
 constexpr int kWarps = MaskPackPolicy::kThreads / kWarpSize;
 constexpr int kVectorElements = 4;
@@ -33,8 +34,16 @@ constexpr int kSegmentTileBits = 26;
 struct MaskPackTile {
   RangeTiles::Tile at;
   int64_t first_segment, last_segment;  // that have elements in it, or in between
-  float tau;                            // of the first segment
+  Range first_bounds;                   // elements of the first segment
+  float tau;                            // and its threshold
   bool one_segment;
+};
+
+// A thread's 16 elements as they are read; they may still be on their way.
+template <typename Grad>
+struct Loaded {
+  float history[MaskPackPolicy::kVectors][kVectorElements];
+  Grad gradient[MaskPackPolicy::kVectors][kVectorElements];
 };
 
 // The 16 elements of a thread; element (j, e) is bit 4 * j + e of the masks.
@@ -79,37 +88,33 @@ __device__ inline void find_segments(const MaskPackArgs& args, MaskPackTile& til
   const int64_t begin = tile.at.bounds.begin, end = tile.at.bounds.end;
   const int64_t highest = args.num_segments - 1;
   tile.first_segment = tile.last_segment = -1;
+  tile.first_bounds = {0, 0};
   tile.one_segment = true;
   tile.tau = -1.0f;
   if (begin == end || highest < 0) return;  // nothing to read: as if skipped
 
-  const int64_t* ends = args.segments + 1;
-  const int64_t first = warp_upper_bound(ends, args.num_segments, begin);
+  const int64_t first = warp_upper_bound(args.segments + 1, args.num_segments, begin);
   tile.first_segment = tile.last_segment = first < highest ? first : highest;
   tile.tau = args.threshold[tile.first_segment];
-  tile.one_segment = ends[tile.first_segment] >= end;
+  tile.first_bounds = {args.segments[tile.first_segment], args.segments[tile.first_segment + 1]};
+  tile.one_segment = tile.first_bounds.end >= end;
   if (!tile.one_segment) {
-    const int64_t last = warp_upper_bound(ends, args.num_segments, end - 1);
+    const int64_t last = warp_upper_bound(args.segments + 1, args.num_segments, end - 1);
     tile.last_segment = last < highest ? last : highest;
   }
 }
 
-// By one warp: takes a ticket, so that tiles are numbered in the order in which blocks start, and
-// finds the tile's segments. Blocks start nearly in the order of their index: while the ticket is
-// on its way, the segments are found for the tile of that index, and they are mostly the same.
-__device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeTiles& tiles,
-                                          unsigned* ticket) {
-  unsigned work = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
-  MaskPackTile tile;
-  tile.at = tiles.locate(blockIdx.x);
-  find_segments(args, tile);
-  work = __shfl_sync(kFullWarp, work, 0);
-  if (work == blockIdx.x) return tile;
-  tile.at = tiles.locate(work);
-  const auto& bounds = tile.at.bounds;
-  const int64_t* segment = args.segments + tile.first_segment;
-  if (tile.first_segment >= 0 && bounds.begin < bounds.end && segment[0] <= bounds.begin &&
-      bounds.end <= segment[1]) {
+// By one warp: the tile of a ticket, empty where there are no more. Mostly its segment is that of a
+// tile looked up before.
+__device__ inline MaskPackTile find_tile(const MaskPackArgs& args, const RangeTiles& tiles,
+                                         unsigned work, const MaskPackTile& before) {
+  MaskPackTile tile = before;
+  tile.at.bounds = {0, 0};
+  if (work < tiles.total) tile.at = tiles.locate(work);
+  tile.at.work = static_cast<int>(work);
+  const Range& bounds = tile.at.bounds;
+  if (bounds.begin < bounds.end && before.first_bounds.begin <= bounds.begin &&
+      bounds.end <= before.first_bounds.end) {
     tile.last_segment = tile.first_segment;
     tile.one_segment = true;
   } else {
@@ -118,38 +123,73 @@ __device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeT
   return tile;
 }
 
-// Reads the elements of a tile, by vectors if it is `whole`; all loads are issued before the first
-// is used.
+// By one warp: a block's first tile. Blocks start nearly in the order of their index: while the
+// ticket is on its way, the segments are found for the tile of that index.
+__device__ inline MaskPackTile first_tile(const MaskPackArgs& args, const RangeTiles& tiles,
+                                          unsigned* ticket) {
+  const unsigned taken = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
+  MaskPackTile guess;
+  guess.at = tiles.locate(blockIdx.x);
+  find_segments(args, guess);
+  const unsigned work = __shfl_sync(kFullWarp, taken, 0);
+  return work == blockIdx.x ? guess : find_tile(args, tiles, work, guess);
+}
+
+// Whether nothing of a tile is read: its one segment is skipped, or it has none.
+__device__ inline bool is_skipped(const MaskPackTile& tile) {
+  return tile.one_segment && tile.tau < 0.0f;
+}
+__device__ inline int length_of(const MaskPackTile& tile) {
+  return static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
+}
+
+// Reads the elements of a tile, by vectors if it is whole and `aligned`; all loads are issued
+// before the first is used, and none is waited for.
 template <typename Grad>
-__device__ void load(const MaskPackArgs& args, const MaskPackTile& tile, bool whole, float scale,
-                     Elements& own) {
-  const int length = static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
+__device__ void load(const MaskPackArgs& args, const MaskPackTile& tile, bool aligned,
+                     Loaded<Grad>& own) {
   const int64_t base = tile.at.bounds.begin + thread_offset();
+  const int length = length_of(tile);
   const auto* grad = static_cast<const Grad*>(args.grad);
-  float history[MaskPackPolicy::kVectors][kVectorElements] = {};
-  Grad gradient[MaskPackPolicy::kVectors][kVectorElements] = {};
-  if (whole) {
+  if (is_skipped(tile)) return;
+  if (aligned && length == kTile) {
 #pragma unroll
     for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-      stream_in(args.residual + base + j * kRow, history[j]);
-      stream_in(grad + base + j * kRow, gradient[j]);
+      stream_in(args.residual + base + j * kRow, own.history[j]);
+      stream_in(grad + base + j * kRow, own.gradient[j]);
     }
-    own.owned = 0xffff;
-  } else {
-#pragma unroll
-    for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
-      const int j = i / kVectorElements, e = i % kVectorElements;
-      if (thread_offset() + j * kRow + e >= length) continue;
-      history[j][e] = args.residual[base + j * kRow + e];
-      if constexpr (!std::is_same_v<Grad, NoGrad>) gradient[j][e] = grad[base + j * kRow + e];
-      own.owned |= 1u << i;
-    }
+    return;
   }
 #pragma unroll
   for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
     const int j = i / kVectorElements, e = i % kVectorElements;
-    own.acc[j][e] = accumulate(history[j][e], gradient[j][e], scale);
+    const bool inside = thread_offset() + j * kRow + e < length;
+    own.history[j][e] = inside ? args.residual[base + j * kRow + e] : 0.0f;
+    if constexpr (!std::is_same_v<Grad, NoGrad>) {
+      own.gradient[j][e] = inside ? grad[base + j * kRow + e] : Grad{};
+    }
   }
+}
+
+// Their sums, and which of them lie in the tile.
+template <typename Grad>
+__device__ Elements accumulate(const Loaded<Grad>& loaded, const MaskPackTile& tile, float scale) {
+  Elements own = {};
+  if (is_skipped(tile)) return own;
+  const int length = length_of(tile);
+#pragma unroll
+  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+    const int j = i / kVectorElements, e = i % kVectorElements;
+    own.acc[j][e] = accumulate(loaded.history[j][e], loaded.gradient[j][e], scale);
+  }
+  own.owned = 0xffff;
+  if (length == kTile) return own;
+#pragma unroll
+  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+    const int offset = thread_offset() + i / kVectorElements * kRow + i % kVectorElements;
+    if (offset >= length) own.owned &= ~(1u << i);
+  }
+  return own;
 }
 
 // The segment that a thread is in, as it walks along its elements.
@@ -213,7 +253,7 @@ __device__ inline void mark_across(const MaskPackArgs& args, Word* segment_words
 
 // Writes the sums to the residual. One that is not finite is kept, and the residual keeps what it
 // had.
-__device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& tile, bool whole,
+__device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& tile, bool aligned,
                                   Elements& own) {
   const int64_t base = tile.at.bounds.begin + thread_offset();
   bool finite = true;
@@ -233,7 +273,7 @@ __device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& 
 #pragma unroll
   for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
     const uint32_t owned = own.owned >> (4 * j) & 15;
-    if (whole && owned == 15) {
+    if (aligned && owned == 15) {
       stream_out(args.residual + base + j * kRow, own.acc[j]);
       continue;
     }
