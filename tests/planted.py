@@ -104,8 +104,7 @@ FAULTS = {
     "a tile takes the segments of the tile that its block's index names": _edit(
         "mask_pack",
         "detail/mask_pack_tile.cuh",
-        "before.first_bounds.begin <= bounds.begin &&\n"
-        "      bounds.end <= before.first_bounds.end",
+        "before.first_bounds.begin <= bounds.begin &&\n      bounds.end <= before.first_bounds.end",
         "before.first_segment >= 0",
     ),
     "off by one at the edge of a tile": _edit(
