@@ -2,6 +2,7 @@
 
 import os
 
+import forked
 import hypothesis
 import pytest
 import torch
@@ -56,6 +57,13 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_origin_of_ranks(request):
+    """What `dct_dlrm.launch` starts is forked from where all ranks are, whoever comes first."""
+    if request.path.parent.name in ("dlrm", "bench_tools"):
+        forked.start()
 
 
 @pytest.fixture(params=list(BACKENDS), scope="session")

@@ -106,6 +106,8 @@ def _interrupts_held() -> Iterator[None]:
 def _local_rank(
     rank: int, ranks: int, rendezvous: str, work: Callable[..., None], args: tuple
 ) -> None:
+    # Collections pass over what was imported: it stays, and its memory is shared with others.
+    gc.freeze()
     on_ending_signals(signal.SIG_DFL)  # at once and without a word: that is the first process's
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     _join(rendezvous, rank, ranks, ranks)
