@@ -56,7 +56,10 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # which would note down, stack and all, what to do once there is a device of any kind
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
