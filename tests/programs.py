@@ -1,9 +1,17 @@
 """Programs as a user runs them: alone, or under torchrun where they say so."""
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -25,3 +33,44 @@ def run(program, folder, *arguments, ranks=2):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _run_in_forks(program, folder, *arguments, ranks=2):
+    """The same, its ranks as torchrun makes them but with torch imported: a tenth of the time."""
+    if "torchrun" not in program.read_text():
+        return run_forked(_main, [(program, folder, arguments, {})], timeout=120)[0]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    environments = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    calls = [(program, folder, arguments, environment) for environment in environments]
+    return "".join(run_forked(_main, calls, timeout=120))
+
+
+# What a program leaves, models and all, stays until its process ends: torch joins the threads of a
+# group with the last model that used it, and they may wait for the Python that waits for them.
+_left = []
+
+
+def _main(program, folder, arguments, environment):
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.argv = [str(program), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _left.append(runpy.run_path(str(program), run_name="__main__"))
+    return printed.getvalue()
+
+
+# A program of many: as a user runs it with the tests that need time.
+in_forks = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(_run_in_forks, id="forked"),
+        pytest.param(run, id="as-written", marks=pytest.mark.large),
+    ],
+)

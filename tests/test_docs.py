@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from programs import ROOT, blocks, run
+from programs import ROOT, blocks, in_forks
 
 from dct_parallel.two_dimensional.exchange import whole_rows
 
@@ -53,7 +53,8 @@ def test_every_program_is_run():
         pytest.param(7, id="shards-and-replicas"),
     ],
 )
-def test_program(index, tmp_path):
+@in_forks
+def test_program(run, index, tmp_path):
     program = PROGRAMS[index][1]
     if "pipelining" in program:
         version = torch.torch_version.TorchVersion(torch.__version__)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from programs import ROOT, run
+from programs import ROOT, in_forks, run
 
 EXAMPLES = ROOT / "examples"
 
@@ -15,7 +15,8 @@ def test_every_example_is_run():
     }
 
 
-def test_hook(tmp_path):
+@in_forks
+def test_hook(run, tmp_path):
     printed = run(EXAMPLES / "hook.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
@@ -33,7 +34,8 @@ def test_checkpoint(tmp_path):
     assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]
 
 
-def test_amp(tmp_path):
+@in_forks
+def test_amp(run, tmp_path):
     printed = run(EXAMPLES / "amp.py", tmp_path)  # two ranks' lines, perhaps one within the other
     skipped = re.findall(r"rank (\d), step (\d): skipped, scale 1024\.0 -> 512\.0", printed)
     assert sorted(skipped) == [("0", "5"), ("1", "5")]
@@ -49,7 +51,8 @@ def test_hybrid(tmp_path):
     assert "3,248 bytes" in printed and "float32: 83,972 bytes" in printed
 
 
-def test_fully_sharded(tmp_path):
+@in_forks
+def test_fully_sharded(run, tmp_path):
     printed = run(EXAMPLES / "fully_sharded.py", tmp_path, "whole", "80", ranks=4)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
