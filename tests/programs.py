@@ -36,34 +36,10 @@ def run(program, folder, *arguments, ranks=2):
 
 
 def _run_in_forks(program, folder, *arguments, ranks=2):
-    """The same, its ranks as torchrun makes them but with torch imported: a tenth of the time."""
-    if "torchrun" not in program.read_text():
-        return run_forked(_main, [(program, folder, arguments, {})], timeout=120)[0]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    environments = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    calls = [(program, folder, arguments, environment) for environment in environments]
-    return "".join(run_forked(_main, calls, timeout=120))
-
-
-# What a program leaves, models and all, stays until its process ends: torch joins the threads of a
-# group with the last model that used it, and they may wait for the Python that waits for them.
-_left = []
-
-
-def _main(program, folder, arguments, environment):
-    os.chdir(folder)
-    os.environ.update(environment)
-    sys.argv = [str(program), *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        _left.append(runpy.run_path(str(program), run_name="__main__"))
-    return printed.getvalue()
+    """The same, but of ranks that have imported torch before: a tenth of the time."""
+    if "torchrun" in program.read_text():
+        return "".join(run_as_torchrun(_main, ranks, program, folder, arguments))
+    return run_forked(_main, [(program, folder, arguments)], timeout=120)[0]
 
 
 # A program of many: as a user runs it with the tests that need time.
@@ -74,3 +50,35 @@ in_forks = pytest.mark.parametrize(
         pytest.param(run, id="as-written", marks=pytest.mark.large),
     ],
 )
+
+
+def run_as_torchrun(function, ranks, *args):
+    """[function(*args) on rank 0, 1, ...], forked, with torchrun's variables and its store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    variables = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_forked(_with, [(own, function, args) for own in variables], timeout=120)
+
+
+def _with(variables, function, args):
+    os.environ.update(variables)
+    return function(*args)
+
+
+# What a program leaves, models and all, stays until its process ends: torch joins the threads of a
+# group with the last model that used it, and they may wait for the Python that waits for them.
+_left = []
+
+
+def _main(program, folder, arguments):
+    os.chdir(folder)
+    sys.argv = [str(program), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _left.append(runpy.run_path(str(program), run_name="__main__"))
+    return printed.getvalue()

@@ -118,10 +118,18 @@ def test_an_empty_batch_with_a_bitmap():
     check("row_unpack", arguments("row_unpack") | values | positions)
 
 
-@pytest.mark.parametrize(("width", "k"), [(50, 4), (50, 20), (600, 5)])
 @pytest.mark.parametrize("value_dtype", bits.FLOATS, ids=bits.name)
 @floats
-def test_row_ops_requiring_gradients(dtype, value_dtype, width, k):
+def test_row_ops_requiring_gradients(dtype, value_dtype):
+    differentiate(dtype, value_dtype, 50, 4)
+
+
+@pytest.mark.parametrize(("width", "k"), [(50, 20), (600, 5)])
+def test_row_ops_requiring_gradients_in_other_encodings(width, k):
+    differentiate(torch.float32, torch.bfloat16, width, k)
+
+
+def differentiate(dtype, value_dtype, width, k):
     x = samples.normal(5 * width, dtype).view(5, width)
     values, positions = dct_kernels.row_pack(x, k, value_dtype)
     x.requires_grad_()

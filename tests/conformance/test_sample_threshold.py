@@ -95,12 +95,12 @@ def test_k_is_a_float64_product_rounded_up(backend, density, n, k, extra):
 
 def test_every_round_density_of_every_length(backend):
     """One call with 400 segments: float32 products differ for half of them."""
-    lengths = torch.arange(1, 401)
-    segments = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    segments = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(1, 401).cumsum(0)])
     x = samples.patterns(int(segments[-1]))
+    few = segments[:130]  # of longer ones, too, 100 are looked at
     for density in (0.01, 0.07, 0.7):
         check(backend, x, None, density, segments)
-        check(backend, x, None, density, segments, max_samples=100)
+        check(backend, x[: few[-1]], None, density, few, max_samples=100)
 
 
 def test_segments(backend):
@@ -151,8 +151,8 @@ def test_inv_scale(backend, inv_scale, dtype):
 @pytest.mark.parametrize("inv_scale", [0.7, 1.3])
 def test_the_product_is_rounded_before_the_sum(backend, inv_scale):
     """Density 1 of one element returns |acc| itself, so every rounding is seen."""
-    x, residual = samples.normal(2000), samples.normal(2000, seed=1)
-    check(backend, x, residual, 1.0, torch.arange(2001), inv_scale=torch.tensor(inv_scale))
+    x, residual = samples.normal(300), samples.normal(300, seed=1)
+    check(backend, x, residual, 1.0, torch.arange(301), inv_scale=torch.tensor(inv_scale))
 
 
 @pytest.mark.parametrize("offset", [1, 3])

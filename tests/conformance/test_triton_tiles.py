@@ -29,9 +29,8 @@ def triton(monkeypatch):
     return BACKENDS["triton"]
 
 
-@pytest.mark.parametrize("ranges", [1, 2])
-@pytest.mark.parametrize("non_finite", [False, True])
-def test_mask_pack(triton, non_finite, ranges):
+@pytest.mark.parametrize(("ranges", "non_finite"), [(1, True), (2, False)])
+def test_mask_pack(triton, ranges, non_finite):
     residual = samples.hard(NUMEL, non_finite=non_finite)
     grad = samples.hard(NUMEL, seed=1, non_finite=non_finite)
     thresholds, segments = [0.5, 2.0, -1.0, 1.0, 0.0], [0, 9000, 9000, 9100, 30000, NUMEL]

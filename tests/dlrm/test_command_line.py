@@ -13,13 +13,21 @@ from dct_dlrm import arguments, train
 from dct_dlrm.command_line import EXTRA, exit_status, results_folder
 from dct_dlrm.errors import UsageError
 
-# The commands as they run where only torch is installed.
+# Commands as they run where only torch is installed, one after the other.
 BARE = """
-import sys
+import contextlib, importlib, io, json, sys
 for name in {missing!r}:
     sys.modules[name] = None
-from {module} import main
-sys.exit(main())
+ended = []
+for module, arguments in {commands!r}:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = importlib.import_module(module).main(arguments)
+        except SystemExit as end:
+            status = end.code
+    ended.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(ended))
 """
 MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
 MAINS = {"dct-train": train.main, "dct-bench": cli.main}
@@ -27,30 +35,32 @@ RUNS = [("dct-train",), *(("dct-bench", name) for name in cli.COMMANDS)]
 QUICK = ["--rows", "2000", "--hash-size", "50", "--bottom", "16", "--top", "16", "--seeds", "50"]
 
 
-def _bare(command, *arguments_):
-    program = BARE.format(missing=list(EXTRA), module=MODULES[command])
-    done = [sys.executable, "-c", program, *arguments_]
-    return subprocess.run(done, capture_output=True, text=True, timeout=300)
+def _bare(*given):
+    """[(run, its exit status, what it printed, and on stderr)] of every command."""
+    commands = [
+        (MODULES[command], [*sub, *(["."] if "report" in sub else []), *given])
+        for command, *sub in RUNS
+    ]
+    program = BARE.format(missing=list(EXTRA), commands=commands)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
+    ended = json.loads(done.stdout)
+    return [(" ".join(run), *end) for run, end in zip(RUNS, ended, strict=True)]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
-def test_help_needs_torch_alone(run):
-    command, *sub = run
-    done = _bare(command, *sub, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: {' '.join(run)} [-h]")
+def test_help_needs_torch_alone():
+    for run, status, printed, errors in _bare("--help"):
+        assert (status, errors) == (0, "")
+        assert printed.startswith(f"usage: {run} [-h]")
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
-def test_a_run_without_the_extra_says_what_to_install(run, tmp_path):
-    command, *sub = run
-    done = _bare(command, *sub, *([str(tmp_path)] if "report" in sub else []))
-    assert done.returncode == 1
-    name, _, rest = done.stderr.partition(": ")
-    assert name == " ".join(run)
-    missing, _, rest = rest.partition(" ")
-    assert missing in EXTRA
-    assert rest == "is not installed: pip install numpy scikit-learn matplotlib rich\n"
+def test_a_run_without_the_extra_says_what_to_install():
+    for run, status, _, errors in _bare():
+        assert status == 1
+        name, _, rest = errors.partition(": ")
+        assert name == run
+        missing, _, rest = rest.partition(" ")
+        assert missing in EXTRA
+        assert rest == "is not installed: pip install numpy scikit-learn matplotlib rich\n"
 
 
 def test_another_missing_module_is_not_the_users_fault():

@@ -1,17 +1,22 @@
 """dct-train end to end, as a user starts it: every mode, results, bytes by formula, failures."""
 
+import contextlib
 import gzip
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
+from programs import TORCHRUN, run_as_torchrun
 
 from criteo_lines import line
 from dct_dlrm.data import synthetic
 from dct_dlrm.data.features import table_rows
+from dct_dlrm.train import main
 
 SMALL = ["--hash-size", "50", "--embedding-dim", "4", "--bottom", "16", "--top", "64"]
 DENSITY = 0.02
@@ -25,11 +30,40 @@ def _start(*arguments, launcher=()):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def _start_torchrun(*arguments):
+    return _start(*arguments, launcher=[*TORCHRUN[1:], "--nproc-per-node", "2"])
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def _call(*arguments):
+    """The command in this process; what its ranks print on their own is not seen."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(argument) for argument in arguments])
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def _call_on_ranks(*arguments):
+    """The command in two forked ranks, as under torchrun."""
+    status, *printed = zip(*run_as_torchrun(_call, 2, *arguments), strict=True)
+    return Done(max(status), *map("".join, printed))
+
+
+# Processes of their own, which import all that they need, take several times as long.
+def _in_short(short, command):
+    return [pytest.param(short, id="forked"), pytest.param(command, marks=pytest.mark.large)]
+
+
+@pytest.fixture(scope="module", params=_in_short(_call_on_ranks, _start))
+def results(request, tmp_path_factory):
     """Two seeds of every mode on 2 ranks: (output, folder, summary)."""
     folder = tmp_path_factory.mktemp("runs") / "new" / "folder"
-    done = _start(
+    done = request.param(
         *("--rows", 1500, "--batch-size", 64, "--modes", "dense,bf16,powersgd,dct"),
         *("--seeds", 2, "--density", DENSITY, "--out", folder, *SMALL),
     )
@@ -183,23 +217,23 @@ def test_what_a_probed_link_chooses_is_said(tmp_path):
     assert re.search(chosen, " ".join(done.stdout.split())), done.stdout
 
 
-def test_a_damaged_file_ends_the_command(tmp_path):
+@pytest.mark.parametrize("start", _in_short(_call, _start))
+def test_a_damaged_file_ends_the_command(start, tmp_path):
     """Found out by the ranks, far from the start of the file; told by the command, in a line."""
     path = tmp_path / "cut.tsv.gz"
     path.write_bytes(gzip.compress(bytes(100_000))[:-20])
-    done = _start("--data", path, "--out", tmp_path, *SMALL)
+    done = start("--data", path, "--out", tmp_path, *SMALL)
     assert done.returncode == 1
     assert f"dct-train: {path} must be readable to its end, got:" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_under_torchrun_its_ranks_count(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = _start(
+@pytest.mark.parametrize("start", _in_short(_call_on_ranks, _start_torchrun))
+def test_under_torchrun_its_ranks_count(start, tmp_path):
+    done = start(
         *("--ranks", 5, "--rows", 600, "--batch-size", 32, "--modes", "dct", "--out", tmp_path),
         *("--validation-fraction", 0.2),
         *SMALL,
-        launcher=torchrun,
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
