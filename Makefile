@@ -135,6 +135,7 @@ check-all: test lint abi recipes sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
+	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/conformance -k ptx-triton --ptx-cases 8 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest -m large
 	DCT_BACKEND=eager $(BIN)/python -m pytest tests/parallel
 

@@ -19,6 +19,11 @@ from dct_kernels import testing
 BACKENDS = {**testing.backends(), "emulated": emulated.BACKEND}
 if ptx.build.missing() is None:
     BACKENDS["ptx-cuda"] = ptx.BACKEND
+# And what Triton makes of its kernels, in a process where it does not interpret them.
+if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
+    from ptx import triton_backend
+
+    BACKENDS["ptx-triton"] = triton_backend.backend()
 
 # Derandomised: a run means the same on every machine. Timing is never asserted.
 hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, database=None)
@@ -74,6 +79,6 @@ def backend(request):
     """The ops of one backend as callables, and `.device`, where its tensors live."""
     if request.param == "emulated":
         emulated.configure(request.config.getoption("--emulation-seed"))
-    if request.param == "ptx-cuda":
+    if request.param.startswith("ptx-"):
         ptx.executor().configure(request.config.getoption("--ptx-seed"))
     return BACKENDS[request.param]

@@ -29,7 +29,7 @@ THOUSANDS_OF_PROGRAMS = {
 
 
 def pytest_collection_modifyitems(config, items):
-    interpreted = {"ptx-cuda": config.getoption("--ptx-cases")}
+    interpreted = dict.fromkeys(("ptx-cuda", "ptx-triton"), config.getoption("--ptx-cases"))
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreted["triton"] = config.getoption("--triton-cases")
     cases = defaultdict(list)

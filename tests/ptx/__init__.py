@@ -1,8 +1,12 @@
-"""What nvcc makes of the CUDA kernels, PTX, executed on a CPU: one more backend.
+"""PTX, executed on a CPU: what nvcc makes of the CUDA kernels, and what Triton makes of its own.
 
-`parser` reads the text and `program` decodes it, by the opcodes of `operations` and `collectives`;
-`block` runs it on the `memory` whose accesses it checks; `runtime` is what launchers see of CUDA.
-`backend.py` has the ops, `snippets.py` runs a few lines of PTX.
+Each is one more backend, "ptx-cuda" and "ptx-triton".
+
+`parser` reads the text and `program` decodes it, by the opcodes of `operations`, `halves` and
+`collectives`; `block` runs it on the `memory` whose accesses it checks, those of `matrices` among
+them; `runtime` loads and launches, and `cudart` is what nvcc's launchers see of that. `backend.py`
+has the ops, `triton_backend.py` those of Triton, to which it is the driver of a GPU; `snippets.py`
+runs a few lines of PTX.
 
 In lock-step `counts` counts what is executed; `machine_code` and `waits` say what that is in
 machine code, `counting` does it for `cases`, `roofline` makes times of it, and `report` tables.

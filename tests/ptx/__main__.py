@@ -1,6 +1,7 @@
-"""python -m ptx, in tests/: what the CUDA kernels cost, counted without a GPU."""
+"""python -m ptx, in tests/: what kernels are made of and cost, counted without a GPU."""
 
 import argparse
+import os
 import sys
 
 from . import cases, costs, counting, machine_code, report
@@ -13,6 +14,9 @@ and nvdisasm of the same toolkit or of an installed Triton.
   report      prints two tables in markdown: costs of an element, and times on an H100 and an H200.
               They are computed, not measured: the longest part of a call hides all the others.
               ptx/roofline.py has the rates and where they are from.
+  forms       lists the instructions of what Triton makes of its kernels for sm_90: how often they
+              are there, in text, in how many kernels. One that the executor does not know is an
+              error. Needs Triton, and no nvcc.
   baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
               more than 2 % above it; write it anew after a change that is meant to cost that.
 
@@ -36,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m ptx", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("report", "baseline"))
+    parser.add_argument("what", choices=("report", "baseline", "forms"))
     parser.add_argument(
         "--ops",
         type=lambda text: text.split(","),
@@ -46,6 +50,12 @@ def main() -> None:
     unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
     if unknown:
         parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
+    if arguments.what == "forms":
+        os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported
+        from . import triton_forms
+
+        print(*triton_forms.lines(), sep="\n")
+        return
     if machine_code.missing() is not None:
         sys.exit(f"python -m ptx needs {machine_code.missing()}")
     chosen = arguments.ops if arguments.what == "report" else None

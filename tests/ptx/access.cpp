@@ -38,35 +38,34 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
   if (i.address.at != kNone) address += register_value(registers, i.address, lane);
   if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
   char* memory = locate(warp, i, lane, address, bytes);
-  const auto begin = reinterpret_cast<uint64_t>(memory);
-
-  const uint32_t thread = warp.number * kLanes + lane;
-  if (i.space != Space::kParameter) {
-    Races& races = launch_.races;
-    const char* conflict = nullptr;
-    if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, i.relaxed);
-    if (i.action != Action::kLoad && conflict == nullptr) {
-      conflict = races.write(clock_, thread, begin, bytes, i.relaxed);
-    }
-    if (conflict != nullptr) {
-      fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
+  char stored[16];
+  if (i.action == Action::kStore) {
+    for (int e = 0; e < i.count; ++e) {
+      const uint64_t value = register_value(registers, i.from[e], lane);
+      std::memcpy(stored + e * i.element, &value, i.element);
     }
   }
+  order(warp, i, lane, address, memory, bytes, stored);
 
+  const auto begin = reinterpret_cast<uint64_t>(memory);
+  const uint32_t thread = warp.number * kLanes + lane;
   const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
   for (int e = 0; e < i.count; ++e, memory += i.element) {
     const auto place = reinterpret_cast<uint64_t>(memory);
     uint64_t old = 0;
     std::memcpy(&old, memory, i.element);
     if (i.action != Action::kLoad) {
-      const uint64_t operand = register_value(registers, i.from[e], lane);
-      const uint64_t value = i.action == Action::kAtomic ? i.update(old, operand) : operand;
+      uint64_t value = 0;
+      if (i.action == Action::kStore)
+        std::memcpy(&value, stored + e * i.element, i.element);
+      else
+        value = i.update(old, register_value(registers, i.from[e], lane));
       std::memcpy(memory, &value, i.element);
       if (shows_late) launch_.races.stored(clock_, thread, place, old, value);
     } else if (shows_late) {
       old = launch_.races.loaded(clock_, thread, place, old);
     }
-    if (i.action == Action::kStore) continue;
+    if (i.to[e].at == kNone) continue;
     const int unused = 64 - 8 * i.element;
     if (i.is_signed) old = static_cast<int64_t>(old << unused) >> unused;
     const Operand to = i.to[e];
@@ -97,13 +96,32 @@ char* Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t ad
       memory = shared_.get() + address;
       break;
     case Space::kGlobal:
-      within = launch_.memory.contains(address, bytes);
+      within = launch_.memory.contains(address, bytes) ||
+               is_local(warp.number * kLanes + lane, address, bytes);
       if (!within) bounds = ", " + launch_.memory.nearest(address);
       break;
   }
   if (!within) fail(warp, lane, i, std::to_string(bytes) + " bytes out of bounds" + at() + bounds);
   if (address % bytes != 0) fail(warp, lane, i, std::to_string(bytes) + " bytes misaligned" + at());
   return memory;
+}
+
+void Block::order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
+                  int bytes, const char* stored) {
+  const uint32_t thread = warp.number * kLanes + lane;
+  if (i.space == Space::kParameter || is_local(thread, address, bytes)) return;
+  Races& races = launch_.races;
+  const auto begin = reinterpret_cast<uint64_t>(memory);
+  const char* conflict = nullptr;
+  if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, i.relaxed);
+  if (i.action != Action::kLoad && conflict == nullptr) {
+    const bool replica = launch_.replicas && i.space == Space::kShared &&
+                         i.action == Action::kStore && std::memcmp(memory, stored, bytes) == 0;
+    conflict = races.write(clock_, thread, begin, bytes, i.relaxed, replica);
+  }
+  if (conflict != nullptr) {
+    fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
+  }
 }
 
 }  // namespace ptx

@@ -1,4 +1,4 @@
-"""The backend "ptx-cuda": the PTX of the CUDA kernels, executed, on CPU tensors."""
+"""The executor, and the backend "ptx-cuda": nvcc's PTX of the CUDA kernels, on CPU tensors."""
 
 import ctypes
 import functools
@@ -29,14 +29,31 @@ class Executor:
         """Add the kernels of a PTX text to those of the launchers."""
         self._check("load", self._library.ptx_load(text.encode()))
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments, shared_bytes=0) -> None:
-        """Run a kernel on tensors, whose memory is then the device's, and 64-bit integers."""
+    def decode(self, kernel: str) -> None:
+        """Raise unless every instruction of a kernel is known."""
+        self._check(f"decode {kernel}", self._library.ptx_decode(kernel.encode()))
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        *arguments,
+        shared_bytes: int = 0,
+        replicas: bool = False,
+    ) -> None:
+        """Run a kernel on tensors, whose memory is then the device's, and 64-bit integers.
+
+        With `replicas` it is no race if threads of a block store the same value to one place in
+        shared memory.
+        """
         values = [to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = [ctypes.c_int64(size) for size in (blocks, threads, shared_bytes)]
 
         def run(*_) -> int:
-            return self._library.ptx_launch(kernel.encode(), *sizes, pointers)
+            allowed = ctypes.c_int64(replicas)
+            return self._library.ptx_launch(kernel.encode(), *sizes, pointers, allowed)
 
         self._on_device(kernel, run, arguments)
 

@@ -6,19 +6,14 @@
 #include <cstring>
 #include <tuple>
 
+#include "lanes.h"
+
 namespace ptx {
 namespace {
 
 // How often lanes that could go on together part before an access to memory: once in so many.
 constexpr uint32_t kPartOdds = 256;
 constexpr uint32_t kMostAccesses = 6;  // until another warp's turn, as a power of 2
-
-template <typename T>
-T lane_value(const char* registers, Operand operand, int lane) {
-  T value;
-  std::memcpy(&value, registers + operand.at + lane * sizeof(T), sizeof(T));
-  return value;
-}
 
 uint32_t lanes_where(const char* predicates) {
   uint32_t lanes = 0;
@@ -50,6 +45,7 @@ Block::Block(Launch& launch, uint64_t index)
   const uint32_t y = static_cast<uint32_t>(index / grid.x % grid.y);
   const uint32_t z = static_cast<uint32_t>(index / grid.x / grid.y);
   warps_.resize((live_ + kLanes - 1) / kLanes);
+  local_.resize(warps_.size() * kLanes * local_stride());
   for (uint32_t w = 0; w < warps_.size(); ++w) {
     Warp& warp = warps_[w];
     warp.number = w;
@@ -75,6 +71,8 @@ Block::Block(Launch& launch, uint64_t index)
       for (int s = 0; s < kSpecials; ++s) {
         std::memcpy(&warp.arena[program_.special[s] + 4 * lane], &values[s], 4);
       }
+      const int64_t local = local_begin(t);
+      std::memcpy(&warp.arena[program_.local.at + 8 * lane], &local, 8);
     }
   }
 }
@@ -208,13 +206,21 @@ bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
     together &= warp.waits_for[lane] == common;
   }
   if (together) {
-    i.run(warp.arena.data(), i, group.lanes);
-    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, group.lanes);
+    meet(warp, i, group.lanes);
     return true;
   }
   warp.in_collective |= group.lanes;
   complete_collectives(warp);
   return false;
+}
+
+void Block::meet(Warp& warp, const Instruction& i, uint32_t lanes) {
+  if (i.matrices != Matrices::kNone) {
+    access_matrices(warp, i, lanes);
+  } else {
+    i.run(warp.arena.data(), i, lanes);
+    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, lanes);
+  }
 }
 
 void Block::complete_collectives(Warp& warp) {
@@ -241,8 +247,7 @@ void Block::complete_collectives(Warp& warp) {
     }
     incomplete &= ~here;
     if ((mask & warp.live) != here) continue;
-    i.run(warp.arena.data(), i, here);
-    if (i.to[0].at == kNone) clock_.warp_barrier(warp.number, here);
+    meet(warp, i, here);
     warp.in_collective &= ~here;
     warp.groups.push_back({here, at + 1});
   }

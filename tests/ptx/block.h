@@ -25,7 +25,8 @@ struct Launch {
   Dimensions grid, block;
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
-  bool in_turn;  // no random choices: every warp as far as it gets, lanes together
+  bool in_turn;   // no random choices: every warp as far as it gets, lanes together
+  bool replicas;  // threads of a block may store the same to one place in shared memory
   Random& random;
   Allocations& memory;
   Races& races;
@@ -66,13 +67,28 @@ class Block {
   Group choose(Warp& warp, bool* freely);
   void branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes);
   bool collect(Warp& warp, const Group& group, const Instruction& i);
+  void meet(Warp& warp, const Instruction& i, uint32_t lanes);
   void complete_collectives(Warp& warp);
   void complete_barrier();
   void leave(Warp& warp, uint32_t lanes);
   void access(Warp& warp, const Instruction& i, uint32_t lanes);
   // Returns where it went.
   uint64_t access(const Warp& warp, const Instruction& i, int lane, char* registers);
+  void access_matrices(Warp& warp, const Instruction& i, uint32_t lanes);
+  // A thread's local memory, as a generic address.
+  int64_t local_begin(uint32_t thread) const {
+    return reinterpret_cast<int64_t>(local_.data()) + thread * local_stride();
+  }
+  int64_t local_stride() const { return (program_.local_bytes + 15) / 16 * 16; }
+  bool is_local(uint32_t thread, int64_t address, int bytes) const {
+    const int64_t at = address - local_begin(thread);
+    return 0 <= at && at + bytes <= program_.local_bytes;
+  }
+  // Where an address is on the host.
   char* locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
+  // Fails if the access is a race. `stored` is what a store writes.
+  void order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
+             int bytes, const char* stored);
   [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
                          const std::string& what) const;
   std::string place(const Instruction& i) const;
@@ -83,6 +99,7 @@ class Block {
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;
+  std::vector<char> local_;  // of all threads, one after the other
   std::vector<Warp> warps_;
   uint32_t live_;
   float trips_ = 0;  // of the warp that has waited for most

@@ -1,4 +1,4 @@
-"""Builds libraries of the launchers and their PTX, by nvcc, with the executor, by g++."""
+"""Builds libraries of the executor, by g++, with the launchers and their PTX, by nvcc."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from dct_kernels._schemas import OPS
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 CACHE = HERE.parents[1] / "build" / "ptx"
+CUDART = HERE / "cudart.cpp"
 LAUNCHERS = HERE.parent / "emulation" / "module.cpp"
 
 _FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC"]
@@ -18,21 +19,18 @@ _FLAGS += ["-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 
 
 def missing() -> str | None:
-    """What is not there and has to be, or None."""
+    """What launchers need and is not there, or None."""
     return "nvcc (CUDA_HOME or PATH says where)" if toolkit.nvcc() is None else None
 
 
 def build(planted: dict[str, Path] | None = None) -> Path:
-    """The library of all ops' launchers and kernels; those of `planted` from another csrc."""
+    """The library of the executor and, where there is nvcc, of all ops' launchers and kernels;
+    those of `planted` from another csrc."""
     own = builds.contents(HERE.glob("*.h"))
-    cuda = toolkit.nvcc().parents[1] / "include"
-    nvcc = [*_nvcc(), "-no-compress", "-Xcompiler=-fPIC", "-c"]
-    gxx = ["g++", *_FLAGS, f"-I{CSRC}", "-isystem", cuda, "-c"]
-    compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp"))]
-    compiles += [(gxx, LAUNCHERS, _headers(CSRC))]
-    for op in OPS:
-        csrc = (planted or {}).get(op, CSRC)
-        compiles.append((nvcc, csrc / "cuda" / f"{op}.cu", _headers(csrc)))
+    gxx = ["g++", *_FLAGS, "-c"]
+    compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp")) if source != CUDART]
+    if missing() is None:
+        compiles += _launchers(gxx, own, planted or {})
 
     with builds.alone(CACHE):
         objects, running = [], []
@@ -48,6 +46,17 @@ def build(planted: dict[str, Path] | None = None) -> Path:
         built, process = builds.start(link, b"", CACHE, "ptx.so")
         builds.finish(process)
     return built
+
+
+def _launchers(gxx, own: bytes, planted: dict[str, Path]) -> list[tuple]:
+    """(command, source, contents of its headers) of all that nvcc's kernels need."""
+    gxx = [*gxx, f"-I{CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
+    nvcc = [*_nvcc(), "-no-compress", "-Xcompiler=-fPIC", "-c"]
+    compiles = [(gxx, CUDART, own), (gxx, LAUNCHERS, _headers(CSRC))]
+    for op in OPS:
+        csrc = planted.get(op, CSRC)
+        compiles.append((nvcc, csrc / "cuda" / f"{op}.cu", _headers(csrc)))
+    return compiles
 
 
 def ptx(source: Path) -> str:

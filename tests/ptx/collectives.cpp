@@ -7,14 +7,14 @@
 namespace ptx {
 namespace {
 
-template <typename Combine>
+template <typename Combine, typename T = uint32_t>
 void reduce(char* registers, const Instruction& i, uint32_t lanes) {
-  const auto* from = lanes_of<const uint32_t>(registers, i.from[0]);
-  uint32_t sum = from[__builtin_ctz(lanes)];
+  const auto* from = lanes_of<const T>(registers, i.from[0]);
+  T sum = from[__builtin_ctz(lanes)];
   for (uint32_t left = lanes & (lanes - 1); left != 0; left &= left - 1) {
     sum = Combine()(sum, from[__builtin_ctz(left)]);
   }
-  auto* to = lanes_of<uint32_t>(registers, i.to[0]);
+  auto* to = lanes_of<T>(registers, i.to[0]);
   for_each_lane(lanes, [&](int lane) { to[lane] = sum; });
 }
 
@@ -84,6 +84,8 @@ void add_collectives(Forms& forms) {
       {"redux.sync.add.s32", {reduce<Add>, {4}, {4, 4}, Kind::kCollective}},
       {"redux.sync.min.u32", {reduce<Min>, {4}, {4, 4}, Kind::kCollective}},
       {"redux.sync.max.u32", {reduce<Max>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.min.s32", {reduce<Min, int32_t>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.max.s32", {reduce<Max, int32_t>, {4}, {4, 4}, Kind::kCollective}},
       {"redux.sync.and.b32", {reduce<And>, {4}, {4, 4}, Kind::kCollective}},
       {"redux.sync.or.b32", {reduce<Or>, {4}, {4, 4}, Kind::kCollective}},
       {"vote.sync.ballot.b32", {ballot, {4}, {1, 4}, Kind::kCollective}},

@@ -3,6 +3,7 @@
 // https://docs.nvidia.com/cuda/parallel-thread-execution is the definition.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -79,6 +80,12 @@ struct MultiplyAdd {
     return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c));
   }
 };
+struct MultiplyAddWide {
+  template <typename T, typename Wide>
+  Wide operator()(T a, T b, Wide c) const {
+    return static_cast<Wide>(uint64_t(Wide{a}) * uint64_t(Wide{b}) + uint64_t(c));
+  }
+};
 struct Divide {
   template <typename T>
   T operator()(T a, T b) const {
@@ -118,6 +125,10 @@ struct Extreme {
 };
 using Min = Extreme<true>;
 using Max = Extreme<false>;
+
+struct MaxAndZero {
+  int32_t operator()(int32_t a, int32_t b) const { return std::max({a, b, 0}); }
+};
 
 // Signs are bits, those of NaN too.
 struct Absolute {
@@ -194,6 +205,19 @@ struct Insert {
       b = (a >> i & 1) != 0 ? b | bit : b & ~bit;
     }
     return b;
+  }
+};
+// What is above the top bit is the field's sign, or 0.
+struct Extract {
+  template <typename T>
+  T operator()(T a, uint32_t position, uint32_t length) const {
+    position &= 255, length &= 255;
+    if (length == 0) return 0;
+    const T high = std::is_signed_v<T> && a < 0 ? T(-1) : T{0};
+    const T moved = position > 31 ? high : static_cast<T>(a >> position);
+    if (length > 31) return moved;
+    const int unused = 32 - static_cast<int>(length);
+    return static_cast<T>(static_cast<T>(uint32_t(moved) << unused) >> unused);
   }
 };
 // The high word of high:low moved up.

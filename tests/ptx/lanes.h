@@ -1,6 +1,8 @@
 // lanes.h -- the registers of a warp, lane by lane.
 #pragma once
 
+#include <cstring>
+
 #include "program.h"
 
 namespace ptx {
@@ -8,6 +10,13 @@ namespace ptx {
 template <typename T>
 T* lanes_of(char* registers, Operand operand) {
   return reinterpret_cast<T*>(registers + operand.at);
+}
+
+template <typename T>
+T lane_value(const char* registers, Operand operand, int lane) {
+  T value;
+  std::memcpy(&value, registers + operand.at + lane * sizeof(T), sizeof(T));
+  return value;
 }
 
 template <typename Body>

@@ -147,13 +147,13 @@ const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, i
 }
 
 const char* Races::write(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
-                         bool strong) {
+                         bool strong, bool replica) {
   const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
                       static_cast<uint16_t>(thread), strong};
   int count;
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
-    if (!(strong && granule->write.strong) && !ordered(granule->write, clock, thread)) {
+    if (!(strong && granule->write.strong) && !replica && !ordered(granule->write, clock, thread)) {
       return "it is written, and another thread's store is not ordered before that";
     }
     if (!(strong && granule->read.strong) && !ordered(granule->read, clock, thread)) {

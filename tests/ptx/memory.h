@@ -91,7 +91,9 @@ class Races {
 
   // Each reports a conflict in words, or nullptr.
   const char* read(const Clock&, uint32_t thread, uint64_t address, int bytes, bool strong);
-  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool strong);
+  // A replica writes what is there already, which others may have written at the same time.
+  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool strong,
+                    bool replica = false);
 
   // A strong store or update has been done: others may go on seeing what was there.
   void stored(const Clock&, uint32_t thread, uint64_t address, uint64_t old, uint64_t value);

@@ -1,29 +1,12 @@
 // operations.cpp -- what each opcode does, by its full name. Only what kernels use is here; fused
 // multiply-adds are missing on purpose.
-#include <tuple>
-#include <utility>
-
+#include "forms.h"
 #include "functors.h"
-#include "lanes.h"
 
 namespace ptx {
 namespace {
 
 // --- Forms
-
-template <typename F, typename To, typename... From, size_t... I>
-void run(char* registers, const Instruction& i, uint32_t lanes, std::index_sequence<I...>) {
-  To* to = lanes_of<To>(registers, i.to[0]);
-  const auto from = std::make_tuple(lanes_of<const From>(registers, i.from[I])...);
-  for_each_lane(lanes, [&](int lane) { to[lane] = F()(std::get<I>(from)[lane]...); });
-}
-template <typename F, typename To, typename... From>
-Form form() {
-  const auto run_all = [](char* registers, const Instruction& i, uint32_t lanes) {
-    run<F, To, From...>(registers, i, lanes, std::index_sequence_for<From...>());
-  };
-  return {run_all, {sizeof(To)}, {sizeof(From)...}};
-}
 
 // Of the lowest bytes of wider registers. What is left of the result's is the sign's, or 0.
 template <typename F, typename To, typename From>
@@ -81,12 +64,15 @@ class Table {
     each_float<Divide>("div.rn.");
     each_float<Min>("min.");
     each_float<Max>("max.");
+    forms["max.relu.s32"] = form<MaxAndZero, int32_t, int32_t, int32_t>();
     one_of_each<Absolute, int16_t, int32_t, int64_t, float, double>("abs.");
     one_of_each<Negate, int16_t, int32_t, int64_t, float, double>("neg.");
     forms["mul.wide.s16"] = form<MultiplyWide, int32_t, int16_t, int16_t>();
     forms["mul.wide.u16"] = form<MultiplyWide, uint32_t, uint16_t, uint16_t>();
     forms["mul.wide.s32"] = form<MultiplyWide, int64_t, int32_t, int32_t>();
     forms["mul.wide.u32"] = form<MultiplyWide, uint64_t, uint32_t, uint32_t>();
+    forms["mad.wide.s32"] = form<MultiplyAddWide, int64_t, int32_t, int32_t, int64_t>();
+    forms["mad.wide.u32"] = form<MultiplyAddWide, uint64_t, uint32_t, uint32_t, uint64_t>();
     forms["mad.lo.s32"] = forms["mad.lo.u32"] =
         form<MultiplyAdd, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["mad.lo.s64"] = forms["mad.lo.u64"] =
@@ -108,6 +94,8 @@ class Table {
     forms["bfind.shiftamt.u32"] = form<FindShift, uint32_t, uint32_t>();
     forms["bfi.b32"] = form<Insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["bfi.b64"] = form<Insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
+    forms["bfe.u32"] = form<Extract, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["bfe.s32"] = form<Extract, int32_t, int32_t, uint32_t, uint32_t>();
     forms["shf.l.wrap.b32"] = form<FunnelLeft, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["prmt.b32"] = form<Permute, uint32_t, uint32_t, uint32_t, uint32_t>();
 
@@ -131,6 +119,7 @@ class Table {
     float_conversions<double>();
     convert<Convert<double>, double, float>("cvt.");
     convert<Convert<float>, float, double>("cvt.rn.");
+    add_halves(forms);
     add_collectives(forms);
   }
 

@@ -1,6 +1,8 @@
 #include "parser.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <sstream>
 
 namespace ptx {
@@ -23,6 +25,12 @@ std::vector<std::string> words(const std::string& s) {
   return found;
 }
 
+std::string without_spaces(std::string s) {
+  s.erase(std::remove_if(s.begin(), s.end(), [](char c) { return c == ' ' || c == '\t'; }),
+          s.end());
+  return s;
+}
+
 // At the commas that are not within brackets.
 std::vector<std::string> split(const std::string& s) {
   std::vector<std::string> parts;
@@ -30,7 +38,7 @@ std::vector<std::string> split(const std::string& s) {
   size_t begin = 0;
   for (size_t i = 0; i <= s.size(); ++i) {
     if (i == s.size() ? !s.empty() : s[i] == ',' && depth == 0) {
-      parts.push_back(trimmed(s.substr(begin, i - begin)));
+      parts.push_back(without_spaces(s.substr(begin, i - begin)));
       begin = i + 1;
     } else if (i < s.size()) {
       depth += (s[i] == '[' || s[i] == '{') - (s[i] == ']' || s[i] == '}');
@@ -39,18 +47,19 @@ std::vector<std::string> split(const std::string& s) {
   return parts;
 }
 
-// ".param .align 8 .b8 name[64]" or ".shared .align 4 .u32 name" or ".param .u64 name"
+// ".param .align 8 .b8 name[64]" or ".shared .align 4 .u32 name" or ".param .u64 .ptr name"
 Variable variable(const std::string& declaration) {
   Variable result;
   int64_t element = 0;
+  static const std::set<std::string> kNoTypes = {".param",   ".shared", ".local", ".extern",
+                                                 ".visible", ".ptr",    ".global"};
   const std::vector<std::string> all = words(declaration);
   for (size_t i = 0; i < all.size(); ++i) {
     if (all[i] == ".align") {
       result.alignment = std::atoll(all[++i].c_str());
-    } else if (all[i][0] == '.' && all[i] != ".param" && all[i] != ".shared" &&
-               all[i] != ".extern" && all[i] != ".visible") {
-      element = bytes_of_type(all[i].substr(1));
-    } else if (all[i][0] != '.') {
+    } else if (all[i][0] == '.') {
+      if (kNoTypes.count(all[i]) == 0) element = bytes_of_type(all[i].substr(1));
+    } else {
       const size_t bracket = all[i].find('[');
       result.name = all[i].substr(0, bracket);
       const int64_t count =
@@ -62,14 +71,14 @@ Variable variable(const std::string& declaration) {
   return result;
 }
 
-// ".reg .b32 %r<404>": %r0 to %r403
+// ".reg .b32 %r<404>": %r0 to %r403; ".reg .b64 %SP"
 void declare_registers(Entry& entry, const std::string& declaration) {
   const std::vector<std::string> all = words(declaration);
-  const size_t bracket = all.size() == 3 ? all[2].find('<') : std::string::npos;
-  if (bracket == std::string::npos) throw Error("registers are not declared as nvcc does");
+  if (all.size() != 3) throw Error("registers are not declared as nvcc does");
+  const size_t bracket = all[2].find('<');
+  const int count = bracket == std::string::npos ? 0 : std::atoi(all[2].c_str() + bracket + 1);
   const std::string type = all[1].substr(1);
-  entry.registers[all[2].substr(0, bracket)] = {type == "pred" ? 1 : bytes_of_type(type),
-                                                std::atoi(all[2].c_str() + bracket + 1)};
+  entry.registers[all[2].substr(0, bracket)] = {type == "pred" ? 1 : bytes_of_type(type), count};
 }
 
 Statement statement(const std::string& text, int line) {
@@ -94,6 +103,7 @@ class Parser {
       ++number_;
       line = trimmed(line.substr(0, line.find("//")));
       if (line.empty()) continue;
+      if (starts_with(line, ".section")) break;  // what debuggers read comes last
       try {
         read(line);
       } catch (const Error& error) {
@@ -121,17 +131,19 @@ class Parser {
       entry_->parameters.push_back(variable(line));
       return;
     }
-    for (const char* ignored : {".version", ".target", ".address_size", ".maxntid", ".minnctapersm",
-                                ".reqntid", ".pragma"}) {
-      if (starts_with(line, ignored)) return;
-    }
+    static const std::set<std::string> kIgnored = {".version", ".target",  ".address_size",
+                                                   ".maxntid", ".reqntid", ".minnctapersm",
+                                                   ".pragma",  ".loc",     ".file"};
+    if (kIgnored.count(words(line)[0]) != 0) return;
     if (line.back() == ':') {
       entry_->labels[line.substr(0, line.size() - 1)] = static_cast<int>(entry_->body.size());
       return;
     }
     if (line.back() != ';') throw Error("a statement that is not one line");
     line.pop_back();
-    if (line.find(".shared") != std::string::npos && line[0] == '.') {
+    if (entry_ != nullptr && starts_with(line, ".local")) {
+      entry_->local.push_back(variable(line));
+    } else if (line.find(".shared") != std::string::npos && line[0] == '.') {
       (entry_ != nullptr ? entry_->shared : module_.shared).push_back(variable(line));
     } else if (starts_with(line, ".reg")) {
       declare_registers(*entry_, line);

@@ -1,6 +1,7 @@
 // parser.h -- PTX as text to PTX as data. Nothing is known here of what an instruction does.
 //
-// Reads what nvcc writes, one statement a line. Anything else is an error that names its line.
+// Reads what nvcc and LLVM write, one statement a line. Anything else is an error that names its
+// line.
 #pragma once
 
 #include <cstdint>
@@ -23,19 +24,19 @@ struct Statement {
   std::vector<std::string> operands;  // as written: "%r1", "[%rd2+8]", "{%r1, %r2}", "0f3F800000"
 };
 
-// A parameter, or a variable in shared memory.
+// A parameter, or a variable in shared or local memory.
 struct Variable {
   std::string name;
   int64_t alignment = 1, bytes = 0;
 };
 
 struct Registers {
-  int bytes, count;  // of each; a predicate is 1 byte
+  int bytes, count;  // of each; a predicate is 1 byte. 0 of them: one that bears no number
 };
 
 struct Entry {
   std::string name;
-  std::vector<Variable> parameters, shared;
+  std::vector<Variable> parameters, shared, local;
   std::map<std::string, Registers> registers;  // by prefix: "%r"
   std::vector<Statement> body;
   std::map<std::string, int> labels;  // index into body

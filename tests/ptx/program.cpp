@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -27,6 +28,7 @@ class Decoder {
   Decoder(const Module& module, const Entry& entry) {
     program_.entry = entry;
     for (const auto& [prefix, registers] : entry.registers) {
+      if (registers.count == 0) named_[prefix] = allocate(registers.bytes);
       for (int n = 0; n < registers.count; ++n) {
         named_[prefix + std::to_string(n)] = allocate(registers.bytes);
       }
@@ -43,6 +45,12 @@ class Decoder {
       program_.parameters_at.push_back(at);
       addresses_[parameter.name] = at;
       program_.parameter_bytes = at + parameter.bytes;
+    }
+    program_.local = allocate(8);
+    for (const Variable& variable : entry.local) {
+      const int64_t at = round_up(program_.local_bytes, variable.alignment);
+      addresses_[variable.name] = at;
+      program_.local_bytes = at + variable.bytes;
     }
     int64_t end = 0;
     for (const auto* variables : {&entry.shared, &module.shared}) {
@@ -94,12 +102,20 @@ class Decoder {
       result.kind = Kind::kBarrier;
     } else if (statement.opcode == "nanosleep.u32") {
       result.kind = Kind::kSleep;
-    } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom") {
+    } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
+    } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {
+      matrices(result, parts, operands);
     } else if (parts[0] == "mov" && operands.at(1)[0] == '{') {
       several(result, "pack", result.from, operands[1], result.to[0], operands[0]);
     } else if (parts[0] == "mov" && operands.at(0)[0] == '{') {
       several(result, "unpack", result.to, operands[0], result.from[0], operands[1]);
+    } else if (statement.opcode == "cvta.local.u64") {
+      result.kind = Kind::kCompute;
+      result.run = find_form("add.u64")->run;
+      result.to[0] = reg(operands.at(0));
+      result.from[0] = reg(operands.at(1));
+      result.from[1] = program_.local;
     } else {
       compute(result, statement.opcode, operands);
     }
@@ -110,8 +126,9 @@ class Decoder {
                Operand& whole, const std::string& one) {
     result.kind = Kind::kCompute;
     result.run = find_form(form)->run;
-    result.count = registers(parts, group);
     whole = reg(one);
+    const auto several = 1 + std::count(group.begin(), group.end(), ',');
+    result.count = registers(parts, group, static_cast<int>(whole.bytes / several));
   }
 
   void compute(Instruction& result, const std::string& opcode,
@@ -126,7 +143,8 @@ class Decoder {
     if (has_result) {
       const size_t bar = operands[0].find('|');  // "%r1|%p1": the second is optional
       result.to[0] = reg(operands[0].substr(0, bar));
-      if (bar != std::string::npos) result.to[1] = reg(operands[0].substr(bar + 1));
+      if (bar != std::string::npos)
+        result.to[1] = second_result(*form, operands[0].substr(bar + 1));
       wide = result.to[0].bytes != form->to[0];
     }
     for (size_t i = 0; i < form->from.size(); ++i) {
@@ -137,18 +155,24 @@ class Decoder {
     if (result.run == nullptr) throw Error("a register of another width than the instruction's");
   }
 
+  Operand second_result(const Form& form, const std::string& name) {
+    if (form.to.size() < 2) throw Error("a second result that is not known");
+    return operand(name, form.to[1]);
+  }
+
   void memory(Instruction& result, const std::vector<std::string>& parts,
               const std::vector<std::string>& operands) {
     result.kind = Kind::kMemory;
-    const bool load = parts[0] == "ld", atomic = parts[0] == "atom";
+    const bool load = parts[0] == "ld", store = parts[0] == "st", returns = parts[0] != "red";
+    const bool atomic = !load && !store;
     result.action = load ? Action::kLoad : atomic ? Action::kAtomic : Action::kStore;
     result.space = Space::kGlobal;
     result.relaxed = atomic;
-    static const std::set<std::string> kHints = {"cs", "nc", "gpu"};
+    static const std::set<std::string> kHints = {"cs", "nc", "gpu", "sys"};
     const size_t last = parts.size() - 1;
     for (size_t p = 1; p < last; ++p) {
       const std::string& part = parts[p];
-      if (part == "shared")
+      if (part == "shared" || part == "shared::cta")
         result.space = Space::kShared;
       else if (part == "param")
         result.space = Space::kParameter;
@@ -167,9 +191,30 @@ class Decoder {
     result.element = static_cast<uint8_t>(bytes_of_type(parts[last]));
     result.is_signed = parts[last][0] == 's';
 
-    address(result, operands.at(load || atomic ? 1 : 0));
-    if (load || atomic) registers(result.to, operands[0]);
-    if (!load) registers(result.from, operands.at(atomic ? 2 : 1), result.element);
+    const size_t results = load || (atomic && returns) ? 1 : 0;
+    address(result, operands.at(results));
+    if (results == 1) registers(result.to, operands[0]);
+    if (!load) registers(result.from, operands.at(results + 1), result.element);
+  }
+
+  // "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r1, %r2, %r3, %r4}, [%r5]"
+  void matrices(Instruction& result, const std::vector<std::string>& parts,
+                const std::vector<std::string>& operands) {
+    const bool load = parts[0] == "ldmatrix";
+    const std::string& opcode = result.statement->opcode;
+    for (const char* count : {"x1", "x2", "x4"}) {
+      const std::string form = parts[0] + ".sync.aligned.m8n8." + count;
+      if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
+      if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
+    }
+    if (result.matrices == Matrices::kNone) throw unknown(parts);
+    result.kind = Kind::kCollective;
+    result.action = load ? Action::kLoad : Action::kStore;
+    result.space = Space::kShared;
+    address(result, operands.at(load ? 1 : 0));
+    result.count = registers(load ? result.to : result.from, operands.at(load ? 0 : 1), 4);
+    if (result.count != parts[4][1] - '0') throw Error("wrong number of registers");
+    result.from[4] = operand("-1", 4);  // its mask: all lanes
   }
 
   Error unknown(const std::vector<std::string>& parts) {
@@ -208,6 +253,7 @@ class Decoder {
   }
 
   Operand operand(const std::string& text, int bytes) {
+    if (text == "_") return allocate(bytes);
     if (text[0] == '%') return reg(text);
     uint64_t value = 0;
     const auto variable = addresses_.find(text);
@@ -219,6 +265,7 @@ class Decoder {
       char* end = nullptr;
       value = text[0] == '-' ? std::strtoll(text.c_str(), &end, 0)
                              : std::strtoull(text.c_str(), &end, 0);
+      if (*end == 'U') ++end;
       if (*end != '\0') throw Error("unknown operand " + text);
     }
     if (bytes == 1) value = value != 0;

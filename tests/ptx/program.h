@@ -30,6 +30,7 @@ enum class Kind : uint8_t {
 
 enum class Space : uint8_t { kGlobal, kShared, kParameter };
 enum class Action : uint8_t { kLoad, kStore, kAtomic };
+enum class Matrices : uint8_t { kNone, kAsTheyAre, kTransposed };
 
 struct Instruction;
 using Update = uint64_t (*)(uint64_t old, uint64_t operand);
@@ -57,6 +58,7 @@ struct Instruction {
   Operand address;
   int64_t displacement = 0;
   Update update = nullptr;
+  Matrices matrices = Matrices::kNone;  // a warp's load or store of 8x8 elements of 16 bits
 
   float trips = 0;  // to memory that a warp waits for here
 
@@ -72,6 +74,7 @@ struct Form {
 };
 using Forms = std::unordered_map<std::string, Form>;  // by opcode
 void add_collectives(Forms& forms);
+void add_halves(Forms& forms);
 // Of an opcode that computes or is collective; null if it is not known.
 const Form* find_form(const std::string& opcode);
 // What an atomic does: "add.u32"; null if it is not known.
@@ -105,6 +108,8 @@ struct Program {
   int32_t special[kSpecials];
   std::vector<int64_t> parameters_at;  // where they lie among the arguments' bytes
   int64_t parameter_bytes = 0;
+  int64_t local_bytes = 0;     // of a thread
+  Operand local;               // where they begin, as a generic address
   std::vector<Extent> shared;  // variables; that of dynamic size, if there is one, comes last
   bool dynamic_shared = false;
 };

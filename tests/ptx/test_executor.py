@@ -5,13 +5,8 @@ import re
 import pytest
 import torch
 
-from . import build
 from .backend import executor
 from .snippets import per_thread, run
-
-pytestmark = pytest.mark.skipif(
-    build.missing() is not None, reason=f"not on this machine: {build.missing()}"
-)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -127,12 +122,47 @@ def test_one_address_is_never_seen_to_go_back():
     assert (1, 0) not in outcomes(**parts)
 
 
+LOCAL = """
+.local .align 4 .b8 depot[8];
+.reg .b32 %SPL;
+.reg .b64 %SP;
+mov.b32 %SPL, depot;
+cvt.u64.u32 %SP, %SPL;
+cvta.local.u64 %SP, %SP;
+st.b32 [%SP+4], %r0;
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_local_memory_is_a_threads_own(seed):
+    executor().configure(seed)
+    assert per_thread(LOCAL + "bar.sync 0;\nld.b32 %r9, [%SP+4];", threads=64) == list(range(64))
+
+
+def test_replicas_are_no_race():
+    """Where they are allowed, in shared memory, if the values are the same."""
+    same, other = "st.shared.u32 [memory], 7;", "st.shared.u32 [memory], %r0;"
+    everywhere = "st.global.u32 [%rd0], 7;"
+    out = torch.zeros(1, dtype=torch.int32)
+    for seed in range(3):
+        executor().configure(seed)
+        run(same, out, threads=64, shared=4, replicas=True)
+        for body, replicas in [(same, False), (other, True), (everywhere, True)]:
+            with pytest.raises(RuntimeError, match="data race"):
+                run(body, out, threads=64, shared=4, replicas=replicas)
+
+
 # body, what the report says; a tensor of 32 int32 is at %rd0
 FAULTS = {
     "behind the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes behind"),
     "before the begin": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
     "half behind the end": ("ld.global.u64 %rd1, [%rd0+124];", "8 bytes out of bounds"),
     "behind shared memory": ("st.shared.u32 [memory+256], %r0;", "out of bounds at address 256"),
+    "behind local memory": (LOCAL + "ld.b32 %r1, [%SP+8];", "4 bytes out of bounds"),
+    "a second result that is not known": (
+        "setp.lt.u32 %p1|%p2, %r0, 8;",
+        "second result that is not known",
+    ),
     "misaligned": ("ld.global.u32 %r1, [%rd0+2];", "4 bytes misaligned"),
     "a vector at half its size": (
         "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0+8];",

@@ -6,13 +6,8 @@ import struct
 import pytest
 import torch
 
-from . import build
 from .backend import executor
 from .snippets import per_thread, run
-
-pytestmark = pytest.mark.skipif(
-    build.missing() is not None, reason=f"not on this machine: {build.missing()}"
-)
 
 NAN, INF = math.nan, math.inf
 NAN32 = 0x7FFFFFFF  # what arithmetic makes of any NaN
@@ -74,6 +69,9 @@ EXACT = [
     ("mul.wide.u32", "u32, u32 -> u64", [(-1, -1, (2**32 - 1) ** 2)]),
     ("mul.wide.u16", "u16, u16 -> u32", [(65535, 65535, 65535**2)]),
     ("mad.lo.s32", "s32, s32, s32 -> s32", [(-2, 3, 4, -2)]),
+    ("mad.wide.s32", "s32, s32, s64 -> s64", [(-2, 3, 10, 4), (2**31 - 1, 2, -1, 2**32 - 3)]),
+    ("mad.wide.u32", "u32, u32, u64 -> u64", [(-1, 2, 1, 2**33 - 1)]),
+    ("mul.hi.u16", "u16, u16 -> u16", [(0x8000, 6, 3)]),
     ("div.s64", "s64, s64 -> s64", [(-7, 2, -3), (7, -2, -3)]),
     ("div.u32", "u32, u32 -> u32", [(-7, 2, (2**32 - 7) // 2)]),
     ("shl.b32", "u32, u32 -> u32", [(1, 31, 2**31), (1, 32, 0), (1, 33, 0), (1, -1, 0)]),
@@ -96,6 +94,28 @@ EXACT = [
     ("prmt.b32", "u32, u32, u32 -> u32", [(0x44332211, 0x88776655, 0x7610, 0x88772211)]),
     ("prmt.b32", "u32, u32, u32 -> u32", [(0x80, 0x7F, 0x8888, -1), (0x80, 0x7F, 0xCCCC, 0)]),
     ("prmt.b32", "u32, u32, u32 -> u32", [(0x44332211, 0, 0x3340, 0x44440011)]),
+    (
+        "bfe.u32",
+        "u32, u32, u32 -> u32",
+        [(0xDEADBEEF, 8, 8, 0xBE), (-1, 28, 8, 15), (-1, 32, 4, 0)],
+    ),
+    ("bfe.u32", "u32, u32, u32 -> u32", [(-1, 5, 0, 0), (-1, 0, 32, -1), (0x80, 256, 264, 0x80)]),
+    ("bfe.s32", "s32, u32, u32 -> s32", [(0x80, 4, 4, -8), (0x70, 4, 4, 7), (-1, 3, 0, 0)]),
+    ("bfe.s32", "s32, u32, u32 -> s32", [(-(2**31), 28, 8, -8), (-(2**31), 40, 4, -1)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0x3C00, 1.0), (1, 2.0**-24), (0x83FF, -1023 * 2.0**-24)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0x7BFF, 65504.0), (0xFC00, -INF), (0x8000, -0.0)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0xFE01, NAN32)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(1 + 2.0**-11, 0x3C00), (1 + 3 * 2.0**-11, 0x3C02)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(65519.0, 0x7BFF), (65520.0, 0x7C00), (-INF, 0xFC00)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(2.0**-25, 0), (3 * 2.0**-26, 1), (-0.0, 0x8000)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(2047.5 * 2.0**-25, 0x400), (NAN, 0x7FFF), (-1.0, 0xBC00)]),
+    ("cvt.rn.f16x2.f32", "f32, f32 -> u32", [(1.0, -2.0, 0x3C00C000), (NAN, 0.0, 0x7FFF0000)]),
+    ("abs.f16x2", "u32 -> u32", [(0x8000FC00, 0x00007C00)]),
+    ("add.s16x2", "u32, u32 -> u32", [(0x7FFF0001, 0x0001FFFF, 0x80000000)]),
+    ("min.u16x2", "u32, u32 -> u32", [(0x0001FFFF, 0x80000002, 0x00010002)]),
+    ("setp.nan.f16", "u16, u16 -> pred", [(0xFC01, 0, 1), (0, 0x7E00, 1), (0x7C00, 0xFC00, 0)]),
+    ("setp.lt.f16", "u16, u16 -> pred", [(0xC000, 0xBC00, 1), (0x8000, 0, 0), (0x7E00, 0, 0)]),
+    ("max.relu.s32", "s32, s32 -> s32", [(-5, -3, 0), (4, -3, 4), (-2, 7, 7)]),
     ("selp.b32", "u32, u32, pred -> u32", [(1, 2, 1, 1), (1, 2, 0, 2)]),
     ("setp.lt.f32", "f32, f32 -> pred", [(1.0, 2.0, 1), (NAN, 2.0, 0), (-0.0, 0.0, 0)]),
     ("setp.ltu.f32", "f32, f32 -> pred", [(1.0, 2.0, 1), (NAN, 2.0, 1), (2.0, 1.0, 0)]),
@@ -189,3 +209,30 @@ def test_votes_and_reductions():
     assert per_thread(odd + "vote.sync.any.pred %p2, %p1, -1;\n" + chosen) == [1] * 32
     assert per_thread(odd + "vote.sync.all.pred %p2, %p1, -1;\n" + chosen) == [0] * 32
     assert per_thread("redux.sync.add.u32 %r9, %r0, -1;") == [31 * 32 // 2] * 32
+    assert per_thread("sub.s32 %r1, %r0, 9;\nredux.sync.min.s32 %r9, %r1, -1;") == [-9] * 32
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_comparison_of_two_halves_has_two_results(which):
+    """The lower ones are NaN in odd lanes, the higher ones from lane 16 on."""
+    body = f"""
+and.b32 %r1, %r0, 1;
+mul.lo.s32 %r1, %r1, {0x7E00};
+shr.u32 %r2, %r0, 4;
+mul.lo.s32 %r2, %r2, {0x7E000000};
+or.b32 %r1, %r1, %r2;
+setp.nan.f16x2 %p2|%p3, %r1, %r1;
+selp.b32 %r9, 1, 0, %p{which};"""
+    assert per_thread(body) == [lane % 2 if which == 2 else lane // 16 for lane in range(32)]
+
+
+def test_reductions_in_memory():
+    """Of all threads of two blocks, with no result in a register."""
+    memory = torch.zeros(2, dtype=torch.int64)
+    body = """
+shl.b32 %r1, 1, %r0;
+red.global.gpu.relaxed.or.b32 [ %rd0 + 0 ], %r1;
+cvt.u64.u32 %rd1, %r0;
+@%p1 red.global.gpu.relaxed.add.u64 [ %rd0 + 8 ], %rd1;"""
+    run("setp.ne.s32 %p1, %r0, 31;\n" + body, memory, blocks=2)
+    assert memory.tolist() == [2**32 - 1, 31 * 30]

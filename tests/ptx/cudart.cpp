@@ -1,0 +1,106 @@
+// cudart.cpp -- the part of CUDA's runtime that launchers call, on the executor.
+//
+// Launchers are compiled by nvcc. What it makes registers its kernels and their PTX before main,
+// and calls these functions to launch them.
+#include <cuda_runtime_api.h>
+#include <fatbinary_section.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "runtime.h"
+
+using ptx::runtime;
+
+namespace {
+
+// Kernels' names by the address of the host's stub.
+std::map<const void*, std::string>& registered() {
+  static std::map<const void*, std::string> names;
+  return names;
+}
+
+// The PTX in what nvcc embeds: https://docs.nvidia.com/cuda/cuda-binary-utilities names the format,
+// nothing describes it. An entry begins with its kind, the size of this head and that of what
+// follows.
+std::string embedded_ptx(const void* wrapper) {
+  const auto* bytes =
+      reinterpret_cast<const char*>(static_cast<const __fatBinC_Wrapper_t*>(wrapper)->data);
+  const auto read = [](const char* from, auto value) {
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+  };
+  constexpr uint16_t kPtx = 1;
+  const char* entry = bytes + read(bytes + 6, uint16_t{});
+  const char* const end = entry + read(bytes + 8, uint64_t{});
+  while (entry < end) {
+    const auto head = read(entry + 4, uint32_t{});
+    const auto size = read(entry + 8, uint64_t{});
+    if (read(entry, uint16_t{}) == kPtx) return std::string(entry + head, size).c_str();
+    entry += head + size;
+  }
+  std::abort();  // it was compiled for another architecture
+}
+
+}  // namespace
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void* wrapper) {
+  ptx::load(embedded_ptx(wrapper));
+  return nullptr;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*,
+                            dim3*, dim3*, int*) {
+  registered()[host] = name;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+// Behind kernel<<<...>>>, which launchers do not use.
+unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
+  std::abort();
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host,
+                                void** arguments) {
+  const dim3 grid = config->gridDim, block = config->blockDim;
+  return static_cast<cudaError_t>(ptx::launch(registered()[host], {grid.x, grid.y, grid.z},
+                                              {block.x, block.y, block.z}, config->dynamicSmemBytes,
+                                              arguments));
+}
+cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
+  constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
+    return cudaErrorInvalidValue;
+  }
+  runtime().kernels.at(registered().at(host)).max_dynamic_shared = value;
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  if (!runtime().memory.contains(reinterpret_cast<uint64_t>(data), bytes)) {
+    runtime().error = "cudaMemsetAsync: " + std::to_string(bytes) + " bytes out of bounds";
+    return cudaErrorInvalidValue;
+  }
+  std::memset(data, value, bytes);
+  ++runtime().launches;
+  runtime().footprint.write(reinterpret_cast<uint64_t>(data), static_cast<int64_t>(bytes));
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  std::memset(*data, 0xab, bytes);  // a kernel that relies on cleared memory is found out
+  runtime().memory.add(reinterpret_cast<uint64_t>(*data), bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  runtime().memory.remove(reinterpret_cast<uint64_t>(data));
+  std::free(data);
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,52 @@
+// matrices.cpp -- ldmatrix and stmatrix: a warp's loads and stores of 8x8 elements of 16 bits.
+#include <cstring>
+#include <utility>
+
+#include "block.h"
+#include "lanes.h"
+
+namespace ptx {
+namespace {
+
+constexpr int kRows = 8, kBytes = 2, kRowBytes = kRows * kBytes;
+
+// Lane l has of every matrix the elements 2 (l % 4) and the next of row l / 4 in a register; of
+// column l / 4 where they are transposed. Row r is row r % 8 of matrix r / 8.
+void exchange(char* registers, const Instruction& i, char rows[][kRowBytes]) {
+  for (int matrix = 0; matrix < i.count; ++matrix) {
+    const Operand data = i.action == Action::kLoad ? i.to[matrix] : i.from[matrix];
+    for (int element = 0; element < kRows * kRows; ++element) {
+      int r = element / kRows, column = element % kRows;
+      if (i.matrices == Matrices::kTransposed) std::swap(r, column);
+      char* const in_register = registers + data.at + element * kBytes;
+      char* const in_row = rows[matrix * kRows + r] + column * kBytes;
+      if (i.action == Action::kLoad)
+        std::memcpy(in_register, in_row, kBytes);
+      else
+        std::memcpy(in_row, in_register, kBytes);
+    }
+  }
+}
+
+}  // namespace
+
+// Lane l has the address of row l % 8 of matrix l / 8.
+void Block::access_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
+  if (lanes != kAllLanes) fail(warp, __builtin_ctz(lanes), i, "not all lanes take part");
+  char* const registers = warp.arena.data();
+  char rows[kLanes][kRowBytes];
+  if (i.action == Action::kStore) exchange(registers, i, rows);
+  for (int lane = 0; lane < kRows * i.count; ++lane) {
+    int64_t address = i.displacement;
+    if (i.address.at != kNone) address += lane_value<uint32_t>(registers, i.address, lane);
+    char* const memory = locate(warp, i, lane, address, kRowBytes);
+    order(warp, i, lane, address, memory, kRowBytes, rows[lane]);
+    if (i.action == Action::kLoad)
+      std::memcpy(rows[lane], memory, kRowBytes);
+    else
+      std::memcpy(memory, rows[lane], kRowBytes);
+  }
+  if (i.action == Action::kLoad) exchange(registers, i, rows);
+}
+
+}  // namespace ptx

@@ -1,0 +1,124 @@
+"""Runs of every op that go where faults have been planted, and what shows that something is wrong.
+
+Each takes a backend and returns what the op left behind.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from conformance import samples
+
+from dct_kernels import payload_layout, reference
+from dct_kernels.row_layout import SCALED_BY_ROW
+
+from .backend import Executor
+
+
+def mask_pack(backend):
+    """Ten tiles, the last one short and overflowing; the residual is aligned to 8 bytes only."""
+    numel, capacity = 9 * 4096 + 77, 6500
+    residual = samples.normal(numel + 2)[2:].clone()
+    grad = samples.normal(numel, seed=1)
+    segments, threshold = torch.tensor([0, 9000, numel]), torch.tensor([1.5, 2.0])
+    nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+    seen = torch.zeros(2, dtype=torch.int32)
+    left = torch.zeros(numel + 2)[2:]
+    left.copy_(residual)
+    backend.mask_pack(left, grad, segments, threshold, payload, seen, capacity, torch.float32)
+    return left, payload, seen
+
+
+def mask_pack_of_many_tiles(backend):
+    """With all 140 resident, tiles look back over several windows of 32; every other is skipped."""
+    tiles, tile, capacity = 140, 4096, 2000
+    residual, segments = samples.normal(tiles * tile), torch.arange(tiles + 1) * tile
+    nbytes = payload_layout(tiles * tile, capacity, torch.float32, 1).nbytes
+    payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(tiles, dtype=torch.int32)
+    threshold = torch.tensor([3.0, -1.0]).repeat(tiles // 2)
+    backend.mask_pack(residual, None, segments, threshold, payload, seen, capacity, torch.float32)
+    return residual, payload, seen
+
+
+def scatter_unpack(backend):
+    numel, capacity = 20001, 3000
+    payloads = []
+    for seed in range(3):
+        nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
+        payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        residual, segments = samples.normal(numel, seed=seed), torch.tensor([0, numel])
+        reference.mask_pack(
+            *(residual, None, segments, torch.tensor([2.0]), payload, seen, capacity),
+            torch.float32,
+        )
+        payloads.append(payload)
+    out = torch.zeros(numel)
+    status = backend.scatter_unpack(torch.stack(payloads), out, capacity, torch.float32)
+    return out, status
+
+
+def sample_threshold(backend):
+    x = samples.normal(30000)
+    return (backend.sample_threshold(x, None, torch.tensor([0, 30000]), 0.01, 20000),)
+
+
+def track_threshold(backend):
+    threshold, seen = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([9, 1, 5], dtype=torch.int32)
+    backend.track_threshold(threshold, seen, torch.full((3,), 4.0), torch.full((3,), 2.0))
+    return (threshold,)
+
+
+def row_pack(backend):
+    """Ties; a narrow kernel, and that of rows too wide for a warp."""
+    narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
+    return (
+        *backend.row_pack(narrow, 5, torch.float32),
+        *backend.row_pack(wide, 200, torch.float32),
+    )
+
+
+def row_gather(backend):
+    """The last column is one past the end."""
+    x = samples.normal(3 * 77).view(3, 77)
+    _, positions = reference.row_pack(x, 5, torch.float32)
+    positions[-1, -1] = 77
+    return (backend.row_gather(x, positions, 5, torch.float32),)
+
+
+def row_unpack(backend):
+    values, positions = reference.row_pack(samples.normal(40 * 77).view(40, 77), 5, torch.float32)
+    return (backend.row_unpack(values, positions, 77, torch.float32),)
+
+
+def row_quantize(backend):
+    narrow, wide = samples.normal(5 * 50).view(5, 50), samples.normal(2 * 1100).view(2, 1100)
+    return tuple(
+        backend.row_quantize(x, format) for x in (narrow, wide) for format in SCALED_BY_ROW
+    )
+
+
+def row_dequantize(backend):
+    """Rows wider than what 32 lanes take at a time."""
+    return tuple(
+        backend.row_dequantize(
+            reference.row_quantize(samples.normal(2 * 1500).view(2, 1500), format),
+            1500,
+            format,
+            torch.float32,
+        )
+        for format in SCALED_BY_ROW
+    )
+
+
+RESIDENT_BLOCKS = {mask_pack_of_many_tiles: 140}  # else few: others wait until one of them ends
+
+
+def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
+    """What shows that something is wrong, or ''."""
+    executor.configure(seed, RESIDENT_BLOCKS.get(run, 3))
+    try:
+        results = run(backend)
+    except RuntimeError as error:
+        return str(error)
+    same = map(torch.equal, results, run(reference))
+    return "" if all(same) else "wrong"

@@ -1,0 +1,49 @@
+// runtime.h -- kernels that are loaded, device memory, and launches.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "block.h"
+
+namespace ptx {
+
+// Of what is called from outside: the numbers of cudaError_t.
+enum Status : int {
+  kSuccess = 0,
+  kInvalidConfiguration = 9,
+  kInvalidDeviceFunction = 98,
+  kInvalidPtx = 218,
+  kLaunchFailure = 719,
+};
+
+struct Kernel {
+  const Module* module;
+  std::unique_ptr<Program> program;  // once it is launched
+  std::unique_ptr<Counts> counts;    // of its launches since the last configure
+  int64_t max_dynamic_shared = 48 << 10;
+};
+
+struct Runtime {
+  std::vector<std::unique_ptr<Module>> modules;
+  std::map<std::string, Kernel> kernels;
+  Allocations memory;
+  uint64_t seed = 0;
+  uint32_t resident_blocks = 3;
+  Random random{0};
+  Races races{random};
+  Footprint footprint;
+  uint64_t launches = 0;  // of kernels and memsets, since the last configure
+  std::string error, report;
+};
+
+Runtime& runtime();
+
+void load(const std::string& text);
+// An argument is where the value of a parameter lies.
+Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_t shared_bytes,
+              void** arguments, bool replicas = false);
+
+}  // namespace ptx

@@ -1,0 +1,88 @@
+"""The net holds for what Triton makes as well: faults planted in its PTX are caught.
+
+pytest is given this file by name, in a process where Triton compiles (test_triton.py).
+"""
+
+import re
+
+import pytest
+from conftest import BACKENDS
+
+from . import runs
+from .backend import executor
+
+BACKEND = BACKENDS["ptx-triton"]
+SEEDS = range(1, 6)
+# Each takes seconds to compile: by default those with the most barriers of each kind.
+BY_DEFAULT = (runs.mask_pack, runs.scatter_unpack, runs.row_pack)
+MORE = (
+    *(runs.sample_threshold, runs.track_threshold, runs.row_gather),
+    *(runs.row_unpack, runs.row_quantize, runs.row_dequantize),
+)
+every_run = pytest.mark.parametrize(
+    "run", [*BY_DEFAULT, *(pytest.param(run, marks=pytest.mark.large) for run in MORE)]
+)
+
+
+def kernels(run) -> dict[str, str]:
+    """{kernel: PTX} of all that a run launches."""
+    executor().configure(0)
+    run(BACKEND)
+    _, *reports = executor().counts().split("\n\n")
+    names = [report.split()[0] for report in reports]
+    return {name: executor().text(name) for name in names}
+
+
+def lines(text: str, instruction: str) -> list[re.Match]:
+    """Those that have an instruction; groups: its guard, and the rest."""
+    pattern = rf"^\s*(@!?%p\d+\s+)?({instruction}\s[^;]*;)"
+    return list(re.finditer(pattern, text, re.MULTILINE))
+
+
+def finding(run, kernel: str, faulty: str) -> str:
+    """The first under any seed where a kernel has been replaced, or ''."""
+    sound = executor().text(kernel)
+    executor().load(faulty)
+    try:
+        found = (runs.findings(run, BACKEND, executor(), seed) for seed in SEEDS)
+        return next(filter(None, found), "")
+    finally:
+        executor().load(sound)
+
+
+@every_run
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(100), marks=pytest.mark.large)])
+def test_sound_kernels_are_silent(run, seeds):
+    assert {runs.findings(run, BACKEND, executor(), seed) for seed in seeds} == {""}
+
+
+BARRIER = r"bar\.(?:warp\.)?sync"
+
+
+@every_run
+def test_barriers_are_missed(run):
+    """Each is taken out alone. One in ten may not be needed, such as one before the first store."""
+    missed, unnoticed = 0, []
+    for kernel, text in kernels(run).items():
+        for line in lines(text, BARRIER):
+            found = finding(run, kernel, text[: line.start(2)] + text[line.end(2) :])
+            assert found == "" or "data race" in found
+            missed += found != ""
+            unnoticed += [] if found else [(kernel, line[2])]
+    assert len(unnoticed) <= missed // 9, unnoticed
+
+
+@pytest.mark.large
+@every_run
+def test_guards_of_stores_are_missed(run):
+    """Each is taken out alone: a store out of bounds, or a race of threads with the same element.
+    Of those that hold for every thread of these runs nothing is seen."""
+    caught, unnoticed = 0, []
+    for kernel, text in kernels(run).items():
+        for line in lines(text, r"st\.global\S*"):
+            if line[1] is None:
+                continue
+            found = finding(run, kernel, text[: line.start(1)] + text[line.end(1) :])
+            caught += found != ""
+            unnoticed += [] if found else [(kernel, line[0])]
+    assert caught >= len(unnoticed) // 3, unnoticed
