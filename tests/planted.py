@@ -116,8 +116,8 @@ FAULTS = {
     "no barrier before the warps' counts are read": _edit(
         "mask_pack",
         "mask_pack.cu",
-        "    __syncthreads();\n\n    load(",
-        "    load(",
+        "    __syncthreads();\n    if (warp == 0) {",
+        "    if (warp == 0) {",
     ),
     "no barrier before pack": _edit(
         "mask_pack", "mask_pack.cu", "    __syncthreads();\n    pack(", "    pack("

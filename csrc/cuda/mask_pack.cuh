@@ -16,7 +16,7 @@ int64_t mask_pack_scratch_bytes(const MaskPackArgs& args);
 // `scratch` need survive the call or be cleared before it.
 //
 // Any content of `segments` is safe; results are specified only for offsets that ascend from 0 to
-// numel. Tensors of up to 2^38 elements.
+// numel. Tensors of fewer than 2^38 elements.
 cudaError_t mask_pack(const MaskPackArgs& args, void* scratch, cudaStream_t stream);
 
 }  // namespace dct::cuda

@@ -15,10 +15,9 @@ namespace dct::cuda {
 
 struct MaskPackPolicy {
   static constexpr int kThreads = 256;
-  static constexpr int kMinBlocks = 3;  // a multiprocessor: at most 64 registers a thread
-  static constexpr int kMinBlocksWithoutGrad = 4;  // at most 40
+  static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
+  static constexpr int kMinBlocksWithoutGrad = 5;  // at most 48
   static constexpr int kVectors = 4;  // of four elements: 32 KB in flight a block, with a gradient
-  static constexpr int kGrid = 1024;  // at most: more than a GPU holds, and the rest find no ticket
 };
 constexpr int kWarps = MaskPackPolicy::kThreads / kWarpSize;
 constexpr int kVectorElements = 4;
@@ -37,13 +36,6 @@ struct MaskPackTile {
   Range first_bounds;                   // elements of the first segment
   float tau;                            // and its threshold
   bool one_segment;
-};
-
-// A thread's 16 elements as they are read; they may still be on their way.
-template <typename Grad>
-struct Loaded {
-  float history[MaskPackPolicy::kVectors][kVectorElements];
-  Grad gradient[MaskPackPolicy::kVectors][kVectorElements];
 };
 
 // The 16 elements of a thread; element (j, e) is bit 4 * j + e of the masks.
@@ -139,57 +131,57 @@ __device__ inline MaskPackTile first_tile(const MaskPackArgs& args, const RangeT
 __device__ inline bool is_skipped(const MaskPackTile& tile) {
   return tile.one_segment && tile.tau < 0.0f;
 }
-__device__ inline int length_of(const MaskPackTile& tile) {
-  return static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
+
+// Asks for the elements of a tile, which come to the L2 cache while nobody waits for them. By some
+// of a block's threads: this one is number `own` of `threads`.
+template <typename Grad>
+__device__ void prefetch(const MaskPackArgs& args, const MaskPackTile& tile, int own, int threads) {
+  if (is_skipped(tile)) return;
+  constexpr int kSector = 32;
+  const int64_t begin = tile.at.bounds.begin;
+  const int length = static_cast<int>(tile.at.bounds.end - begin);
+  const auto ask = [&](const auto* elements) {
+    constexpr int kEach = kSector / sizeof(*elements);
+#pragma unroll 1  // unrolled, it spends more on counting its rounds than on them
+    for (int i = own * kEach; i < length; i += threads * kEach)
+      prefetch_to_l2(elements + begin + i);
+  };
+  ask(args.residual);
+  if constexpr (!std::is_same_v<Grad, NoGrad>) ask(static_cast<const Grad*>(args.grad));
 }
 
-// Reads the elements of a tile, by vectors if it is whole and `aligned`; all loads are issued
-// before the first is used, and none is waited for.
+// Reads the elements of a tile, by vectors if it is `whole`; all loads are issued before the first
+// is used.
 template <typename Grad>
-__device__ void load(const MaskPackArgs& args, const MaskPackTile& tile, bool aligned,
-                     Loaded<Grad>& own) {
+__device__ void load(const MaskPackArgs& args, const MaskPackTile& tile, bool whole, float scale,
+                     Elements& own) {
+  const int length = static_cast<int>(tile.at.bounds.end - tile.at.bounds.begin);
   const int64_t base = tile.at.bounds.begin + thread_offset();
-  const int length = length_of(tile);
   const auto* grad = static_cast<const Grad*>(args.grad);
-  if (is_skipped(tile)) return;
-  if (aligned && length == kTile) {
+  float history[MaskPackPolicy::kVectors][kVectorElements] = {};
+  Grad gradient[MaskPackPolicy::kVectors][kVectorElements] = {};
+  if (whole) {
 #pragma unroll
     for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
-      stream_in(args.residual + base + j * kRow, own.history[j]);
-      stream_in(grad + base + j * kRow, own.gradient[j]);
+      stream_in(args.residual + base + j * kRow, history[j]);
+      stream_in(grad + base + j * kRow, gradient[j]);
     }
-    return;
+    own.owned = 0xffff;
+  } else {
+#pragma unroll
+    for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
+      const int j = i / kVectorElements, e = i % kVectorElements;
+      if (thread_offset() + j * kRow + e >= length) continue;
+      history[j][e] = args.residual[base + j * kRow + e];
+      if constexpr (!std::is_same_v<Grad, NoGrad>) gradient[j][e] = grad[base + j * kRow + e];
+      own.owned |= 1u << i;
+    }
   }
 #pragma unroll
   for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
     const int j = i / kVectorElements, e = i % kVectorElements;
-    const bool inside = thread_offset() + j * kRow + e < length;
-    own.history[j][e] = inside ? args.residual[base + j * kRow + e] : 0.0f;
-    if constexpr (!std::is_same_v<Grad, NoGrad>) {
-      own.gradient[j][e] = inside ? grad[base + j * kRow + e] : Grad{};
-    }
+    own.acc[j][e] = accumulate(history[j][e], gradient[j][e], scale);
   }
-}
-
-// Their sums, and which of them lie in the tile.
-template <typename Grad>
-__device__ Elements accumulate(const Loaded<Grad>& loaded, const MaskPackTile& tile, float scale) {
-  Elements own = {};
-  if (is_skipped(tile)) return own;
-  const int length = length_of(tile);
-#pragma unroll
-  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
-    const int j = i / kVectorElements, e = i % kVectorElements;
-    own.acc[j][e] = accumulate(loaded.history[j][e], loaded.gradient[j][e], scale);
-  }
-  own.owned = 0xffff;
-  if (length == kTile) return own;
-#pragma unroll
-  for (int i = 0; i < MaskPackPolicy::kVectors * kVectorElements; ++i) {
-    const int offset = thread_offset() + i / kVectorElements * kRow + i % kVectorElements;
-    if (offset >= length) own.owned &= ~(1u << i);
-  }
-  return own;
 }
 
 // The segment that a thread is in, as it walks along its elements.
@@ -253,7 +245,7 @@ __device__ inline void mark_across(const MaskPackArgs& args, Word* segment_words
 
 // Writes the sums to the residual. One that is not finite is kept, and the residual keeps what it
 // had.
-__device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& tile, bool aligned,
+__device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& tile, bool whole,
                                   Elements& own) {
   const int64_t base = tile.at.bounds.begin + thread_offset();
   bool finite = true;
@@ -273,7 +265,7 @@ __device__ inline void store_sums(const MaskPackArgs& args, const MaskPackTile& 
 #pragma unroll
   for (int j = 0; j < MaskPackPolicy::kVectors; ++j) {
     const uint32_t owned = own.owned >> (4 * j) & 15;
-    if (aligned && owned == 15) {
+    if (whole && owned == 15) {
       stream_out(args.residual + base + j * kRow, own.acc[j]);
       continue;
     }
