@@ -12,6 +12,7 @@ import torch
 # other backends. `--triton-cases 0` and `--ptx-cases 0` run everything.
 CASES_OF_A_SEARCH = 8
 HUNDRED_LAUNCHES = {
+    "test_every_k_of_a_width",
     "test_garbage_behind_a_sound_header",
     "test_random_bits_flipped",
     "test_segments",

@@ -1,5 +1,6 @@
 """Which backend serves: DCT_BACKEND, what is missing, and what `python -m dct_kernels` says."""
 
+import json
 import os
 import re
 import shutil
@@ -32,6 +33,28 @@ def python(*args, backend=None, package=PACKAGE, **variables):
         text=True,
         check=False,
     )
+
+
+# Torch is imported once, the package in a process for each DCT_BACKEND.
+IMPORTS = """
+import json, multiprocessing, os, sys, traceback, torch
+def importing(name):
+    os.environ["DCT_BACKEND"] = name
+    try:
+        import dct_kernels
+    except Exception:
+        return traceback.format_exc()
+    return "imported"
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    print(json.dumps(pool.map(importing, sys.argv[1:], chunksize=1)))
+"""
+
+
+def imported(names, **options):
+    """{DCT_BACKEND: "imported", or how importing the package failed}."""
+    result = python("-c", IMPORTS, *names, **options)
+    assert result.returncode == 0, result.stderr
+    return dict(zip(names, json.loads(result.stdout), strict=True))
 
 
 def run_again(files, *options, **environment):
@@ -84,22 +107,15 @@ def test_a_backend_is_its_ops_and_a_device():
         torch.empty(0, device=backend.device)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_forcing_a_backend(available, name):
+def test_forcing_a_backend(available):
     """It serves, or importing fails and says why; nothing else steps in."""
-    result = python("-c", "import dct_kernels; print('imported')", backend=name)
-    if available[name]:
-        assert result.stdout == "imported\n", result.stderr
-    else:
-        assert result.returncode != 0
-        assert f"DCT_BACKEND={name}, but that backend is not there: " in result.stderr
-
-
-@pytest.mark.parametrize("name", ["EAGER", ""])
-def test_an_unknown_backend(name):
-    result = python("-c", "import dct_kernels", backend=name)
-    assert result.returncode != 0
-    assert "DCT_BACKEND must be one of eager, cpp, cuda, triton, got " in result.stderr
+    for name, said in imported([*BACKENDS, "EAGER", ""]).items():
+        if name not in BACKENDS:
+            assert "DCT_BACKEND must be one of eager, cpp, cuda, triton, got " in said
+        elif available[name]:
+            assert said == "imported"
+        else:
+            assert f"DCT_BACKEND={name}, but that backend is not there: " in said
 
 
 def test_without_a_compiled_library_eager_serves(uncompiled):
@@ -112,11 +128,9 @@ def test_without_a_compiled_library_eager_serves(uncompiled):
     assert result.stdout.startswith("(tensor([[1.]], dtype=torch.float16)"), result.stderr
 
 
-@pytest.mark.parametrize("name", ["cpp", "cuda"])
-def test_forcing_what_is_not_there_fails_loudly(uncompiled, name):
-    result = python("-c", "import dct_kernels", backend=name, package=uncompiled)
-    assert result.returncode != 0
-    assert f"ImportError: DCT_BACKEND={name}, but that backend is not there: " in result.stderr
+def test_forcing_what_is_not_there_fails_loudly(uncompiled):
+    for name, said in imported(["cpp", "cuda"], package=uncompiled).items():
+        assert f"ImportError: DCT_BACKEND={name}, but that backend is not there: " in said
 
 
 def test_eager_forced_is_eager():

@@ -154,9 +154,9 @@ def test_payload_info_says_the_flags(backend, flags):
     assert said == (bool(flags & 1), bool(flags & 2), bool(flags & 4))
 
 
-@pytest.mark.parametrize("ranges", [None, 2, 7])
+@pytest.mark.parametrize("ranges", [None, 7])
 def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
-    numel = 20 * 16384 + 123
+    numel = 12 * 16384 + 123
     residual, grad = samples.normal(numel), samples.normal(numel, torch.float16, seed=1)
     segments = samples.segments(numel, 30)
     thresholds = np.random.default_rng(0).choice([0.5, 2.0, 3.0, -1.0], 30)
@@ -166,7 +166,7 @@ def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
         grad,
         thresholds,
         segments,
-        capacity=10007,
+        capacity=5003,
         value_dtype=torch.bfloat16,
         ranges=ranges,
         inv_scale=torch.tensor(0.125),
