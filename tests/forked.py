@@ -14,6 +14,7 @@ import torch
 _context = multiprocessing.get_context("forkserver")
 # The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
 _PRELOAD = ["dct_parallel", "dct_dlrm.experiment", "pytest", "torch._dynamo"]
+_PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim"]
 
 
 def start():

@@ -47,9 +47,8 @@ def decode(raw, width, k):
 
 def largest(row, k):
     """Ascending columns of the k largest magnitudes; NaN ranks as inf, ties: the lower column."""
-    magnitudes = [float("inf") if x != x else abs(x) for x in row.tolist()]
-    order = sorted((-magnitude, column) for column, magnitude in enumerate(magnitudes))
-    return sorted(column for _, column in order[:k])
+    magnitudes = np.where(np.isnan(row), np.inf, np.abs(row))
+    return sorted(np.argsort(-magnitudes, kind="stable")[:k].tolist())
 
 
 def row_pack(x, k, dtype):
