@@ -60,10 +60,15 @@ class _Driver:
 
 
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
-    """The kernels that `call` launches, compiled; it makes its own tensors, which are fake."""
+    """What is known of the kernels that `call` launches, compiled."""
+    return [_examine(kernel) for kernel in compiled_launches(architecture, call)]
+
+
+def compiled_launches(architecture: str, call: Callable[[], object]) -> list:
+    """These kernels, as Triton has them; `call` makes its own tensors, which are fake."""
     with _compiling(TARGETS[architecture]) as compiled, FakeTensorMode():
         call()
-    return [_examine(kernel) for kernel in compiled]
+    return compiled
 
 
 @contextlib.contextmanager

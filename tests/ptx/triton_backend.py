@@ -26,7 +26,8 @@ class _Driver:
     def __init__(self):
         self.launcher_cls = _Launcher
         self.utils = SimpleNamespace(
-            load_binary=_load, get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES}
+            load_binary=_load_binary,
+            get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES},
         )
 
     def get_current_device(self):
@@ -89,13 +90,16 @@ _LEFT_OUT = {
 }
 
 
-def _load(name: str, text: bytes, shared: int, device: int):
-    """A module, a kernel of it, its registers, spills, and threads at most.
+def load(name: str, text: str) -> str:
+    """Variants of a kernel bear one name in Triton; here each has its own, which is returned."""
+    own = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    executor().load(text.replace(name, own))
+    return own
 
-    Variants of a kernel bear one name in Triton; here each has its own.
-    """
-    own = f"{name}_{hashlib.sha256(text).hexdigest()[:8]}"
-    executor().load(text.decode().replace(name, own))
+
+def _load_binary(name: str, text: bytes, shared: int, device: int):
+    """A module, a kernel of it, its registers, spills, and threads at most."""
+    own = load(name, text.decode())
     return own, own, 0, 0, _THREADS
 
 

@@ -5,6 +5,9 @@ from collections import Counter
 
 import triton
 from aot.cases import CASES
+from aot.compiler import compiled_launches
+
+from dct_kernels import triton as ops
 
 from . import triton_backend
 from .backend import executor
@@ -13,7 +16,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s.*;$|^\s*(ret);$
 
 
 def lines() -> list[str]:
-    kernels = _compile()
+    kernels = _load()
     for kernel in kernels:
         executor().decode(kernel)
     found = [Counter(forms(executor().text(kernel))) for kernel in kernels]
@@ -37,19 +40,12 @@ def forms(text: str) -> list[str]:
     ]
 
 
-def _compile() -> list[str]:
-    """Launches nothing; names of all kernels that would be."""
-    ops, loaded = triton_backend.backend(), set()
-    device = triton.runtime.driver.active
-    load = device.utils.load_binary
-
-    def load_and_note(*arguments):
-        module, *rest = load(*arguments)
-        loaded.add(module)
-        return module, *rest
-
-    device.utils.load_binary = load_and_note
-    device.launcher_cls = lambda src, metadata: lambda *arguments: None
-    for case in CASES.values():
-        case.call(ops)
-    return sorted(loaded)
+def _load() -> list[str]:
+    """All that are launched; their names."""
+    return sorted(
+        {
+            triton_backend.load(kernel.name, kernel.asm["ptx"])
+            for case in CASES.values()
+            for kernel in compiled_launches("sm_90", lambda case=case: case.call(ops))
+        }
+    )
