@@ -6,6 +6,10 @@ pytest is given this file by name, in a process where Triton compiles (test_trit
 import re
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from aot import planted
 from conftest import BACKENDS
 
 from . import runs
@@ -86,3 +90,17 @@ def test_guards_of_stores_are_missed(run):
             caught += found != ""
             unnoticed += [] if found else [(kernel, line[0])]
     assert caught >= len(unnoticed) // 3, unnoticed
+
+
+@triton.jit
+def _copy(x, out):
+    tl.store(out, tl.load(x))
+
+
+def test_what_is_left_out_is_named():
+    with pytest.raises(RuntimeError, match=r"unknown opcode fma\.rn\.f32"):
+        planted.fused()
+    x = torch.zeros(1)
+    with pytest.raises(NotImplementedError, match="_copy uses launch_cooperative_grid"):
+        options = {"enable_fp_fusion": False, "launch_cooperative_grid": True}
+        _copy[(1,)](x, torch.zeros_like(x), **options)
