@@ -30,6 +30,11 @@ hypothesis.settings.register_profile("dct", deadline=None, derandomize=True, dat
 hypothesis.settings.load_profile("dct")
 
 
+def pytest_collection_modifyitems(items):
+    """At the end, one worker would be at it and the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--emulation-seed",

@@ -28,6 +28,7 @@ def compiled(*command: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_conformance_and_planted_faults(request):
     """One case of each test, since every one of them has kernels that are to be compiled."""
     seed = request.config.getoption("--ptx-seed")
