@@ -94,18 +94,17 @@ FAULTS = {
         "if (lane == 0 && index != 0) publish(&words[index], own, index == 0 ? kInclusive : kOwn);",
     ),
     # mask_pack: the rest
-    "tile numbered by blockIdx instead of a ticket": Fault(
+    "tile numbered by blockIdx instead of a ticket": _edit(
         "mask_pack",
-        (
-            ("detail/mask_pack_tile.cuh", "atomicAdd(ticket, 1u)", "blockIdx.x + 0 * *ticket"),
-            ("mask_pack.cu", "atomicAdd(scratch.ticket, 1u)", "tile.at.work + gridDim.x"),
-        ),
+        "detail/mask_pack_tile.cuh",
+        "atomicAdd(ticket, 1u)",
+        "blockIdx.x + 0 * *ticket",
     ),
     "a tile takes the segments of the tile that its block's index names": _edit(
         "mask_pack",
         "detail/mask_pack_tile.cuh",
-        "before.first_bounds.begin <= bounds.begin &&\n      bounds.end <= before.first_bounds.end",
-        "before.first_segment >= 0",
+        "segment[0] <= bounds.begin &&\n      bounds.end <= segment[1]",
+        "segment[0] <= segment[1]",
     ),
     "off by one at the edge of a tile": _edit(
         "mask_pack",
@@ -116,14 +115,11 @@ FAULTS = {
     "no barrier before the warps' counts are read": _edit(
         "mask_pack",
         "mask_pack.cu",
-        "    __syncthreads();\n    if (warp == 0) {",
-        "    if (warp == 0) {",
+        "count << 1 | non_finite;\n  __syncthreads();",
+        "count << 1 | non_finite;",
     ),
     "no barrier before pack": _edit(
-        "mask_pack", "mask_pack.cu", "    __syncthreads();\n    pack(", "    pack("
-    ),
-    "no barrier after pack": _edit(
-        "mask_pack", "mask_pack.cu", "shared);\n    __syncthreads();\n  }", "shared);\n  }"
+        "mask_pack", "mask_pack.cu", "  __syncthreads();\n  pack(", "  pack("
     ),
     "no repair of the residual on overflow": _edit(
         "mask_pack", "mask_pack.cu", "args.residual[begin + offset] = acc;", ";"

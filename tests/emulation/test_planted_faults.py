@@ -28,7 +28,6 @@ CAUGHT = {
     "no barrier before the warps' counts are read": ("mask_pack", "thread", "data race"),
     # A race, or what it made of an address.
     "no barrier before pack": ("mask_pack", "thread", "ThreadSanitizer"),
-    "no barrier after pack": ("mask_pack", "thread", "ThreadSanitizer"),
     "no repair of the residual on overflow": ("mask_pack", "none", "FAILED"),
     "scratch not cleared": ("mask_pack", "address", "AddressSanitizer"),
     "no barrier between checking and adding": ("scatter_unpack", "thread", "ThreadSanitizer"),

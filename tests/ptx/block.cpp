@@ -132,9 +132,6 @@ void Block::run(uint32_t number) {
         if (lanes != 0) i.run(warp.arena.data(), i, lanes);
         ++group.at;
         continue;
-      case Kind::kHint:
-        ++group.at;
-        continue;
       case Kind::kBranch:
         branch(warp, group, i, lanes);
         continue;

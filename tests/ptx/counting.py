@@ -63,8 +63,6 @@ def class_of(opcode: str) -> str:
     parts = rest.split(".")
     if name in ("ld", "st", "atom"):
         return next((space for space in ("shared", "param") if space in parts), "global")
-    if name == "prefetch":
-        return "global"
     if name in ("bra", "ret", "bar", "nanosleep"):
         return "control"
     if name in ("shfl", "vote", "redux"):

@@ -82,15 +82,6 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   runtime().kernels.at(registered().at(host)).max_dynamic_shared = value;
   return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-// As many as blocks that run at once, so that a grid of what a GPU holds is more than run here.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = static_cast<int>(runtime().resident_blocks);
-  return cudaSuccess;
-}
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   if (!runtime().memory.contains(reinterpret_cast<uint64_t>(data), bytes)) {
     runtime().error = "cudaMemsetAsync: " + std::to_string(bytes) + " bytes out of bounds";

@@ -26,7 +26,6 @@ enum class Kind : uint8_t {
   kCollective,  // .sync of a warp: waits for the lanes of its mask
   kBarrier,     // of the block
   kSleep,
-  kHint,  // changes nothing that can be seen
 };
 
 enum class Space : uint8_t { kGlobal, kShared, kParameter };

@@ -21,12 +21,4 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-// Of the current device.
-inline cudaError_t count_multiprocessors(int& count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-}
-
 }  // namespace dct::cuda

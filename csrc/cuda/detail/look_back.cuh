@@ -25,14 +25,12 @@ __device__ inline void publish(Word* word, TileCount count, Word status) {
 }
 
 // How far one round trip to memory sees, in warps' widths. While a tile looks back once, some 50 to
-// 100 others publish on a large GPU: a window much smaller than that falls ever further behind.
+// 100 others start on a large GPU: a window much smaller than that falls ever further behind.
 constexpr int kWindows = 4;
 
 // Publishes tile `index` of a range and returns what the tiles before it hold. Called by one whole
-// warp. `words` are those of the range. Ends only if every tile before is, or was, a running
-// block's: blocks are to take tiles in the order of their numbers, and to publish each before they
-// look back for it. Then the first tile not yet published is waited for by nobody that it waits
-// for.
+// warp. `words` are those of the range. Ends only if all tiles before have started: tiles are to be
+// numbered in the order in which their blocks start.
 __device__ inline TileCount look_back(Word* words, int index, TileCount own) {
   const int lane = lane_index();
   if (lane == 0) publish(&words[index], own, index == 0 ? kInclusive : kOwn);

@@ -16,7 +16,7 @@ namespace dct::cuda {
 struct MaskPackPolicy {
   static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
-  static constexpr int kMinBlocksWithoutGrad = 5;  // at most 48
+  static constexpr int kMinBlocksWithoutGrad = 6;  // at most 40
   static constexpr int kVectors = 4;  // of four elements: 32 KB in flight a block, with a gradient
 };
 constexpr int kWarps = MaskPackPolicy::kThreads / kWarpSize;
@@ -33,8 +33,7 @@ constexpr int kSegmentTileBits = 26;
 struct MaskPackTile {
   RangeTiles::Tile at;
   int64_t first_segment, last_segment;  // that have elements in it, or in between
-  Range first_bounds;                   // elements of the first segment
-  float tau;                            // and its threshold
+  float tau;                            // of the first segment
   bool one_segment;
 };
 
@@ -80,74 +79,43 @@ __device__ inline void find_segments(const MaskPackArgs& args, MaskPackTile& til
   const int64_t begin = tile.at.bounds.begin, end = tile.at.bounds.end;
   const int64_t highest = args.num_segments - 1;
   tile.first_segment = tile.last_segment = -1;
-  tile.first_bounds = {0, 0};
   tile.one_segment = true;
   tile.tau = -1.0f;
   if (begin == end || highest < 0) return;  // nothing to read: as if skipped
 
-  const int64_t first = warp_upper_bound(args.segments + 1, args.num_segments, begin);
+  const int64_t* ends = args.segments + 1;
+  const int64_t first = warp_upper_bound(ends, args.num_segments, begin);
   tile.first_segment = tile.last_segment = first < highest ? first : highest;
   tile.tau = args.threshold[tile.first_segment];
-  tile.first_bounds = {args.segments[tile.first_segment], args.segments[tile.first_segment + 1]};
-  tile.one_segment = tile.first_bounds.end >= end;
+  tile.one_segment = ends[tile.first_segment] >= end;
   if (!tile.one_segment) {
-    const int64_t last = warp_upper_bound(args.segments + 1, args.num_segments, end - 1);
+    const int64_t last = warp_upper_bound(ends, args.num_segments, end - 1);
     tile.last_segment = last < highest ? last : highest;
   }
 }
 
-// By one warp: the tile of a ticket, empty where there are no more. Mostly its segment is that of a
-// tile looked up before.
-__device__ inline MaskPackTile find_tile(const MaskPackArgs& args, const RangeTiles& tiles,
-                                         unsigned work, const MaskPackTile& before) {
-  MaskPackTile tile = before;
-  tile.at.bounds = {0, 0};
-  if (work < tiles.total) tile.at = tiles.locate(work);
-  tile.at.work = static_cast<int>(work);
-  const Range& bounds = tile.at.bounds;
-  if (bounds.begin < bounds.end && before.first_bounds.begin <= bounds.begin &&
-      bounds.end <= before.first_bounds.end) {
+// By one warp: takes a ticket, so that tiles are numbered in the order in which blocks start, and
+// finds the tile's segments. Blocks start nearly in the order of their index: while the ticket is
+// on its way, the segments are found for the tile of that index, and they are mostly the same.
+__device__ inline MaskPackTile begin_tile(const MaskPackArgs& args, const RangeTiles& tiles,
+                                          unsigned* ticket) {
+  unsigned work = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
+  MaskPackTile tile;
+  tile.at = tiles.locate(blockIdx.x);
+  find_segments(args, tile);
+  work = __shfl_sync(kFullWarp, work, 0);
+  if (work == blockIdx.x) return tile;
+  tile.at = tiles.locate(work);
+  const auto& bounds = tile.at.bounds;
+  const int64_t* segment = args.segments + tile.first_segment;
+  if (tile.first_segment >= 0 && bounds.begin < bounds.end && segment[0] <= bounds.begin &&
+      bounds.end <= segment[1]) {
     tile.last_segment = tile.first_segment;
     tile.one_segment = true;
   } else {
     find_segments(args, tile);
   }
   return tile;
-}
-
-// By one warp: a block's first tile. Blocks start nearly in the order of their index: while the
-// ticket is on its way, the segments are found for the tile of that index.
-__device__ inline MaskPackTile first_tile(const MaskPackArgs& args, const RangeTiles& tiles,
-                                          unsigned* ticket) {
-  const unsigned taken = lane_index() == 0 ? atomicAdd(ticket, 1u) : 0;
-  MaskPackTile guess;
-  guess.at = tiles.locate(blockIdx.x);
-  find_segments(args, guess);
-  const unsigned work = __shfl_sync(kFullWarp, taken, 0);
-  return work == blockIdx.x ? guess : find_tile(args, tiles, work, guess);
-}
-
-// Whether nothing of a tile is read: its one segment is skipped, or it has none.
-__device__ inline bool is_skipped(const MaskPackTile& tile) {
-  return tile.one_segment && tile.tau < 0.0f;
-}
-
-// Asks for the elements of a tile, which come to the L2 cache while nobody waits for them. By some
-// of a block's threads: this one is number `own` of `threads`.
-template <typename Grad>
-__device__ void prefetch(const MaskPackArgs& args, const MaskPackTile& tile, int own, int threads) {
-  if (is_skipped(tile)) return;
-  constexpr int kSector = 32;
-  const int64_t begin = tile.at.bounds.begin;
-  const int length = static_cast<int>(tile.at.bounds.end - begin);
-  const auto ask = [&](const auto* elements) {
-    constexpr int kEach = kSector / sizeof(*elements);
-#pragma unroll 1  // unrolled, it spends more on counting its rounds than on them
-    for (int i = own * kEach; i < length; i += threads * kEach)
-      prefetch_to_l2(elements + begin + i);
-  };
-  ask(args.residual);
-  if constexpr (!std::is_same_v<Grad, NoGrad>) ask(static_cast<const Grad*>(args.grad));
 }
 
 // Reads the elements of a tile, by vectors if it is `whole`; all loads are issued before the first

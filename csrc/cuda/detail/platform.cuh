@@ -48,11 +48,6 @@ __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value
 
 __device__ inline void back_off() { __nanosleep(32); }
 
-// Brings the 32 bytes around an address to the L2 cache, some time or never.
-__device__ inline void prefetch_to_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 }  // namespace dct::cuda
 
 #else

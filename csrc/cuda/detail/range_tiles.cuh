@@ -17,7 +17,7 @@ struct RangeTiles {
   int64_t total;            // tiles in all ranges
 
   struct Tile {
-    int work;             // its number among all tiles; not below their number: no tile
+    int work;             // its number among all tiles, of which there are fewer than 2^31
     int range, index;     // its range, and its number there
     int64_t range_numel;  // elements of the range
     Range bounds;         // elements of the tile

@@ -39,7 +39,6 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout = 9,
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -83,16 +82,6 @@ inline cudaError_t cudaMalloc(void** data, size_t bytes) {
 }
 inline cudaError_t cudaFree(void* data) {
   std::free(data);
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-// As many as blocks that run at once, so that a grid of what a GPU holds is more than run here.
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = emulator::options().resident_blocks;
   return cudaSuccess;
 }
 

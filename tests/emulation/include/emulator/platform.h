@@ -29,6 +29,4 @@ inline unsigned add_acquire_release(unsigned* address, unsigned value) {
 
 inline void back_off() { emulator::pause(); }
 
-inline void prefetch_to_l2(const void*) {}
-
 }  // namespace dct::cuda
