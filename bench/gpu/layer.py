@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(ROOT / "tests" / "parallel"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "parallel")]
 
 from dct_parallel import DCTAverager, DCTState, all_to_all_rows, dct_fully_shard_hook, dct_hook
 from ranks import Dictated, run_ranks

@@ -57,9 +57,10 @@ def test_scatter_unpack(triton, accumulate):
 def test_sample_threshold(triton, max_samples):
     x, residual = samples.hard(NUMEL), samples.normal(NUMEL)
     segments = torch.tensor([0, 20000, NUMEL])
-    arguments = (x, residual, segments, 0.01, max_samples, 3)
-    threshold = triton.sample_threshold(*arguments)
-    assert torch.equal(threshold, BACKENDS["eager"].sample_threshold(*arguments))
+    tensors, numbers = (x, residual, segments), (0.01, max_samples, 3)
+    threshold = triton.sample_threshold(*(t.to(triton.device) for t in tensors), *numbers)
+    expected = BACKENDS["eager"].sample_threshold(*tensors, *numbers)
+    assert torch.equal(threshold.cpu(), expected)
 
 
 @pytest.mark.parametrize(
