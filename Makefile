@@ -49,12 +49,14 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 train: $(VENV)/built
 	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train --overwrite
 
+# One worker more than cores: some wait for the ranks that they started.
+WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+
 # Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
 MACHINE_CODE := tests/aot tests/static tests/ptx/test_baseline.py
-# One worker more than cores: some wait for the ranks that they started.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: $(VENV)/built native
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(MACHINE_CODE:%=--ignore %)
+	$(BIN)/python -m pytest $(PARALLEL) $(MACHINE_CODE:%=--ignore %)
 
 NATIVE   ?= build/native
 SANITIZE ?=
@@ -126,18 +128,19 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \
 	  $(BIN)/pip install --quiet --upgrade --target build/triton-$$version triton==$$version || exit 1; \
-	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/conformance -k triton --triton-cases 8 || exit 1; \
-	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/aot || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k triton --triton-cases 8 || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest $(PARALLEL) tests/aot || exit 1; \
 	done
-	$(BIN)/python -m pytest tests/aot -m large
+	$(BIN)/python -m pytest $(PARALLEL) tests/aot -m large
 
 check-all: test lint abi recipes sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
-	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
-	for seed in 0 2 3; do $(BIN)/python -m pytest tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
-	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/conformance -k ptx-triton --ptx-cases 8 --ptx-seed $$seed || exit 1; done
-	$(BIN)/python -m pytest -m large
-	DCT_BACKEND=eager $(BIN)/python -m pytest tests/parallel
+	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
+	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
+	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --ptx-cases 8 --ptx-seed $$seed || exit 1; done
+	$(BIN)/python -m pytest $(PARALLEL) -m large tests/emulation tests/ptx
+	$(BIN)/python -m pytest -m large --ignore tests/emulation --ignore tests/ptx --ignore tests/aot
+	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel
 
 clean:
 	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes
