@@ -1,12 +1,15 @@
 """Checkpoints of sharded replicas: bit for bit on the same mesh, and all that is owed on others."""
 
 import io
+import os
+import signal
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -96,6 +99,49 @@ def _resume(rank, folder, transport):
 @pytest.mark.parametrize("transport", ["gather", "shard"])
 def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
     run_ranks(_resume, 4, tmp_path / "dcp", transport)
+
+
+def _restarted(rank, folder, killed):
+    """Trains from the last complete checkpoint on, and may be killed, in a step or in a save."""
+    model, state, _ = _make(_mesh(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def saved():
+        weights, momentum = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": momentum, "dct": state}
+
+    complete = sorted(folder.glob("*/.metadata"))
+    if complete:
+        app = saved()
+        dcp.load(app, checkpoint_id=complete[-1].parent)
+        set_state_dict(
+            model, optimizer, model_state_dict=app["model"], optim_state_dict=app["optimizer"]
+        )
+    began = state.step
+    for step in range(began, 9):
+        if (rank, step, "step") == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(model, optimizer, *batch(step, rank))
+        if step % 3 == 2:
+            if (rank, step, "save") == killed:
+                torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            dcp.save(saved(), checkpoint_id=folder / str(step))
+    owed = [part["residual"] for part in _entry(state.state_dict())["parameters"].values()]
+    return began, _weights(model), torch.cat([part.to_local().flatten() for part in owed])
+
+
+def test_killed_and_started_again_is_the_undisturbed_run(tmp_path):
+    whole = run_ranks(_restarted, 2, tmp_path / "whole", None)
+    for killed, left in (((1, 4, "step"), 2), ((1, 5, "save"), 2), ((0, 8, "save"), 5)):
+        with pytest.raises(RuntimeError, match=r"exit codes .*-9"):
+            run_ranks(_restarted, 2, tmp_path / "parts", killed)
+        complete = sorted(path.parent.name for path in (tmp_path / "parts").glob("*/.metadata"))
+        assert complete[-1] == str(left)
+    again = run_ranks(_restarted, 2, tmp_path / "parts", None)
+    for (_, weights, owed), (began, same_weights, still_owed) in zip(whole, again, strict=True):
+        assert began == 6
+        assert torch.equal(weights, same_weights)
+        assert torch.equal(owed, still_owed) and owed.count_nonzero() > 1000
 
 
 def _dictated(mesh, **options):
