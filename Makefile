@@ -129,9 +129,9 @@ triton: $(VENV)/built
 	for version in $(TRITONS); do \
 	  $(BIN)/pip install --quiet --upgrade --target build/triton-$$version triton==$$version || exit 1; \
 	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k triton --triton-cases 8 || exit 1; \
-	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest $(PARALLEL) tests/aot || exit 1; \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/aot || exit 1; \
 	done
-	$(BIN)/python -m pytest $(PARALLEL) tests/aot -m large
+	$(BIN)/python -m pytest tests/aot -m large
 
 check-all: test lint abi recipes sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"

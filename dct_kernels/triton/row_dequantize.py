@@ -37,8 +37,10 @@ def _row_dequantize_kernel(
         else:
             # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
             code = tl.minimum((code + 121) & 255, 242)
-            weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
-            code = code // tl.where(digit == 4, 81, weight) % 3 - 1
+            # 65,536 / 3^digit, rounded up: exact for numbers below 243, and no division.
+            first = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
+            inverse = tl.where(digit < 3, first, tl.where(digit == 3, 2428, 810))
+            code = (code * inverse >> 16) % 3 - 1
         elements = round_to(code.to(tl.float32) * scale, out.dtype.element_ty)
         tl.store(out + row * width + column, elements, mask=inside)
 

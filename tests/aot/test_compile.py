@@ -56,9 +56,12 @@ def test_kernels(architecture, name):
     assert kernels
     for kernel in kernels:
         assert not kernel.fusion
-        none = ("spills", *CASES[name].none)
-        if architecture not in CASES[name].dividing:
-            none = (*none, "fma")
+        none = CASES[name].none
+        if architecture in CASES[name].dividing:
+            # A division's rare path is a call, around which some assemblers keep two registers.
+            assert kernel.spills <= 8
+        else:
+            none = (*none, "spills", "fma")
         assert {count: getattr(kernel, count) for count in none} == dict.fromkeys(none, 0)
     for count in CASES[name].some:
         assert sum(getattr(kernel, count) for kernel in kernels) > 0, count
