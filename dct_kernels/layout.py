@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, require_int
+from .checks import fail, require_dtype, require_int
 
 BLOCK = 16384
 HEADER_BYTES = 64
@@ -80,8 +80,7 @@ def payload_layout(
     require_int("payload_layout", "numel", numel, 0, 2**63 - 1)
     require_int("payload_layout", "capacity", capacity, 1, 2**32 - 1)
     require_int("payload_layout", "ranges", ranges, 1, 2**31 - 1)
-    if value_dtype not in VALUE_DTYPE_CODES:
-        fail("payload_layout", "value_dtype", "float32 or bfloat16", value_dtype, TypeError)
+    require_dtype("payload_layout", "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
     positions = _align16(HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1))
     values = _align16(positions + 2 * capacity)
     nbytes = _align16(values + value_dtype.itemsize * capacity)
@@ -94,6 +93,8 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     Raises:
         ValueError, TypeError: not a payload; the text says what is wrong.
     """
+    if not isinstance(payload, torch.Tensor):
+        fail("payload_info", "payload", "a tensor", type(payload).__name__, TypeError)
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
         got = f"{payload.dtype} {list(payload.shape)}"
         fail("payload_info", "payload", f"uint8 [nbytes >= {HEADER_BYTES}]", got)

@@ -9,6 +9,10 @@ import torch
 
 from dct_bench.kernels import command as kernels
 
+# Of a copy's speed, by op or case, where it is not 0.9: many payloads are scattered writes, and
+# row_pack is bound by the search for a row's k-th magnitude.
+LEAST = {"P=64": 0.75, "row_pack": 0.7}
+
 Target = tuple[str, str, float, bool, float | None]
 
 
@@ -30,7 +34,7 @@ def targets(results: list[dict], ours: str, gpu: str | None) -> Iterator[Target]
             found[f"{result['op']} {result['case']}"] = result
     pack = found.get("mask_pack float32 grad, float32 values")
     for name, result in found.items():
-        least = {"mask_pack": 0.9, "scatter_unpack": 0.85}.get(result["op"], 0.8)
+        least = LEAST.get(result["case"], LEAST.get(result["op"], 0.9))
         if result["op"] != "sample_threshold":
             measured, computed = of_copy(result), predictions.of_copy(result, gpu)
             yield f"{name}, of copy", f">= {least}", measured, measured >= least, computed

@@ -1,7 +1,7 @@
 #pragma once
 
 // Argument checks, in one form: `dct::<op>: <arg> must be <rule>, got <value>`. The functions and
-// the words are those of dct_kernels/_checks.py.
+// the words are those of dct_kernels/checks.py.
 
 #include <torch/csrc/stable/tensor.h>
 

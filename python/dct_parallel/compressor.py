@@ -118,9 +118,10 @@ class Compressor:
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
-        bounds = [int(bound) for bound in segments]
-        if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != sorted(bounds):
-            checks.fail("Compressor", "segments", f"ascending from 0 to {numel}", bounds)
+        given = segments.tolist() if isinstance(segments, Tensor) else list(segments)
+        bounds = sorted(int(bound) for bound in given)
+        if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != given:
+            checks.fail("Compressor", "segments", f"integers ascending from 0 to {numel}", given)
         sizes = [high - low for low, high in pairwise(bounds)]
         for index in skip:
             checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
@@ -170,6 +171,8 @@ class Compressor:
             status: what `unpack` returned of what `grad` was made from: if something was damaged,
                 the payload says so to all who receive it.
         """
+        if grad.shape != self.residual.shape:
+            checks.fail("Compressor.pack", "grad", f"[{len(self.residual)}]", list(grad.shape))
         refresh = self._sampling and (
             self._sample_next or is_refresh_step(self.step, self.refresh_every)
         )
@@ -222,6 +225,8 @@ class Compressor:
         Returns:
             status int32 [P]: non-zero where a payload was damaged, see `scatter_unpack`.
         """
+        if len(payloads) == 0:
+            checks.fail("Compressor.unpack", "payloads", "one or more", "none")
         return _scatter_unpack(
             payloads,
             out,

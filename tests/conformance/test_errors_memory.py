@@ -154,6 +154,7 @@ def test_sparse_tensors_are_named(entry, layout):
         ({"capacity": 2**32}, "capacity", ValueError),
         ({"ranges": 0}, "ranges", ValueError),
         ({"value_dtype": F16}, "value_dtype", TypeError),
+        ({"value_dtype": "float32"}, "value_dtype", TypeError),
     ],
 )
 def test_payload_layout(change, named, error):

@@ -260,9 +260,10 @@ def test_a_link_is_read_from_the_benchs_file(tmp_path):
         read(path, 2)
     with pytest.raises(ValueError, match=r"link must be 'probe' or a JSON file, got .*other\.json"):
         read(tmp_path / "other.json", 4)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="link must be of dct-bench link --ranks 4, one rate"):
-        read(path, 4)
+    for other in ([], {"links": [{}]}, content | {"cells": [1]}, content | {"model": None}):
+        path.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="link must be of dct-bench link --ranks 4, one rate"):
+            read(path, 4)
     content["cells"].pop()
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"modes bf16, dct, dct-shard, got .*link\.json"):

@@ -257,9 +257,10 @@ def test_segment_state_goes_on_in_another_layout():
         (
             {"segments": [0, 5]},
             ValueError,
-            r"segments must be ascending from 0 to 10, got \[0, 5\]",
+            r"segments must be integers ascending from 0 to 10, got \[0, 5\]",
         ),
-        ({"segments": [0, 7, 5, 10]}, ValueError, "segments must be ascending"),
+        ({"segments": [0, 7, 5, 10]}, ValueError, "segments must be integers ascending"),
+        ({"segments": [0, 9.7, 10]}, ValueError, r"integers ascending .* got \[0, 9\.7, 10\]"),
         ({"skip": [3]}, ValueError, r"skip must be in \[0, 0\], got 3"),
         ({"capacity": 0}, ValueError, "capacity must be in"),
         ({"max_samples": 0}, ValueError, "max_samples must be in"),
@@ -269,3 +270,15 @@ def test_segment_state_goes_on_in_another_layout():
 def test_mistakes_are_explained(kwargs, error, text):
     with pytest.raises(error, match=text):
         Compressor(**{"numel": 10, "segments": [0, 10], **kwargs})
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
+    compressor = Compressor(100, [0, 100], density=0.1)
+    before = compressor.payload.clone()
+    with pytest.raises(ValueError, match=r"dct::Compressor.pack: grad must be \[100\], got \[99\]"):
+        compressor.pack(torch.randn(99))
+    assert torch.equal(compressor.payload, before) and not compressor.residual.any()
+    out = torch.ones(100)
+    with pytest.raises(ValueError, match="payloads must be one or more, got none"):
+        compressor.unpack(compressor.payload.new_empty(0, compressor.payload.numel()), out)
+    assert torch.equal(out, torch.ones(100))

@@ -168,6 +168,7 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         ([_state(0), _state(1, 3)], "world_size must be the same .* 2 on rank 0, 3 on rank 1"),
         ([_state(0), _state(1, parameters={})], "parameters must be the same .* p.0 on rank 0,"),
         ([{"version": 1}], "version must be 2 to 5, got 1"),
+        ([{"version": 2}], "state must be with its rank's entry, got the keys version"),
     ]:
         with pytest.raises(ValueError, match=f"dct::merge_states: {text}"):
             merge_states(states)
@@ -193,6 +194,8 @@ def _misfits(rank):
     ]:
         with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
             state.load_state_dict({**good, "ranks": {str(rank): {**own, **change}}})
+    with pytest.raises(TypeError, match=r"state must be a state_dict, .*, got NoneType"):
+        state.load_state_dict(None)
     with pytest.raises(ValueError, match="dct::load_state_dict: version must be 2 to 5, got 1"):
         state.load_state_dict({**good, "version": 1})
     theirs = {"version": 2, "ranks": {str(1 - rank): own}}

@@ -14,7 +14,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import (
+    Dictated,
+    batch,
+    ddp,
+    entry,
+    gathered,
+    mlp,
+    owed,
+    run_ranks,
+    train_step,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 
@@ -149,6 +160,48 @@ def _copied(rank, how):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_goes_on_from_the_same_residuals(how):
     run_ranks(_copied, 2, how)
+
+
+def _copied_with_a_scaler(rank):
+    """The copy knows the scaler that is updated; a pickled one never would."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = DCTState(ddp(mlp()), density=0.05, grad_scaler=scaler)
+    assert copy.deepcopy(state)._loss_scale.scaler is scaler
+    with pytest.raises(ValueError, match="grad_scaler must be None in a state that is pickled"):
+        pickle.dumps(state)
+
+
+def test_a_copy_has_the_same_scaler():
+    run_ranks(_copied_with_a_scaler, 2)
+
+
+def _in_any_memory_format(rank, transport):
+    """What was sent and what waits is every gradient, in a checkpoint for any memory format."""
+    shape = (16, 32, 3, 3)
+    grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
+    formats = (torch.channels_last, torch.contiguous_format, torch.channels_last)
+    sent, saved = torch.zeros(shape), None
+    for step, memory_format in enumerate(formats):
+        model = Dictated([shape])
+        model.p[0] = nn.Parameter(torch.zeros(shape).to(memory_format=memory_format))
+        model = DistributedDataParallel(model)
+        state = DCTState(
+            model, density=0.1, start_step=0, value_dtype=torch.float32, transport=transport
+        )
+        model.register_comm_hook(state, dct_hook)
+        if saved is not None:
+            state.load_state_dict(saved)
+        model(grad * (step == 0)).backward()
+        sent += model.module.p[0].grad
+        saved = state.state_dict()
+        waiting = sum(gathered(owed(saved)["p.0"])) / 2
+        assert torch.equal(sent + waiting.view(shape), grad), step
+    assert sent.count_nonzero() < sent.numel()
+
+
+@pytest.mark.parametrize("transport", ["gather", "shard"])
+def test_a_checkpoint_is_for_any_memory_format(transport):
+    run_ranks(_in_any_memory_format, 2, transport)
 
 
 def _wrapped(rank):

@@ -40,3 +40,11 @@ def test_repeat_is_indexing():
     (expected,) = torch.autograd.grad(rows[inverse], rows, grad)
     (summed,) = torch.autograd.grad(repeat(rows, inverse), rows, grad)
     torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-5)  # sums are float32
+
+
+def test_no_rows_have_a_gradient():
+    rows = torch.zeros(0, 4, requires_grad=True)
+    repeated = repeat(rows, torch.zeros(0, 3, dtype=torch.int64))
+    assert repeated.shape == (0, 3, 4)
+    repeated.backward(torch.zeros(0, 3, 4))
+    assert rows.grad.shape == (0, 4)

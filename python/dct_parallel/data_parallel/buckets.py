@@ -1,7 +1,7 @@
 """DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from dct_kernels import checks
 
 from ..executors import Executor
-from . import checkpoint
+from . import checkpoint, memory_order
 from .bf16 import Bf16Bucket
 from .bucket import Bucket, Report
 from .bucket_plan import BucketPlan, Settings
@@ -123,12 +123,25 @@ class Buckets:
         for bucket in self._buckets.values():
             for name, state in bucket.states().items():
                 states[name] |= state
-        return states
+        return self._reordered(states, memory_order.leave)
 
     def load(self, states: dict[str, checkpoint.SegmentState]) -> None:
         """Start from these, as soon as buckets come."""
         self._buckets.clear()
-        self._parked = dict(states)
+        self._parked = self._reordered(states, memory_order.enter)
+
+    def _reordered(
+        self,
+        states: dict[str, checkpoint.SegmentState],
+        reorder: Callable[[Tensor, Parameter], Tensor],
+    ) -> dict[str, checkpoint.SegmentState]:
+        """The same states, where what is as long as its parameter is in the other order."""
+        reordered = dict(states)
+        for parameter, name in self._names.items():
+            state = states.get(name, {})
+            parts = state.keys() & {"residual", checkpoint.OWED}
+            reordered[name] = state | {part: reorder(state[part], parameter) for part in parts}
+        return {name: reordered[name] for name in states}
 
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):

@@ -77,9 +77,13 @@ def owed(state: SegmentState, ranks: int) -> Tensor:
 
 def entries(op: str, state: dict) -> dict[str, Entry]:
     """{rank: entry} of a state dict of these versions."""
+    if not isinstance(state, dict):
+        checks.fail(op, "state", "a state_dict, of every rank one", type(state).__name__, TypeError)
     version, newest = state.get("version"), VERSION + OWNERS + PARTS
     if version not in range(VERSION, newest + 1):
         checks.fail(op, "version", f"{VERSION} to {newest}", version)
+    if not isinstance(state.get("ranks"), dict):
+        checks.fail(op, "state", "with its rank's entry", f"the keys {', '.join(state)}")
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
     for entry in state["ranks"].values():
         # DCP reads what the state that loads has a place for, and says nothing of the rest.

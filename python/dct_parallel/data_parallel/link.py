@@ -20,6 +20,7 @@ from .bucket_plan import Settings
 SMALL, LARGE = 64, 2**20  # bytes that a rank gives to a collective under measurement
 ELEMENTS = 2**20  # that are packed and unpacked
 REPEATS = 5
+MODES = ("bf16", "dct", "dct-shard")  # of dct-bench link
 
 
 class Cost(NamedTuple):
@@ -94,18 +95,20 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
             content = json.load(file)
     except (OSError, ValueError) as error:
         checks.fail("DCTState", "link", "'probe' or a JSON file", error)
-    if not isinstance(content, dict):
-        content = {}
-    links = [link for link in content.get("links", []) if link["ranks"] == ranks]
-    links = [link for link in links if link.get("local_size", 1) == 1]
-    cells = {c["mode"]: c for c in content.get("cells", []) if c["ranks"] == ranks and c["step_ms"]}
-    needed = ("bf16", "dct", "dct-shard")
-    if len(links) != 1 or not cells.keys() >= set(needed):
-        rule = f"of dct-bench link --ranks {ranks}, one rate, and modes {', '.join(needed)}"
+    try:
+        return _from_content(content, ranks)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        rule = f"of dct-bench link --ranks {ranks}, one rate, and modes {', '.join(MODES)}"
         checks.fail("DCTState", "link", rule, os.fspath(path))
-    per_byte = 8 / links[0]["bits_per_second"]
+
+
+def _from_content(content: dict, ranks: int) -> Link:
+    """What `read` makes of the JSON; any error means that it is not what `read` wants."""
+    (link,) = (link for link in content["links"] if _is_of(link, ranks))
+    cells = {c["mode"]: c for c in content["cells"] if _is_of(c, ranks) and c["step_ms"]}
+    per_byte = 8 / link["bits_per_second"]
     numel = content["model"]["parameters"]
-    bf16, dct, shard = (cells[mode] for mode in needed)
+    bf16, dct, shard = (cells[mode] for mode in MODES)
 
     def fixed(cell: dict) -> float:
         return max(0.0, cell["phases_ms"]["wire"] / 1e3 - cell["payload_bytes"] * per_byte)
@@ -121,6 +124,10 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
         local(dct, "unpack"),
         local(bf16, "pack", "unpack"),
     )
+
+
+def _is_of(entry: dict, ranks: int) -> bool:
+    return entry["ranks"] == ranks and entry.get("local_size", 1) == 1
 
 
 def _cost(seconds: Callable[[int], float], sent: Callable[[int, int], int], ranks: int) -> Cost:

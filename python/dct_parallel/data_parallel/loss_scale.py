@@ -19,6 +19,16 @@ class LossScale:
         self._version = 0
         self._overflowed = False
 
+    def __deepcopy__(self, memo: dict) -> "LossScale":
+        """One of the same scaler: the training loop updates no other."""
+        return LossScale(self.scaler)
+
+    def __getstate__(self) -> dict:
+        if self.scaler is not None:
+            rule = "None in a state that is pickled (save its state_dict)"
+            checks.fail("DCTState", "grad_scaler", rule, "one, of which a copy is never updated")
+        return self.__dict__
+
     def begin(self) -> None:
         """A backward pass starts to exchange its gradients."""
         self.value = self.inverse = None

@@ -83,8 +83,8 @@ class DCTState:
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
     a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
-    Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, pickle) takes residuals along and
-    is bound to no DDP.
+    Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or pickle without a scaler) takes
+    residuals along and is bound to no DDP; a scaler is shared with it.
 
     With a `mesh` of L ranks a node, the node's mean is taken inside it, in the gradients' dtype (a
     reduce-scatter): each rank compresses its L-th part of every bucket, exchanges it with the ranks
@@ -304,14 +304,15 @@ class DCTState:
             **dataclasses.asdict(self.settings),
             "transport": self._choice.name,
             "link": self._choice.given,
-            "grad_scaler": self._loss_scale.scaler,
+            "grad_scaler": self._loss_scale,
             "start_step": self.start_step,
             "mesh": self._mesh,
         }
         return {"made": made, "state": self.state_dict() if self._names else self._to_load}
 
     def __setstate__(self, copied: dict) -> None:
-        self.__init__(**copied["made"])
+        made = copied["made"]
+        self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})
         self._to_load = copied["state"]
 
     def _require_bound(self, op: str) -> None:

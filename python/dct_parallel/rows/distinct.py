@@ -46,5 +46,5 @@ class _Repeat(torch.autograd.Function):
         uses = torch.bincount(flat, minlength=ctx.rows)
         by_row = grad.flatten(0, -2).index_select(0, flat.argsort(stable=True))
         by_row = by_row.to(torch.promote_types(grad.dtype, torch.float32))
-        summed = torch.segment_reduce(by_row, "sum", lengths=uses, initial=0.0)
+        summed = torch.segment_reduce(by_row, "sum", lengths=uses, initial=0.0, unsafe=True)
         return summed.to(grad.dtype), None
