@@ -11,9 +11,10 @@ is --table-lr.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent. local:D%xH: every rank takes H steps of its own optimizer,
-then D % of what its weights have moved by are sent, with error feedback: D / H a step. Two more
-were tried against what AdamW loses: warmup:D%xH, 25 % falling to D % over the first H steps, as
-Deep Gradient Compression has it, and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
+then D % of what its weights have moved by are sent, with error feedback: D / H a step. Three more
+were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient Compression's
+momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the first H steps, as
+it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
 one process, bit for bit as real ones; bytes are what a rank sends, by formula.
 
 1. Every method is trained with every rate, from seed 0. Its best rate is that of the lowest loss on
@@ -95,13 +96,13 @@ def method(name: str) -> partial:
     }
     if kind in plain and not colon:
         return plain[kind]
-    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT}
+    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "corrected": dp_ranks.MomentumCorrected}
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
     try:
         density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
         settings = {"density": density} | ({"period": int(steps)} if by else {})
     except (KeyError, ValueError):
-        rule = f"{', '.join(plain)}, topk:D%, dct:D%, or local, warmup or cooldown:D%xH"
+        rule = f"{', '.join(plain)}, topk, dct or corrected:D%, or local, warmup or cooldown:D%xH"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
     if not percent.endswith("%") or not 0 < density <= 1:
         raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
@@ -164,6 +165,9 @@ def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable
     problem = PROBLEMS[run.problem]
     optimizers = problem.optimizers(model, run.rate, options.table_lr)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if method(run.method).func is dp_ranks.MomentumCorrected:  # which has the momentum
+        for group in groups:
+            group["momentum"] = 0
     full = [group["lr"] for group in groups]
 
     def update(step: int) -> None:

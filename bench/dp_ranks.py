@@ -86,6 +86,30 @@ class DCT(Exchange):
         return mean
 
 
+class MomentumCorrected(DCT):
+    """DCT with Deep Gradient Compression's momentum correction and factor masking (arXiv
+    1712.01887): momentum is every rank's own and comes before the threshold, and that of an entry
+    begins anew once it is sent. The optimizer then has none.
+    """
+
+    def __init__(self, shapes, ranks: int, density: float, momentum: float = 0.9) -> None:
+        super().__init__(shapes, ranks, density)
+        self.momentum = momentum
+        self.velocities = [torch.zeros(sum(self.sizes)) for _ in range(ranks)]
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        for velocity, grad in zip(self.velocities, grads, strict=True):
+            velocity.mul_(self.momentum).add_(grad)
+        return super().__call__(self.velocities)
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        owed = [c.residual + grad for c, grad in zip(self.compressors, grads, strict=True)]
+        mean = super().mean(grads)
+        for velocity, before, own in zip(self.velocities, owed, self.compressors, strict=True):
+            velocity.masked_fill_(before != own.residual, 0.0)
+        return mean
+
+
 class Scheduled(DCT):
     """DCT at a density that goes by the step; residuals stay, thresholds are found anew.
 

@@ -96,6 +96,27 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
                 assert torch.equal(weight, real[key]), (name, key)
 
 
+def test_momentum_is_corrected_before_the_threshold():
+    """From when compression starts it begins anew where an entry is sent."""
+    grads = torch.randint(-8, 9, (6, 2, 3000), generator=torch.Generator().manual_seed(0)) / 8
+    exchange = dp_ranks.MomentumCorrected([torch.Size([3000])], 2, density=0.05, momentum=0.5)
+    velocity = torch.zeros(2, 3000)
+    for step, own in enumerate(grads):
+        before = [compressor.residual.clone() for compressor in exchange.compressors]
+        mean = exchange(list(own))
+        velocity = 0.5 * velocity + own
+        if step < 2:
+            torch.testing.assert_close(mean, velocity.mean(0), rtol=0.02, atol=0.02)  # bfloat16
+            continue
+        left = torch.stack([compressor.residual for compressor in exchange.compressors])
+        owed = torch.stack(before) + velocity
+        sent = owed != left
+        assert 100 < sent.sum() < 600
+        torch.testing.assert_close(mean, torch.where(sent, owed - left, 0).mean(0))
+        velocity[sent] = 0
+        assert torch.equal(torch.stack(exchange.velocities), velocity)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -105,6 +126,7 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
         "dct:0%",
         "dct:101%",
         "topk:x%",
+        "corrected:1%x2",
         "bf16:1%",
         "dct:1%x2",
         "local:1%",

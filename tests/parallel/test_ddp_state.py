@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState, WireMeter, dct_hook
 from dct_parallel.data_parallel.history import History
-from ranks import Dictated, batch, ddp, entry, mlp, run_ranks, train_step
+from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 SIZES = (2000, 30, 5000)
 
@@ -144,3 +144,31 @@ def _sparse(rank):
 
 def test_sparse_gradients_are_refused():
     run_ranks(_sparse, 2)
+
+
+def _decisions(rank, steps):
+    """The bytes of every step and the age of every threshold then; ranks must be equal in both."""
+    model = ddp(mlp(16, 3))
+    state = DCTState(model, density=0.1, refresh_every=700)
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    decided = []
+    with WireMeter() as meter:
+        for step in range(steps):
+            train_step(model, optimizer, *batch(step % 50, rank, 16))
+            if step % 100 == 99:  # waits for the step
+                ages = [p["threshold_age"] for p in state.parameter_stats().values()]
+                decided.append((step, meter.take(), *ages))
+    every = gathered(weights(model))
+    assert all(torch.equal(w, every[0]) for w in every) and every[0].isfinite().all()
+    return decided
+
+
+@pytest.mark.large
+def test_ranks_decide_alike_for_ten_thousand_steps():
+    first, second = run_ranks(_decisions, 2, 10_000, timeout=900)
+    assert first == second
+    assert len({sent for _, sent, *_ in first[1:]}) == 1  # fixed sizes
+    # Compression starts after two steps; thresholds that are 0 for good were never sampled.
+    for step, _, *ages in first[8:]:
+        assert set(ages) == {(step - 2) % 700, step - 2}
