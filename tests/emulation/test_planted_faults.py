@@ -32,7 +32,7 @@ CAUGHT = {
     "scratch not cleared": ("mask_pack", "address", "AddressSanitizer"),
     "no barrier between checking and adding": ("scatter_unpack", "thread", "ThreadSanitizer"),
     "no bar.warp.sync between the ranks that are added": ("scatter_unpack", "thread", "data race"),
-    "a mask that differs between lanes": ("scatter_unpack", "none", "deadlock"),
+    "a mask that differs between lanes": ("scatter_unpack", "none", "waits for lanes"),
     "lanes that vote at two places": ("scatter_unpack", "none", "different collectives"),
     "a position at the end of the block accepted": ("scatter_unpack", "none", "FAILED"),
     "ranks not added in order": ("scatter_unpack", "none", "FAILED"),
