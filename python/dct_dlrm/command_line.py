@@ -4,9 +4,12 @@ Imports nothing that takes long or may be missing: `exit_status` has a word for 
 """
 
 import argparse
+import contextlib
+import errno
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -56,21 +59,19 @@ def add_out(parser: argparse.ArgumentParser, folder: str, result: str) -> None:
     )
 
 
-def results_folder(options: argparse.Namespace, folder: str, result: str) -> Path:
+def results_folder(options: argparse.Namespace, folder: str, result: str, *others: str) -> Path:
     """--out, or a new folder; made before the work begins, not after it.
+
+    Args:
+        result, others: the files that will be written there.
 
     Raises:
         UsageError: it cannot be made or written to, or holds results that would be lost.
     """
-    try:
-        if options.out is None:
+    if options.out is None:
+        with writing_to(folder):
             return _new_folder(Path(folder))
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / ".writable").touch()
-        (options.out / ".writable").unlink()
-    except OSError as error:
-        rule = "--out must be a folder that can be written to"
-        raise UsageError(f"{rule}, got {options.out or folder}: {error.strerror}") from None
+    make_folder(options.out, result, *others)
     if (options.out / result).exists() and not options.overwrite:
         raise UsageError(
             f"--out must be without a {result}, got {options.out}, which has one: --overwrite "
@@ -78,6 +79,31 @@ def results_folder(options: argparse.Namespace, folder: str, result: str) -> Pat
         )
     (options.out / result).unlink(missing_ok=True)
     return options.out
+
+
+def make_folder(folder: Path, *names: str) -> None:
+    """Make --out, if it is not there, for files of these names.
+
+    Raises:
+        UsageError: it cannot be made, or a file cannot be written there.
+    """
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+        for path in (folder / name for name in names):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path | str) -> Iterator[None]:
+    """An OSError within becomes a UsageError about --out."""
+    try:
+        yield
+    except OSError as error:
+        rule = "--out must be a folder that can be written to"
+        raise UsageError(f"{rule}, got {folder}: {error}") from None
 
 
 def _new_folder(folder: Path) -> Path:

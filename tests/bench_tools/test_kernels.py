@@ -9,6 +9,7 @@ from dct_bench import cli
 from dct_bench.kernels import cases, peers
 from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import TIMED
+from dct_bench.report import command
 
 
 @pytest.fixture(autouse=True)
@@ -121,11 +122,54 @@ def test_exact_top_k_finds_the_largest():
     [
         (["kernels", "--device", "cpu", "--graphs"], "--graphs must come with --device cuda"),
         (["report", "/nowhere"], "must be a folder"),
+        (["report", "n" * 300], "must be a folder"),
     ],
 )
 def test_wrong_arguments(arguments, said, capsys):
     assert cli.main(arguments) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["", "a file/k.json"], ids=["a folder", "below a file"])
+def test_where_no_json_can_be_is_said_before_measuring(tmp_path, capsys, place):
+    (tmp_path / "a file").touch()
+    arguments = ["kernels", "--device", "cpu", "--sizes", "64", "--row-widths", "8", "--no-peers"]
+    arguments += ["--ops", "row_unpack", "--rounds", "1", "--threads", "1"]
+    assert cli.main([*arguments, "--json", str(tmp_path / place)]) == 1
+    said = capsys.readouterr()
+    assert "--json must be a file that can be written, got [Errno" in said.err
+    assert said.err.count("\n") == 1 and not said.out
+
+
+def test_more_threads_than_can_be(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["kernels", "--threads", "99999999999"])
+    assert "--threads: must be an integer in [1, 1024], got" in capsys.readouterr().err
+
+
+def test_no_rows_are_compared():
+    kernels._check(cases.row_pack("cpu", 0, 1, 0.05, False), cases.backends("cpu"))
+
+
+RESULT = {"op": "o", "case": "c", "numel": 1, "density": None, "bytes": 1, "ms": {"copy": {}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"results": {"x": 1}},
+        {"results": [1]},
+        {"results": [RESULT]},
+        {"results": [RESULT], "provenance": {"torch": "2"}},
+        {"results": [RESULT | {"ms": 1.0}], "provenance": dict.fromkeys(command.PROVENANCE)},
+        {"options": [1]},
+        {"options": {"local_size": "2"}},
+    ],
+)
+def test_the_report_reads_no_other_json(tmp_path, capsys, content):
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "found none" in capsys.readouterr().err
 
 
 def test_no_results(tmp_path, capsys):

@@ -155,14 +155,42 @@ def test_rates_of_the_microbenchmark(tmp_path):
         ("not json", "must be a JSON file"),
         ("[]", "must be a JSON object"),
         ("{}", "must be the JSON of"),
+        ('{"options": [1]}', "must be the JSON of"),
+        ('{"options": {"local_size": "2"}}', "must be of nodes of one rank, got 2"),
     ],
-    ids=["text", "list", "empty"],
+    ids=["text", "list", "empty", "options", "nodes"],
 )
 def test_other_files_are_refused(tmp_path, capsys, content, text):
     path = tmp_path / "kernels.json"
     path.write_text(content)
     assert cli.main(["scale", "--kernels", str(path), "--out", str(tmp_path)]) == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"device": "cpu", "results": []},
+        {"options": [1]},
+        _run_of_the_model(2e-4, [1e8]) | {"links": 1},
+    ],
+    ids=["kernels", "options", "links"],
+)
+def test_only_a_link_run_can_validate(tmp_path, capsys, content):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content))
+    assert cli.main(["scale", "--validate", str(path)]) == 1
+    rule = "--validate must be the JSON of `dct-bench link`"
+    assert capsys.readouterr().err == f"dct-bench scale: {rule}, got {path}\n"
+
+
+@pytest.mark.parametrize("taken", ["scale.json", "break_even.png"])
+def test_where_no_results_can_be_is_said_first(tmp_path, capsys, taken):
+    (tmp_path / taken).mkdir()
+    assert cli.main(["scale", "--ranks", "2", "--rates", "1gbit", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("dct-bench scale: --out must be a folder that can be written to")
+    assert str(tmp_path / taken) in said.err and not said.out
 
 
 @pytest.mark.parametrize(

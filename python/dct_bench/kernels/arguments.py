@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dct_dlrm.argument_types import count, density, several
+from dct_dlrm.argument_types import count, density, number, several
 from dct_dlrm.command_line import Formatter
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
@@ -51,6 +51,10 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     parser.add_argument("--no-peers", action="store_true", help="only our backends and the copy")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of our backends")
     parser.add_argument("--rounds", type=count, default=ROUNDS, help="turns of every fast call")
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads",
+        type=number(int, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]"),
+        default=torch.get_num_threads(),
+    )
     parser.add_argument("--seconds", type=count, help="begin no further case after so long")
     parser.add_argument("--json", type=Path, help="write everything to this file")

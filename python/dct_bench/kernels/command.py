@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -18,6 +19,7 @@ from .timing import take_turns
 
 SLOW_ROUNDS = 1  # of eager and the peers, which are tens of times slower
 COPY, COPY_KERNEL = "copy", "copy kernel"
+DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
 HEADER = (
     "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
     "|---|---|---|---|---|---|---|",
@@ -29,6 +31,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--device must be cpu where there is no GPU, got cuda")
     if options.graphs and options.device != "cuda":
         raise UsageError("--graphs must come with --device cuda, got cpu")
+    if options.json:
+        _check_writable(options.json)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     start, results = time.monotonic(), []
@@ -92,7 +96,7 @@ def _check(case: Case, backends: dict) -> None:
     expected = None
     for name, ops in backends.items():
         case.reset(0)
-        results = [tensor.clone() for tensor in case.run(ops, 0)]
+        results = [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
         expected = expected or results
         for ours, theirs in zip(results, expected, strict=True):
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
@@ -143,6 +147,15 @@ def _heading(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def _check_writable(path: Path) -> None:
+    """Say so before anything is measured, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--json must be a file that can be written, got {error}") from None
+
+
 def _write(options: argparse.Namespace, results: list[dict]) -> None:
     content = {
         "torch": torch.__version__,
@@ -151,5 +164,4 @@ def _write(options: argparse.Namespace, results: list[dict]) -> None:
         "provenance": provenance.describe(),
         "results": results,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(content, indent=1))

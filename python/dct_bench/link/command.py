@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         options.rates = [parse_rate(text) for text in default]
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
-    options.out = results_folder(options, FOLDER, RESULT)
+    options.out = results_folder(options, FOLDER, RESULT, "step_time.png", "phases.png")
     _check_nodes(options)
     console = Console()
     if not console.is_terminal:

@@ -1,6 +1,7 @@
 """dct-bench report: tables and plots of what `dct-bench kernels` measured."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ..kernels.command import COPY, COPY_KERNEL, HEADER, lines
 from ..scale.kernel_rates import read_json
 
 OURS = ("cuda", "triton", "cpp", "eager")
+RESULT = {"op", "case", "numel", "density", "bytes", "ms"}
+PROVENANCE = {"date", "cpu", "gpu", "torch"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(folder: Path) -> tuple[list[dict], list[str]]:
     """Results of all files, and a line about each."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"DIR must be a folder, got {folder}")
     found = {path: read_json(path) for path in sorted(folder.glob("*.json")) if _is_ours(path)}
     if not found:
@@ -54,8 +57,14 @@ def _is_ours(path: Path) -> bool:
         content = read_json(path)
     except UsageError:
         return False
-    results = content.get("results")
-    return bool(results) and {"op", "case", "ms", "bytes"} <= set(results[0])
+    results, made = content.get("results"), content.get("provenance")
+    if not (isinstance(results, list) and results and _has(made, PROVENANCE)):
+        return False
+    return all(_has(result, RESULT) and _has(result["ms"], {COPY}) for result in results)
+
+
+def _has(value: object, keys: set[str]) -> bool:
+    return isinstance(value, dict) and keys <= value.keys()
 
 
 def _largest(results: list[dict]) -> list[dict]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dct_dlrm.command_line import make_folder
 from dct_dlrm.errors import UsageError
 
 from .. import provenance
@@ -25,13 +26,9 @@ def run(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     if options.validate is not None:
-        points = validation.validate(kernel_rates.read_json(options.validate))
-        report.print_validation(console, points)
+        report.print_validation(console, validation.load(options.validate))
         return 0
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out must be a folder that can be made: {error}") from None
+    make_folder(options.out, "scale.json", "step_time.png", "break_even.png")
     if None in options.rates:
         raise UsageError("--rates must be numbers here, got unlimited")
     if options.model == "tables":

@@ -42,8 +42,9 @@ def read_json(path: Path) -> dict:
         raise UsageError(f"{path} must be a JSON file: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} must be a JSON object, got {type(content).__name__}")
-    if content.get("options", {}).get("local_size", 1) > 1:
-        raise UsageError(f"{path} must be of nodes of one rank, got several")
+    options = content.get("options")
+    if isinstance(options, dict) and options.get("local_size", 1) != 1:
+        raise UsageError(f"{path} must be of nodes of one rank, got {options['local_size']}")
     return content
 
 

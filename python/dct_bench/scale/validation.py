@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import statistics
+from pathlib import Path
 
 from dct_dlrm.errors import UsageError
 
 from .cost_model import METHODS, Cluster, Kernels, Link, Model, all_gather, all_reduce, all_to_all
+from .kernel_rates import read_json
 from .shapes import dlrm
 
 # Modes with the smallest messages, of a replicated and of a hybrid model: alpha is found from one.
@@ -29,6 +31,19 @@ class Point:
     def error(self) -> float:
         """Of the prediction, as a fraction of what was measured."""
         return self.predicted / self.measured - 1
+
+
+def load(path: Path) -> list[Point]:
+    """Of the JSON of `dct-bench link`, what `validate` says.
+
+    Raises:
+        UsageError: it is not, or has not what is needed.
+    """
+    link = read_json(path)
+    try:
+        return validate(link)
+    except (LookupError, TypeError, AttributeError, ValueError, ZeroDivisionError):
+        raise UsageError(f"--validate must be the JSON of `dct-bench link`, got {path}") from None
 
 
 def validate(link: dict) -> list[Point]:
