@@ -2,8 +2,8 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from dct_parallel.data_parallel.choice import PROBE
 
@@ -30,7 +30,7 @@ density = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
 
 def link(text: str) -> str:
     """An argparse type: what `DCTState` takes as a link."""
-    if text != PROBE and not Path(text).is_file():
+    if text != PROBE and not os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"must be {PROBE} or a file, got {text!r}")
     return text
 

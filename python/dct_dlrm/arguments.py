@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
 from dct_parallel.data_parallel.choice import AUTO, PROBE, TRANSPORTS
+from dct_parallel.data_parallel.link import read as read_link
 from dct_parallel.rows.codecs import ROW_FORMATS
 
 from . import option_rules
@@ -330,6 +331,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     said = option_rules.broken(given, options)
     if said is not None:
         parser.error(said)
+    if options.link not in (None, PROBE):
+        try:
+            read_link(options.link, ranks // options.local_size)
+        except ValueError as error:
+            parser.error(f"argument --link: {str(error).removeprefix('dct::DCTState: link ')}")
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options

@@ -25,7 +25,7 @@ from .ranks import all_or_none, from_all_ranks
 
 MANIFEST = "checkpoint/manifest.json"
 VERSION = 1
-KEYS = ("version", "settings", "number", "files")  # of the manifest
+KINDS = {"version": int, "settings": dict, "number": int, "files": list}  # of the manifest
 
 
 class Checkpoints:
@@ -89,9 +89,12 @@ class Checkpoints:
             return None
         try:
             manifest = json.loads(self._manifest.read_bytes())
-            version, settings, _, _ = (manifest[key] for key in KEYS)
+            kinds = {key: type(manifest[key]) for key in KINDS}
         except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{self._manifest} must be as it was written, got another") from None
+            kinds = None
+        if kinds != KINDS:
+            raise UsageError(f"{self._manifest} must be as it was written, got another")
+        version, settings = manifest["version"], manifest["settings"]
         if version != VERSION:
             raise UsageError(f"{self._manifest} must be of version {VERSION}, got {version}")
         different = [

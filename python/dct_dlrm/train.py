@@ -1,11 +1,12 @@
 """dct-train: compare ways of averaging gradients on DLRM."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import exit_status, results_folder
+from .command_line import exit_status, results_folder, writing_to
 from .errors import UsageError
 
 
@@ -50,7 +51,7 @@ def _folder(options: argparse.Namespace) -> Path:
     from .arguments import FOLDER, RESULT
     from .checkpoint import MANIFEST
 
-    saved = options.out is not None and (options.out / MANIFEST).exists()
+    saved = options.out is not None and os.path.exists(options.out / MANIFEST)
     if saved and options.resume:
         return options.out
     if saved and not options.overwrite:
@@ -58,8 +59,9 @@ def _folder(options: argparse.Namespace) -> Path:
             f"--out must be without a checkpoint, got {options.out}, which has one: --resume goes "
             "on from it, --overwrite removes it"
         )
-    folder = results_folder(options, FOLDER, RESULT)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    folder = results_folder(options, FOLDER, RESULT, "history.json", "curves.png")
+    with writing_to(folder):
+        (folder / MANIFEST).unlink(missing_ok=True)
     return folder
 
 

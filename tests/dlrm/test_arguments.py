@@ -3,7 +3,8 @@
 import pytest
 
 from dct_dlrm import arguments
-from dct_dlrm.train import main
+from dct_dlrm.errors import UsageError
+from dct_dlrm.train import _folder, main
 
 COUNT = "must be an integer >= 1, got"
 FRACTION = "must be a number in (0, 1), got"
@@ -40,6 +41,7 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--policy", "loose", "invalid choice: 'loose'"),
         ("--transport", "ring", "invalid choice: 'ring'"),
         ("--link", "none.json", "must be probe or a file, got 'none.json'"),
+        ("--link", "n" * 300, "must be probe or a file, got 'nnn"),
     ],
 )
 def test_a_wrong_argument(capsys, argument, value, rule):
@@ -89,6 +91,58 @@ def test_results_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "taken").write_text("a file")
     assert main(["--out", str(tmp_path / "taken")]) == 1
     assert "--out must be a folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_name_too_long(tmp_path, capsys):
+    assert main(["--data", "n" * 300, "--out", str(tmp_path)]) == 1
+    assert "must be readable to its end, got: [Errno" in capsys.readouterr().err
+
+
+def _a_checkpoint_that_is_a_file(folder):
+    (folder / "checkpoint").touch()
+    return folder
+
+
+def _a_result_that_is_a_folder(folder):
+    (folder / "summary.json").mkdir()
+    return folder
+
+
+def _another_that_is_a_folder(folder):
+    (folder / "history.json").mkdir()
+    return folder
+
+
+def _a_name_too_long(folder):
+    return folder / ("n" * 300)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        _a_checkpoint_that_is_a_file,
+        _a_result_that_is_a_folder,
+        _another_that_is_a_folder,
+        _a_name_too_long,
+    ],
+)
+def test_a_folder_that_is_no_place_for_results(tmp_path, prepare):
+    options = arguments.parse(["--overwrite", "--out", str(prepare(tmp_path))])
+    with pytest.raises(UsageError, match="--out must be a folder that can be written to, got"):
+        _folder(options)
+
+
+@pytest.mark.parametrize(
+    "content, rule",
+    [("{}", "of dct-bench link --ranks 2, one rate"), ("not json", "'probe' or a JSON file")],
+)
+def test_another_file_is_no_link(tmp_path, capsys, content, rule):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        arguments.parse(["--link", str(path), "--ranks", "4", "--local-size", "2"])
+    said = capsys.readouterr().err
+    assert f"argument --link: must be {rule}" in said and said.count("\n") == 1
 
 
 def test_values_of_the_paper_setup():

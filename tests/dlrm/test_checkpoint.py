@@ -106,8 +106,17 @@ def test_other_settings_are_refused_by_name(saved):
     )
 
 
-def test_a_manifest_that_lacks_something_is_refused(saved):
-    (saved / MANIFEST).write_text('{"version": 1, "settings": {}}')
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"version": 1, "settings": {}}',
+        '{"version": 1, "settings": [], "number": 2, "files": []}',
+        '{"version": 1, "settings": {}, "number": "2", "files": []}',
+    ],
+    ids=["lacks", "settings", "number"],
+)
+def test_a_manifest_that_was_not_written_so_is_refused(saved, content):
+    (saved / MANIFEST).write_text(content)
     with pytest.raises(UsageError, match=f"{saved / MANIFEST} must be as it was written"):
         _checkpoints(saved).load()
 

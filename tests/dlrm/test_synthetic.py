@@ -6,12 +6,20 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from dct_dlrm.data import hashing, synthetic
-from dct_dlrm.data.features import CARDINALITIES, EMPTY, MISSING
+from dct_dlrm.data.dataset import _generate
+from dct_dlrm.data.features import CARDINALITIES, EMPTY, MISSING, table_rows
 from dct_dlrm.loop import score
 
 N = 60_000
 GENERATOR = synthetic.Generator(3)
 BLOCK = GENERATOR.rows(np.arange(N))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_rank_may_have_no_rows(most):
+    rows, probability = _generate(np.arange(0), table_rows(50), most)
+    assert len(rows) == len(probability) == 0
+    assert rows.ids.shape == (0, 26, 3)[: 2 + (most > 1)]
 
 
 def test_rows_depend_on_their_number_alone():

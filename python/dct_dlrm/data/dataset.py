@@ -105,7 +105,7 @@ def _generate(
 ) -> tuple[Rows, np.ndarray]:
     generator = Generator(GENERATOR_SEED, most)
     parts, probabilities = [], []
-    for start in range(0, len(numbers), ROWS_PER_BLOCK):
+    for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # a block at least, of no rows
         block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])
         parts.append(Rows.encode(block.labels, block.ints, block.values, rows))
         probabilities.append(block.probability)

@@ -49,7 +49,7 @@ class ReadReport:
 
 def opened(path: Path) -> BinaryIO:
     """A file of lines, gzip-compressed or not, whatever its name; UsageError if it is none."""
-    if not path.is_file():
+    if not guarded(path, path.is_file):
         raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
     with guarded(path, lambda: open(path, "rb")) as file:
         compressed = file.read(len(GZIP)) == GZIP

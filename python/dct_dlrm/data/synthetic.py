@@ -163,7 +163,7 @@ def write_tsv(path: Path, seed: int, rows: int) -> None:
 
 def _pooled(vectors: np.ndarray, bags: np.ndarray) -> np.ndarray:
     """Sums [n, d] of the vectors of a value [n] or a bag of them [n, most]; MISSING's is first."""
-    bags = bags.reshape(len(bags), -1)
+    bags = bags[:, None] if bags.ndim == 1 else bags
     there = bags != EMPTY
     return (vectors[np.where(there, bags + 1, 0)] * there[:, :, None]).sum(1)
 
