@@ -1,0 +1,70 @@
+#pragma once
+
+// The k-th largest key of sixteen rows at once, a row a lane: a step of bisection is one vector
+// loop that counts, no lane waits for another's branch, and no sum goes across lanes. Call it
+// inside vectorise_rows().
+
+#include <cstdint>
+
+#include "../common/rounding.h"
+#include "row_lanes.h"
+
+namespace dct::cpu {
+
+// Each in a loop of its own: the compiler finds lanes only where all do the same.
+inline Lanes least_keys(const int32_t* keys, int64_t n) {
+  Lanes least;
+  for (int l = 0; l < kLanes; ++l) least.at[l] = kFloat32Infinity;
+  for (int64_t j = 0; j < n; ++j) {
+    for (int l = 0; l < kLanes; ++l) {
+      const int32_t key = keys[kLanes * j + l];
+      least.at[l] = key < least.at[l] ? key : least.at[l];
+    }
+  }
+  return least;
+}
+
+inline Lanes largest_keys(const int32_t* keys, int64_t n) {
+  Lanes largest;
+  for (int l = 0; l < kLanes; ++l) largest.at[l] = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    for (int l = 0; l < kLanes; ++l) {
+      const int32_t key = keys[kLanes * j + l];
+      largest.at[l] = key > largest.at[l] ? key : largest.at[l];
+    }
+  }
+  return largest;
+}
+
+// Raises each lane's bound, which at least k of its n keys reach, and at least k reach the result.
+// If rounds suffice, no more do, or else the bound is the k-th key itself, or infinity if that is
+// above. Keys and bounds are multiples of `unit`, a power of two.
+template <typename Rows>
+void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit, int rounds,
+                  Lanes& bound) {
+  constexpr int32_t infinity = kFloat32Infinity;
+  Lanes low = bound, high = largest_keys(keys, n), middle, count;  // k reach low, and not high
+  for (int l = 0; l < kLanes; ++l) {
+    high.at[l] = (high.at[l] < infinity ? high.at[l] : infinity) + unit;
+    // First whether the bound is the k-th already: so it is where all of a row are zeros but a few.
+    middle.at[l] = low.at[l] < infinity ? low.at[l] + unit : infinity;
+  }
+  for (int32_t open = 1; open != 0 && rounds > 0; --rounds) {
+    Rows::reach(keys, n, middle, count);
+    open = 0;
+    // Sums of masks rather than branches or nested choices: these the compiler does not make
+    // vectors.
+    for (int l = 0; l < kLanes; ++l) {
+      const int32_t enough = -(count.at[l] >= k), exact = -(count.at[l] == k);
+      low.at[l] += (middle.at[l] - low.at[l]) & enough;
+      high.at[l] += (middle.at[l] - high.at[l]) & ~enough;
+      high.at[l] += (low.at[l] + unit - high.at[l]) & exact;
+      const int32_t range = high.at[l] - low.at[l];
+      open |= -(range > unit);
+      middle.at[l] = low.at[l] + (range >> 1 & -unit);
+    }
+  }
+  bound = low;
+}
+
+}  // namespace dct::cpu
