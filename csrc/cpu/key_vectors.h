@@ -1,7 +1,7 @@
 #pragma once
 
-// Comparing keys with a bound, by the instructions that make bits or counts of a comparison: the
-// compiler has no loop for the one, and adds the other up at length where there are few keys.
+// Counting the keys that reach a bound: what the compiler makes of the loop adds up at length where
+// there are few keys.
 
 #include <cstdint>
 
@@ -15,8 +15,7 @@ namespace dct::cpu {
 
 constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see largest.h
 
-// For each instruction set: `count` says how many keys of some groups reach a bound >= 0, `mark`
-// makes bit i of a group's word keys[i] >= bound.
+// For each instruction set: `count` says how many keys of some groups reach a bound >= 0.
 struct PlainKeys {
   static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
     int64_t total = 0;
@@ -26,13 +25,6 @@ struct PlainKeys {
       total += count;
     }
     return total;
-  }
-  static void mark(const int32_t* keys, int64_t groups, int32_t bound, uint64_t* bits) {
-    for (int64_t g = 0; g < groups; ++g) {
-      uint64_t word = 0;
-      for (int i = 0; i < kKeyGroup; ++i) word |= uint64_t{keys[kKeyGroup * g + i] >= bound} << i;
-      bits[g] = word;
-    }
   }
 };
 
@@ -55,19 +47,6 @@ struct Avx2Keys {
     const __m256i halves = _mm256_hadd_epi32(pairs, pairs);
     return int64_t{_mm256_extract_epi32(halves, 0)} + _mm256_extract_epi32(halves, 4);
   }
-  __attribute__((target("avx2"))) static void mark(const int32_t* keys, int64_t groups,
-                                                   int32_t bound, uint64_t* bits) {
-    const __m256i below = _mm256_set1_epi32(bound - 1);
-    for (int64_t g = 0; g < groups; ++g) {
-      const auto* group = reinterpret_cast<const __m256i*>(keys + kKeyGroup * g);
-      uint64_t word = 0;
-      for (int i = 0; i < 8; ++i) {
-        const __m256i reach = _mm256_cmpgt_epi32(_mm256_loadu_si256(group + i), below);
-        word |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(reach)))) << (8 * i);
-      }
-      bits[g] = word;
-    }
-  }
 };
 
 struct Avx512Keys {
@@ -87,10 +66,6 @@ struct Avx512Keys {
       total += __builtin_popcountll(group(keys + kKeyGroup * g, least));
     }
     return total;
-  }
-  DCT_AVX512 static void mark(const int32_t* keys, int64_t groups, int32_t bound, uint64_t* bits) {
-    const __m512i least = _mm512_set1_epi32(bound);
-    for (int64_t g = 0; g < groups; ++g) bits[g] = group(keys + kKeyGroup * g, least);
   }
 #undef DCT_AVX512
 };

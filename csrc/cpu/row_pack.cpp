@@ -20,11 +20,11 @@ namespace {
 struct Scratch {
   Scratch(int64_t width, int64_t k)
       : selector(width, k),
-        rows(new float[kLanes * whole_lanes(width)]()),
+        rows(new float[kLanes * whole_lanes(width)]),
         flags(new uint8_t[64 * bitmask_words(width)]),
         bits(new uint64_t[bitmask_words(width)]) {}
   RowSelector selector;
-  std::unique_ptr<float[]> rows;     // in float32, 0.0 past the width
+  std::unique_ptr<float[]> rows;     // in float32
   std::unique_ptr<uint8_t[]> flags;  // of one row, 1 where a column is kept
   std::unique_ptr<uint64_t[]> bits;
 };
@@ -35,7 +35,7 @@ constexpr int32_t kUnit = std::is_same_v<X, float>      ? 1
                           : std::is_same_v<X, BFloat16> ? 1 << 16
                                                         : 1 << 13;
 
-// Rows in float32, filled up to whole vectors.
+// Rows in float32, filled up to whole vectors with 0.0.
 template <typename X>
 const float* as_floats(const X* x, int64_t rows, int64_t width, const Scratch& scratch) {
   const int64_t padded = whole_lanes(width);
@@ -46,6 +46,7 @@ const float* as_floats(const X* x, int64_t rows, int64_t width, const Scratch& s
     for (int64_t row = 0; row < rows; ++row) {
       float* to = scratch.rows.get() + row * padded;
       for (int64_t i = 0; i < width; ++i) to[i] = to_float(x[row * width + i]);
+      for (int64_t i = width; i < padded; ++i) to[i] = 0.0f;
     }
   });
   return scratch.rows.get();

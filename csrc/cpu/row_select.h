@@ -27,8 +27,8 @@ class RowSelector {
         stride_(padded_ + kLanes),
         groups_(group_count(padded_, k)),
         all_columns_(new int32_t[padded_]),
-        maxima_(new float[kLanes * groups_]()),
-        listed_(new float[kLanes * stride_]()),
+        maxima_(new float[kLanes * groups_]),
+        listed_(new float[kLanes * stride_]),
         listed_columns_(new int32_t[kLanes * stride_]),
         keys_(new int32_t[kLanes * padded_]),
         kept_(new float[kLanes * k + stride_]),
@@ -90,7 +90,7 @@ class RowSelector {
               int64_t ahead) {
     constexpr int64_t kLine = 64;
     for (int l = 0; l < kLanes; ++l) {
-      bound_.at[l] = near_;
+      bound_.at[l] = l < rows ? near_ : 0;
       count_.at[l] = 0;
     }
     bool missed[kLanes];
@@ -101,15 +101,15 @@ class RowSelector {
       misses_ += missed[row];
     }
     if (misses_ == 0) return;
-    Lanes bound;
-    for (int l = 0; l < kLanes; ++l) bound.at[l] = 0;
+    Lanes bound = {};
     if (groups_ < padded_) {
-      for (int64_t row = 0; row < rows; ++row) {
-        if (missed[row]) group_maxima(x + row * padded_, maxima_.get() + row * groups_);
-      }
       constexpr int kRoughly = 6;  // rounds, for a bound that a few more reach
-      Lanes count;
-      for (int l = 0; l < kLanes; ++l) count.at[l] = static_cast<int32_t>(groups_);
+      Lanes count = {};
+      for (int64_t row = 0; row < rows; ++row) {
+        if (!missed[row]) continue;
+        group_maxima(x + row * padded_, maxima_.get() + row * groups_);
+        count.at[row] = static_cast<int32_t>(groups_);
+      }
       Rows::turn(maxima_.get(), groups_, count, groups_, keys_.get());
       bound = least_keys(keys_.get(), groups_);
       raise_bounds(how, keys_.get(), groups_, k_, unit, kRoughly, bound);
