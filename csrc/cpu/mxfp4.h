@@ -44,18 +44,20 @@ inline void quantize_mxfp4(const float* x, int64_t width, uint8_t* row) {
   }
 }
 
-// out: float32 [width].
-inline void dequantize_mxfp4(const uint8_t* row, int64_t width, float* out) {
+// The n entries from column `begin` on, the first of a block.
+template <typename Out>
+void dequantize_mxfp4(const uint8_t* row, int64_t width, int64_t begin, int64_t n, Out* out) {
   static constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-  const uint8_t* scales = row + code_bytes(width, RowFormat::kMxfp4);
-  for (int64_t begin = 0; begin < width; begin += kMxfp4Block) {
+  const uint8_t* codes = row + begin / 2;
+  const uint8_t* scales = row + code_bytes(width, RowFormat::kMxfp4) + begin / kMxfp4Block;
+  for (int64_t block = 0; block < n; block += kMxfp4Block) {
     const uint32_t scale = *scales++;
     const uint32_t power = scale == 0 ? 1u << 22 : scale << 23;  // 2^-127 is subnormal
     const float factor = bits_to_float(scale == kMxfp4NanScale ? kFloat32Nan : power);
-    const int64_t end = std::min(width, begin + kMxfp4Block);
-    for (int64_t i = begin; i < end; ++i) {
-      out[i] = kE2m1[row[i / 2] >> (i % 2 * 4) & 15] * factor;
+    const int64_t end = std::min(n, block + kMxfp4Block);
+    for (int64_t i = block; i < end; ++i) {
+      out[i] = round_to<Out>(kE2m1[codes[i / 2] >> (i % 2 * 4) & 15] * factor);
     }
   }
 }

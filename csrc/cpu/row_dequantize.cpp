@@ -1,87 +1,82 @@
-// A row's bytes are looked up in a table of the codes they hold; then codes become floats.
+// A piece of a row at a time. Codes of few bits are looked up among the entries that they can be.
 
 #include "row_dequantize.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <memory>
-#include <vector>
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
 #include "stream_copy.h"
-#include "vectorise.h"
+#include "unpack_codes.h"
 
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kEntry = 8;  // bytes of a table's entry: as many codes as a byte can hold
+constexpr int64_t kPiece = 256;  // columns: whole groups of codes, whole blocks of mxfp4
+constexpr int64_t kAheadBytes = 4096, kLineBytes = 64;
 
-// Code `index` of those that `byte` holds, whatever the byte is.
-constexpr int8_t code_of(int byte, int index, RowFormat format) {
-  switch (format) {
-    case RowFormat::kInt4:
-      return static_cast<int8_t>(((byte >> 4 * index & 15) ^ 8) - 8);
-    case RowFormat::kSign:
-      return static_cast<int8_t>(1 - 2 * (byte >> index & 1));
-    default: {
-      int number = std::min((byte + 121) & 255, 242);  // 0 to 242 for -121 to 121
-      for (int i = 0; i < index; ++i) number /= 3;
-      return static_cast<int8_t>(number % 3 - 1);
-    }
-  }
-}
+// The entries of a few rows are made first: the first load of what was just stored in other pieces
+// would wait until it has reached the cache.
+constexpr int64_t kRows = 16;
 
-template <RowFormat kFormat>
-constexpr auto kCodes = [] {
-  std::array<std::array<int8_t, kEntry>, 256> codes{};
-  for (int byte = 0; byte < 256; ++byte) {
-    for (int i = 0; i < codes_per_byte(kFormat); ++i) codes[byte][i] = code_of(byte, i, kFormat);
-  }
-  return codes;
-}();
-
-// One task's working memory, for rows of `width` columns.
+// Asks for the memory some way behind `out`: a store waits for its line, and what is only written
+// the hardware does not fetch far enough ahead.
 template <typename Out>
-struct Scratch {
-  explicit Scratch(int64_t width)
-      : codes(new int8_t[width + 2 * kEntry]), floats(new float[width]), row(new Out[width]) {}
-  std::unique_ptr<int8_t[]> codes;  // with room for the entry of the last byte
-  std::unique_ptr<float[]> floats;
-  std::unique_ptr<Out[]> row;
-};
-
-template <RowFormat kFormat>
-const int8_t* unpack_codes(const uint8_t* row, int64_t bytes, int8_t* codes) {
-  if constexpr (kFormat == RowFormat::kInt8) return reinterpret_cast<const int8_t*>(row);
-  if constexpr (kFormat == RowFormat::kInt4) {
-    for (int64_t i = 0; i < bytes; ++i) {
-      codes[2 * i] = static_cast<int8_t>(((row[i] & 15) ^ 8) - 8);
-      codes[2 * i + 1] = static_cast<int8_t>(row[i]) >> 4;
-    }
-    return codes;
+void prefetch_behind(const Out* out, int64_t n) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(out) + kAheadBytes;
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Out)); i += kLineBytes) {
+    __builtin_prefetch(bytes + i, 1);
   }
-  for (int64_t i = 0; i < bytes; ++i) {
-    std::memcpy(codes + codes_per_byte(kFormat) * i, kCodes<kFormat>[row[i]].data(), kEntry);
-  }
-  return codes;
 }
 
-template <RowFormat kFormat, typename Out>
-void dequantize_row(const uint8_t* row, int64_t width, const Scratch<Out>& scratch, Out* out) {
-  if constexpr (kFormat == RowFormat::kMxfp4) {
-    dequantize_mxfp4(row, width, scratch.floats.get());
-    for (int64_t i = 0; i < width; ++i) out[i] = round_to<Out>(scratch.floats[i]);
-  } else {
-    const int64_t bytes = code_bytes(width, kFormat);
-    const int8_t* codes = unpack_codes<kFormat>(row, bytes, scratch.codes.get());
-    BFloat16 bits;
-    std::memcpy(&bits, row + bytes, kScaleBytes);
-    const float scale = to_float(bits);
-    for (int64_t i = 0; i < width; ++i) {
-      out[i] = round_to<Out>(static_cast<float>(codes[i]) * scale);
+template <RowFormat kFormat>
+float scale_of(const uint8_t* row, int64_t width) {
+  BFloat16 scale;
+  std::memcpy(&scale, row + code_bytes(width, kFormat), kScaleBytes);
+  return to_float(scale);
+}
+
+template <typename Out>
+Out entry(int code, float scale) {
+  return round_to<Out>(static_cast<float>(code) * scale);
+}
+
+// The entries of columns [begin, end) of a row.
+template <RowFormat kFormat, typename Unpack, typename Out>
+void look_up(Unpack, const uint8_t* row, int64_t begin, int64_t end, const Entries<Out>& entries,
+             Out* out) {
+  for (; begin + kCodeGroup <= end; begin += kCodeGroup, out += kCodeGroup) {
+    Unpack::template look_up<kFormat>(row, begin, entries, out);
+  }
+  if (begin == end) return;
+  const int64_t before = begin / codes_per_byte(kFormat);
+  uint8_t bytes[kCodeGroup] = {};
+  std::memcpy(bytes, row + before, code_bytes(end, kFormat) - before);
+  Out group[kCodeGroup];
+  Unpack::template look_up<kFormat>(bytes, begin % codes_per_byte(kFormat), entries, group);
+  std::memcpy(out, group, (end - begin) * sizeof(Out));
+}
+
+template <RowFormat kFormat, typename Unpack, typename Out>
+void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries<Out>& entries,
+                    bool streams, Out* out) {
+  for (int64_t begin = 0; begin < width; begin += kPiece) {
+    const int64_t n = std::min(width - begin, kPiece);
+    Out piece[kPiece];
+    Out* target = streams ? piece : out + begin;
+    if (!streams) prefetch_behind(target, n);
+    if constexpr (kFormat == RowFormat::kMxfp4) {
+      dequantize_mxfp4(row, width, begin, n, target);
+    } else if constexpr (kFormat == RowFormat::kInt8) {
+      const float scale = scale_of<kFormat>(row, width);
+      for (int64_t i = 0; i < n; ++i) {
+        target[i] = entry<Out>(static_cast<int8_t>(row[begin + i]), scale);
+      }
+    } else {
+      look_up<kFormat>(how, row, begin, begin + n, entries, target);
     }
+    if (streams) stream_copy(out + begin, piece, n * sizeof(Out));
   }
 }
 
@@ -89,20 +84,27 @@ template <typename Out, RowFormat kFormat>
 void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   auto* out = static_cast<Out*>(args.out);
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
-  const int64_t size = width * static_cast<int64_t>(sizeof(Out));
-  const bool streams = args.rows * size >= kStreamBytes;
+  const bool streams = args.rows * width * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
+  // Read at run time: a loop of constant length would be taken apart, then joined over rows.
+  const int num_entries = entries_of(args.format);
   const int64_t tasks = std::min(parallel.threads, args.rows);
-  std::vector<Scratch<Out>> scratch;
-  for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width);
   parallel.run(tasks, [&](int64_t task) {
     const Share mine = share(args.rows, tasks, task);
-    const Scratch<Out>& own = scratch[task];
-    vectorise([&] {
-      for (int64_t row = mine.begin; row < mine.end; ++row) {
-        const uint8_t* quantized = args.quantized + row * bytes;
-        Out* target = streams ? own.row.get() : out + row * width;
-        dequantize_row<kFormat>(quantized, width, own, target);
-        if (streams) stream_copy(out + row * width, target, size);
+    vectorise_unpacking([&](auto how) {
+      Entries<Out> entries[kRows] = {};
+      for (int64_t begin = mine.begin; begin < mine.end; begin += kRows) {
+        const int64_t n = std::min(mine.end - begin, kRows);
+        const uint8_t* rows = args.quantized + begin * bytes;
+        for (int64_t r = 0; r < n && num_entries > 0; ++r) {
+          const float scale = scale_of<kFormat>(rows + r * bytes, width);
+          for (int i = 0; i < num_entries; ++i) {
+            entries[r].of[i] = entry<Out>(code_at(i, kFormat), scale);
+          }
+        }
+        for (int64_t r = 0; r < n; ++r) {
+          dequantize_row<kFormat>(how, rows + r * bytes, width, entries[r], streams,
+                                  out + (begin + r) * width);
+        }
       }
     });
   });

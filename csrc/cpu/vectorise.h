@@ -55,11 +55,30 @@ void vectorise(const Loop& loop) {
   }
 }
 
+// The same for a loop that takes what the compiler has no vector code for from a class, of which
+// there is one for each instruction set.
+template <typename Plain, typename Avx2, typename Avx512, typename Loop>
+void vectorise_by(const Loop& loop) {
+  switch (isa()) {
+    case Isa::kAvx512:
+      return run_avx512([&] { loop(Avx512{}); });
+    case Isa::kAvx2:
+      return run_avx2([&] { loop(Avx2{}); });
+    default:
+      return loop(Plain{});
+  }
+}
+
 #else
 
 template <typename Loop>
 void vectorise(const Loop& loop) {
   loop();
+}
+
+template <typename Plain, typename Avx2, typename Avx512, typename Loop>
+void vectorise_by(const Loop& loop) {
+  loop(Plain{});
 }
 
 #endif
