@@ -1,39 +1,62 @@
 // A row is gone through a few times: for its largest magnitude, for the sums that means need, for
-// its codes, one a byte, and for packing those. After the first time it is in the nearest cache.
+// its codes. After the first time it is in the nearest cache. A step ends in one number that the
+// next one waits for, so short rows take each step together: while one waits, others have work.
 
 #include "row_quantize.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
+#include "pack_codes.h"
 #include "prefetch.h"
-#include "vectorise.h"
 
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kSpareCodes = 16;  // a last byte filled up, and read by 8 bytes at a time
+constexpr int64_t kMostRows = 16;    // that take their steps together,
+constexpr int64_t kTogether = 1024;  // if they have no more columns than this
+constexpr int64_t kWord = 64;        // columns of a word of bits
+
+constexpr int64_t rows_together(int64_t width) {
+  return std::clamp<int64_t>(kTogether / width, 1, kMostRows);
+}
+
+// Words of a plane of bits, with what pack_trits reads past its last.
+constexpr int64_t plane_words(int64_t width) { return width / kWord + 3; }
 
 // One task's working memory, for rows of `width` columns.
 struct Scratch {
   explicit Scratch(int64_t width)
-      : row(new float[width]), codes(new uint8_t[width + kSpareCodes]()) {}
-  std::unique_ptr<float[]> row;      // of a narrower dtype, in float32
-  std::unique_ptr<uint8_t[]> codes;  // of every column, and some bytes more
+      : floats(new float[rows_together(width) * width]),
+        codes(new uint8_t[width + 1]),
+        planes(new uint64_t[rows_together(width) * 2 * plane_words(width)]()) {}
+  std::unique_ptr<float[]> floats;     // rows of a narrower dtype, in float32
+  std::unique_ptr<uint8_t[]> codes;    // of int4, one a byte
+  std::unique_ptr<uint64_t[]> planes;  // of ternary, two a row: a code is above 0, or below
 };
 
-const float* as_floats(const float* x, int64_t, const Scratch&) { return x; }
+struct Row {
+  const float* x;
+  int32_t top;  // the key of its largest magnitude
+  float bound;  // of ternary, in units: only above the bound is not 0
+  BFloat16 scale;
+  uint64_t *above, *below;  // its planes
+
+  bool finite() const { return top < static_cast<int32_t>(kFloat32Infinity); }
+};
+
+const float* as_floats(const float* x, int64_t, float*) { return x; }
 
 template <typename X>
-const float* as_floats(const X* x, int64_t width, const Scratch& scratch) {
-  for (int64_t i = 0; i < width; ++i) scratch.row[i] = to_float(x[i]);
-  return scratch.row.get();
+const float* as_floats(const X* x, int64_t width, float* floats) {
+  for (int64_t i = 0; i < width; ++i) floats[i] = to_float(x[i]);
+  return floats;
 }
 
 int32_t largest_key(const float* x, int64_t width) {
@@ -45,38 +68,53 @@ int32_t largest_key(const float* x, int64_t width) {
   return top;
 }
 
-// The mean of the magnitudes, in units: of all of them, or with kBound of those above the bound.
+// The sum of the magnitudes, in units: of all of them, or with kBound of those above the bound.
 template <bool kBound>
-float mean_magnitude(const float* x, int64_t width, float in_one, float bound) {
-  int64_t total = 0, kept = kBound ? 0 : width;
+int64_t sum_magnitudes(const float* x, int64_t width, float in_one, float bound) {
+  int64_t total = 0;
   for (int64_t begin = 0; begin < width; begin += kUnitsInWord) {
     const int64_t n = std::min(width - begin, kUnitsInWord);
-    uint32_t units = 0, above = 0;
+    uint32_t units = 0;
     for (int64_t i = 0; i < n; ++i) {
       const float magnitude = std::fabs(x[begin + i]) * in_one;
       const uint32_t whole = static_cast<uint32_t>(static_cast<int32_t>(magnitude));
       units += kBound && !(magnitude > bound) ? 0 : whole;
-      if constexpr (kBound) above += magnitude > bound;
     }
     total += units;
-    kept += above;
   }
-  return static_cast<float>(total) / static_cast<float>(kept > 0 ? kept : 1);
+  return total;
 }
 
-// Fills up the codes of a row's last byte: a store of fixed size, where memset would be called.
-void fill_last(uint8_t* codes, uint8_t code) {
-  const uint64_t eight = 0x0101010101010101u * code;
-  std::memcpy(codes, &eight, sizeof(eight));
+float mean(int64_t total, int64_t count) {
+  return static_cast<float>(total) / static_cast<float>(count);
 }
 
-// Of flags, which are 0 or 1.
-void pack_signs(const uint8_t* flags, int64_t bytes, uint8_t* out) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t eight;
-    std::memcpy(&eight, flags + 8 * i, sizeof(eight));
-    // Each is shifted to its own bit of the product's top byte.
-    out[i] = static_cast<uint8_t>(eight * 0x0102040810204080u >> 56);
+// Calls function(word, above, below) for a row's columns, 64 at a time, with the bits of
+// Pack::mark; those past the last column are 0.
+template <typename Pack, typename Function>
+void for_each_word(Pack, const float* x, int64_t width, float factor, float bound,
+                   Function&& function) {
+  uint64_t above, below;
+  int64_t word = 0;
+  for (; (word + 1) * kWord <= width; ++word) {
+    Pack::mark(x + word * kWord, factor, bound, &above, &below);
+    function(word, above, below);
+  }
+  const int64_t rest = width - word * kWord;
+  if (rest == 0) return;
+  float last[kWord] = {};
+  std::memcpy(last, x + word * kWord, rest * sizeof(float));
+  Pack::mark(last, factor, bound, &above, &below);
+  function(word, above, below);
+}
+
+// Writes a vector whole, also over what is written after it, unless the task's rows end there.
+template <typename Vector>
+void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) {
+  if (end - out >= static_cast<int64_t>(sizeof(vector))) {
+    std::memcpy(out, &vector, sizeof(vector));
+  } else {
+    std::memcpy(out, &vector, bytes);
   }
 }
 
@@ -87,67 +125,83 @@ void pack_nibbles(const uint8_t* codes, int64_t bytes, uint8_t* out) {
   }
 }
 
-// Digits are codes + 1; the byte is the sum of the codes times 1, 3, 9, 27, 81.
-void pack_trits(const uint8_t* digits, int64_t bytes, uint8_t* out) {
-  constexpr uint64_t kPowers = 81 | 27 << 8 | 9 << 16 | 3 << 24 | uint64_t{1} << 32;
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t five;
-    std::memcpy(&five, digits + 5 * i, sizeof(five));
-    // Digit j times 3^j adds up in byte 4 of the product; the bytes below stay below 256.
-    out[i] = static_cast<uint8_t>((five * kPowers >> 32) - 121);
-  }
-}
-
-// A row whose codes are all 0.
-void write_zeros(uint8_t* out, int64_t bytes, BFloat16 scale) {
-  std::memset(out, 0, bytes);
-  std::memcpy(out + bytes, &scale, kScaleBytes);
-}
-
-template <RowFormat kFormat>
-void quantize_row(const float* x, int64_t width, const Scratch& scratch, uint8_t* out) {
-  if constexpr (kFormat == RowFormat::kMxfp4) return quantize_mxfp4(x, width, out);
-  const int64_t bytes = code_bytes(width, kFormat);
-  uint8_t* codes = scratch.codes.get();
-  const int32_t top = largest_key(x, width);
-  if (top >= static_cast<int32_t>(kFloat32Infinity)) return write_zeros(out, bytes, kNanScale);
-  const Units units = units_of(top);
-  float bound = 0.0f, exact = 0.0f;  // in units: only above the bound is not 0
+// The scale, before it is rounded.
+template <RowFormat kFormat, typename Pack>
+float exact_scale(Pack how, const Row& row, int64_t width) {
+  const Units units = units_of(row.top);
   if constexpr (kFormat == RowFormat::kTernary) {
-    bound = 0.75f * mean_magnitude<false>(x, width, units.in_one, 0.0f);
-    exact = mean_magnitude<true>(x, width, units.in_one, bound) * units.unit;
+    int64_t kept = 0;
+    for_each_word(how, row.x, width, units.in_one, row.bound,
+                  [&](int64_t word, uint64_t above, uint64_t below) {
+                    row.above[word] = above;
+                    row.below[word] = below;
+                    kept += __builtin_popcountll(above | below);
+                  });
+    const int64_t total = sum_magnitudes<true>(row.x, width, units.in_one, row.bound);
+    return mean(total, std::max<int64_t>(kept, 1)) * units.unit;
   } else if constexpr (kFormat == RowFormat::kSign) {
-    exact = mean_magnitude<false>(x, width, units.in_one, 0.0f) * units.unit;
+    return mean(sum_magnitudes<false>(row.x, width, units.in_one, 0.0f), width) * units.unit;
   } else {
-    exact = bits_to_float(top) / levels(kFormat);
+    return bits_to_float(row.top) / levels(kFormat);
   }
-  const BFloat16 scale = row_scale(exact);
-  if (scale.bits == 0) return write_zeros(out, bytes, scale);
-  std::memcpy(out + bytes, &scale, kScaleBytes);
-  if constexpr (kFormat == RowFormat::kSign) {
-    for (int64_t i = 0; i < width; ++i) {
-      const uint32_t bits = float_to_bits(x[i]);
-      codes[i] = static_cast<uint8_t>((bits & (bits - 1)) >> 31);  // x < 0: not of -0.0
-    }
-    fill_last(codes + width, 0);
-    pack_signs(codes, bytes, out);
+}
+
+template <RowFormat kFormat, typename Pack>
+void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t* out,
+               const uint8_t* end) {
+  const int64_t bytes = code_bytes(width, kFormat);
+  if (row.scale.bits == 0 || !row.finite()) {
+    std::memset(out, 0, bytes);
+  } else if constexpr (kFormat == RowFormat::kSign) {
+    for_each_word(how, row.x, width, 1.0f, 0.0f, [&](int64_t word, uint64_t, uint64_t below) {
+      put(out + 8 * word, below, bytes - 8 * word, end);
+    });
   } else if constexpr (kFormat == RowFormat::kTernary) {
-    for (int64_t i = 0; i < width; ++i) {
-      const float in_units = x[i] * units.in_one;
-      codes[i] = static_cast<uint8_t>(1 + (in_units > bound) - (in_units < -bound));
+    const auto* above = reinterpret_cast<const uint8_t*>(row.above);
+    const auto* below = reinterpret_cast<const uint8_t*>(row.below);
+    for (int64_t i = 0; i < bytes; i += kTritBytes) {
+      std::array<uint8_t, kTritBytes> packed;
+      Pack::pack_trits(above + i / 8 * kTrits, below + i / 8 * kTrits, packed.data());
+      put(out + i, packed, bytes - i, end);
     }
-    fill_last(codes + width, 1);
-    pack_trits(codes, bytes, out);
   } else {
-    const float inverse = 1.0f / to_float(scale);
+    const float inverse = 1.0f / to_float(row.scale);
     uint8_t* target = kFormat == RowFormat::kInt8 ? out : codes;
     for (int64_t i = 0; i < width; ++i) {
-      target[i] = static_cast<uint8_t>(float_to_bits(x[i] * inverse + kRoundToInteger));
+      target[i] = static_cast<uint8_t>(float_to_bits(row.x[i] * inverse + kRoundToInteger));
     }
     if constexpr (kFormat == RowFormat::kInt4) {
-      fill_last(codes + width, 0);
+      codes[width] = 0;  // of a byte that is half full
       pack_nibbles(codes, bytes, out);
     }
+  }
+  std::memcpy(out + bytes, &row.scale, kScaleBytes);
+}
+
+// Up to rows_together rows. Nothing is written from `end` on.
+template <RowFormat kFormat, typename Pack, typename X>
+void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const Scratch& scratch,
+                       uint8_t* out, const uint8_t* end) {
+  Row rows[kMostRows];
+  for (int64_t r = 0; r < count; ++r) {
+    uint64_t* above = scratch.planes.get() + 2 * r * plane_words(width);
+    const float* floats = as_floats(x + r * width, width, scratch.floats.get() + r * width);
+    rows[r] = {floats, largest_key(floats, width), 0.0f, kNanScale,
+               above,  above + plane_words(width)};
+  }
+  if constexpr (kFormat == RowFormat::kTernary) {
+    for (int64_t r = 0; r < count; ++r) {
+      if (!rows[r].finite()) continue;
+      const float in_one = units_of(rows[r].top).in_one;
+      rows[r].bound = 0.75f * mean(sum_magnitudes<false>(rows[r].x, width, in_one, 0.0f), width);
+    }
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    if (rows[r].finite()) rows[r].scale = row_scale(exact_scale<kFormat>(how, rows[r], width));
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    write_row<kFormat>(how, rows[r], width, scratch.codes.get(),
+                       out + r * row_bytes(width, kFormat), end);
   }
 }
 
@@ -162,11 +216,20 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
     const Share mine = share(args.rows, tasks, task);
     const Scratch& own = scratch[task];
     const Prefetch<X> prefetch(x, width, mine.end);
-    vectorise([&] {
-      for (int64_t row = mine.begin; row < mine.end; ++row) {
-        prefetch.before(row);
-        const float* floats = as_floats(x + row * width, width, own);
-        quantize_row<kFormat>(floats, width, own, args.out + row * bytes);
+    vectorise_packing([&](auto how) {
+      int64_t count;
+      for (int64_t row = mine.begin; row < mine.end; row += count) {
+        count = std::min(mine.end - row, rows_together(width));
+        for (int64_t r = 0; r < count; ++r) prefetch.before(row + count + r);
+        if constexpr (kFormat == RowFormat::kMxfp4) {
+          for (int64_t r = 0; r < count; ++r) {
+            const float* floats = as_floats(x + (row + r) * width, width, own.floats.get());
+            quantize_mxfp4(floats, width, args.out + (row + r) * bytes);
+          }
+        } else {
+          quantize_together<kFormat>(how, x + row * width, count, width, own,
+                                     args.out + row * bytes, args.out + mine.end * bytes);
+        }
       }
     });
   });

@@ -1,0 +1,130 @@
+#pragma once
+
+// Codes into a row's bytes (docs/ops.md says how they lie there), by the instructions that make
+// bits of comparisons and move bytes: the compiler has no loop for them.
+
+#include <cstdint>
+
+#include "vectorise.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
+namespace dct::cpu {
+
+// The five codes of a ternary byte are bits of two planes, of columns above 0 and of those below.
+constexpr int kTrits = 5;
+constexpr int64_t kTritBytes = 16;  // packed at a time: 80 columns, 10 bytes of a plane
+constexpr int64_t kTritPlane = 16;  // bytes of a plane that are read for them
+struct TritFields {
+  uint8_t value[32];             // of five bits: their sum, times 1, 3, 9, 27, 81
+  uint8_t byte[2 * kTritBytes];  // of a plane, that hold the bits: two each
+  uint16_t factor[kTritBytes];   // that shifts the bits to the top of those 16
+};
+constexpr TritFields kTritFields = [] {
+  TritFields fields{};
+  for (int bits = 0; bits < 32; ++bits) {
+    for (int i = kTrits - 1; i >= 0; --i) {
+      fields.value[bits] = static_cast<uint8_t>(3 * fields.value[bits] + (bits >> i & 1));
+    }
+  }
+  for (int i = 0; i < kTritBytes; ++i) {
+    fields.byte[2 * i] = static_cast<uint8_t>(kTrits * i / 8);
+    fields.byte[2 * i + 1] = static_cast<uint8_t>(kTrits * i / 8 + 1);
+    fields.factor[i] = static_cast<uint16_t>(1 << (16 - kTrits - kTrits * i % 8));
+  }
+  return fields;
+}();
+
+// For each instruction set: `mark` makes bit i of two words x[i] * factor > bound and < -bound, of
+// 64 columns; `pack_trits` makes kTritBytes bytes of two planes of such bits.
+struct PlainPack {
+  static void mark(const float* x, float factor, float bound, uint64_t* above, uint64_t* below) {
+    *above = *below = 0;
+    for (int i = 0; i < 64; ++i) {
+      *above |= uint64_t{x[i] * factor > bound} << i;
+      *below |= uint64_t{x[i] * factor < -bound} << i;
+    }
+  }
+  static void pack_trits(const uint8_t* above, const uint8_t* below, uint8_t* out) {
+    for (int i = 0; i < kTritBytes; ++i) {
+      const int plus = kTritFields.value[field(above, i)];
+      out[i] = static_cast<uint8_t>(plus - kTritFields.value[field(below, i)]);
+    }
+  }
+
+ private:
+  static int field(const uint8_t* plane, int i) {
+    const int bits = plane[kTritFields.byte[2 * i]] | plane[kTritFields.byte[2 * i + 1]] << 8;
+    return bits * kTritFields.factor[i] >> (16 - kTrits) & 31;
+  }
+};
+
+struct Avx2Pack;
+struct Avx512Pack;
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+struct Avx2Pack {
+#define DCT_AVX2 __attribute__((target("avx2")))
+  DCT_AVX2 static void mark(const float* x, float factor, float bound, uint64_t* above,
+                            uint64_t* below) {
+    const __m256 factors = _mm256_set1_ps(factor);
+    *above = *below = 0;
+    for (int i = 0; i < 8; ++i) {
+      const __m256 eight = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), factors);
+      const __m256 plus = _mm256_cmp_ps(eight, _mm256_set1_ps(bound), _CMP_GT_OQ);
+      const __m256 minus = _mm256_cmp_ps(eight, _mm256_set1_ps(-bound), _CMP_LT_OQ);
+      *above |= uint64_t(uint32_t(_mm256_movemask_ps(plus))) << (8 * i);
+      *below |= uint64_t(uint32_t(_mm256_movemask_ps(minus))) << (8 * i);
+    }
+  }
+  DCT_AVX2 static void pack_trits(const uint8_t* above, const uint8_t* below, uint8_t* out) {
+    const __m256i sums = _mm256_sub_epi16(trit_sums(above), trit_sums(below));
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(sums, sums), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
+  }
+
+ private:
+  // The sums of 16 times five bits, times 1, 3, 9, 27, 81, in 16 bits each.
+  DCT_AVX2 static __m256i trit_sums(const uint8_t* plane) {
+    const __m256i bits =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(plane)));
+    const __m256i both = _mm256_shuffle_epi8(
+        bits, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kTritFields.byte)));
+    const __m256i fields = _mm256_srli_epi16(
+        _mm256_mullo_epi16(
+            both, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kTritFields.factor))),
+        16 - kTrits);
+    const __m256i values = _mm256_broadcastsi128_si256(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTritFields.value)));
+    const __m256i fifth =
+        _mm256_and_si256(_mm256_cmpgt_epi16(fields, _mm256_set1_epi16(15)), _mm256_set1_epi16(81));
+    return _mm256_add_epi16(_mm256_shuffle_epi8(values, fields), fifth);
+  }
+#undef DCT_AVX2
+};
+
+struct Avx512Pack : Avx2Pack {
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void mark(
+      const float* x, float factor, float bound, uint64_t* above, uint64_t* below) {
+    const __m512 factors = _mm512_set1_ps(factor);
+    *above = *below = 0;
+    for (int i = 0; i < 4; ++i) {
+      const __m512 sixteen = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), factors);
+      *above |= uint64_t{_mm512_cmp_ps_mask(sixteen, _mm512_set1_ps(bound), _CMP_GT_OQ)} << 16 * i;
+      *below |= uint64_t{_mm512_cmp_ps_mask(sixteen, _mm512_set1_ps(-bound), _CMP_LT_OQ)} << 16 * i;
+    }
+  }
+};
+
+#endif
+
+// As vectorise(), whose loop is told by its argument how to pack codes.
+template <typename Loop>
+void vectorise_packing(const Loop& loop) {
+  vectorise_by<PlainPack, Avx2Pack, Avx512Pack>(loop);
+}
+
+}  // namespace dct::cpu
