@@ -156,7 +156,13 @@ def test_nodes_that_cannot_be_made_are_refused(arguments, text, tmp_path, capsys
 
 
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="SIGINT"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.large),
+    ],
+)
 def test_an_interrupted_run_cleans_up(tmp_path, number):
     process = _start_run(tmp_path)
     process.send_signal(number)
