@@ -1,11 +1,14 @@
 """dct-bench link, end to end: on loopback anywhere, in namespaces where there is root."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,16 +22,25 @@ SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes",
 # Asked of the machine, not of the code under test: a container's root may still not be allowed to.
 PROBE = """
 set -e
-ip netns add dctprobe
-trap 'ip netns del dctprobe' EXIT
-ip -n dctprobe link add name left type veth peer name right
-ip -n dctprobe link add name middle type bridge
-tc -n dctprobe qdisc add dev left root tbf rate 1gbit burst 15000b latency 50ms
+ip netns add $PROBE
+trap 'ip netns del $PROBE' EXIT
+ip -n $PROBE link add name left type veth peer name right
+ip -n $PROBE link add name middle type bridge
+tc -n $PROBE qdisc add dev left root tbf rate 1gbit burst 15000b latency 50ms
 """
-probed = subprocess.run(["sh", "-c", PROBE], capture_output=True, text=True)
+name = {"PROBE": f"probe{os.getpid()}"}  # of this worker of pytest's
+probed = subprocess.run(["sh", "-c", PROBE], capture_output=True, text=True, env=os.environ | name)
 needs_root = pytest.mark.skipif(
     probed.returncode != 0, reason=f"no namespaces or tbf here: {probed.stderr.strip()}"
 )
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A run removes what others left: no other worker of pytest's may be at one."""
+    with open(Path(tempfile.gettempdir(), "dct_bench_link_tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _ours():
