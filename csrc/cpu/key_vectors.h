@@ -28,6 +28,9 @@ struct PlainKeys {
   }
 };
 
+struct Avx2Keys;
+struct Avx512Keys;
+
 #if defined(__x86_64__) && defined(__GNUC__)
 
 struct Avx2Keys {
@@ -70,26 +73,12 @@ struct Avx512Keys {
 #undef DCT_AVX512
 };
 
+#endif
+
 // As vectorise(), whose loop is told by its argument how to compare keys.
 template <typename Loop>
 void vectorise_keys(const Loop& loop) {
-  switch (isa()) {
-    case Isa::kAvx512:
-      return run_avx512([&] { loop(Avx512Keys{}); });
-    case Isa::kAvx2:
-      return run_avx2([&] { loop(Avx2Keys{}); });
-    default:
-      return loop(PlainKeys{});
-  }
+  vectorise_by<PlainKeys, Avx2Keys, Avx512Keys>(loop);
 }
-
-#else
-
-template <typename Loop>
-void vectorise_keys(const Loop& loop) {
-  loop(PlainKeys{});
-}
-
-#endif
 
 }  // namespace dct::cpu

@@ -69,6 +69,9 @@ struct PlainRows {
   }
 };
 
+struct Avx2Rows;
+struct Avx512Rows;
+
 #if defined(__x86_64__) && defined(__GNUC__)
 
 // The indices of a byte's set bits, in its bytes.
@@ -198,26 +201,12 @@ struct Avx512Rows {
 #undef DCT_AVX512
 };
 
+#endif
+
 // As vectorise(), whose loop is told by its argument how to move keys.
 template <typename Loop>
 void vectorise_rows(const Loop& loop) {
-  switch (isa()) {
-    case Isa::kAvx512:
-      return run_avx512([&] { loop(Avx512Rows{}); });
-    case Isa::kAvx2:
-      return run_avx2([&] { loop(Avx2Rows{}); });
-    default:
-      return loop(PlainRows{});
-  }
+  vectorise_by<PlainRows, Avx2Rows, Avx512Rows>(loop);
 }
-
-#else
-
-template <typename Loop>
-void vectorise_rows(const Loop& loop) {
-  loop(PlainRows{});
-}
-
-#endif
 
 }  // namespace dct::cpu
