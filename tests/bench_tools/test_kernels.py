@@ -48,6 +48,10 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     assert written == {"k.json", "report.md", "of_copy.png", "by_size.png", "by_density.png"}
     table = (tmp_path / "report.md").read_text()
     assert table.count("\n| ") == 1 + sum(len(result["ms"]) for result in results)
+    (tmp_path / "report.md").unlink()
+    (tmp_path / "report.md").mkdir()
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "DIR must be a folder that can be written to, got" in capsys.readouterr().err
 
 
 def test_bytes_that_must_move():

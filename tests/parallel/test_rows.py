@@ -156,6 +156,11 @@ def test_non_finite_entries_cross():
         (lambda x: pack(x.double(), 2), TypeError, r"x must be float32, .*, got float64"),
         (lambda x: pack(x[0, 0], 1), ValueError, r"dct::pack: x must be at least 1-D, got 0-D"),
         (lambda x: pack(None, 1), TypeError, r"dct::pack: x must be a tensor, got NoneType"),
+        (
+            lambda x: unpack(torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8), 8),
+            ValueError,
+            r"dct::unpack: positions must be \[3, 1, w\] for values of .*, got \[1, 3, 1\]",
+        ),
         (lambda x: unpack(*pack(x, 2), 4096), ValueError, r"positions must be \[2, 4\] for width"),
         (lambda x: unpack(*pack(x, 8), 7), ValueError, r"values.shape\[1\] must be in \[1, 7\]"),
         (lambda x: RowPack(), ValueError, r"dct::RowPack: density must be given, or k, not both"),

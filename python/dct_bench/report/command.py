@@ -22,11 +22,11 @@ PROVENANCE = {"date", "cpu", "gpu", "torch"}
 def run(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     results, about = _load(folder)
-    text = [*about, "", *HEADER, *(line for result in results for line in lines(result))]
-    (folder / "report.md").write_text("\n".join(text) + "\n")
-    _save(folder / "of_copy.png", results, _of_copy, _largest)
-    _save(folder / "by_size.png", results, _over("numel", "elements"), _densest_first)
-    _save(folder / "by_density.png", results, _over("density", "density"), _largest_of_densities)
+    try:
+        _write(folder, results, about)
+    except OSError as error:
+        rule = "DIR must be a folder that can be written to"
+        raise UsageError(f"{rule}, got {folder}: {error}") from None
     print(f"in {folder}: report.md, of_copy.png, by_size.png, by_density.png")
     return 0
 
@@ -50,6 +50,14 @@ def _load(folder: Path) -> tuple[list[dict], list[str]]:
         for path, made in ((path, content["provenance"]) for path, content in found.items())
     ]
     return results, about
+
+
+def _write(folder: Path, results: list[dict], about: list[str]) -> None:
+    text = [*about, "", *HEADER, *(line for result in results for line in lines(result))]
+    (folder / "report.md").write_text("\n".join(text) + "\n")
+    _save(folder / "of_copy.png", results, _of_copy, _largest)
+    _save(folder / "by_size.png", results, _over("numel", "elements"), _densest_first)
+    _save(folder / "by_density.png", results, _over("density", "density"), _largest_of_densities)
 
 
 def _is_ours(path: Path) -> bool:

@@ -67,7 +67,7 @@ def unpack(
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
-        positions: uint8 [..., w], as `pack` made them from rows of `width`.
+        positions: uint8 [..., w], as `pack` made them from rows of `width`; "..." as in values.
         width: d.
         dtype: of the result; default the values' own.
 
@@ -81,9 +81,11 @@ def unpack(
     tensor([ 0., -2.,  0.,  3.])
     """
     rows = _rows("unpack", "values", values), _rows("unpack", "positions", positions)
-    return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(
-        *values.shape[:-1], width
-    )
+    leading = values.shape[:-1]
+    if positions.shape[:-1] != leading:
+        rule = f"[{', '.join([*map(str, leading), 'w'])}] for values of {list(values.shape)}"
+        checks.fail("unpack", "positions", rule, list(positions.shape))
+    return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(*leading, width)
 
 
 class RowPack(nn.Module):
