@@ -7,7 +7,7 @@
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
-#include "stream_copy.h"
+#include "stream.h"
 #include "unpack_codes.h"
 
 namespace dct::cpu {
@@ -107,6 +107,7 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
         }
       }
     });
+    stream_end();
   });
 }
 

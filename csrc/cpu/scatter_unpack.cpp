@@ -1,21 +1,27 @@
-// Output is built block by block: a block's sum in a buffer, rank after rank, then out written
-// once. Payloads are not trusted: a block of a payload is validated before any of it is added.
+// Output is built tile by tile: a tile's sum in a buffer, rank after rank, then out written once.
+// Payloads are not trusted: a block of a payload is validated before any of it is added.
+//
+// Stores past the caches wait for memory, in few buffers. So the tile before is written a slice at
+// a time, while entries of this one are added.
 
 #include "scatter_unpack.h"
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "../common/payload.h"
 #include "../common/rounding.h"
-#include "stream_copy.h"
+#include "stream.h"
 #include "vectorise.h"
 
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kTile = 2048;  // elements on their way there
+constexpr int64_t kTile = 4096;  // elements: two sums of them are in the first cache together
+constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled before they become vectors
+static_assert(kBlock % kTile == 0, "a tile is in one block");
 
 template <typename Value, typename Out>
 class Unpacker {
@@ -26,20 +32,37 @@ class Unpacker {
         factor_(args.out_scale != nullptr ? args.scale * *args.out_scale : args.scale),
         layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)),
         range_blocks_(range_blocks(args.numel, args.ranges)),
-        header_ok_(args.ranks * args.ranges) {}
+        header_ok_(args.ranks * args.ranges),
+        streams_(!args.accumulate && args.numel * kOutSize >= kStreamBytes),
+        turns_(std::max<int64_t>(args.ranks, 1)),
+        slice_(streams_ ? ceil_div(kTile, turns_ * kPiece) * kPiece : kTile) {}
 
   void run(const Parallel& parallel) {
     check_headers();
     const int64_t blocks = num_blocks(args_.numel);
     const int64_t tasks = std::min(parallel.threads, blocks);
+    // Tasks write to theirs all the time, so they do not share lines, or pairs of lines.
+    const int64_t stride = turns_ + ceil_div(128, sizeof(Entries));
+    std::vector<Entries> entries(tasks * stride);
     parallel.run(tasks, [&](int64_t task) {
-      const Share mine = share(blocks, tasks, task);
-      alignas(64) float sum[kBlock];
-      for (int64_t block = mine.begin; block < mine.end; ++block) unpack(block, sum);
+      unpack(share(blocks, tasks, task), entries.data() + task * stride);
     });
   }
 
  private:
+  static constexpr int64_t kOutSize = sizeof(Out);
+
+  // What one rank has in a block, as far as it is not added yet.
+  struct Entries {
+    const uint16_t *position, *end;
+    const Value* value;
+    bool lost_non_finite;
+  };
+  struct Tile {
+    float* sum;  // zeros, until entries are added, and once it is written
+    int64_t begin, length;
+  };
+
   const uint8_t* payload(int64_t rank, int64_t range) const {
     return args_.payloads + (rank * args_.ranges + range) * layout_.nbytes;
   }
@@ -67,38 +90,64 @@ class Unpacker {
     }
   }
 
-  void unpack(int64_t block, float* sum) const {
-    const int64_t range = block / range_blocks_;
-    const int64_t begin = block * kBlock;
-    const int64_t length = std::min(kBlock, args_.numel - begin);
-    std::fill_n(sum, length, 0.0f);
-    for (int64_t p = 0; p < args_.ranks; ++p) {
-      if (!header_ok_[p * args_.ranges + range]) continue;
-      const int32_t status = add(payload(p, range), block - range * range_blocks_, length, sum);
-      if (status != 0) __atomic_fetch_or(args_.status + p, status, __ATOMIC_RELAXED);
+  void unpack(const Share& blocks, Entries* entries) const {
+    alignas(64) float sums[2][kTile] = {};
+    Tile tile{sums[0], 0, 0}, before{sums[1], 0, 0};
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      const int64_t begin = block * kBlock, end = std::min(begin + kBlock, args_.numel);
+      for (int64_t p = 0; p < args_.ranks; ++p) entries[p] = entries_of(p, block, end - begin);
+      for (int64_t first = begin; first < end; first += kTile) {
+        tile = {tile.sum, first, std::min(kTile, end - first)};
+        for (int64_t p = 0; p < turns_; ++p) {
+          add(entries[p], first - begin, tile);
+          write_slice(before, p);
+        }
+        std::swap(tile, before);
+      }
     }
-    write(begin, length, sum);
+    for (int64_t p = 0; p < turns_; ++p) write_slice(before, p);
+    stream_end();
   }
 
-  // Adds block `block` of one payload to `sum`, or nothing and returns what is wrong with it.
-  int32_t add(const uint8_t* payload, int64_t block, int64_t length, float* sum) const {
-    const PayloadHeader& head = header(payload);
-    if (block == 0 && lost_non_finite(head)) {
-      // The non-finite entry may be one that did not fit: the receiver must see it all the same.
-      sum[0] = std::numeric_limits<float>::quiet_NaN();
-    }
-    const int64_t first = starts(payload)[block], end = starts(payload)[block + 1];
+  // None where the header or this block is wrong; then the rank's status says so.
+  Entries entries_of(int64_t rank, int64_t block, int64_t length) const {
+    const int64_t range = block / range_blocks_;
+    if (!header_ok_[rank * args_.ranges + range]) return {};
+    block -= range * range_blocks_;
+    const uint8_t* from = payload(rank, range);
+    const PayloadHeader& head = header(from);
+    const bool lost = block == 0 && lost_non_finite(head);
+    const int64_t first = starts(from)[block], end = starts(from)[block + 1];
+    const auto* positions = reinterpret_cast<const uint16_t*>(from + layout_.positions) + first;
+    const auto* values = reinterpret_cast<const Value*>(from + layout_.values) + first;
     const bool last_block = block + 1 == num_blocks(static_cast<int64_t>(head.numel));
+    int32_t status = 0;
     if (first > end || end > head.count || (block == 0 && first != 0) ||
         (last_block && end != head.count)) {
-      return kStatusStarts;
+      status = kStatusStarts;
+    } else if (!ascending(positions, end - first, length)) {
+      status = kStatusPositions;
+    } else {
+      return {positions, positions + (end - first), values, lost};
     }
-    const int64_t entries = end - first;
-    const auto* positions = reinterpret_cast<const uint16_t*>(payload + layout_.positions) + first;
-    const auto* values = reinterpret_cast<const Value*>(payload + layout_.values) + first;
-    if (!ascending(positions, entries, length)) return kStatusPositions;
-    for (int64_t i = 0; i < entries; ++i) sum[positions[i]] += to_float(values[i]);
-    return 0;
+    __atomic_fetch_or(args_.status + rank, status, __ATOMIC_RELAXED);
+    return {nullptr, nullptr, nullptr, lost};
+  }
+
+  // Adds the entries of `tile`, which begins at position `first` of its block.
+  void add(Entries& entries, int64_t first, const Tile& tile) const {
+    if (entries.lost_non_finite) {
+      // The non-finite entry may be one that did not fit: the receiver must see it all the same.
+      tile.sum[0] = std::numeric_limits<float>::quiet_NaN();
+      entries.lost_non_finite = false;
+    }
+    const uint16_t *position = entries.position, *const end = entries.end;
+    const Value* value = entries.value;
+    for (; position < end && *position < first + tile.length; ++position, ++value) {
+      tile.sum[*position - first] += to_float(*value);
+    }
+    entries.position = position;
+    entries.value = value;
   }
 
   static bool ascending(const uint16_t* positions, int64_t entries, int64_t length) {
@@ -115,30 +164,48 @@ class Unpacker {
     return !descends;
   }
 
-  void write(int64_t begin, int64_t length, const float* sum) const {
-    Out* out = out_ + begin;
+  // Writes the `index`-th slice of a tile, and makes its sums zeros again.
+  void write_slice(const Tile& tile, int64_t index) const {
+    const int64_t begin = index * slice_, end = std::min(begin + slice_, tile.length);
+    if (begin >= end) return;
+    float* sum = tile.sum + begin;
+    Out* out = out_ + tile.begin + begin;
+    if (streams_) return stream(sum, end - begin, out);
     if (args_.accumulate) {
-      convert<true>(sum, out, length, out);
-    } else if (args_.numel * static_cast<int64_t>(sizeof(Out)) < kStreamBytes) {
-      convert<false>(sum, nullptr, length, out);
+      convert<true>(sum, end - begin, out);
     } else {
-      for (int64_t offset = 0; offset < length; offset += kTile) {
-        const int64_t n = std::min(kTile, length - offset);
-        Out tile[kTile];
-        convert<false>(sum + offset, nullptr, n, tile);
-        stream_copy(out + offset, tile, n * sizeof(Out));
-      }
+      convert<false>(sum, end - begin, out);
     }
+    std::fill_n(sum, end - begin, 0.0f);
   }
 
   template <bool accumulate>
-  void convert(const float* sum, const Out* base, int64_t n, Out* out) const {
+  void convert(const float* sum, int64_t n, Out* out) const {
     vectorise([=, factor = factor_] {
       for (int64_t i = 0; i < n; ++i) {
         float start = 0.0f;
-        if constexpr (accumulate) start = to_float(base[i]);
+        if constexpr (accumulate) start = to_float(out[i]);
         out[i] = round_to<Out>(start + factor * sum[i]);
       }
+    });
+  }
+
+  void stream(float* sum, int64_t n, Out* out) const {
+    const int64_t misaligned = (-reinterpret_cast<intptr_t>(out) & 15) / kOutSize;
+    vectorise([=, factor = factor_] {
+      const auto plain = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) out[i] = round_to<Out>(0.0f + factor * sum[i]);
+        std::fill(sum + begin, sum + end, 0.0f);
+      };
+      int64_t i = std::min(misaligned, n);
+      plain(0, i);
+      for (; i + kPiece <= n; i += kPiece) {
+        alignas(64) Out piece[kPiece];
+        for (int64_t j = 0; j < kPiece; ++j) piece[j] = round_to<Out>(0.0f + factor * sum[i + j]);
+        stream_aligned(out + i, piece, sizeof(piece));
+        std::fill_n(sum + i, kPiece, 0.0f);
+      }
+      plain(i, n);
     });
   }
 
@@ -148,6 +215,9 @@ class Unpacker {
   PayloadLayout layout_;
   int64_t range_blocks_;
   std::vector<uint8_t> header_ok_;
+  bool streams_;
+  int64_t turns_;  // of a tile, one a rank: its entries are added, a slice of the last tile written
+  int64_t slice_;  // elements
 };
 
 }  // namespace

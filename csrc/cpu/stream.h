@@ -1,0 +1,46 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace dct::cpu {
+
+constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
+
+// Stores past the caches, for memory that will have left them before anyone reads it: its lines are
+// not fetched only to be overwritten. The compiler has no loop for that; SSE2 is in every x86-64.
+// stream_end() makes them visible as ordinary stores are: a task calls it before it is done.
+
+// `to` aligned to 16, nbytes a multiple of 16.
+inline void stream_aligned(void* to, const void* from, int64_t nbytes) {
+#if defined(__SSE2__)
+  const auto* in = static_cast<const __m128i*>(from);
+  auto* out = static_cast<__m128i*>(to);
+  for (int64_t i = 0; i < nbytes / 16; ++i) _mm_stream_si128(out + i, _mm_loadu_si128(in + i));
+#else
+  std::memcpy(to, from, nbytes);
+#endif
+}
+
+inline void stream_copy(void* to, const void* from, int64_t nbytes) {
+  auto* out = static_cast<uint8_t*>(to);
+  const auto* in = static_cast<const uint8_t*>(from);
+  const int64_t head = std::min<int64_t>(-reinterpret_cast<intptr_t>(to) & 15, nbytes);
+  const int64_t aligned = (nbytes - head) / 16 * 16, tail = head + aligned;
+  std::memcpy(out, in, head);
+  stream_aligned(out + head, in + head, aligned);
+  std::memcpy(out + tail, in + tail, nbytes - tail);
+}
+
+inline void stream_end() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace dct::cpu
