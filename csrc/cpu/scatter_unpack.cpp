@@ -1,8 +1,8 @@
 // Output is built tile by tile: a tile's sum in a buffer, rank after rank, then out written once.
 // Payloads are not trusted: a block of a payload is validated before any of it is added.
 //
-// Stores past the caches wait for memory, in few buffers. So the tile before is written a slice at
-// a time, while entries of this one are added.
+// Stores wait for memory: past the caches, in few buffers; else for their line. So the tile before
+// is written a slice at a time, while entries of this one are added, and lines are asked for then.
 
 #include "scatter_unpack.h"
 
@@ -35,7 +35,7 @@ class Unpacker {
         header_ok_(args.ranks * args.ranges),
         streams_(!args.accumulate && args.numel * kOutSize >= kStreamBytes),
         turns_(std::max<int64_t>(args.ranks, 1)),
-        slice_(streams_ ? ceil_div(kTile, turns_ * kPiece) * kPiece : kTile) {}
+        slice_(ceil_div(kTile, turns_ * kPiece) * kPiece) {}
 
   void run(const Parallel& parallel) {
     check_headers();
@@ -100,6 +100,7 @@ class Unpacker {
         tile = {tile.sum, first, std::min(kTile, end - first)};
         for (int64_t p = 0; p < turns_; ++p) {
           add(entries[p], first - begin, tile);
+          if (!streams_) fetch_slice(tile, p);
           write_slice(before, p);
         }
         std::swap(tile, before);
@@ -118,17 +119,16 @@ class Unpacker {
     const PayloadHeader& head = header(from);
     const bool lost = block == 0 && lost_non_finite(head);
     const int64_t first = starts(from)[block], end = starts(from)[block + 1];
-    const auto* positions = reinterpret_cast<const uint16_t*>(from + layout_.positions) + first;
-    const auto* values = reinterpret_cast<const Value*>(from + layout_.values) + first;
     const bool last_block = block + 1 == num_blocks(static_cast<int64_t>(head.numel));
-    int32_t status = 0;
-    if (first > end || end > head.count || (block == 0 && first != 0) ||
-        (last_block && end != head.count)) {
-      status = kStatusStarts;
-    } else if (!ascending(positions, end - first, length)) {
+    int32_t status = kStatusStarts;
+    if (first <= end && end <= head.count && (block != 0 || first == 0) &&
+        (!last_block || end == head.count)) {
+      const auto* positions = reinterpret_cast<const uint16_t*>(from + layout_.positions) + first;
+      const auto* values = reinterpret_cast<const Value*>(from + layout_.values) + first;
+      if (ascending(positions, end - first, length)) {
+        return {positions, positions + (end - first), values, lost};
+      }
       status = kStatusPositions;
-    } else {
-      return {positions, positions + (end - first), values, lost};
     }
     __atomic_fetch_or(args_.status + rank, status, __ATOMIC_RELAXED);
     return {nullptr, nullptr, nullptr, lost};
@@ -162,6 +162,13 @@ class Unpacker {
       descends = any != 0;
     });
     return !descends;
+  }
+
+  // Asks for the memory that a slice will be written to: a store waits for its line.
+  void fetch_slice(const Tile& tile, int64_t index) const {
+    const int64_t begin = index * slice_, end = std::min(begin + slice_, tile.length);
+    const Out* out = out_ + tile.begin;
+    for (int64_t i = begin; i < end; i += 64 / kOutSize) __builtin_prefetch(out + i, 1);
   }
 
   // Writes the `index`-th slice of a tile, and makes its sums zeros again.
