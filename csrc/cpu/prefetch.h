@@ -25,4 +25,15 @@ class Prefetch {
   int64_t width_, rows_, ahead_;
 };
 
+// Asks for the memory some way behind `out`: a store waits for its line, and what is only written
+// the hardware does not fetch far enough ahead.
+template <typename Out>
+void prefetch_behind(const Out* out, int64_t n) {
+  constexpr int64_t kAheadBytes = 4096, kLineBytes = 64;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(out) + kAheadBytes;
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Out)); i += kLineBytes) {
+    __builtin_prefetch(bytes + i, 1);
+  }
+}
+
 }  // namespace dct::cpu

@@ -7,6 +7,7 @@
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
+#include "prefetch.h"
 #include "stream.h"
 #include "unpack_codes.h"
 
@@ -14,21 +15,10 @@ namespace dct::cpu {
 namespace {
 
 constexpr int64_t kPiece = 256;  // columns: whole groups of codes, whole blocks of mxfp4
-constexpr int64_t kAheadBytes = 4096, kLineBytes = 64;
 
 // The entries of a few rows are made first: the first load of what was just stored in other pieces
 // would wait until it has reached the cache.
 constexpr int64_t kRows = 16;
-
-// Asks for the memory some way behind `out`: a store waits for its line, and what is only written
-// the hardware does not fetch far enough ahead.
-template <typename Out>
-void prefetch_behind(const Out* out, int64_t n) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(out) + kAheadBytes;
-  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Out)); i += kLineBytes) {
-    __builtin_prefetch(bytes + i, 1);
-  }
-}
 
 template <RowFormat kFormat>
 float scale_of(const uint8_t* row, int64_t width) {

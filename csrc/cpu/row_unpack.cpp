@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../common/rounding.h"
+#include "prefetch.h"
 #include "row_positions.h"
 
 namespace dct::cpu {
@@ -18,6 +19,7 @@ void unpack_rows(const RowUnpackArgs& args, const Parallel& parallel) {
     for (int64_t row = mine.begin; row < mine.end; ++row) {
       const Value* values = static_cast<const Value*>(args.values) + row * args.k;
       Out* out = static_cast<Out*>(args.out) + row * args.width;
+      prefetch_behind(out, args.width);
       std::fill_n(out, args.width, Out{});
       for_each_position(args.positions + row * bytes, encoding, args.width, args.k,
                         [&](int64_t slot, int64_t column) {
