@@ -69,6 +69,12 @@ def test_ranks_and_ranges(backend, ranges, ranks, value_dtype):
         assert status == [0] * ranks
 
 
+def test_many_ranks(backend):
+    """More than a tile has pieces, where ranks take turns with them."""
+    geometry = Geometry(5000, 100, "bfloat16")
+    calls.scatter_unpack(backend, payloads(geometry, 130, 0.01), geometry, scale=1 / 130)
+
+
 def test_the_sum_by_hand(backend):
     """In rank order, in float32: 1e8 + 1 - 1e8 is 0, whatever else would be more exact."""
     geometry = Geometry(6, 4, "float32")
