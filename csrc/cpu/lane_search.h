@@ -38,7 +38,8 @@ inline Lanes largest_keys(const int32_t* keys, int64_t n) {
 
 // Raises each lane's bound, which at least k of its n keys reach, and at least k reach the result.
 // If rounds suffice, no more do, or else the bound is the k-th key itself, or infinity if that is
-// above. Keys and bounds are multiples of `unit`, a power of two.
+// above. Keys and bounds are multiples of `unit`, a power of two. Rounds come in threes: which one
+// is the last follows no pattern, and to one that found all nothing happens.
 template <typename Rows>
 void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit, int rounds,
                   Lanes& bound) {
@@ -49,7 +50,8 @@ void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit,
     // First whether the bound is the k-th already: so it is where all of a row are zeros but a few.
     middle.at[l] = low.at[l] < infinity ? low.at[l] + unit : infinity;
   }
-  for (int32_t open = 1; open != 0 && rounds > 0; --rounds) {
+  int32_t open = 1;
+  const auto halve = [&] {
     Rows::reach(keys, n, middle, count);
     open = 0;
     // Sums of masks rather than branches or nested choices: these the compiler does not make
@@ -63,6 +65,11 @@ void raise_bounds(Rows, const int32_t* keys, int64_t n, int32_t k, int32_t unit,
       open |= -(range > unit);
       middle.at[l] = low.at[l] + (range >> 1 & -unit);
     }
+  };
+  for (; open != 0 && rounds > 0; rounds -= 3) {
+    halve();
+    halve();
+    halve();
   }
   bound = low;
 }

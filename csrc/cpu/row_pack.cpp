@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "../common/rounding.h"
@@ -17,42 +16,19 @@ namespace dct::cpu {
 namespace {
 
 // One task's working memory, for rows of `width` columns.
+template <typename X>
 struct Scratch {
   Scratch(int64_t width, int64_t k)
       : selector(width, k),
-        rows(new float[kLanes * whole_lanes(width)]),
         flags(new uint8_t[64 * bitmask_words(width)]),
         bits(new uint64_t[bitmask_words(width)]) {}
-  RowSelector selector;
-  std::unique_ptr<float[]> rows;     // in float32
+  RowSelector<X> selector;
   std::unique_ptr<uint8_t[]> flags;  // of one row, 1 where a column is kept
   std::unique_ptr<uint64_t[]> bits;
 };
 
-// What the bits of every X are multiples of in float32.
 template <typename X>
-constexpr int32_t kUnit = std::is_same_v<X, float>      ? 1
-                          : std::is_same_v<X, BFloat16> ? 1 << 16
-                                                        : 1 << 13;
-
-// Rows in float32, filled up to whole vectors with 0.0.
-template <typename X>
-const float* as_floats(const X* x, int64_t rows, int64_t width, const Scratch& scratch) {
-  const int64_t padded = whole_lanes(width);
-  if constexpr (std::is_same_v<X, float>) {
-    if (width == padded) return x;
-  }
-  vectorise([&] {
-    for (int64_t row = 0; row < rows; ++row) {
-      float* to = scratch.rows.get() + row * padded;
-      for (int64_t i = 0; i < width; ++i) to[i] = to_float(x[row * width + i]);
-      for (int64_t i = width; i < padded; ++i) to[i] = 0.0f;
-    }
-  });
-  return scratch.rows.get();
-}
-
-void write_positions(const Scratch& scratch, int64_t rows, int64_t width, int64_t k,
+void write_positions(const Scratch<X>& scratch, int64_t rows, int64_t width, int64_t k,
                      uint8_t* positions) {
   const int32_t* columns = scratch.selector.columns();
   const int64_t bytes = position_bytes(width, k);
@@ -80,17 +56,14 @@ void pack_rows(const RowPackArgs& args, const Parallel& parallel) {
   auto* values = static_cast<Value*>(args.values);
   const int64_t width = args.width, k = args.k, bytes = position_bytes(width, k);
   const int64_t tasks = std::min(parallel.threads, args.rows);
-  std::vector<Scratch> scratch;
+  std::vector<Scratch<X>> scratch;
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width, k);
   parallel.run(tasks, [&](int64_t task) {
     const Share mine = share(args.rows, tasks, task);
-    Scratch& own = scratch[task];
+    Scratch<X>& own = scratch[task];
     for (int64_t row = mine.begin; row < mine.end; row += kLanes) {
       const int64_t rows = std::min(kLanes, mine.end - row);
-      const X* next = x + (row + rows) * width;
-      const int64_t ahead = std::min(rows, mine.end - row - rows) * width;
-      const float* floats = as_floats(x + row * width, rows, width, own);
-      own.selector.select(floats, rows, kUnit<X>, next, ahead * int64_t{sizeof(X)});
+      own.selector.select(x + row * width, rows, mine.end - row - rows);
       vectorise([&] {
         const float* kept = own.selector.kept();
         for (int64_t i = 0; i < rows * k; ++i) values[row * k + i] = round_to<Value>(kept[i]);

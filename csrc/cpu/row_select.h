@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <type_traits>
 
 #include "../common/rounding.h"
 #include "lane_search.h"
@@ -19,14 +20,23 @@ namespace dct::cpu {
 
 constexpr int64_t whole_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
+// What the bits of every X are multiples of in float32.
+template <typename X>
+constexpr int32_t kUnit = std::is_same_v<X, float>      ? 1
+                          : std::is_same_v<X, BFloat16> ? 1 << 16
+                                                        : 1 << 13;
+
+template <typename X>
 class RowSelector {
  public:
   RowSelector(int64_t width, int64_t k)
-      : k_(k),
+      : width_(width),
+        k_(k),
         padded_(whole_lanes(width)),
         stride_(padded_ + kLanes),
         groups_(group_count(padded_, k)),
         all_columns_(new int32_t[padded_]),
+        row_(new float[padded_]()),
         maxima_(new float[kLanes * groups_]),
         listed_(new float[kLanes * stride_]),
         listed_columns_(new int32_t[kLanes * stride_]),
@@ -36,17 +46,15 @@ class RowSelector {
     std::iota(all_columns_.get(), all_columns_.get() + padded_, 0);
   }
 
-  // x: [rows, whole_lanes(width)], 0.0 past the width: that ties with no column but one of 0.0, and
-  // these are before it. 1 <= rows <= kLanes. Bits of x are multiples of `unit`, a power of two.
-  // From `next` on, as many bytes as `ahead` are asked for meanwhile: at once, they would be waited
-  // for.
-  void select(const float* x, int64_t rows, int32_t unit, const void* next, int64_t ahead) {
+  // x: [rows, width], 1 <= rows <= kLanes. After them, as many rows as `ahead` are asked for
+  // meanwhile: at once, they would be waited for.
+  void select(const X* x, int64_t rows, int64_t ahead) {
     vectorise_rows([&](auto how) {
-      narrow(how, x, rows, unit, static_cast<const char*>(next), ahead / rows);
+      narrow(how, x, rows, ahead);
       Lanes bound = bound_, count = count_;
       const int32_t most = *std::max_element(count.at, count.at + rows);
       how.turn(listed_.get(), stride_, count, most, keys_.get());
-      raise_bounds(how, keys_.get(), most, k_, unit, INT32_MAX, bound);
+      raise_bounds(how, keys_.get(), most, k_, kUnit<X>, INT32_MAX, bound);
       for (int64_t row = 0; row < rows; ++row) {
         // What is too many is overwritten by the next row.
         float* kept = kept_.get() + row * k_;
@@ -55,7 +63,7 @@ class RowSelector {
             how.list(listed(row), listed_columns(row), count.at[row], bound.at[row], kept, columns);
         if (n > k_) drop_ties(kept, columns, n, bound.at[row]);
       }
-      learn(bound, rows, unit);
+      learn(bound, rows);
     });
   }
 
@@ -73,22 +81,32 @@ class RowSelector {
     return groups;
   }
 
+  // A row in float32, filled up to whole vectors with 0.0: that ties with no column but one of 0.0,
+  // and these are before it.
+  const float* as_floats(const X* x) const {
+    if constexpr (std::is_same_v<X, float>) {
+      if (width_ == padded_) return x;
+    }
+    for (int64_t i = 0; i < width_; ++i) row_[i] = to_float(x[i]);
+    return row_.get();
+  }
+
   float* listed(int64_t row) const { return listed_.get() + row * stride_; }
   int32_t* listed_columns(int64_t row) const { return listed_columns_.get() + row * stride_; }
 
   // Lists what reaches a row's bound; whether it is enough, and few enough to have been worth it.
   template <typename Rows>
-  bool list(Rows, const float* x, int64_t row) {
-    const int64_t n = Rows::list(x + row * padded_, all_columns_.get(), padded_, bound_.at[row],
-                                 listed(row), listed_columns(row));
+  bool list(Rows, const X* x, int64_t row) {
+    const int64_t n = Rows::list(as_floats(x + row * width_), all_columns_.get(), padded_,
+                                 bound_.at[row], listed(row), listed_columns(row));
     count_.at[row] = static_cast<int32_t>(n);
     return n >= k_ && n <= 2 * k_ + kLanes;
   }
 
   template <typename Rows>
-  void narrow(Rows how, const float* x, int64_t rows, int32_t unit, const char* next,
-              int64_t ahead) {
-    constexpr int64_t kLine = 64;
+  void narrow(Rows how, const X* x, int64_t rows, int64_t ahead) {
+    constexpr int64_t kLine = 64 / sizeof(X);
+    const X* next = x + rows * width_;
     for (int l = 0; l < kLanes; ++l) {
       bound_.at[l] = l < rows ? near_ : 0;
       count_.at[l] = 0;
@@ -96,7 +114,9 @@ class RowSelector {
     bool missed[kLanes];
     misses_ = 0;
     for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t i = 0; i < ahead; i += kLine) __builtin_prefetch(next + row * ahead + i);
+      if (row < ahead) {
+        for (int64_t i = 0; i < width_; i += kLine) __builtin_prefetch(next + row * width_ + i);
+      }
       missed[row] = pause_ > 0 || !list(how, x, row);
       misses_ += missed[row];
     }
@@ -107,12 +127,12 @@ class RowSelector {
       Lanes count = {};
       for (int64_t row = 0; row < rows; ++row) {
         if (!missed[row]) continue;
-        group_maxima(x + row * padded_, maxima_.get() + row * groups_);
+        group_maxima(x + row * width_, maxima_.get() + row * groups_);
         count.at[row] = static_cast<int32_t>(groups_);
       }
       Rows::turn(maxima_.get(), groups_, count, groups_, keys_.get());
       bound = least_keys(keys_.get(), groups_);
-      raise_bounds(how, keys_.get(), groups_, k_, unit, kRoughly, bound);
+      raise_bounds(how, keys_.get(), groups_, k_, kUnit<X>, kRoughly, bound);
     }
     for (int64_t row = 0; row < rows; ++row) {
       if (!missed[row]) continue;
@@ -121,13 +141,15 @@ class RowSelector {
     }
   }
 
-  void group_maxima(const float* x, float* out) const {
+  // What is past the last whole vector is left out: it could only raise them.
+  void group_maxima(const X* x, float* out) const {
+    const int64_t whole = width_ / kLanes * kLanes;
     for (int64_t group = 0; group < groups_; group += kLanes) {
       Lanes top;
       for (int l = 0; l < kLanes; ++l) top.at[l] = 0;
-      for (int64_t i = group; i < padded_; i += groups_) {
+      for (int64_t i = group; i < whole; i += groups_) {
         for (int l = 0; l < kLanes; ++l) {
-          const int32_t key = magnitude_bits(x[i + l]);
+          const int32_t key = magnitude_bits(to_float(x[i + l]));
           top.at[l] = key > top.at[l] ? key : top.at[l];
         }
       }
@@ -152,14 +174,15 @@ class RowSelector {
 
   // The bound to try next sinks at once and rises slowly, so that next to no row like these has
   // fewer than k above it. Where rows are not alike it is given up for a while.
-  void learn(const Lanes& kth, int64_t rows, int32_t unit) {
+  void learn(const Lanes& kth, int64_t rows) {
     const int32_t least = *std::min_element(kth.at, kth.at + rows);
-    near_ = least < near_ ? least : near_ + ((least - near_) / 8 & -unit);
+    near_ = least < near_ ? least : near_ + ((least - near_) / 8 & -kUnit<X>);
     pause_ = pause_ > 0 ? pause_ - 1 : 4 * misses_ > rows ? 8 : 0;
   }
 
-  int64_t k_, padded_, stride_, groups_;
+  int64_t width_, k_, padded_, stride_, groups_;
   std::unique_ptr<int32_t[]> all_columns_;     // [padded]: 0 and up
+  std::unique_ptr<float[]> row_;               // [padded], in float32
   std::unique_ptr<float[]> maxima_;            // [kLanes, groups]
   std::unique_ptr<float[]> listed_;            // [kLanes, stride], what reaches a row's bound
   std::unique_ptr<int32_t[]> listed_columns_;  // and where
