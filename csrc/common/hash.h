@@ -23,15 +23,20 @@ DCT_HOST_DEVICE inline int64_t stratum_start(int64_t index, int64_t numel, int64
   return index * (numel / picks) + index * (numel % picks) / picks;
 }
 
+// Which of a stratum's `length` elements it contributes.
+DCT_HOST_DEVICE inline int64_t pick_offset(uint64_t length, uint32_t seed, uint32_t segment,
+                                           uint32_t index) {
+  const uint64_t hash = hash32(seed, segment, index);
+  // (hash * length) >> 32; the halves of hash apart keep both products within 64 bits.
+  return ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
+}
+
 // The element that stratum `index` of a segment of `numel` elements contributes.
 DCT_HOST_DEVICE inline int64_t stratified_pick(int64_t index, int64_t numel, int64_t picks,
                                                uint32_t seed, uint32_t segment) {
   const int64_t start = stratum_start(index, numel, picks);
   const uint64_t length = stratum_start(index + 1, numel, picks) - start;
-  const uint64_t hash = hash32(seed, segment, static_cast<uint32_t>(index));
-  // (hash * length) >> 32; the halves of hash apart keep both products within 64 bits.
-  const uint64_t offset = ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
-  return start + static_cast<int64_t>(offset);
+  return start + pick_offset(length, seed, segment, static_cast<uint32_t>(index));
 }
 
 }  // namespace dct

@@ -1,10 +1,11 @@
 #pragma once
 
-// Counting the keys that reach a bound: what the compiler makes of the loop adds up at length where
-// there are few keys.
+// Counting the keys that reach a bound, and keeping them: what the compiler makes of the first loop
+// adds up at length where there are few keys, and of the second it makes no vectors.
 
 #include <cstdint>
 
+#include "compress.h"
 #include "vectorise.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -15,7 +16,8 @@ namespace dct::cpu {
 
 constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see largest.h
 
-// For each instruction set: `count` says how many keys of some groups reach a bound >= 0.
+// For each instruction set: `count` says how many keys of some groups reach a bound >= 0; `keep`
+// moves these to the front, in order, and what follows them may be anything then.
 struct PlainKeys {
   static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
     int64_t total = 0;
@@ -26,6 +28,15 @@ struct PlainKeys {
     }
     return total;
   }
+  static int64_t keep(int32_t* keys, int64_t groups, int32_t bound) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < kKeyGroup * groups; ++i) {
+      const int32_t key = keys[i];
+      keys[count] = key;
+      count += key >= bound;
+    }
+    return count;
+  }
 };
 
 struct Avx2Keys;
@@ -34,8 +45,8 @@ struct Avx512Keys;
 #if defined(__x86_64__) && defined(__GNUC__)
 
 struct Avx2Keys {
-  __attribute__((target("avx2"))) static int64_t count(const int32_t* keys, int64_t groups,
-                                                       int32_t bound) {
+#define DCT_AVX2 __attribute__((target("avx2")))
+  DCT_AVX2 static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
     const __m256i below = _mm256_set1_epi32(bound - 1);
     // Each less than 2^31, of up to 2^34 keys. Two, because an addition waits for the one before.
     __m256i counts[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
@@ -50,6 +61,19 @@ struct Avx2Keys {
     const __m256i halves = _mm256_hadd_epi32(pairs, pairs);
     return int64_t{_mm256_extract_epi32(halves, 0)} + _mm256_extract_epi32(halves, 4);
   }
+  DCT_AVX2 static int64_t keep(int32_t* keys, int64_t groups, int32_t bound) {
+    const __m256i below = _mm256_set1_epi32(bound - 1);
+    int64_t count = 0;
+    for (int64_t i = 0; i < kKeyGroup * groups; i += 8) {
+      const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + i));
+      const __m256i reach = _mm256_cmpgt_epi32(eight, below);
+      const uint32_t mask = _mm256_movemask_ps(_mm256_castsi256_ps(reach));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(keys + count), compress(eight, mask));
+      count += __builtin_popcount(mask);
+    }
+    return count;
+  }
+#undef DCT_AVX2
 };
 
 struct Avx512Keys {
@@ -69,6 +93,17 @@ struct Avx512Keys {
       total += __builtin_popcountll(group(keys + kKeyGroup * g, least));
     }
     return total;
+  }
+  DCT_AVX512 static int64_t keep(int32_t* keys, int64_t groups, int32_t bound) {
+    const __m512i least = _mm512_set1_epi32(bound);
+    int64_t count = 0;
+    for (int64_t i = 0; i < kKeyGroup * groups; i += 16) {
+      const __m512i sixteen = _mm512_loadu_si512(keys + i);
+      const __mmask16 reach = _mm512_cmpge_epi32_mask(sixteen, least);
+      _mm512_storeu_si512(keys + count, _mm512_maskz_compress_epi32(reach, sixteen));
+      count += __builtin_popcount(reach);
+    }
+    return count;
   }
 #undef DCT_AVX512
 };

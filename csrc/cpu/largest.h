@@ -1,7 +1,7 @@
 #pragma once
 
 // The k-th largest of an array of keys (see magnitude_key), by bisection of the key's value: a step
-// is one vector loop that counts, and no key moves. Call it inside vectorise_keys().
+// is one vector loop that counts. Call it inside vectorise_keys().
 
 #include <cstdint>
 
@@ -16,10 +16,10 @@ constexpr int32_t kNoKey = -1;
 constexpr int64_t key_groups(int64_t n) { return (n + kKeyGroup - 1) / kKeyGroup; }
 constexpr int64_t padded_keys(int64_t n) { return key_groups(n) * kKeyGroup; }
 
-// The k-th largest of n keys, 1 <= k <= n.
+// The k-th largest of n keys, 1 <= k <= n. Keys that cannot be it get lost on the way.
 template <typename Keys>
-int32_t kth_largest(Keys, const int32_t* keys, int64_t n, int64_t k) {
-  const int64_t groups = key_groups(n);
+int32_t kth_largest(Keys, int32_t* keys, int64_t n, int64_t k) {
+  int64_t groups = key_groups(n);
   // Always count(>= bound) = found >= k > count(>= high).
   int32_t bound = 0, high = kFloat32Infinity + 1;
   int64_t found = n;
@@ -43,6 +43,11 @@ int32_t kth_largest(Keys, const int32_t* keys, int64_t n, int64_t k) {
   if (bound == 0 && Keys::count(keys, groups, 1) < k) return 0;
   constexpr int kRounds = 4;  // to a branch: whether a round is the last follows no pattern
   while (found > k && high - bound > 1) {
+    if (found <= n / 2) {
+      n = Keys::keep(keys, groups, bound);
+      groups = key_groups(n);
+      for (int64_t i = n; i < kKeyGroup * groups; ++i) keys[i] = kNoKey;
+    }
     for (int round = 0; round < kRounds; ++round) narrow(bound + (high - bound) / 2);
   }
   int32_t smallest = INT32_MAX;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../common/rounding.h"
+#include "compress.h"
 #include "vectorise.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -74,20 +75,6 @@ struct Avx512Rows;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-// The indices of a byte's set bits, in its bytes.
-struct SetBits {
-  constexpr SetBits() : of() {
-    for (int byte = 0; byte < 256; ++byte) {
-      int n = 0;
-      for (int bit = 0; bit < 8; ++bit) {
-        if ((byte >> bit & 1) != 0) of[byte] |= uint64_t(bit) << (8 * n++);
-      }
-    }
-  }
-  uint64_t of[256];
-};
-inline constexpr SetBits kSetBits;
-
 struct Avx2Rows : PlainRows {
 #define DCT_AVX2 __attribute__((target("avx2")))
   DCT_AVX2 static int64_t list(const float* x, const int32_t* columns, int64_t n, int32_t bound,
@@ -99,11 +86,8 @@ struct Avx2Rows : PlainRows {
       const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns + i));
       const __m256i reach = _mm256_cmpgt_epi32(_mm256_and_si256(entries, magnitude), below);
       const uint32_t mask = _mm256_movemask_ps(_mm256_castsi256_ps(reach));
-      const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(kSetBits.of[mask]));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept + count),
-                          _mm256_permutevar8x32_epi32(entries, from));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept_columns + count),
-                          _mm256_permutevar8x32_epi32(c, from));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept + count), compress(entries, mask));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept_columns + count), compress(c, mask));
       count += __builtin_popcount(mask);
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept + count), _mm256_setzero_si256());

@@ -1,5 +1,6 @@
-// First the keys of all segments' samples are gathered into one array, in parallel over the
-// samples; then each segment's k-th largest key is found, in parallel over the segments.
+// Segments are taken in batches, whose keys the second-level caches hold. First the keys of a
+// batch's samples are gathered into one array, in parallel over the samples; then each segment's
+// k-th largest key is found, in parallel over the segments.
 
 #include "sample_threshold.h"
 
@@ -17,8 +18,9 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kBatch = 256;   // picks whose cache misses overlap
-constexpr int64_t kGrain = 8192;  // samples worth a task of their own
+constexpr int64_t kPicks = 256;          // whose cache misses overlap
+constexpr int64_t kGrain = 8192;         // samples worth a task of their own
+constexpr int64_t kBatchKeys = 1 << 17;  // of a thread, unless one segment has more
 
 template <typename X>
 class Sampler {
@@ -31,32 +33,52 @@ class Sampler {
     for (int64_t s = 0; s < args.num_segments; ++s) {
       first_[s + 1] = first_[s] + padded_keys(samples(s));
     }
-    keys_.reset(new int32_t[first_.back()]);
   }
 
   void run(const Parallel& parallel) {
-    const int64_t keys = first_.back();
-    const int64_t tasks = std::min(parallel.threads, (keys + kGrain - 1) / kGrain);
-    parallel.run(tasks, [&](int64_t task) { gather(share(keys, tasks, task)); });
-    parallel.run(args_.num_segments, [&](int64_t s) { select(s); });
+    const int64_t most = kBatchKeys * parallel.threads;
+    std::vector<int64_t> batches = {0};
+    int64_t longest = 0;
+    while (batches.back() < args_.num_segments) {
+      const int64_t begin = batches.back();
+      const auto past =
+          std::upper_bound(first_.begin() + begin, first_.end(), first_[begin] + most);
+      batches.push_back(std::max(begin + 1, past - first_.begin() - 1));
+      longest = std::max(longest, first_[batches.back()] - first_[begin]);
+    }
+    keys_.reset(new int32_t[longest]);
+    for (size_t b = 0; b + 1 < batches.size(); ++b) batch(batches[b], batches[b + 1], parallel);
   }
 
  private:
   int64_t numel(int64_t s) const { return args_.segments[s + 1] - args_.segments[s]; }
   int64_t samples(int64_t s) const { return std::min(numel(s), args_.max_samples); }
 
-  void gather(Share mine) const {
-    int64_t s = std::upper_bound(first_.begin(), first_.end(), mine.begin) - first_.begin() - 1;
-    for (int64_t i = mine.begin, end; i < mine.end; i = end, ++s) {
-      end = std::min(mine.end, first_[s + 1]);
-      const int64_t begin = i - first_[s];
-      const int64_t n = std::min(end - first_[s], samples(s)) - begin;
-      if (n > 0) gather(s, begin, n, keys_.get() + i);
+  // Segments [begin, end).
+  void batch(int64_t begin, int64_t end, const Parallel& parallel) const {
+    const int64_t before = first_[begin], keys = first_[end] - before;
+    const int64_t tasks = std::min(parallel.threads, (keys + kGrain - 1) / kGrain);
+    parallel.run(tasks, [&](int64_t task) {
+      const Share mine = share(keys, tasks, task);
+      gather(before + mine.begin, before + mine.end, before);
+    });
+    parallel.run(end - begin,
+                 [&](int64_t s) { select(begin + s, keys_.get() + first_[begin + s] - before); });
+  }
+
+  // Samples [begin, end) of all, counted as first_ does, in a batch with `before` before it.
+  void gather(int64_t begin, int64_t end, int64_t before) const {
+    int64_t s = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
+    for (int64_t next; begin < end; begin = next, ++s) {
+      next = std::min(end, first_[s + 1]);
+      const int64_t sample = begin - first_[s];
+      const int64_t n = std::min(next - first_[s], samples(s)) - sample;
+      if (n > 0) gather_segment(s, sample, n, keys_.get() + (begin - before));
     }
   }
 
   // The keys of samples [begin, begin + n) of segment s.
-  void gather(int64_t s, int64_t begin, int64_t n, int32_t* keys) const {
+  void gather_segment(int64_t s, int64_t begin, int64_t n, int32_t* keys) const {
     if (numel(s) <= args_.max_samples) {
       gather_all(args_.segments[s] + begin, n, keys);
     } else {
@@ -75,13 +97,21 @@ class Sampler {
     });
   }
 
+  // stratified_pick() of one index after another: strata in order need no division.
   void gather_picks(int64_t s, int64_t begin, int64_t end, int32_t* keys) const {
-    int64_t picks[kBatch];
-    for (int64_t j = begin; j < end; j += kBatch) {
-      const int64_t n = std::min(kBatch, end - j);
+    const int64_t length = numel(s) / args_.max_samples, rest = numel(s) % args_.max_samples;
+    int64_t start = args_.segments[s] + stratum_start(begin, numel(s), args_.max_samples);
+    int64_t remainder = begin * rest % args_.max_samples;
+    int64_t picks[kPicks];
+    for (int64_t j = begin; j < end; j += kPicks) {
+      const int64_t n = std::min(kPicks, end - j);
       for (int64_t i = 0; i < n; ++i) {
-        picks[i] = args_.segments[s] + stratified_pick(j + i, numel(s), args_.max_samples,
-                                                       args_.seed, static_cast<uint32_t>(s));
+        remainder += rest;
+        const int64_t longer = remainder >= args_.max_samples;
+        picks[i] = start + pick_offset(length + longer, args_.seed, static_cast<uint32_t>(s),
+                                       static_cast<uint32_t>(j + i));
+        start += length + longer;
+        remainder -= longer * args_.max_samples;
         __builtin_prefetch(x_ + picks[i]);
         if (args_.residual != nullptr) __builtin_prefetch(args_.residual + picks[i]);
       }
@@ -89,14 +119,14 @@ class Sampler {
     }
   }
 
-  void select(int64_t s) const {
+  void select(int64_t s, int32_t* keys) const {
     const int64_t n = samples(s);
-    std::fill(keys_.get() + first_[s] + n, keys_.get() + first_[s + 1], kNoKey);
+    std::fill(keys + n, keys + padded_keys(n), kNoKey);
     int32_t key = kFloat32Infinity;
     if (n > 0) {
       const double wanted = std::ceil(args_.density * static_cast<double>(n));
       const int64_t k = std::clamp<int64_t>(static_cast<int64_t>(wanted), 1, n);
-      vectorise_keys([&](auto how) { key = kth_largest(how, keys_.get() + first_[s], n, k); });
+      vectorise_keys([&](auto how) { key = kth_largest(how, keys, n, k); });
     }
     args_.threshold[s] = bits_to_float(key);
   }
@@ -104,8 +134,8 @@ class Sampler {
   SampleThresholdArgs args_;
   const X* x_;
   float inv_scale_;
-  std::vector<int64_t> first_;  // of each segment's samples in keys_
-  std::unique_ptr<int32_t[]> keys_;
+  std::vector<int64_t> first_;       // of each segment's samples, filled up to whole groups
+  std::unique_ptr<int32_t[]> keys_;  // of one batch
 };
 
 }  // namespace
