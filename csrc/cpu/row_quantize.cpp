@@ -178,10 +178,12 @@ void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t*
   std::memcpy(out + bytes, &row.scale, kScaleBytes);
 }
 
-// Up to rows_together rows. Nothing is written from `end` on.
+// Up to rows_together rows; those from `next` on are asked for while there is work to do: all at
+// once, they would be waited for. Nothing is written from `end` on.
 template <RowFormat kFormat, typename Pack, typename X>
 void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const Scratch& scratch,
-                       uint8_t* out, const uint8_t* end) {
+                       const Prefetch<X>& prefetch, int64_t next, uint8_t* out,
+                       const uint8_t* end) {
   Row rows[kMostRows];
   for (int64_t r = 0; r < count; ++r) {
     uint64_t* above = scratch.planes.get() + 2 * r * plane_words(width);
@@ -200,6 +202,7 @@ void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const
     if (rows[r].finite()) rows[r].scale = row_scale(exact_scale<kFormat>(how, rows[r], width));
   }
   for (int64_t r = 0; r < count; ++r) {
+    prefetch.before(next + r);
     write_row<kFormat>(how, rows[r], width, scratch.codes.get(),
                        out + r * row_bytes(width, kFormat), end);
   }
@@ -220,14 +223,14 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
       int64_t count;
       for (int64_t row = mine.begin; row < mine.end; row += count) {
         count = std::min(mine.end - row, rows_together(width));
-        for (int64_t r = 0; r < count; ++r) prefetch.before(row + count + r);
         if constexpr (kFormat == RowFormat::kMxfp4) {
           for (int64_t r = 0; r < count; ++r) {
+            prefetch.before(row + count + r);
             const float* floats = as_floats(x + (row + r) * width, width, own.floats.get());
             quantize_mxfp4(floats, width, args.out + (row + r) * bytes);
           }
         } else {
-          quantize_together<kFormat>(how, x + row * width, count, width, own,
+          quantize_together<kFormat>(how, x + row * width, count, width, own, prefetch, row + count,
                                      args.out + row * bytes, args.out + mine.end * bytes);
         }
       }

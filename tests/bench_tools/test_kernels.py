@@ -61,6 +61,8 @@ def test_bytes_that_must_move():
     assert case.nbytes == 1000 * 4 + 8 * 100 * 4
     case = cases.row_pack("cpu", 10, 64, 0.05, False)
     assert case.nbytes == 10 * (64 * 4 + 4 * 4 + 4)
+    case = cases.row_pack("cpu", 10, 64, 0.05, False, torch.bfloat16)
+    assert case.nbytes == 10 * (64 * 2 + 4 * 2 + 4)
 
 
 def test_a_backend_that_differs_is_not_timed():

@@ -65,6 +65,7 @@ def cases(
                 # how fast the system gives pages.
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, 0.05, with_peers)
+                yield make(device, elements // width, width, 0.05, False, BF16)
         for op, make in (("row_quantize", row_quantize), ("row_dequantize", row_dequantize)):
             for format in SCALED_BY_ROW if op in ops else ():
                 elements = numel if device == "cuda" else numel // 4
@@ -155,37 +156,51 @@ def scatter_unpack(device: str, numel: int, density: float, ranks: int) -> Case:
     return Case("scatter_unpack", f"P={ranks}", numel, moved, sets, run, density=density)
 
 
-def row_pack(device: str, rows: int, width: int, density: float, with_peers: bool) -> Case:
+def row_pack(
+    device: str,
+    rows: int,
+    width: int,
+    density: float,
+    with_peers: bool,
+    dtype: torch.dtype = F32,
+) -> Case:
     k = max(1, math.ceil(density * width))
-    moved = rows * (4 * width + 4 * k + position_bytes(width, k))
+    moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))
     sets = _sets(moved)
-    x = [t.view(rows, width) for t in _normal(sets, rows * width, device)]
+    x = [t.to(dtype).view(rows, width) for t in _normal(sets, rows * width, device)]
     return Case(
         "row_pack",
-        f"[{rows}, {width}], k={k}",
+        f"[{rows}, {width}], k={k}{_of(dtype)}",
         rows * width,
         moved,
         sets,
-        lambda ops, i: tuple(ops.row_pack(x[i], k, F32)),
+        lambda ops, i: tuple(ops.row_pack(x[i], k, dtype)),
         allocates=True,
         density=density,
         peers=peers.row_selection(x, k) if with_peers else {},
     )
 
 
-def row_unpack(device: str, rows: int, width: int, density: float, with_peers: bool) -> Case:
+def row_unpack(
+    device: str,
+    rows: int,
+    width: int,
+    density: float,
+    with_peers: bool,
+    dtype: torch.dtype = F32,
+) -> Case:
     k = max(1, math.ceil(density * width))
-    moved = rows * (4 * width + 4 * k + position_bytes(width, k))
+    moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))
     sets = _sets(moved)
     pack = _best(device).row_pack
-    packed = [pack(t.view(rows, width), k, F32) for t in _normal(sets, rows * width, device)]
+    packed = [pack(t.view(rows, width), k, dtype) for t in _normal(sets, rows * width, device)]
     return Case(
         "row_unpack",
-        f"[{rows}, {width}], k={k}",
+        f"[{rows}, {width}], k={k}{_of(dtype)}",
         rows * width,
         moved,
         sets,
-        lambda ops, i: (ops.row_unpack(*packed[i], width, F32),),
+        lambda ops, i: (ops.row_unpack(*packed[i], width, dtype),),
         allocates=True,
         density=density,
     )
@@ -251,6 +266,10 @@ def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
 def _segments(numel: int, count: int, device: str) -> Tensor:
     """Of unequal lengths: offsets grow as the square."""
     return torch.tensor([numel * s * s // (count * count) for s in range(count + 1)], device=device)
+
+
+def _of(dtype: torch.dtype) -> str:
+    return "" if dtype == F32 else f", {_name(dtype)}"
 
 
 def _in_segments(count: int) -> str:
