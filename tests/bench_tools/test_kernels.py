@@ -160,6 +160,26 @@ def test_no_rows_are_compared():
 RESULT = {"op": "o", "case": "c", "numel": 1, "density": None, "bytes": 1, "ms": {"copy": {}}}
 
 
+def test_a_case_measured_twice_is_drawn_twice(tmp_path):
+    ms = {name: {"median": 2.0, "q20": 1.0, "q80": 3.0} for name in ("copy", "cpp")}
+    rows = RESULT | {"op": "row_pack", "case": "[8, 64], k=4", "density": 0.05, "ms": ms}
+    others = rows | {"case": "[8, 64], k=4, bfloat16"}
+    again = rows | {"ms": ms | {"cpp": {"median": 3.0, "q20": 2.0, "q80": 4.0}}}
+    for name, results in (("a.json", [rows, others]), ("b.json", [again])):
+        content = {"results": results, "provenance": dict.fromkeys(command.PROVENANCE, "1")}
+        (tmp_path / name).write_text(json.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "by_size.png").exists()
+
+
+def test_nothing_measured_has_a_density(tmp_path):
+    ms = {name: {"median": 2.0, "q20": 1.0, "q80": 3.0} for name in ("copy", "cpp")}
+    rows = RESULT | {"op": "row_quantize", "case": "[8, 64], int8", "ms": ms}
+    content = {"results": [rows], "provenance": dict.fromkeys(command.PROVENANCE, "1")}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert cli.main(["report", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,7 +104,8 @@ def _of_copy(axes: Axes, case: str, results: list[dict]) -> None:
 def _over(key: str, label: str) -> Callable[[Axes, str, list[dict]], None]:
     def draw(axes: Axes, case: str, results: list[dict]) -> None:
         for name in dict.fromkeys(name for result in results for name in result["ms"]):
-            points = sorted((r[key], r["ms"][name]) for r in results if name in r["ms"])
+            points = [(r[key], r["ms"][name]) for r in results if name in r["ms"]]
+            points.sort(key=lambda point: point[0])
             x = [value for value, _ in points]
             style = "-" if name in OURS else "--"
             axes.plot(x, [ms["median"] for _, ms in points], style, marker="o", label=name)
@@ -122,15 +124,14 @@ def _save(
     draw: Callable[[Axes, str, list[dict]], None],
     select: Callable[[list[dict]], list[dict]],
 ) -> None:
-    """A panel per op and case; of rows, per width."""
+    """A panel per op and case; of rows, however many there are."""
     cases: dict[str, list[dict]] = {}
     for result in results:
-        case = result["case"].partition("], k=")[0].partition(", ")
-        row = result["op"].startswith("row_")
-        detail = f"width {case[2]}" if row else result["case"]
+        detail = re.sub(r"^\[\d+, (\d+)\]", r"width \1", result["case"])
         cases.setdefault(f"{result['op']}\n{detail}", []).append(result)
-    columns = min(len(cases), 4)
-    rows = -(-len(cases) // columns)
+    cases = {case: chosen for case, of_case in cases.items() if (chosen := select(of_case))}
+    columns = min(len(cases), 4) or 1
+    rows = -(-len(cases) // columns) or 1
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flat
@@ -138,5 +139,5 @@ def _save(
         axes.set_visible(False)
     for axes, (case, of_case) in zip(figure.axes, cases.items(), strict=False):
         axes.set_visible(True)
-        draw(axes, case, select(of_case))
+        draw(axes, case, of_case)
     figure.savefig(path, dpi=110)
