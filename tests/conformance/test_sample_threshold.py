@@ -43,6 +43,15 @@ def test_exact_where_every_element_is_looked_at(backend, numel, with_residual, d
         check(backend, x, residual, density)
 
 
+def test_many_tie_at_a_bound_of_the_search(backend):
+    """The CPU's first bound is two powers of two below the top, and it drops what is below."""
+    top = np.float32(4.0).view(np.int32)
+    x = torch.full([1000], 0.125)
+    x[100] = 4.0
+    x[300:600] = float((top + 1 - (1 << 24)).view(np.float32))
+    assert check(backend, x, None, 0.2) == x[300]
+
+
 @x_dtypes
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("max_samples", [1, 2, 7, 64, 1000])
