@@ -4,7 +4,7 @@
 
 Full model parallelism over all ranks (mp), and --replicas replicas with each kind of sync: weights
 and accumulators of row-wise AdaGrad, and what a sync keeps between two of them. That is a byte for
-each row, 4 for each row that was looked up since the last sync, what such rows held then (not with
+each row, 4 for each row that was changed since the last sync, what such rows held then (not with
 float32 rows), and what waits (dct). The most after any of --periods periods, just before the sync;
 temporary tensors of a step or a sync are not counted. Rows are generated.
 
@@ -64,7 +64,7 @@ def measure(kind: str, options: argparse.Namespace, periods: int) -> tuple[int, 
 
 
 def formula(kind: str, bags: ShardedEmbeddingBags, average: Average | None) -> int:
-    """Of rows that this rank owns, that it has looked up, and of which something waits."""
+    """Of rows that this rank owns, that it has changed, and of which something waits."""
     own, width = bags.weight.shape
     row = 4 * (width + 1)
     if average is None:

@@ -53,7 +53,7 @@ def make_sync(
 ) -> ReplicaSync | None:
     """What averages the replicas of a model's tables, if it has any.
 
-    It is told of every row that is looked up from now on: weights and `optimizer` are loaded by
+    It notes every row that `optimizer` changes from now on: weights and `optimizer` are loaded by
     then.
     """
     if not isinstance(model, TwoDimensionalDLRM):

@@ -28,7 +28,7 @@ class Average(Protocol):
     """What is kept while a table is trained, and what becomes of it at a sync."""
 
     def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """`rows` [n] are looked up, and will be changed: [rows, d], and [rows] of the optimizer."""
+        """The optimizer is about to change `rows` [n] of these: [rows, d], and its own [rows]."""
         ...
 
     def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:

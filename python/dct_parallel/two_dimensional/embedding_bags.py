@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -47,7 +47,9 @@ class ShardedEmbeddingBags(nn.Module):
 
     Keep it outside of DistributedDataParallel, which would average shards that are not the same.
     `state_dict` has this rank's rows, and which they are, as `owned`: [table, first, end] of each
-    shard. A load of other shards is refused (ValueError) before anything is read from it.
+    shard. A load of other shards is refused (ValueError) before anything is read from it. A copy
+    (copy.deepcopy, torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle
+    (torch.save of the module) has their names only, and is for ranks that made the same groups.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
@@ -65,8 +67,6 @@ class ShardedEmbeddingBags(nn.Module):
     Attributes:
         weight: parameter [own rows, d], this rank's shards in the order of its plan.
         plan, mesh: as given.
-        on_lookup: called in a forward pass with gradients, with the rows of `weight` that are
-            looked up, int32 [n], some of them several times; None.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -93,7 +93,6 @@ class ShardedEmbeddingBags(nn.Module):
         require_same_in_mesh(_OP, mesh, told | {"dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange
         self.dedup, self.sparse = dedup, sparse
-        self.on_lookup: Callable[[Tensor], None] | None = None
         self._own = plan[group.rank()]
         own = [tables[shard.table][shard.first : shard.end] for shard in self._own]
         self.weight = nn.Parameter(torch.cat([part.detach() for part in own]))
@@ -179,8 +178,6 @@ class ShardedEmbeddingBags(nn.Module):
         looked_up = F.embedding(rows, self.weight, sparse=self.sparse)
         if looked_up.requires_grad:
             looked_up.register_hook(lambda grad: grad / len(self.plan))
-            if self.on_lookup is not None:
-                self.on_lookup(rows)
         return looked_up
 
     def _counted(

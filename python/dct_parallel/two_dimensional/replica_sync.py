@@ -1,6 +1,8 @@
 """Replicas of embedding tables, averaged every few steps."""
 
 from itertools import accumulate
+from typing import NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,14 +15,17 @@ from .embedding_bags import ShardedEmbeddingBags
 from .row_wise_adagrad import RowWiseAdagrad
 
 _OP = "ReplicaSync"
+_averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a ReplicaSync
 
 
 class ReplicaSync:
     """Averages the tables of all replicas, and their row-wise AdaGrad state, every `every` steps.
 
-    Rows that were looked up since the last sync take part, those of all replicas together; others
-    cost nothing, neither bytes nor memory passes. Afterwards replicas are bitwise equal in weights
-    and accumulators. In a mesh of one row a sync changes no bit, whatever the settings.
+    Rows that the optimizer changed since the last sync take part, those of all replicas together;
+    others cost nothing, neither bytes nor memory passes. Afterwards replicas are bitwise equal in
+    weights and accumulators. In a mesh of one row a sync changes no bit, whatever the settings. A
+    sync may come at any time: while gradients are accumulated, or between a forward pass and its
+    step.
 
     - By default rows cross as they are, by an all-reduce: their mean.
     - With `dtype`, what changed since the last sync crosses, rounded to it; accumulators as they
@@ -29,21 +34,26 @@ class ReplicaSync:
       each shard, as bfloat16. Weights are then those of the last sync and the mean of what was
       delivered; the rest leaves the weights and waits in the residual (error feedback). A row with
       a residual counts as changed, so the rows of one sync take part in the next, until `flush()`.
-      Accumulators are not thresholded: what they gained crosses, for rows looked up since the last
+      Accumulators are not thresholded: what they gained crosses, for rows changed since the last
       sync. Compressing what changed across replicas, not gradients, is our reconstruction.
 
     Between syncs replicas differ, and with a density something waits. `flush()` before evaluation
     and before a checkpoint: a ReplicaSync has nothing to save then, as it counts the steps since
     the last sync, and the ranks of one replica have all there is to save of bags and optimizer.
+    `flush()` before a checkpoint is loaded into a running job, too: what changed since the last
+    sync is a difference to weights that the load replaces.
 
-    A step costs a gather of the rows that are looked up for the first time since the last sync, and
-    the host waits for how many they are. Deterministic on the CPU.
+    A step of the optimizer costs a gather of the rows that it changes for the first time since the
+    last sync, and the host waits for how many they are; with dense gradients a pass over the
+    gradient as well. Deterministic on the CPU.
 
     Args:
-        bags: whose weight is averaged. From here on the ReplicaSync is told what they look up:
-            make it before training, once what is saved is loaded, and one for a model's life.
-        optimizer: that trains it: torch.optim.SGD without momentum and weight decay, or
-            RowWiseAdagrad or MomentumScaledRowWiseAdagrad.
+        bags: whose weight is averaged. One ReplicaSync for a model's life, made before training,
+            once saved states are loaded. A copy of bags (copy.deepcopy, torch.save,
+            torch.optim.swa_utils.AveragedModel) has none.
+        optimizer: that trains it, and alone changes it: torch.optim.SGD without momentum and weight
+            decay, or RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A hook on its step notes the
+            rows for which there is a gradient; a copy of the optimizer does not have it.
         every: steps from one sync to the next.
         dtype: torch.float16 or torch.bfloat16, of what changed; default uncompressed.
         density: instead of a dtype, fraction of each shard's changed entries to send at a sync, in
@@ -52,6 +62,7 @@ class ReplicaSync:
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in a setting or the kind of optimizer; on all of them.
+        TypeError: by the optimizer's step, if it has been given momentum or weight decay since.
     """
 
     def __init__(
@@ -68,14 +79,20 @@ class ReplicaSync:
         checks.require_int(_OP, "every", every, 1, 2**63 - 1)
         _require_format(dtype, density, bags.weight)
         _require_optimizer(optimizer, bags.weight)
-        if bags.on_lookup is not None:  # what waits in its residual would be lost
+        if bags in _averaged:  # what waits in the other's residual would be lost
             checks.fail(_OP, "bags", "of one ReplicaSync", "a second")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
         self._bags, self._optimizer, self._every = bags, optimizer, every
         self._average = _average(bags, dtype, density)
         self._steps = 0
-        bags.on_lookup = self._touch
+        optimizer.register_step_pre_hook(self._before_step)
+        _averaged.add(bags)
+
+    def __reduce__(self) -> NoReturn:
+        """Neither copied nor pickled: a copy would average the original's bags, or nobody's."""
+        rule = "made anew for a copy of bags"
+        checks.fail(_OP, "a ReplicaSync", rule, "a copy or a pickle of one", TypeError)
 
     def step(self) -> None:
         """To be called after every step of the optimizer; a sync when it is time."""
@@ -103,9 +120,32 @@ class ReplicaSync:
             self._optimizer.averaged(weight, rows)
         self._steps = 0
 
+    # Noted at a lookup, rows could be changed after the sync that forgets them.
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """Note the rows that a step changes; of a step with a closure, once that has been called.
+
+        A pre-hook of the optimizer's step, which returns other arguments for it, or None.
+        """
+        _require_rule(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note()
+            return None
+
+        def noting() -> Tensor:
+            loss = closure()
+            self._note()
+            return loss
+
+        return args[:1], kwargs | {"closure": noting}
+
     @torch.no_grad()
-    def _touch(self, rows: Tensor) -> None:
-        self._average.touch(rows, self._bags.weight, self._state())
+    def _note(self) -> None:
+        weight = self._bags.weight
+        if weight.grad is not None:
+            self._average.touch(_rows_of(weight.grad), weight, self._state())
 
     def _state(self) -> Tensor | None:
         if isinstance(self._optimizer, RowWiseAdagrad):
@@ -136,13 +176,27 @@ def _require_format(dtype: torch.dtype | None, density: float | None, weight: Te
         checks.require_dtype(_OP, "dtype", dtype, (torch.float16, torch.bfloat16))
 
 
+def _rows_of(grad: Tensor) -> Tensor:
+    """The rows that are not all zero, int32 [n]; of a sparse one those it names, maybe repeated."""
+    rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
+    return rows.int()
+
+
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
-    # Either changes rows that nobody looked up.
-    plain = isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
-    )
-    if not (plain or isinstance(optimizer, RowWiseAdagrad)):
-        rule = "plain SGD, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
-        checks.fail(_OP, "optimizer", rule, type(optimizer).__name__, TypeError)
+    _require_rule(optimizer)
     if not any(weight is p for group in optimizer.param_groups for p in group["params"]):
         checks.fail(_OP, "optimizer", "one that trains the weight of bags", "one that does not")
+
+
+def _require_rule(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, RowWiseAdagrad):
+        return
+    got = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD):
+        # Either changes rows that have no gradient.
+        found = [(n, g[n]) for g in optimizer.param_groups for n in ("momentum", "weight_decay")]
+        if not any(value for _, value in found):
+            return
+        got += " with " + ", ".join(f"{name} {value}" for name, value in found if value)
+    rule = "plain SGD, RowWiseAdagrad or MomentumScaledRowWiseAdagrad"
+    checks.fail(_OP, "optimizer", rule, got, TypeError)

@@ -1,11 +1,11 @@
-"""Which rows of a table have been looked up for training, and what they held before."""
+"""Which rows of a table the optimizer has changed, and what they held before."""
 
 import torch
 from torch import Tensor
 
 
 class TouchedRows:
-    """Rows since the last `take`, each once. A step costs what it looks up, not the table.
+    """Rows since the last `take`, each once. A step costs what it changes, not the table.
 
     The host waits in `add`, for how many rows are new.
 

@@ -1,0 +1,305 @@
+"""Replicas stay equal whenever a sync comes: while gradients are there, or before their step.
+
+Gradients do not depend on weights here, and all numbers are small multiples of a power of two. So
+SGD gives the same bits whatever is averaged when, and the oracle, both replicas' whole tables in
+one process, is exact; with row-wise AdaGrad it is near.
+"""
+
+from functools import partial
+from itertools import product
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch.distributed.device_mesh import init_device_mesh
+
+from dct_parallel import (
+    MomentumScaledRowWiseAdagrad,
+    ReplicaSync,
+    RowWiseAdagrad,
+    ShardedEmbeddingBags,
+    WireMeter,
+    plan_shards,
+)
+from ranks import gathered, run_ranks
+
+ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=LR),
+    "rowwise": partial(RowWiseAdagrad, lr=LR),
+    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, accumulator_scale=0.5, delayed=True),
+}
+FORMATS = [
+    {},
+    {"every": 3},
+    {"every": 2, "dtype": torch.float16},
+    {"every": 1, "density": 0.3},
+    {"every": 2, "density": 0.3},
+]
+
+
+def _start():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-16, 17, (ROWS, WIDTH), generator=generator) / 8
+
+
+def _batch(number, rank):
+    """Ids, one a bag, and what the gradient of each of their rows is."""
+    generator = torch.Generator().manual_seed(2 * number + rank)
+    ids = torch.randint(ROWS, (IDS,), generator=generator)
+    return ids, torch.randint(-2, 3, (IDS, 1, WIDTH), generator=generator) / 4
+
+
+class _Oracle:
+    """Both replicas, and whole tables at every step and sync."""
+
+    def __init__(self, name):
+        self._sgd = name == "sgd"
+        self.weights = [_start().double() for _ in range(2)]
+        self.sums = [torch.zeros(ROWS).double() for _ in range(2)]
+        self.zero_grad()
+
+    def zero_grad(self):
+        self._grads = [torch.zeros(ROWS, WIDTH).double() for _ in range(2)]
+
+    def backward(self, number):
+        for rank, grad in enumerate(self._grads):
+            ids, values = _batch(number, rank)
+            grad.index_add_(0, ids, values[:, 0].double())
+
+    def step(self):
+        for weight, total, grad in zip(self.weights, self.sums, self._grads, strict=True):
+            total += grad.square().mean(1)
+            root = torch.ones(ROWS, 1) if self._sgd else total.sqrt().unsqueeze(1) + 1e-8
+            weight -= LR * grad / root
+
+    def sync(self):
+        for replicas in (self.weights, self.sums):
+            replicas[:] = [(replicas[0] + replicas[1]) / 2 for _ in range(2)]
+
+
+class _Replica:
+    """One rank's bags with their optimizer and sync, and the oracle of both ranks' at its side."""
+
+    def __init__(self, rank, name, settings, sparse=True, dedup=False):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        plan = plan_shards([ROWS], 1)
+        self.bags = ShardedEmbeddingBags([_start()], plan, mesh, sparse=sparse, dedup=dedup)
+        self.optimizer = OPTIMIZERS[name]([self.bags.weight])
+        self.replica_sync = ReplicaSync(self.bags, self.optimizer, **settings)
+        self._rank, self._name, self._settings = rank, name, settings
+        self._saved = self.bags.state_dict()["weight"].clone()
+        self.begin()
+
+    def begin(self):
+        """From the start again, as from a checkpoint."""
+        self.replica_sync.flush()
+        self.bags.load_state_dict({"weight": self._saved, "owned": self.bags.owned})
+        for state in self._states():
+            state.zero_()
+        self.optimizer.zero_grad()
+        self._oracle = _Oracle(self._name)
+        self._ahead, self._number, self._steps = [], 0, 0
+
+    def _states(self):
+        found = self.optimizer.state[self.bags.weight]
+        return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+    def forward(self):
+        ids, values = _batch(self._number, self._rank)
+        out = self.bags(ids, torch.ones(1, IDS, dtype=torch.int64))
+        self._ahead.append((self._number, out, values))
+        self._number += 1
+
+    def backward(self):
+        if self._ahead:
+            number, out, values = self._ahead.pop(0)
+            (out * values).sum().backward()
+            self._oracle.backward(number)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        self._oracle.zero_grad()
+
+    def step(self):
+        self.optimizer.step()
+        self._oracle.step()
+        self._count()
+
+    def skip(self):
+        """As of gradients that are not finite."""
+        self.zero_grad()
+        self._count()
+
+    def _count(self):
+        self.replica_sync.step()
+        self._steps += 1
+        if self._steps == self._settings.get("every", 1):
+            self._oracle.sync()
+            self._steps = 0
+
+    def sync(self):
+        self.replica_sync.sync()
+        self._oracle.sync()
+        self._steps = 0
+
+    def flush(self):
+        self.replica_sync.flush()
+        self._oracle.sync()
+        self._steps = 0
+
+    @torch.no_grad()
+    def look(self):
+        self.forward()
+        self._ahead.pop()
+
+    def give_up(self):
+        """An exception between forward and backward."""
+        self._ahead.clear()
+
+    def check(self):
+        """After a flush replicas are equal, and have learnt from every step of either."""
+        self.flush()
+        weight = self.bags.weight.detach()
+        for tensor in (weight, *self._states()):
+            assert torch.equal(*gathered(tensor))
+        expected = self._oracle.weights[0].float()
+        if self._name == "sgd":
+            assert torch.equal(weight, expected)
+        if self._name == "rowwise":
+            assert torch.allclose(self._states()[0], self._oracle.sums[0].float(), rtol=1e-5)
+            near = 0.01 if "dtype" in self._settings else 1e-4
+            assert torch.allclose(weight, expected, rtol=0, atol=near)
+
+
+def _flush_while_accumulating(replica):
+    for step in range(6):
+        replica.zero_grad()
+        replica.forward()
+        replica.backward()
+        if step % 2:
+            replica.flush()  # before a checkpoint
+        replica.forward()
+        replica.backward()
+        replica.step()
+
+
+def _prefetch(replica):
+    replica.forward()
+    for _ in range(6):
+        replica.zero_grad()
+        replica.forward()  # the next batch's
+        replica.backward()
+        replica.step()
+
+
+def _skipped_steps(replica):
+    for step in range(6):
+        replica.zero_grad()
+        replica.forward()
+        replica.backward()
+        replica.forward()
+        if step % 3 == 1:
+            replica.skip()
+        replica.backward()
+        replica.step()
+
+
+def _loop(rank, loop):
+    for name, settings in product(OPTIMIZERS, FORMATS):
+        replica = _Replica(rank, name, settings)
+        loop(replica)
+        replica.check()
+
+
+@pytest.mark.parametrize("loop", [_flush_while_accumulating, _prefetch, _skipped_steps])
+def test_rows_that_change_after_a_sync_take_part_in_the_next(loop):
+    run_ranks(_loop, 2, loop)
+
+
+CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "look", "give_up"]
+KINDS = [
+    (name, number, bool(which & 1), bool(which & 2))  # sparse or dense, rows once each or not
+    for which, (name, number) in enumerate(product(OPTIMIZERS, range(len(FORMATS))))
+]
+
+
+def _any_sequence(rank, examples):
+    """Every rank draws the same: what decides whether an example fails is the same on all."""
+    replicas = {}
+
+    @hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        strategies.sampled_from(KINDS),
+        strategies.lists(strategies.sampled_from([*CALLS[:3], *CALLS]), min_size=8, max_size=30),
+    )
+    def holds(kind, calls):
+        name, number, sparse, dedup = kind
+        if kind not in replicas:
+            replicas[kind] = _Replica(rank, name, FORMATS[number], sparse, dedup)
+        replica = replicas[kind]
+        replica.begin()
+        for call in calls:
+            getattr(replica, call)()
+        replica.check()
+
+    holds()
+
+
+@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.large)])
+def test_after_any_sequence_of_calls_replicas_are_equal(examples):
+    run_ranks(_any_sequence, 2, examples)
+
+
+def _other_steps(rank):
+    for settings in FORMATS:
+        replica = _Replica(rank, "sgd", settings)
+
+        def closure(replica=replica):
+            replica.zero_grad()
+            replica.forward()
+            replica.backward()
+            return torch.tensor(1.0)
+
+        sgd, oracle = replica.optimizer, replica._oracle
+        for call in (partial(sgd.step, closure), partial(sgd.step, closure=closure)):
+            assert call() == 1
+            oracle.step()
+            replica.sync()
+
+        # A gradient kept aside, over a sync.
+        closure()
+        kept, replica.bags.weight.grad = replica.bags.weight.grad, None
+        replica.sync()
+        replica.bags.weight.grad = kept
+        replica.step()
+        replica.check()
+
+        # Lookups change nothing: a sync after them sends no more than a sync at once.
+        with WireMeter(replica.bags.mesh.get_group("replicate")) as meter:
+            replica.sync()
+            at_once = meter.take()
+            for _ in range(3):
+                replica.forward()
+                replica.backward()
+                replica.forward()
+                replica.look()
+            replica.sync()
+            assert meter.take() == at_once
+
+        before = replica.bags.weight.detach().clone()
+        sgd.param_groups[0]["momentum"] = 0.9  # as torch's OneCycleLR sets it
+        with pytest.raises(TypeError, match=r"must be plain SGD, .* got SGD with momentum 0\.9"):
+            sgd.step()
+        assert torch.equal(replica.bags.weight, before)
+
+
+def test_steps_with_a_closure_and_gradients_from_elsewhere():
+    run_ranks(_other_steps, 2)
