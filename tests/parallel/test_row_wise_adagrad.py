@@ -205,6 +205,16 @@ def _table(dtype=torch.float32, shape=(4, 2)):
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
+        (
+            lambda: RowWiseAdagrad(5),
+            TypeError,
+            "params must be tensors, or groups of them, got int",
+        ),
+        (
+            lambda: MomentumScaledRowWiseAdagrad(5, accumulator_scale=1),
+            TypeError,
+            "dct::MomentumScaledRowWiseAdagrad: params must be tensors, or groups of them, got int",
+        ),
         (lambda: RowWiseAdagrad([_table()], lr=0.0), ValueError, "lr must be finite and above 0"),
         (lambda: RowWiseAdagrad([_table()], lr=math.nan), ValueError, "lr must be finite and a"),
         (lambda: RowWiseAdagrad([_table()], lr="1"), TypeError, "lr must be a number, got str"),
@@ -239,3 +249,13 @@ def test_a_refused_group_is_not_added():
     optimizer.add_param_group({"params": [_table()], "lr": 0.5})
     added = optimizer.param_groups[1]["params"][0]
     assert optimizer.to_average(added).tolist() == [0, 0, 0, 0]
+
+
+def test_a_weight_of_another_optimizer_is_refused():
+    optimizer = MomentumScaledRowWiseAdagrad([_table()], accumulator_scale=1, delayed=True)
+    for own in (optimizer, RowWiseAdagrad([_table()])):
+        with pytest.raises(ValueError, match="weight must be one of params, got another"):
+            own.to_average(_table())
+        assert len(own.state) == 1
+    with pytest.raises(ValueError, match="weight must be one of params, got another"):
+        optimizer.averaged(_table(), torch.arange(4))

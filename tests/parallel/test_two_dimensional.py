@@ -21,6 +21,7 @@ from dct_parallel import (
     all_to_all_rows,
     plan_shards,
 )
+from dct_parallel.two_dimensional import embedding_bags
 from ranks import run_ranks
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
@@ -233,7 +234,24 @@ def _refusals(rank):
         lambda: layer(own if rank == 0 else own[::-1], two),
     )
 
-    bags = layer(own, two)
+    for text, plan in (
+        ("plan must be lists of shards, one for each rank, got int", 5),
+        (r"plan\[1\] must be shards, got int", [own[0], 5]),
+        (r"plan\[0\]\[0\] must be a shard: table, first and end, got int", [[5], own[1]]),
+    ):
+        refused(owner + text, lambda plan=plan: layer(plan, two), TypeError)
+    refused(
+        owner + r"plan\[1\]\[0\] must be a shard: table, first and end, got \(0, 1\)",
+        lambda: layer([own[0], [(0, 1)]], two),
+    )
+    refused(owner + "tables must be tensors, got int", lambda: layer(own, 5), TypeError)
+    refused(
+        owner + "exchange must be callable, got str",
+        lambda: ShardedEmbeddingBags(two, own, mesh, "int8"),
+        TypeError,
+    )
+
+    bags = layer([tuple(map(tuple, shards)) for shards in own], iter(two))
     ids, lengths = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
     expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
     with WireMeter() as meter:
@@ -276,6 +294,35 @@ def _refusals(rank):
         lambda: bags(ids - 4 * (rank == 0), lengths),
     )
     refused("lengths must be 2 rows, one a table, got 1", lambda: bags(ids, lengths[:1]))
+    most = 2**63 - 1
+    wraps = torch.tensor([[most, most], [2, 3]])
+    turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
+    for of_bags in (bags, once):
+        for long in (wraps, turns):
+            assert long.sum() == len(ids)  # and 2 ** 64
+            refused(
+                f"lengths must be at most 3, the number of ids, got {int(long.max())}",
+                lambda of_bags=of_bags, long=long: of_bags(ids, long),
+            )
+        refused(
+            "lengths must be at most 3, the number of ids, got 4",
+            lambda of_bags=of_bags: of_bags(ids, torch.tensor([[4, 0], [0, 0]]).int()),
+        )
+        refused(
+            "lengths must be 0 and up, got -1",
+            lambda of_bags=of_bags: of_bags(ids, torch.tensor([[2, 2], [-1, 0]])),
+        )
+        refused(
+            "lengths must be at most 3, .* got 4"
+            if rank == 0
+            else "input accepted must be the same on every rank, got False on rank 0, True on",
+            lambda of_bags=of_bags: of_bags(ids, lengths + 3 * (rank == 0) * (lengths == 1)),
+        )
+        assert of_bags(ids, lengths.int()).shape == (2, 2, WIDTH)
+    embedding_bags.MOST_ROWS, kept = 3, embedding_bags.MOST_ROWS
+    refused("ids must have at most 3 elements, got 4", lambda: bags(often[:4], lengths))
+    refused("lengths must have at most 3 elements, got 4", lambda: bags(ids, lengths))
+    embedding_bags.MOST_ROWS = kept
     refused(
         "dedup must be the same on every rank, got False on rank 0, True on rank 1",
         lambda: ShardedEmbeddingBags(two, own, mesh, dedup=rank == 1),
@@ -344,3 +391,16 @@ def test_plans():
         plan_shards([7, 2], 3)
     with pytest.raises(ValueError, match=r"rows\[0\] must be in"):
         plan_shards([0, 2], 2)
+    for text, arguments in (
+        ("rows must be integers, one for each table, got int", (5, 1)),
+        (r"rows\[1\] must be an integer, got str", ([5, "x"], 1)),
+        ("ranks must be an integer, got str", ([5], "x")),
+        ("row_wise must be numbers of tables, got int", ([5], 1, 0)),
+        (r"row_wise\[1\] must be an integer, got str", ([5], 1, [0, "x"])),
+    ):
+        with pytest.raises(TypeError, match="dct::plan_shards: " + text):
+            plan_shards(*arguments)
+    with pytest.raises(ValueError, match=r"row_wise\[0\] must be in \[0, 1\], got 2"):
+        plan_shards([7, 2], 1, [2])
+    with pytest.raises(ValueError, match=r"rows must have at least 1 tables, .* got 0"):
+        plan_shards([], 1, [0])

@@ -19,7 +19,7 @@ from ..own_state import require_own_state
 from ..rows.counts import exchange_counts
 from ..rows.distinct import repeat
 from .exchange import Exchange, whole_rows
-from .plan import MOST_ROWS, Shard, require_plan, rows_of
+from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 
 DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
 
@@ -57,7 +57,8 @@ class ShardedEmbeddingBags(nn.Module):
             files. Replicas start from those of the first.
         plan: the shards of every rank of the sharding group, see `plan_shards`; each row of each
             table once.
-        mesh: DeviceMesh of dimensions ("replicate", "shard").
+        mesh: DeviceMesh of dimensions ("replicate", "shard"). Waits for other ranks end at the
+            timeout of its groups.
         exchange: of rows, see `Exchange`; default as they are. For rows in few bits
             `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
             rank: it is not checked.
@@ -85,10 +86,12 @@ class ShardedEmbeddingBags(nn.Module):
     ) -> None:
         super().__init__()
         replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
+        tables = require_list(_OP, "tables", tables, "tensors")
         _require_tables(tables, mesh)
         rows = [len(table) for table in tables]
-        plan = [[Shard(*shard) for shard in own] for own in plan]
-        require_plan(_OP, plan, rows, group.size())
+        plan = require_plan(_OP, plan, rows, group.size())
+        if not callable(exchange):
+            checks.fail(_OP, "exchange", "callable", type(exchange).__name__, TypeError)
         told = {"tables": _digest(rows, tables[0].shape[1], tables[0].dtype), "plan": _digest(plan)}
         require_same_in_mesh(_OP, mesh, told | {"dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange
@@ -112,8 +115,10 @@ class ShardedEmbeddingBags(nn.Module):
 
         Args:
             ids: int32 or int64 [sum of lengths], rows of the tables, bag after bag: those of the
-                first table, sample by sample, then those of the next.
-            lengths: int32 or int64 [tables, batch], how many ids are in each bag.
+                first table, sample by sample, then those of the next. At most 2 ** 31 - 1 of
+                them.
+            lengths: int32 or int64 [tables, batch], how many ids are in each bag. At most
+                2 ** 31 - 1 of them.
 
         Raises:
             ValueError, TypeError: an argument is out of its range here; the other ranks of the
@@ -198,11 +203,12 @@ class ShardedEmbeddingBags(nn.Module):
         bag = torch.searchsorted(ends, position, right=True).clamp(max=max(len(ends) - 1, 0))
         table = bag // max(batch, 1)
         known = (ids >= 0) & (ids < self._first.diff()[table])
-        least = lengths.min().view(1) if lengths.numel() else ends.new_zeros(1)
-        numbers = [(~known).sum().view(1), least, lengths.sum().view(1)]
-        unknown, least, total = torch.cat(numbers).tolist()
+        bounds = lengths.aminmax() if lengths.numel() else [ends.new_zeros(())] * 2
+        unknown, least, most, total = torch.stack([(~known).sum(), *bounds, lengths.sum()]).tolist()
         if least < 0:
             checks.fail(_OP, "lengths", "0 and up", least)
+        if most > len(ids):  # a sum of such could wrap around to the number of ids
+            checks.fail(_OP, "lengths", f"at most {len(ids)}, the number of ids", most)
         if total != len(ids):
             checks.fail(_OP, "ids", f"{total} elements like lengths", len(ids), verb="have")
         if unknown:
@@ -243,6 +249,10 @@ class ShardedEmbeddingBags(nn.Module):
         weight = ("weight", self.weight)
         checks.require_tensor(_OP, "ids", ids, _INTS, (1,), weight)
         checks.require_tensor(_OP, "lengths", lengths, _INTS, (2,), weight)
+        for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts cross in 32 bits
+            if tensor.numel() > MOST_ROWS:
+                rule = f"at most {MOST_ROWS} elements"
+                checks.fail(_OP, arg, rule, tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
             checks.fail(_OP, "lengths", f"{len(self._rows)} rows, one a table", len(lengths))
 

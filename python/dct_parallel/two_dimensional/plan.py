@@ -1,6 +1,6 @@
 """Which rank of a sharding group owns which rows of which embedding table."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dct_kernels import checks
@@ -37,22 +37,25 @@ def plan_shards(
     """
     op = "plan_shards"
     checks.require_int(op, "ranks", ranks, 1, MOST_ROWS)
+    rows = require_list(op, "rows", rows, "integers, one for each table")
     for table, count in enumerate(rows):
         checks.require_int(op, f"rows[{table}]", count, 1, MOST_ROWS)
+    row_wise = require_list(op, "row_wise", row_wise, "numbers of tables")
+    if len(rows) < (1 if row_wise else ranks):
+        rule = f"at least {ranks} tables, one for each rank, or some in row_wise"
+        checks.fail(op, "rows", rule, len(rows), verb="have")
+    for index, table in enumerate(row_wise):
+        checks.require_int(op, f"row_wise[{index}]", table, 0, len(rows) - 1)
     plan: list[list[Shard]] = [[] for _ in range(ranks)]
     for table in sorted(set(row_wise)):
-        checks.require_int(op, "row_wise", table, 0, len(rows) - 1)
         if rows[table] < ranks:
             checks.fail(op, f"rows[{table}]", f"at least {ranks}, one for each rank", rows[table])
         cuts = [rows[table] * rank // ranks for rank in range(ranks + 1)]
         for rank, own in enumerate(plan):
             own.append(Shard(table, cuts[rank], cuts[rank + 1]))
-    if not row_wise and len(rows) < ranks:
-        rule = f"at least {ranks} tables, one for each rank, or some in row_wise"
-        checks.fail(op, "rows", rule, len(rows), verb="have")
     load = [rows_of(own) for own in plan]
-    whole = [table for table in range(len(rows)) if table not in row_wise]
-    for table in sorted(whole, key=lambda table: -rows[table]):
+    whole = set(range(len(rows))) - set(row_wise)
+    for table in sorted(whole, key=lambda table: (-rows[table], table)):
         rank = min(range(ranks), key=load.__getitem__)
         plan[rank].append(Shard(table, 0, rows[table]))
         load[rank] += rows[table]
@@ -64,8 +67,22 @@ def rows_of(shards: Sequence[Shard]) -> int:
     return sum(shard.end - shard.first for shard in shards)
 
 
-def require_plan(op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], ranks: int) -> None:
-    """`plan` is for `ranks` ranks, gives each some rows, and each row of every table to one."""
+def require_list(op: str, arg: str, values: Iterable, rule: str) -> list:
+    """What is in `values`, once that is known to be something to go through."""
+    if not isinstance(values, Iterable):
+        checks.fail(op, arg, rule, type(values).__name__, TypeError)
+    return list(values)
+
+
+def require_plan(
+    op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], ranks: int
+) -> list[list[Shard]]:
+    """`plan`, which is for `ranks` ranks, gives each some rows, and each row of every table to one.
+
+    A shard may be any three integers.
+    """
+    plan = require_list(op, "plan", plan, "lists of shards, one for each rank")
+    plan = [_require_shards(op, f"plan[{rank}]", own) for rank, own in enumerate(plan)]
     if len(plan) != ranks:
         rule = f"{ranks} elements, one for each rank of the sharding group"
         checks.fail(op, "plan", rule, len(plan), verb="have")
@@ -92,3 +109,15 @@ def require_plan(op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], 
                 got = f"rows {shard.first} to {last} on rank {owner} and again on rank {rank}"
                 checks.fail(op, "plan", rule, got, verb="hold")
             covered, owner = shard.end, rank
+    return plan
+
+
+def _require_shards(op: str, arg: str, shards: Sequence[Shard]) -> list[Shard]:
+    found = []
+    for index, shard in enumerate(require_list(op, arg, shards, "shards")):
+        rule = "a shard: table, first and end"
+        parts = require_list(op, f"{arg}[{index}]", shard, rule)
+        if len(parts) != 3:
+            checks.fail(op, f"{arg}[{index}]", rule, shard)
+        found.append(Shard(*parts))
+    return found

@@ -39,7 +39,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict], lr: float = 0.01, eps: float = 1e-8
     ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps})
+        super().__init__(self._iterable(params), {"lr": lr, "eps": eps})
 
     def add_param_group(self, param_group: dict) -> None:
         """Add weights with settings of their own, as torch.optim.Optimizer does."""
@@ -68,12 +68,23 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def to_average(self, weight: Tensor) -> Tensor:
         """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
-        return self.state[weight]["sum"]
+        return self._state_of(weight)["sum"]
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
         """To be called once `to_average(weight)` holds the mean of all replicas, with the rows [n],
         each once, in which they may have differed.
         """
+
+    def _iterable(self, params: Iterable) -> Iterable:
+        if not isinstance(params, Iterable):
+            rule = "tensors, or groups of them"
+            checks.fail(type(self).__name__, "params", rule, type(params).__name__, TypeError)
+        return params
+
+    def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
+        if weight not in self.state:  # a look would add it
+            checks.fail(type(self).__name__, "weight", "one of params", "another")
+        return self.state[weight]
 
     def _update(self, weight: Tensor, group: dict) -> None:
         grad, rows = weight.grad, slice(None)
@@ -159,16 +170,16 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
             "accumulator_scale": accumulator_scale,
             "delayed": delayed,
         }
-        torch.optim.Optimizer.__init__(self, params, settings)
+        torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
 
     def to_average(self, weight: Tensor) -> Tensor:
         """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
-        state = self.state[weight]
+        state = self._state_of(weight)
         return state.get("pending", state["sum"])
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
         """What waited counts from now on, if delayed."""
-        state = self.state[weight]
+        state = self._state_of(weight)
         if "pending" in state:
             state["sum"][rows] += state["pending"][rows]
             state["pending"][rows] = 0
