@@ -17,6 +17,7 @@ from dct_parallel import (
     LinearTerms,
     SumPooledEmbedding,
 )
+from dct_parallel.substitution import substitution
 from ranks import run_ranks
 
 OWNER = "dct::EquivalentSubstitution: "
@@ -268,6 +269,40 @@ def _disagreeing(rank):
 
 def test_ranks_that_disagree_all_fail():
     run_ranks(_disagreeing, 2)
+
+
+def _counts_that_wrap_around(rank):
+    """Lengths whose sum is that of the ids in int64, on one rank, and from others."""
+    ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
+    told = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    for aggregate in ("reduce_scatter", "all_reduce"):
+        layer = _layer(aggregate=aggregate)
+        for wrong, total in (
+            ([[2**63 - 1, 2**63 - 1, 5]], 2**64),  # 2^64 + 3, as float64 has it
+            ([[2**62] * 4 + [3]], 2**64),
+            ([[2**62, 2**62, 3]], 2**63),  # below 0 in int64
+        ):
+            text = f"ids must have {total} elements like lengths, got 3" if rank else told
+            given = torch.tensor(wrong) if rank else lengths
+            _refused(OWNER + text, lambda layer=layer, given=given: layer(ids, given))
+        linear, pooled = layer(ids, lengths)
+        assert linear.shape == (3,) and pooled.shape == (3, 1, 2)
+
+    layer, by_owner = _layer(), substitution.by_owner
+    for add in ([2**31 - 1, 0, 0], [-5, 5, 0], [0, 1, 0]):
+
+        def lying(*given, add=add):
+            lengths, names = by_owner(*given)
+            return [own + torch.tensor(add, dtype=torch.int32) for own in lengths], names
+
+        substitution.by_owner = lying
+        _refused(f"{OWNER}lengths of bags must be of [", lambda: layer(ids, lengths))
+        substitution.by_owner = by_owner
+    layer(ids, lengths)
+
+
+def test_lengths_that_wrap_around_are_refused():
+    run_ranks(_counts_that_wrap_around, 2)
 
 
 def _dies(rank, when):

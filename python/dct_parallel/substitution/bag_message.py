@@ -17,9 +17,9 @@ def require_bags(op: str, ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]
         checks.fail(op, "lengths", "[fields, batch] with a field or more", tuple(lengths.shape))
     if (lengths < 0).any():
         checks.fail(op, "lengths", "0 and up", int(lengths.min()))
-    if lengths.sum() != len(ids):
-        rule = f"{int(lengths.sum())} elements like lengths"
-        checks.fail(op, "ids", rule, len(ids), verb="have")
+    total = lengths.sum(dtype=torch.float64)  # which does not wrap around, as int64 does
+    if total != len(ids):
+        checks.fail(op, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
 
 
 def by_owner(
@@ -40,7 +40,11 @@ def by_owner(
 
 
 def exchange(
-    lengths: list[Tensor], names: list[Tensor], arriving: list[int], group: dist.ProcessGroup
+    op: str,
+    lengths: list[Tensor],
+    names: list[Tensor],
+    arriving: list[int],
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Rank r gets lengths[r] and names[r]; returns those that came, source by source.
 
@@ -48,6 +52,9 @@ def exchange(
 
     Args:
         arriving: how many names come from each rank.
+
+    Raises:
+        ValueError: the lengths that a rank sent are not those of so many names.
     """
     bags, dtype = len(lengths[0]), names[0].dtype
     parts = [part.view(torch.int32) for pair in zip(lengths, names, strict=True) for part in pair]
@@ -58,4 +65,8 @@ def exchange(
     received = message.new_empty(sum(heard))
     dist.all_to_all_single(received, message, heard, sent, group=group)
     pieces = received.split([size for count in arriving for size in (bags, words * count)])
-    return torch.cat(pieces[::2]), torch.cat(pieces[1::2]).view(dtype)
+    of_bags = torch.stack(pieces[::2])
+    counts = torch.where((of_bags < 0).any(1), -1, of_bags.sum(1)).tolist()
+    if counts != arriving:  # bags would begin outside of the names
+        checks.fail(op, "lengths of bags", f"of {arriving} ids", counts)
+    return of_bags.flatten(), torch.cat(pieces[1::2]).view(dtype)

@@ -125,7 +125,7 @@ class EquivalentSubstitution(nn.Module):
         self._require_usable(ids, lengths)
         own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
         arriving, tight = self._agree([len(own) for own in names], lengths.shape, len(ids))
-        heard, named = exchange(own_lengths, names, arriving, self._ids_group)
+        heard, named = exchange(_OP, own_lengths, names, arriving, self._ids_group)
         return named, Bags(heard.view(ranks, *lengths.shape)), tight
 
     def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
