@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,27 @@ class GroupForBackward:
         if group is None:
             raise RuntimeError("the process group must live until the backward pass is done")
         return group
+
+
+class GroupOfModule:
+    """A process group as a module may hold it: copies of the module share it, no file can hold it.
+
+    Args:
+        op: the module, for the error.
+    """
+
+    def __init__(self, op: str, group: dist.ProcessGroup) -> None:
+        self._op, self._group = op, group
+
+    def get(self) -> dist.ProcessGroup:
+        return self._group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "GroupOfModule":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        got = "the module, whose process group ends with this process"
+        checks.fail(self._op, "the saved object", "a state_dict()", got, TypeError)
 
 
 def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -19,5 +19,6 @@ def require_own_state(
         ValueError: the state is of another part.
     """
     here, there = module.get_buffer(owner).tolist(), state.get(prefix + owner)
-    if there is not None and there.tolist() != here:
-        checks.fail(op, f"{owner} of the state", f"{here} as here", there.tolist())
+    there = there.tolist() if isinstance(there, Tensor) else there
+    if there is not None and there != here:
+        checks.fail(op, f"{owner} of the state", f"{here} as here", there)

@@ -16,6 +16,7 @@ from dct_parallel import (
     FeatureRows,
     FirstLayer,
     LinearTerms,
+    SubstituteOperator,
     SumPooledEmbedding,
     WireMeter,
 )
@@ -253,7 +254,7 @@ def _sends(rank, kind):
     layer = _layer(kind, torch.float64, aggregate="all_reduce", ids_group=groups[0])
     with WireMeter(groups[0]) as ids_meter, WireMeter(layer.rows.group) as partials_meter:
         out = layer(*_bags([_sample(0, number) for number in range(2 * ranks)]))
-        assert ids_meter.take() == others * 48
+        assert ids_meter.take() == others * 56
         assert partials_meter.take() == 2 * others * 2 * ranks * SENT[kind] * 8 // ranks
         sum(result.sum() for result in out).backward()
         assert ids_meter.take() == 0
@@ -263,6 +264,59 @@ def _sends(rank, kind):
 @pytest.mark.parametrize("kind", ["FM", "DeepFM", "first layer"])
 def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(kind):
     run_ranks(_sends, 2, kind)
+
+
+class Scaled(SubstituteOperator):
+    """Pooled rows times a parameter: its gradient of their sum is the sum of all pooled rows."""
+
+    def __init__(self):
+        super().__init__(WIDTH, first=1)
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=torch.float64), requires_grad=False)
+
+    def partial(self, rows, bags):
+        return bags.sums(rows).flatten(1) * self.scale
+
+    def combine(self, total):
+        return total
+
+
+def _frozen(rank, aggregate):
+    """Frozen parameters get no gradients; once thawed, or replaced, those of all ranks."""
+    operator = Scaled()
+    layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
+    scatter = aggregate == "reduce_scatter"
+    samples = [_sample(0, number) for number in range(2 * rank, 2 * rank + 2) if scatter]
+    everyone = [_sample(0, number) for number in range(4)]
+    ids, lengths = _bags(samples or everyone)
+    every_id = torch.cat([own[field] for own, _ in everyone for field in range(FIELDS)])
+    pooled = _weight(torch.float64)[every_id, 1:].sum()
+
+    def backward():
+        layer.zero_grad()
+        (result,) = layer(ids, lengths)
+        result.sum().backward()
+        return layer.rows.weight.grad.to_dense()
+
+    rows_grad = torch.zeros(ROWS, 1 + WIDTH, dtype=torch.float64)
+    rows_grad[:, 1:] = 2.0 * torch.bincount(every_id, minlength=ROWS).unsqueeze(1)
+    expected = rows_grad[layer.rows.ids()] / (2 if scatter else 1)  # of the mean over ranks
+    torch.testing.assert_close(backward(), expected)
+    assert operator.scale.grad is None
+    for _ in range(2):
+        operator.scale.requires_grad_(True)
+        torch.testing.assert_close(backward(), expected)
+        torch.testing.assert_close(operator.scale.grad, pooled / (2 if scatter else 1))
+        # A loaded parameter in the place of the old one.
+        layer.load_state_dict(layer.state_dict(), assign=True)
+    operator.scale.requires_grad_(rank == 0)
+    text = "parameters with gradients must be the same on every rank, got 2 on rank 0, 1 on rank 1"
+    with pytest.raises(ValueError, match=text):
+        layer(ids, lengths)
+
+
+@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
+def test_frozen_parameters(aggregate):
+    run_ranks(_frozen, 2, aggregate)
 
 
 def _owners(rank):

@@ -15,6 +15,7 @@ from dct_parallel import (
     FeatureRows,
     FirstLayer,
     LinearTerms,
+    SubstituteOperator,
     SumPooledEmbedding,
 )
 from dct_parallel.substitution import substitution
@@ -53,6 +54,8 @@ def _wrong_arguments(rank):
     text = "rows must be FeatureRows or DynamicFeatureRows, got Tensor"
     _refused(text, lambda: _of(torch.randn(3, 2)), TypeError)
     _refused("operators must have at least one, got none", lambda: _of(rows, []))
+    text = "operators must be a sequence of SubstituteOperators, got LinearTerms"
+    _refused(OWNER + text, lambda: _of(rows, LinearTerms()), TypeError)
     _refused(
         "operators[1] must be of columns that rows of width 3 have, got 2 to 3",
         lambda: _of(rows, [LinearTerms(), FactorizationMachine(2, first=2)]),
@@ -90,6 +93,36 @@ def _wrong_arguments(rank):
     _refused(
         "[fields, batch] with a field or more, got (0, 2)", lambda: layer(ids[:0], lengths[:0])
     )
+
+
+class Odd(SubstituteOperator):
+    def __init__(self, of):
+        super().__init__(3)
+        self.of = of
+
+    def partial(self, rows, bags):
+        return self.of(bags.sums(rows))
+
+    def combine(self, total):
+        return total
+
+
+def _odd_results(rank):
+    """Of operators that users write."""
+    ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
+    for of, got in (
+        (lambda pooled: pooled.sum((1, 2)), "(2,)"),
+        (lambda pooled: pooled, "(2, 2, 3)"),
+        (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
+        (lambda pooled: None, "()"),
+    ):
+        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
+        text = f"{OWNER}Odd.partial must be [2, m], got {got}"
+        _refused(text, lambda layer=layer: layer(ids, lengths))
+
+
+def test_partial_results_have_a_row_for_each_sample():
+    run_ranks(_odd_results, 1)
 
 
 def _of(rows, operators=(), aggregate="reduce_scatter"):
@@ -223,6 +256,10 @@ def _state_of_another_rank(rank):
     before = rows.weight.detach().clone()
     text = f"owner of the state must be [{rank}, 2, 10] as here, got [{1 - rank}, 2, 10]"
     _refused(text, lambda: rows.load_state_dict(states[1 - rank]))
+    text = f"owner of the state must be [{rank}, 2, 10] as here, got "
+    for owner, got in ((torch.tensor([rank, 2]), f"[{rank}, 2]"), ("mine", "mine")):
+        wrong = states[rank] | {"owner": owner}
+        _refused(text + got, lambda wrong=wrong: rows.load_state_dict(wrong))
     assert torch.equal(rows.weight, before)
     rows.load_state_dict(states[rank])
 
@@ -303,6 +340,47 @@ def _counts_that_wrap_around(rank):
 
 def test_lengths_that_wrap_around_are_refused():
     run_ranks(_counts_that_wrap_around, 2)
+
+
+def _other_modes(rank):
+    """A rank that evaluates would leave new features of a training step without rows."""
+    layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
+    ids, lengths = torch.arange(40), torch.full((1, 40), 1)
+    layer.train(rank == 0)
+    text = "training must be the same on every rank, got True on rank 0, False on rank 1"
+    _refused(OWNER + text, lambda: layer(ids, lengths))
+    assert len(layer.rows) == 0
+    layer.train()
+    (result,) = layer(ids, lengths)
+    assert result.all() and 0 < len(layer.rows) < 40
+
+
+def test_ranks_train_or_evaluate_together():
+    run_ranks(_other_modes, 2)
+
+
+def _first_layers_that_do_not_fit(rank):
+    """Rows of another dtype, other fields than it was made for: before any row is made."""
+    rows = DynamicFeatureRows(3, 50, dtype=torch.float64)
+    layer = _of(rows, [LinearTerms(), FirstLayer(2, 3, 4)])
+    ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
+    owner = "dct::FirstLayer: "
+    text = f"{owner}weight must be torch.float64 like rows, got torch.float32"
+    _refused(text, lambda: layer(ids, lengths), TypeError)
+    layer.operators.double()
+    _refused(f"{owner}lengths must have 2 fields, got 1", lambda: layer(ids, lengths.view(1, 4)))
+    told = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
+    text = f"{owner}lengths must have 2 fields, got 1" if rank else OWNER + told
+    _refused(text, lambda: layer(ids, lengths.view(1, 4) if rank else lengths))
+    assert len(rows) == 0
+    layer(ids, lengths)
+    made = torch.tensor(len(rows))
+    dist.all_reduce(made)
+    assert made == 2
+
+
+def test_first_layers_fit_rows_and_fields():
+    run_ranks(_first_layers_that_do_not_fit, 2)
 
 
 def _dies(rank, when):

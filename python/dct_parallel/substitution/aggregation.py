@@ -1,6 +1,7 @@
 """Partial results of all ranks, added up; differentiable."""
 
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather
+from ..groups import GroupForBackward
 from ..rows.transfer import Transfer
 
 
@@ -32,6 +34,11 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     Its gradient, the same on every rank as well, is that of each rank's part: nothing is sent.
     """
     return _AllReduce.apply(partial, group)
+
+
+def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`parameter`, which is the same on every rank; its gradient is the sum of the ranks' parts."""
+    return _SummedGradient.apply(parameter, group)
 
 
 class _ReduceScatter(Transfer):
@@ -67,3 +74,17 @@ class _AllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad, None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = GroupForBackward(group)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group.get())
+        return total, None

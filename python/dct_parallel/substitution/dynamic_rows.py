@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from dct_kernels import checks
 
 from ..agreement import require_alike
-from ..groups import require_group
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
 
@@ -64,8 +63,7 @@ class DynamicFeatureRows(SharedRows):
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        self.group = require_group(_OP, group)
+        super().__init__(_OP, group)
         told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
         require_alike(_OP, told, self.group, torch.device(device))
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dct_kernels import checks
 
 from ..agreement import require_alike
-from ..groups import require_group
+from ..groups import GroupOfModule, require_group
 from ..own_state import require_own_state
 
 _OP = "FeatureRows"
@@ -22,17 +22,30 @@ _GOLDEN = (5**0.5 - 1) / 2
 class SharedRows(nn.Module, ABC):
     """Rows of features that the ranks of a group share, each with its own as a parameter.
 
+    A copy (copy.deepcopy, AveragedModel) has rows of its own, and the same group.
+
+    Args:
+        op: the class, for errors.
+        group: the ranks, default all.
+
     Attributes:
         weight: parameter [places, d]; its gradient is sparse.
-        group: the ranks.
         no_row: a place in `weight` that is no feature's, and gets no gradient; None if all are.
         capacity: rows that this rank can have; None if it has all from the start.
     """
 
     weight: nn.Parameter
-    group: dist.ProcessGroup
     no_row: int | None = None
     capacity: int | None = None
+
+    def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._group = GroupOfModule(op, require_group(op, group))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the rows."""
+        return self._group.get()
 
     @property
     def width(self) -> int:
@@ -86,8 +99,7 @@ class FeatureRows(SharedRows):
     """
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self.group = require_group(_OP, group)
+        super().__init__(_OP, group)
         checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
         ranks = self.group.size()
         if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:

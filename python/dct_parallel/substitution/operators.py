@@ -21,10 +21,14 @@ class Bags:
     Args:
         lengths: int [sources, fields, batch], rows of each bag; rows lie in this order. The samples
             are those of all sources.
+
+    Attributes:
+        samples: how many they are.
     """
 
     def __init__(self, lengths: Tensor) -> None:
         self._shape = lengths.shape
+        self.samples = lengths.shape[0] * lengths.shape[2]
         flat = lengths.flatten().long()
         self._starts = flat.cumsum(0) - flat
 
@@ -55,6 +59,13 @@ class SubstituteOperator(nn.Module, ABC):
     def extra_repr(self) -> str:
         own = [f"{name}={tuple(p.shape)} {p.dtype}" for name, p in self.named_parameters()]
         return ", ".join([f"width={self.width}", f"first={self.first}", *own])
+
+    def require_fit(self, weight: Tensor, fields: int) -> None:
+        """Raise if it cannot work on rows of `weight` in bags of so many fields. Here it can."""
+
+    def forward(self, rows: Tensor, bags: Bags) -> Tensor:
+        """`partial`: by a call, `EquivalentSubstitution` lends it parameters that sum gradients."""
+        return self.partial(rows, bags)
 
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -128,6 +139,14 @@ class FirstLayer(SubstituteOperator):
         checks.require_int("FirstLayer", "fields", fields, 1, MOST)
         checks.require_int("FirstLayer", "out_features", out_features, 1, MOST)
         self.weight = nn.Linear(fields * width, out_features, bias=False).weight
+
+    def require_fit(self, weight: Tensor, fields: int) -> None:
+        own = self.weight.shape[1] // self.width
+        if self.weight.dtype != weight.dtype:
+            rule, got = f"{weight.dtype} like rows", str(self.weight.dtype)
+            checks.fail("FirstLayer", "weight", rule, got, TypeError)
+        if fields != own:
+            checks.fail("FirstLayer", "lengths", f"{own} fields", fields, verb="have")
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
         return F.linear(bags.sums(rows).flatten(1), self.weight)

@@ -1,19 +1,20 @@
 """The layer: operators on rows that other ranks own, by the sums of their partial results."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dct_kernels import checks
 
 from ..agreement import require_alike
-from ..groups import GroupForBackward, require_group
+from ..groups import GroupOfModule, require_group
 from ..rows.counts import exchange_numbers
-from .aggregation import all_reduce, reduce_scatter
+from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .bag_message import by_owner, exchange, require_bags
 from .feature_rows import SharedRows
 from .operators import Bags, SubstituteOperator, require_operator
@@ -40,12 +41,15 @@ class EquivalentSubstitution(nn.Module):
     paper's form. Partial results take the same bytes there.
 
     Forward and backward are collective, with equally many samples on every rank. The host waits in
-    forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel.
+    forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel. A
+    copy (copy.deepcopy, AveragedModel) shares the process groups; save `state_dict()`, as the whole
+    module cannot be.
 
     Args:
         rows: of the features, and the ranks that share them: FeatureRows or DynamicFeatureRows.
         operators: with all of their results, in this order. Their parameters, if they have any,
-            start from those of the first rank, and their gradients are added up over ranks.
+            start from those of the first rank, and their gradients are added up over ranks. Some
+            or all of them may be frozen, on all ranks alike.
         aggregate: "reduce_scatter" or "all_reduce".
         ids_group: a process group of the same ranks for ids and counts, so that a `WireMeter` can
             tell their bytes apart; default that of `rows`.
@@ -68,23 +72,25 @@ class EquivalentSubstitution(nn.Module):
             checks.fail(
                 _OP, "rows", "FeatureRows or DynamicFeatureRows", type(rows).__name__, TypeError
             )
-        told = {"operators": list(operators), "aggregate": aggregate, "rows": type(rows).__name__}
+        operators = list(operators) if isinstance(operators, Iterable) else operators
+        told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_alike(_OP, told, rows.group, rows.weight.device)
+        if not isinstance(operators, list):
+            got = type(operators).__name__
+            checks.fail(_OP, "operators", "a sequence of SubstituteOperators", got, TypeError)
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):
             _require_columns(f"operators[{index}]", operator, rows.width)
         checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
         self.rows, self.operators, self.aggregate = rows, nn.ModuleList(operators), aggregate
-        self._group = rows.group
-        self._ids_group = self._group if ids_group is None else require_group(_OP, ids_group)
-        of_rows, of_ids = map(dist.get_process_group_ranks, (self._group, self._ids_group))
+        ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
+        of_rows, of_ids = map(dist.get_process_group_ranks, (rows.group, ids_group))
         if of_ids != of_rows:  # ids would get to others than the owners of their rows
             checks.fail(_OP, "ids_group", f"of ranks {of_rows} like rows", of_ids)
-        group = GroupForBackward(self._group)
+        self._ids_group = GroupOfModule(_OP, ids_group)
         for parameter in self.operators.parameters():
-            dist.broadcast(parameter.detach(), group=self._group, group_src=0)
-            parameter.register_hook(lambda grad: _summed(grad, group.get()))
+            dist.broadcast(parameter.detach(), group=rows.group, group_src=0)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
         """The result of every operator, for this rank's samples or for those of all.
@@ -98,8 +104,9 @@ class EquivalentSubstitution(nn.Module):
         Raises:
             ValueError, TypeError: an argument is out of its range; on every rank, naming the ranks,
                 and with the details on those where it is.
-            ValueError: batch, fields, or whether gradients are enabled, differs between ranks, or
-                with "all_reduce" the ids do; on every rank.
+            ValueError: batch, fields, how many parameters get gradients, or whether the rows are in
+                training mode, differs between ranks, or with "all_reduce" the ids do; on every
+                rank.
             ValueError: some rank has too little capacity for the rows of new features; on every
                 rank, naming those, and none has made a row.
         """
@@ -109,28 +116,39 @@ class EquivalentSubstitution(nn.Module):
             self._require_room(names)
         places, weight = self.rows.places(names), self.rows.weight
         rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
-        partials = [
-            operator.partial(rows.narrow(1, operator.first, operator.width), bags)
-            for operator in self.operators
-        ]
-        total = (reduce_scatter if scatter else all_reduce)(torch.cat(partials, 1), self._group)
+        partials = [self._partial(operator, rows, bags) for operator in self.operators]
+        aggregate = reduce_scatter if scatter else all_reduce
+        total = aggregate(torch.cat(partials, 1), self.rows.group)
         totals = total.split([partial.shape[1] for partial in partials], dim=1)
         return [
             operator.combine(part) for operator, part in zip(self.operators, totals, strict=True)
         ]
 
+    def _partial(self, operator: SubstituteOperator, rows: Tensor, bags: Bags) -> Tensor:
+        own = {
+            name: with_summed_gradient(parameter, self.rows.group)
+            for name, parameter in operator.named_parameters()
+        }
+        columns = rows.narrow(1, operator.first, operator.width)
+        partial = functional_call(operator, own, (columns, bags))
+        shape = tuple(getattr(partial, "shape", ()))
+        if len(shape) != 2 or shape[0] != bags.samples:
+            arg = f"{type(operator).__name__}.partial"
+            checks.fail(_OP, arg, f"[{bags.samples}, m]", shape)
+        return partial
+
     def _received(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
         """What of all ranks' bags this rank owns, of samples rank by rank; see `_agree`."""
-        ranks = self._group.size()
+        ranks = self.rows.group.size()
         self._require_usable(ids, lengths)
         own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
         arriving, tight = self._agree([len(own) for own in names], lengths.shape, len(ids))
-        heard, named = exchange(_OP, own_lengths, names, arriving, self._ids_group)
+        heard, named = exchange(_OP, own_lengths, names, arriving, self._ids_group.get())
         return named, Bags(heard.view(ranks, *lengths.shape)), tight
 
     def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
         """What this rank owns of the bags that all ranks have; see `_agree`."""
-        rank, ranks = self._group.rank(), self._group.size()
+        rank, ranks = self.rows.group.rank(), self.rows.group.size()
         self._require_usable(ids, lengths)
         own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
         own, checksum = len(names[rank]), _checksum(ids, lengths)
@@ -142,9 +160,11 @@ class EquivalentSubstitution(nn.Module):
         try:
             require_bags(_OP, ids, lengths, ("weight", self.rows.weight))
             self.rows.require_ids(_OP, ids)
+            for operator in self.operators:
+                operator.require_fit(self.rows.weight, len(lengths))
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._agree([0] * self._group.size(), (0, 0), 0, usable=False)
+                self._agree([0] * self.rows.group.size(), (0, 0), 0, usable=False)
             raise
 
     def _require_room(self, names: Tensor) -> None:
@@ -153,8 +173,8 @@ class EquivalentSubstitution(nn.Module):
         That takes one more exchange of counts.
         """
         need = len(self.rows) + self.rows.missing(names)
-        told = [[need, self.rows.capacity]] * self._group.size()
-        heard = exchange_numbers(_OP, told, {}, self.rows.weight.device, self._ids_group)
+        told = [[need, self.rows.capacity]] * self.rows.group.size()
+        heard = exchange_numbers(_OP, told, {}, self.rows.weight.device, self._ids_group.get())
         over = [
             f"{most} for {need} on rank {rank}"
             for rank, (need, most) in enumerate(heard)
@@ -181,17 +201,21 @@ class EquivalentSubstitution(nn.Module):
             for rows, which is the same on every rank.
         """
         fields, batch = shape
+        trained = sum(parameter.requires_grad for parameter in self.parameters())
         same = {
             "input accepted": usable,
             "fields": fields,
             "batch": batch,
-            "checksum of the batch": checksum,
-            "gradients": torch.is_grad_enabled(),
+            "training": self.rows.training,
+            "parameters with gradients": trained * torch.is_grad_enabled(),
         }
+        if self.aggregate == "all_reduce":
+            same["checksum of the batch"] = checksum
         capacity = self.rows.capacity
         limits = [] if capacity is None else [ids, capacity - len(self.rows)]
         numbers = [[count, *limits] for count in counts]
-        heard = exchange_numbers(_OP, numbers, same, self.rows.weight.device, self._ids_group)
+        device, group = self.rows.weight.device, self._ids_group.get()
+        heard = exchange_numbers(_OP, numbers, same, device, group)
         arriving, *limits = zip(*heard, strict=True)
         return list(arriving), bool(limits) and sum(limits[0]) > min(limits[1])
 
@@ -208,9 +232,3 @@ def _require_columns(arg: str, operator: nn.Module, width: int) -> None:
     if end > width:
         rule = f"of columns that rows of width {width} have"
         checks.fail(_OP, arg, rule, f"{operator.first} to {end - 1}")
-
-
-def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = grad.clone()
-    dist.all_reduce(total, group=group)
-    return total
