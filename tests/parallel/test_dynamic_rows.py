@@ -1,5 +1,6 @@
 """Rows that appear in training: as if they had been there; checkpoints; other world sizes."""
 
+import copy
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from dct_parallel import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,
+    FeatureRows,
     LinearTerms,
     RowWiseAdagrad,
     SumPooledEmbedding,
@@ -125,7 +127,7 @@ def _trained(rank):
     """This rank's state after some steps with an optimizer that keeps a number a row."""
     rows = _rows()
     layer, optimizer = _layer(rows), RowWiseAdagrad([rows.weight], LR)
-    rows.attach("sum", optimizer.state[rows.weight]["sum"])
+    rows.attach("sum", optimizer, "sum")
     for step in range(10):
         optimizer.zero_grad()
         _loss(*layer(*_bags(step, [rank]))).backward()
@@ -137,10 +139,11 @@ def _trained(rank):
     # It goes on as it was, on a rank that had other rows before.
     again = _rows()
     _layer(again)(*_bags(30, [rank]))
-    sums = torch.zeros(501, dtype=F64)
+    other = RowWiseAdagrad([again.weight], LR)
+    sums = other.state[again.weight]["sum"]
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "per_row.sum"'):
         again.load_state_dict(state)
-    again.attach("sum", sums)
+    again.attach("sum", other, "sum")
     again.load_state_dict(state)
     assert torch.equal(again.ids(), rows.ids())
     used = slice(1, 1 + len(rows))
@@ -152,18 +155,20 @@ def _trained(rank):
     again.load_state_dict(fewer)
     assert len(again) == 2 and not sums[3:].any()
     again.load_state_dict(state)
-    other = torch.tensor([1 - rank, 2])
+    owner = torch.tensor([1 - rank, 2])
     text = f"state must be of rank {rank} of 2, or of all by merge_feature_rows, got of rank "
     with pytest.raises(RuntimeError, match=text):
-        again.load_state_dict(state | {"owner": other})
+        again.load_state_dict(state | {"owner": owner})
     assert torch.equal(again.ids(), rows.ids())
     return state
 
 
 def _rehashed(rank, states, merged):
     """Every row of both ranks on one of four, with what is attached, bit for bit."""
-    rows, sums = _rows(), torch.zeros(501, dtype=F64)
-    rows.attach("sum", sums)
+    rows = _rows()
+    optimizer = RowWiseAdagrad([rows.weight], LR)
+    sums = optimizer.state[rows.weight]["sum"]
+    rows.attach("sum", optimizer, "sum")
     rows.load_state_dict(merged)
     parts = [None] * 4
     used = slice(1, 1 + len(rows))
@@ -192,6 +197,64 @@ def test_checkpoints_and_two_ranks_made_four():
     run_ranks(_rehashed, 4, states, merged)
 
 
+def _resumed(rank):
+    """In either order of loads, and of states of before there was an optimizer to be named."""
+    seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: its accumulator, by the rule}
+
+    def made():
+        rows = DynamicFeatureRows(1, 10)
+        optimizer = RowWiseAdagrad([rows.weight], LR)
+        rows.attach("sum", optimizer, "sum")
+        return rows, EquivalentSubstitution(rows, [LinearTerms()]), optimizer
+
+    def step(layer, optimizer, factor, *ids):
+        optimizer.zero_grad()
+        (result,) = layer(torch.tensor(ids), torch.tensor([[len(ids)]]))
+        (factor * result.sum()).backward()
+        optimizer.step()
+        for id_ in set(ids):
+            seen[id_] += (factor * ids.count(id_)) ** 2
+
+    def saved(rows):
+        state = rows.state_dict()
+        return dict(zip(state["ids"].tolist(), state["per_row.sum"].tolist(), strict=True))
+
+    rows, layer, optimizer = made()
+    step(layer, optimizer, 1.0, 7, 2**62, 7)
+    assert saved(rows) == {7: seen[7], 2**62: seen[2**62]}
+    for rows_first in (True, False, True):
+        states = copy.deepcopy((rows.state_dict(), optimizer.state_dict()))
+        rows, layer, optimizer = made()
+        loads = [(rows, states[0]), (optimizer, states[1])]
+        for part, state in loads if rows_first else loads[::-1]:
+            part.load_state_dict(state)
+        step(layer, optimizer, 3.0, 5, 7)
+        assert saved(rows) == seen
+    old = {
+        "owner": torch.tensor([0, 1]),
+        "ids": torch.tensor([5, 2**62]),
+        "weight": torch.tensor([[0.5], [-2.0]]),
+        "per_row.sum": torch.tensor([4.0, 9.0]),
+    }
+    rows.load_state_dict(old)
+    assert optimizer.state[rows.weight]["sum"].tolist() == [0.0, 4.0, 9.0, *[0.0] * 8]
+    assert all(torch.equal(part, old[name]) for name, part in rows.state_dict().items())
+
+    for broken in ({}, {"sum": torch.zeros(3)}):
+        optimizer.state[rows.weight] = broken
+        rule = "optimizer must have a tensor 'sum' of 11 rows for weight, got "
+        got = "one of (3,)" if broken else "none"
+        with pytest.raises(ValueError, match=re.escape(rule + got)):
+            rows.state_dict()
+        with pytest.raises(RuntimeError, match=re.escape(rule + got)):
+            rows.load_state_dict(old | {"ids": torch.tensor([1, 2])})
+        assert rows.ids().tolist() == [5, 2**62]
+
+
+def test_what_is_attached_is_what_the_optimizer_has():
+    run_ranks(_resumed, 1)
+
+
 def _faults(rank):
     def refused(text, call, error=ValueError):
         with pytest.raises(error, match=re.escape(text)):
@@ -202,10 +265,18 @@ def _faults(rank):
     refused(f"{owner}capacity must be in [1", lambda: DynamicFeatureRows(1, 0))
     refused(f"{owner}bound must be finite, from", lambda: DynamicFeatureRows(1, 1, float("nan")))
     refused(f"{owner}seed must be in [0", lambda: DynamicFeatureRows(1, 1, seed=-1))
+    most = f"{owner}bound must be finite, from 0 up to 3.4e+38, got 1e+39"  # of float32
+    refused(most, lambda: DynamicFeatureRows(1, 1, bound=1e39))
+    text = f"{owner}bound must be a number, got str"
+    refused(text, lambda: DynamicFeatureRows(1, 1, bound="x"), TypeError)
     refused(
         "dtype must be float32 or", lambda: DynamicFeatureRows(1, 1, dtype=torch.half), TypeError
     )
     rows = DynamicFeatureRows(1, 3)
+    text = f"{owner}ids must be int32 or int64, got float32"
+    refused(text, lambda: rows.initial(torch.ones(2)), TypeError)
+    numbers = torch.tensor([0, 5, 2**31 - 1])
+    assert torch.equal(rows.initial(numbers.int()), rows.initial(numbers))
     layer = EquivalentSubstitution(rows, [LinearTerms()])
     lengths = torch.tensor([[2, 1]])
 
@@ -226,14 +297,42 @@ def _faults(rank):
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
     layer(torch.tensor([5, 6, 5]), lengths)  # there is room for one
 
+    optimizer = RowWiseAdagrad([rows.weight])
+    attach = rows.attach
+    refused(f"{owner}name must be a string", lambda: attach(1, optimizer, "sum"), TypeError)
+    refused(f"{owner}key must be a string", lambda: attach("sum", optimizer, ["sum"]), TypeError)
+    text = f"{owner}optimizer must be a torch.optim.Optimizer, got "
+    refused(f"{text}NoneType", lambda: attach("sum", None, "sum"), TypeError)
+    refused(f"{text}Tensor", lambda: attach("sum", torch.zeros(4), "sum"), TypeError)
+    text = f"{owner}optimizer must have a tensor 'sums' of 4 rows for weight, got none"
+    refused(text, lambda: attach("sum", optimizer, "sums"))
+    others = RowWiseAdagrad([nn.Parameter(torch.zeros(4, 1))])
+    refused(text.replace("sums", "sum"), lambda: attach("sum", others, "sum"))
     state = rows.state_dict()
+    assert state.keys() == {"owner", "ids", "weight"}
+    attach("sum", optimizer, "sum")
+    optimizer.state[rows.weight]["sum"][1:4] = torch.tensor([1.0, 2.0, 3.0])
+    text = "state must have owner, ids, weight, per_row.sum, got no per_row.sum"
+    refused(text, lambda: rows.load_state_dict(state, strict=False), RuntimeError)
+    loaded = rows.load_state_dict({}, strict=False)
+    assert loaded.missing_keys == ["owner", "ids", "weight", "per_row.sum"]
+
+    before = state = rows.state_dict()
     for name, value, text in (
+        ("owner", torch.tensor([0, 1, 9]), "state['owner'] must be [rank, ranks], got shape (3,)"),
+        ("owner", (0, 1), "state['owner'] must be a tensor, got tuple"),
+        ("ids", torch.ones(3), "state['ids'] must be torch.int64 [n], got torch.float32 (3,)"),
+        ("ids", torch.ones(3, 1).long(), "be torch.int64 [n], got torch.int64 (3, 1)"),
+        ("per_row.sum", torch.zeros(2), "state must be of per_row.sum (3,), got (2,)"),
+        ("per_row.sum", torch.zeros(3, 2), "state must be of per_row.sum (3,), got (3, 2)"),
         ("weight", torch.zeros(3, 2), "state must be of weight (3, 1), got (3, 2)"),
         ("weight", torch.zeros(2, 1), "state must be of weight (3, 1), got (2, 1)"),
         ("ids", torch.tensor([1, 2, 1]), "state must be of different ids, got some of them twice"),
         ("ids", torch.tensor([1, 2, -1]), "ids[2] must be from 0 up, got -1"),
     ):
         refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
+    assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())
+    state = dict(state)
     del state["ids"]
     refused(
         'Missing key(s) in state_dict: "ids"', lambda: rows.load_state_dict(state), RuntimeError
@@ -243,10 +342,38 @@ def _faults(rank):
         lambda: DynamicFeatureRows(1, 2).load_state_dict(rows.state_dict()),
         RuntimeError,
     )
-    refused("tensor must be of 4 rows like weight", lambda: rows.attach("sum", torch.zeros(3)))
     op = "dct::merge_feature_rows: states must be of every rank once, got "
     refused(f"{op}0 of 1, 0 of 1", lambda: merge_feature_rows([rows.state_dict()] * 2))
     refused(f"{op}none", lambda: merge_feature_rows([]))
+    op, one = "dct::merge_feature_rows: states", rows.state_dict()
+    for wrong, got in ((5, "int"), (one, "OrderedDict")):
+        text = f"{op} must be a sequence of states, got {got}"
+        refused(text, lambda wrong=wrong: merge_feature_rows(wrong), TypeError)
+    text = f"{op}[1] must be a DynamicFeatureRows.state_dict(), got int"
+    refused(text, lambda: merge_feature_rows([one, 5]), TypeError)
+    text = f"{op}[0] must be a DynamicFeatureRows.state_dict(), with no prefix to its names, got "
+    none = "one without owner, ids, weight"
+    prefixed = nn.ModuleDict({"rows": rows}).state_dict()
+    for wrong, got in (
+        ({}, none),
+        (prefixed, none),
+        (FeatureRows(torch.zeros(3, 1)).state_dict(), "one without ids"),
+    ):
+        refused(text + got, lambda wrong=wrong: merge_feature_rows([wrong]))
+    refused(
+        f"{op}[0]['owner'] must be [rank, ranks], got shape (3,)",
+        lambda: merge_feature_rows([one | {"owner": torch.tensor([0, 1, 5])}]),
+    )
+    ranks = [one | {"owner": torch.tensor([rank, 2])} for rank in range(2)]
+    for name, value, got in (
+        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # of 3 ids
+        ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
+        ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
+        ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
+    ):
+        text = f"{op}[1]['{name}'] must be torch.float32 {got}"
+        wrong = [ranks[0], ranks[1] | {name: value}]
+        refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
 
 
 def test_what_is_refused_leaves_what_was_there():

@@ -114,6 +114,7 @@ def _dynamic(rank):
     """A copy has the features of then; later ones are each one's own, and so is the optimizer."""
     rows = DynamicFeatureRows(1, 20, bound=1.0, dtype=F64)
     optimizer = RowWiseAdagrad([rows.weight])
+    rows.attach("sum", optimizer, "sum")
     layer = EquivalentSubstitution(rows, [LinearTerms()])
 
     def look_up(of, *ids):
@@ -132,6 +133,7 @@ def _dynamic(rank):
     look_up(apart, 6)
     assert _gathered(rows.ids()) == [*first, 4, 5] and _gathered(apart.rows.ids()) == [*first, 6]
     assert apart.rows.state_dict().keys() == {"owner", "ids", "weight"}
+    assert "per_row.sum" in rows.state_dict()
     mean.update_parameters(layer)
     known = look_up(mean, 1, 2, 3, 4)
     assert known[:3].all() and not known[3]

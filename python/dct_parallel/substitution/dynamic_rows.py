@@ -1,6 +1,6 @@
 """Rows of features that are not known before they are seen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from dct_kernels import checks
 
 from ..agreement import require_alike
+from .dynamic_state import MERGED, NAMES, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
 
 _OP = "DynamicFeatureRows"
 MOST_ROWS = 2**31 - 2  # a place is an int32
-MERGED = -1  # for the rank of a state of all ranks
 _PER_ROW = "per_row."
 
 
@@ -29,13 +29,15 @@ class DynamicFeatureRows(SharedRows):
     bytes. A rank finds rows by a hash table that grows with what is in it, a bucket at a time.
 
     `state_dict` has the rows there are, and is this rank's; `load_state_dict` takes that, or what
-    `merge_feature_rows` made of the states of any number of ranks. Deterministic.
+    `merge_feature_rows` made of the states of any number of ranks: all of it, or with an error
+    nothing. A copy (copy.deepcopy, AveragedModel) has the features of the time when it was made,
+    and shares the group. Deterministic.
 
     Args:
         width: d, numbers in a row.
         capacity: rows that this rank can have. Memory is reserved for them, and on the CPU taken
             only as they come: address space is what the rest costs.
-        bound: of initial numbers, from 0 up.
+        bound: of initial numbers, from 0 up to the most that `dtype` holds.
         seed: of initial numbers.
         dtype: float32 or float64.
         device: of the rows.
@@ -70,13 +72,19 @@ class DynamicFeatureRows(SharedRows):
         checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
         checks.require_dtype(_OP, "dtype", dtype, (torch.float32, torch.float64))
-        if not 0 <= bound < float("inf"):  # false of a NaN as well
-            checks.fail(_OP, "bound", "finite, from 0 up", bound)
+        if isinstance(bound, bool) or not isinstance(bound, (float, int)):
+            checks.fail(_OP, "bound", "a number", type(bound).__name__, TypeError)
+        most = torch.finfo(dtype).max
+        if not 0 <= bound <= most:  # false of a NaN as well
+            checks.fail(_OP, "bound", f"finite, from 0 up to {most:.2g}", bound)
         self.capacity, self._bound, self._seed = capacity, bound, seed
         self.weight = nn.Parameter(torch.empty(1 + capacity, width, dtype=dtype, device=device))
         self.weight.detach()[NO_PLACE] = 0
         self._table = IdTable(capacity, self.weight.device)
-        self._per_row: dict[str, Tensor] = {}
+        self._attached: dict[str, tuple[torch.optim.Optimizer, str]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_attached": {}}  # of this one's optimizer, not of a copy's
 
     def __len__(self) -> int:
         return len(self._table)
@@ -107,19 +115,46 @@ class DynamicFeatureRows(SharedRows):
         return len(names[self._table.find(names) == NO_PLACE].unique()) if self.training else 0
 
     def initial(self, ids: Tensor) -> Tensor:
-        """The rows [n, d] that these features begin with."""
+        """The rows [n, d] that these features, int32 or int64 [n], begin with."""
+        checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64))
+        ids = ids.long()
         column = torch.arange(1, 1 + self.width, device=ids.device) + (self._seed << 32)
         drawn = mix(mix(ids).unsqueeze(1) ^ mix(column)) >> 39  # 24 bits
         return (drawn.to(self.weight.dtype) * 2.0**-23 - 1) * self._bound
 
-    def attach(self, name: str, tensor: Tensor) -> None:
-        """Save and load `tensor` [1 + capacity, ...] with the rows: state of an optimizer, say.
+    def attach(self, name: str, optimizer: torch.optim.Optimizer, key: str) -> None:
+        """Save and load an optimizer's state of the rows with them, under this name.
 
-        It begins as zeros. A load writes into this tensor: attach what the optimizer has by then.
+        It is `optimizer.state[rows.weight][key]` as it is when the rows are saved or loaded, a
+        tensor [1 + capacity, ...]. A load writes into it: load the optimizer before, not after, if
+        the rows' state is that of another world size. Features without a row have zeros there. A
+        copy of the rows has nothing attached.
+
+        Raises:
+            ValueError, TypeError: the optimizer has no such tensor, now or, by `state_dict` and
+                `load_state_dict`, later.
         """
-        if len(tensor) != len(self.weight):
-            checks.fail(_OP, "tensor", f"of {len(self.weight)} rows like weight", len(tensor))
-        self._per_row[name] = tensor
+        for arg, value in (("name", name), ("key", key)):
+            if not isinstance(value, str):
+                checks.fail(_OP, arg, "a string", type(value).__name__, TypeError)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            got = type(optimizer).__name__
+            checks.fail(_OP, "optimizer", "a torch.optim.Optimizer", got, TypeError)
+        self._state_of(optimizer, key)
+        self._attached[name] = optimizer, key
+
+    def _per_row(self) -> dict[str, Tensor]:
+        """What is attached, as it is now: an optimizer that loads a state has other tensors."""
+        return {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
+
+    def _state_of(self, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
+        tensor, rows = optimizer.state.get(self.weight, {}).get(key), len(self.weight)
+        if not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,):
+            got = f"one of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
+            checks.fail(
+                _OP, "optimizer", f"a tensor {key!r} of {rows} rows for weight", got, verb="have"
+            )
+        return tensor
 
     @torch.no_grad()
     def _add(self, ids: Tensor) -> None:
@@ -136,46 +171,51 @@ class DynamicFeatureRows(SharedRows):
             "ids": self.ids().clone(),
             "weight": self.weight.detach()[used].clone(),  # or all of the storage would be saved
         }
-        for name, tensor in self._per_row.items():
-            state[_PER_ROW + name] = tensor.detach()[used].clone()
+        for name, tensor in self._per_row().items():
+            state[name] = tensor.detach()[used].clone()
         destination.update({prefix + name: tensor for name, tensor in state.items()})
 
     @torch.no_grad()
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        per_row = {_PER_ROW + name: tensor for name, tensor in self._per_row.items()}
-        names = ["owner", "ids", "weight", *per_row]
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
-        missing_keys += missing
-        known = {prefix + name for name in names}
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
-        if missing:
-            return
-        state = {name: state_dict[prefix + name].to(self.weight.device) for name in names}
+        state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         try:
-            own = self._own_of(state)
-        except ValueError as error:
+            per_row = self._per_row()
+            names = [*NAMES, *per_row]
+            missing = [name for name in names if name not in state]
+            missing_keys += [prefix + name for name in missing]
+            unexpected_keys += [prefix + name for name in state if name not in names]
+            if missing == names:
+                return
+            if missing:  # an error even if the load is not strict: there is no loading a part
+                rule, got = ", ".join(names), f"no {', '.join(missing)}"
+                checks.fail(_OP, "state", rule, got, verb="have")
+            own = self._own_of(state, per_row)
+        except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
-        before = len(self)
-        self._table = IdTable(self.capacity, self.weight.device)
-        self._table.add(state["ids"][own])
-        for tensor in self._per_row.values():
+        device, before = self.weight.device, len(self)
+        self._table = IdTable(self.capacity, device)
+        self._table.add(state["ids"].to(device)[own])
+        for tensor in per_row.values():
             tensor[1 + len(self) : 1 + before] = 0  # as for features that nobody has met
         for name, tensor in {"weight": self.weight, **per_row}.items():
-            tensor[1 : 1 + len(self)] = state[name][own]
+            tensor[1 : 1 + len(self)] = state[name].to(device)[own]
 
-    def _own_of(self, state: Mapping[str, Tensor]) -> Tensor:
+    def _own_of(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
         """Which rows of a state are this rank's, once it is known to be fit for it."""
+        require_state(_OP, "state", {name: state[name] for name in (*NAMES, *per_row)})
         rank, ranks = state["owner"].tolist()
         here = (self.group.rank(), self.group.size())
         if rank != MERGED and (rank, ranks) != here:
             rule = f"of rank {here[0]} of {here[1]}, or of all by merge_feature_rows"
             checks.fail(_OP, "state", rule, f"of rank {rank} of {ranks}")
-        ids, shape = state["ids"], (len(state["ids"]), self.width)
-        if state["weight"].shape != shape:
-            checks.fail(_OP, "state", f"of weight {shape}", tuple(state["weight"].shape))
+        ids = state["ids"].to(self.weight.device)
+        for name, tensor in {"weight": self.weight, **per_row}.items():
+            shape = (len(ids), *tensor.shape[1:])
+            if state[name].shape != shape:
+                checks.fail(_OP, "state", f"of {name} {shape}", tuple(state[name].shape))
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
             checks.fail(_OP, "state", "of different ids", "some of them twice")
@@ -184,25 +224,3 @@ class DynamicFeatureRows(SharedRows):
             rule = f"at least {len(own)} as of the state"
             checks.fail(_OP, "capacity", rule, self.capacity)
         return own
-
-
-def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The states of all ranks as one, which ranks of any number can load.
-
-    Args:
-        states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
-
-    Raises:
-        ValueError: they are not those of all ranks of one run, each once.
-    """
-    op = "merge_feature_rows"
-    owners = sorted(tuple(state["owner"].tolist()) for state in states)
-    ranks = owners[0][1] if owners else 0
-    if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
-        got = ", ".join(f"{rank} of {of}" for rank, of in owners) or "none"
-        checks.fail(op, "states", "of every rank once", got)
-    if any(state.keys() != states[0].keys() for state in states):
-        got = ", ".join(sorted({name for state in states for name in state}))
-        checks.fail(op, "states", "of the same names", got)
-    merged = {name: torch.cat([state[name] for state in states]) for name in states[0]}
-    return merged | {"owner": torch.tensor([MERGED, ranks])}

@@ -1,0 +1,68 @@
+"""States of `DynamicFeatureRows`: what they hold, and those of all ranks as one."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dct_kernels import checks
+
+NAMES = ("owner", "ids", "weight")  # in every state
+MERGED = -1  # for the rank of a state of all ranks
+
+
+def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
+    """`state` is of tensors, and has an owner, ids and weights."""
+    if not isinstance(state, Mapping):
+        checks.fail(op, arg, "a DynamicFeatureRows.state_dict()", type(state).__name__, TypeError)
+    missing = [name for name in NAMES if name not in state]
+    if missing:
+        rule = "a DynamicFeatureRows.state_dict(), with no prefix to its names"
+        checks.fail(op, arg, rule, f"one without {', '.join(missing)}")
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            got = type(tensor).__name__
+            checks.fail(op, f"{arg}[{name!r}]", "a tensor", got, TypeError)
+    owner, ids = state["owner"], state["ids"]
+    if owner.shape != (2,):
+        checks.fail(op, f"{arg}['owner']", "[rank, ranks]", f"shape {tuple(owner.shape)}")
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        checks.fail(op, f"{arg}['ids']", "torch.int64 [n]", f"{ids.dtype} {tuple(ids.shape)}")
+
+
+def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The states of all ranks as one, which ranks of any number can load.
+
+    Args:
+        states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
+
+    Raises:
+        ValueError, TypeError: they are not those of all ranks of one run, each once.
+    """
+    op = "merge_feature_rows"
+    if not isinstance(states, Sequence):
+        checks.fail(op, "states", "a sequence of states", type(states).__name__, TypeError)
+    for index, state in enumerate(states):
+        require_state(op, f"states[{index}]", state)
+    owners = sorted(tuple(state["owner"].tolist()) for state in states)
+    ranks = owners[0][1] if owners else 0
+    if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
+        got = ", ".join(f"{rank} of {of}" for rank, of in owners) or "none"
+        checks.fail(op, "states", "of every rank once", got)
+    if any(state.keys() != states[0].keys() for state in states):
+        got = ", ".join(sorted({name for state in states for name in state}))
+        checks.fail(op, "states", "of the same names", got)
+    merged = {"owner": torch.tensor([MERGED, ranks])}
+    for name, first in states[0].items():
+        if name != "owner":
+            for index, state in enumerate(states):
+                _require_rows(op, f"states[{index}][{name!r}]", state[name], state["ids"], first)
+            merged[name] = torch.cat([state[name] for state in states])
+    return merged
+
+
+def _require_rows(op: str, arg: str, tensor: Tensor, ids: Tensor, like: Tensor) -> None:
+    """`tensor` has a row for each of `ids`, and its rows are of the same kind as those of `like`"""
+    shape = (len(ids), *like.shape[1:])
+    if (tensor.shape, tensor.dtype) != (shape, like.dtype):
+        checks.fail(op, arg, f"{like.dtype} {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
