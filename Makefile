@@ -21,7 +21,7 @@ CUDA_ARCHS ?= 9.0
 help:
 	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (about 3 minutes)"
 	@echo "make test       the test suite: Python and native"
-	@echo "make lint       ruff and clang-format"
+	@echo "make lint       ruff, mypy and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
 	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
@@ -69,6 +69,7 @@ native: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 
