@@ -23,7 +23,8 @@ def _triton_version() -> str:
         import triton
     except ImportError:
         return "none"
-    return triton.__version__ + (", interpreted" if triton.knobs.runtime.interpret else "")
+    interpreted = ", interpreted" if triton.knobs.runtime.interpret else ""
+    return f"{triton.__version__}{interpreted}"
 
 
 if __name__ == "__main__":

@@ -6,39 +6,42 @@ backward message is k values a row and no positions (DCT, arXiv 2010.08899: one 
 Quantised rows have no gradient: their bytes are integers, which no gradient passes.
 """
 
+from typing import Any, NoReturn
+
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import checks
 from ._schemas import OPS, library
 
 
-def _save_width(ctx, inputs, output):
+def _save_width(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, positions = inputs[0], output[1] if isinstance(output, tuple) else inputs[1]
     ctx.save_for_backward(positions)
     ctx.width, ctx.dtype = x.shape[1], x.dtype
 
 
-def _save_k(ctx, inputs, output):
+def _save_k(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     values, positions, _, _ = inputs
     ctx.save_for_backward(positions)
     ctx.k, ctx.dtype = values.shape[1], values.dtype
 
 
 # Incoming gradients may be expanded views (of a sum, say): the ops take contiguous tensors.
-def _row_pack_backward(ctx, grad_values, _):
+def _row_pack_backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
     (positions,) = ctx.saved_tensors
     unpack = torch.ops.dct.row_unpack.default
     return unpack(grad_values.contiguous(), positions, ctx.width, ctx.dtype), None, None
 
 
-def _row_gather_backward(ctx, grad_values):
+def _row_gather_backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor, None, None, None]:
     (positions,) = ctx.saved_tensors
     unpack = torch.ops.dct.row_unpack.default
     return unpack(grad_values.contiguous(), positions, ctx.width, ctx.dtype), None, None, None
 
 
-def _row_unpack_backward(ctx, grad):
+def _row_unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (positions,) = ctx.saved_tensors
     gather = torch.ops.dct.row_gather.default
     return gather(grad.contiguous(), positions, ctx.k, ctx.dtype), None, None, None
@@ -74,7 +77,7 @@ def _guard(name: str) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
-    def guarded(keyset, *args, **kwargs):
+    def guarded(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
             for argument, value in zip(arguments, args, strict=False):
                 if _has_tangent(value):
@@ -89,7 +92,9 @@ def _guard(name: str) -> None:
             below = keyset & torch._C._after_ADInplaceOrView_keyset
             return op.redispatch(below, *args, **kwargs)
 
-    def refuse_vmap(info, in_dims, *args, **kwargs):
+    def refuse_vmap(
+        info: object, in_dims: tuple[int | None, ...], *args: object, **kwargs: object
+    ) -> NoReturn:
         batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
         rule = "a single tensor, as torch.vmap cannot batch an op that writes"
         checks.fail(name, arguments[batched].name, rule, "a batch")

@@ -6,6 +6,7 @@ contents are looked at only when the op really runs.
 """
 
 import torch
+from torch import Tensor
 
 from . import checks, layout, row_layout
 
@@ -13,7 +14,15 @@ INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,),
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+def sample_threshold(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Tensor,
+    density: float,
+    max_samples: int = 65536,
+    seed: int = 0,
+    inv_scale: Tensor | None = None,
+) -> None:
     op, like = "sample_threshold", ("x", x)
     checks.require_tensor(op, "x", x, checks.FLOATS)
     if residual is not None:
@@ -27,7 +36,7 @@ def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, 
     checks.memory(op, {}, {"x": x, "segments": segments}, (segments, x.numel()))
 
 
-def track_threshold(threshold, seen, target, reference):
+def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     op, like = "track_threshold", ("threshold", threshold)
     checks.require_tensor(op, "threshold", threshold, FLOAT32)
     read = {"seen": seen, "target": target, "reference": reference}
@@ -38,17 +47,17 @@ def track_threshold(threshold, seen, target, reference):
 
 
 def mask_pack(
-    residual,
-    grad,
-    segments,
-    threshold,
-    payload,
-    seen,
-    capacity,
-    value_dtype,
-    inv_scale=None,
-    status=None,
-):
+    residual: Tensor,
+    grad: Tensor | None,
+    segments: Tensor,
+    threshold: Tensor,
+    payload: Tensor,
+    seen: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
     op, like = "mask_pack", ("residual", residual)
     checks.require_tensor(op, "residual", residual, FLOAT32)
     if grad is not None:
@@ -83,8 +92,14 @@ def mask_pack(
 
 
 def scatter_unpack(
-    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+    payloads: Tensor,
+    out: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out_scale: Tensor | None = None,
+) -> None:
     op, like = "scatter_unpack", ("out", out)
     checks.require_tensor(op, "out", out, checks.FLOATS)
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
@@ -101,14 +116,14 @@ def scatter_unpack(
     )
 
 
-def row_pack(x, k, value_dtype):
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> None:
     op = "row_pack"
     checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
     checks.require_int(op, "k", k, 1, x.shape[1])
     checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
 
 
-def row_gather(x, positions, k, value_dtype):
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> None:
     op = "row_gather"
     checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
     checks.require_int(op, "k", k, 1, x.shape[1])
@@ -116,7 +131,7 @@ def row_gather(x, positions, k, value_dtype):
     _positions(op, positions, x.shape[0], x.shape[1], k, ("x", x))
 
 
-def row_unpack(values, positions, width, dtype):
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> None:
     op = "row_unpack"
     checks.require_tensor(op, "values", values, checks.FLOATS, (2,))
     checks.require_int(op, "width", width, 1, 2**31 - 1)
@@ -125,14 +140,14 @@ def row_unpack(values, positions, width, dtype):
     _positions(op, positions, values.shape[0], width, values.shape[1], ("values", values))
 
 
-def row_quantize(x, format):
+def row_quantize(x: Tensor, format: str) -> None:
     op = "row_quantize"
     checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
     checks.require_int(op, "x.shape[1]", x.shape[1], 1, 2**31 - 1)
     checks.require_choice(op, "format", format, row_layout.FORMATS)
 
 
-def row_dequantize(rows, width, format, dtype):
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> None:
     op = "row_dequantize"
     checks.require_tensor(op, "rows", rows, UINT8, (2,))
     checks.require_int(op, "width", width, 1, 2**31 - 1)
@@ -144,7 +159,15 @@ def row_dequantize(rows, width, format, dtype):
         checks.fail(op, "rows", rule, rows.shape[1])
 
 
-def _payload_bytes(op, arg, payload, numel, capacity, value_dtype, ranges):
+def _payload_bytes(
+    op: str,
+    arg: str,
+    payload: Tensor,
+    numel: int,
+    capacity: int,
+    value_dtype: torch.dtype,
+    ranges: int,
+) -> None:
     if ranges < 1:
         checks.fail(op, arg, "of at least 1 range", ranges)
     nbytes = layout.payload_layout(numel, capacity, value_dtype, ranges).nbytes
@@ -153,7 +176,9 @@ def _payload_bytes(op, arg, payload, numel, capacity, value_dtype, ranges):
         checks.fail(op, arg, rule, payload.shape[-1])
 
 
-def _positions(op, positions, rows, width, k, like):
+def _positions(
+    op: str, positions: Tensor, rows: int, width: int, k: int, like: tuple[str, Tensor]
+) -> None:
     checks.require_tensor(op, "positions", positions, UINT8, (2,), like)
     row_bytes = row_layout.position_bytes(width, k)
     if positions.shape[0] != rows or positions.shape[1] != row_bytes:

@@ -1,41 +1,56 @@
 """Shapes and dtypes of every op's results, for torch.compile and FakeTensors."""
 
 import torch
+from torch import Tensor
 
 from . import row_layout
 from ._schemas import library
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+def sample_threshold(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Tensor,
+    density: float,
+    max_samples: int = 65536,
+    seed: int = 0,
+    inv_scale: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(segments.shape[0] - 1, dtype=torch.float32)
 
 
-def track_threshold(threshold, seen, target, reference):
+def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     return None
 
 
 def mask_pack(
-    residual,
-    grad,
-    segments,
-    threshold,
-    payload,
-    seen,
-    capacity,
-    value_dtype,
-    inv_scale=None,
-    status=None,
-):
+    residual: Tensor,
+    grad: Tensor | None,
+    segments: Tensor,
+    threshold: Tensor,
+    payload: Tensor,
+    seen: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
     return None
 
 
 def scatter_unpack(
-    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+    payloads: Tensor,
+    out: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
     return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
 
 
-def row_pack(x, k, value_dtype):
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     position_bytes = row_layout.position_bytes(width, k)
     return (
@@ -44,20 +59,20 @@ def row_pack(x, k, value_dtype):
     )
 
 
-def row_gather(x, positions, k, value_dtype):
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape[0], k, dtype=value_dtype)
 
 
-def row_unpack(values, positions, width, dtype):
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty(values.shape[0], width, dtype=dtype)
 
 
-def row_quantize(x, format):
+def row_quantize(x: Tensor, format: str) -> Tensor:
     rows, width = x.shape
     return x.new_empty(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
 
 
-def row_dequantize(rows, width, format, dtype):
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(rows.shape[0], width, dtype=dtype)
 
 

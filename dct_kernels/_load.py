@@ -8,7 +8,10 @@ devices they were built for, eager PyTorch for the rest.
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -71,12 +74,12 @@ def _register_triton() -> None:
             library.impl(name, _call_triton(name), key)
 
 
-def _call_triton(name: str):
+def _call_triton(name: str) -> Callable[..., Any]:
     # Triton is imported by the first call: most processes that could use it never do.
     return lambda *args, **kwargs: getattr(_triton(), name)(*args, **kwargs)
 
 
-def _triton():
+def _triton() -> ModuleType:
     return importlib.import_module(".triton", __package__)
 
 

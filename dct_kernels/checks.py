@@ -5,7 +5,7 @@ adapters say the same words. The metadata checks trace under torch.compile; `mem
 addresses and contents, which exist only when the op runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -26,7 +26,7 @@ def fail(
     raise error(f"dct::{op}: {arg} must {verb} {rule}, got {got}")
 
 
-def require_int(op: str, arg: str, value: int, low: int, high: int) -> None:
+def require_int(op: str, arg: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         fail(op, arg, "an integer", type(value).__name__, TypeError)
     if value < low or value > high:
@@ -99,8 +99,8 @@ def require_segments(op: str, segments: torch.Tensor, like: tuple[str, torch.Ten
 
 def memory(
     op: str,
-    written: dict[str, torch.Tensor],
-    read: dict[str, torch.Tensor | None],
+    written: Mapping[str, torch.Tensor],
+    read: Mapping[str, torch.Tensor | None],
     segments: tuple[torch.Tensor, int] | None = None,
     aligned: tuple[str, torch.Tensor] | None = None,
 ) -> None:

@@ -40,7 +40,7 @@ class PayloadInfo(NamedTuple):
     value_dtype: torch.dtype
     numel: int
     capacity: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple.count
     overflow: bool
     non_finite: bool
     damage: bool

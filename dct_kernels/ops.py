@@ -61,7 +61,8 @@ def sample_threshold(
     """
     args = (x, residual, segments, density, max_samples, seed, inv_scale)
     _contract.sample_threshold(*args)
-    return torch.ops.dct.sample_threshold.default(*args)
+    threshold: Tensor = torch.ops.dct.sample_threshold.default(*args)
+    return threshold
 
 
 def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
@@ -191,7 +192,8 @@ def scatter_unpack(
     """
     args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     _contract.scatter_unpack(*args)
-    return torch.ops.dct.scatter_unpack.default(*args)
+    status: Tensor = torch.ops.dct.scatter_unpack.default(*args)
+    return status
 
 
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,8 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     (tensor([[-2.,  3.]]), tensor([[10]], dtype=torch.uint8))
     """
     _contract.row_pack(x, k, value_dtype)
-    return torch.ops.dct.row_pack.default(x, k, value_dtype)
+    packed: tuple[Tensor, Tensor] = torch.ops.dct.row_pack.default(x, k, value_dtype)
+    return packed
 
 
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
@@ -240,7 +243,8 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     tensor([[5., 7.]])
     """
     _contract.row_gather(x, positions, k, value_dtype)
-    return torch.ops.dct.row_gather.default(x, positions, k, value_dtype)
+    values: Tensor = torch.ops.dct.row_gather.default(x, positions, k, value_dtype)
+    return values
 
 
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -263,7 +267,8 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     tensor([[0., 5., 0., 7.]])
     """
     _contract.row_unpack(values, positions, width, dtype)
-    return torch.ops.dct.row_unpack.default(values, positions, width, dtype)
+    dense: Tensor = torch.ops.dct.row_unpack.default(values, positions, width, dtype)
+    return dense
 
 
 def row_quantize(x: Tensor, format: str) -> Tensor:
@@ -298,7 +303,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)
     """
     _contract.row_quantize(x, format)
-    return torch.ops.dct.row_quantize.default(x, format)
+    rows: Tensor = torch.ops.dct.row_quantize.default(x, format)
+    return rows
 
 
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
@@ -322,4 +328,5 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     tensor([[ 0., -2.,  1.,  7.]])
     """
     _contract.row_dequantize(rows, width, format, dtype)
-    return torch.ops.dct.row_dequantize.default(rows, width, format, dtype)
+    dense: Tensor = torch.ops.dct.row_dequantize.default(rows, width, format, dtype)
+    return dense

@@ -4,18 +4,23 @@ It may synchronise; the other backends never do.
 """
 
 import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from .. import _contract
 from .._schemas import OPS
 from . import payload, quantized_rows, rows, thresholds
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-def _checked(function):
+
+def _checked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """`function`, after the contract's checks of its arguments."""
     check = getattr(_contract, function.__name__)
 
     @functools.wraps(function)
-    def checked(*args, **kwargs):
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         check(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -1,28 +1,29 @@
 """Eager mask_pack and scatter_unpack."""
 
 import torch
+from torch import Tensor
 
 from .. import layout
 from .rounding import round_to
-from .thresholds import accumulated
+from .thresholds import scaled
 
 
 def mask_pack(
-    residual,
-    grad,
-    segments,
-    threshold,
-    payload,
-    seen,
-    capacity,
-    value_dtype,
-    inv_scale=None,
-    status=None,
-):
+    residual: Tensor,
+    grad: Tensor | None,
+    segments: Tensor,
+    threshold: Tensor,
+    payload: Tensor,
+    seen: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
     numel = residual.numel()
     tau = threshold.repeat_interleave(segments.diff(), output_size=numel)
     active = ~(tau < 0)
-    acc = accumulated(residual, grad, inv_scale)
+    acc = residual if grad is None else residual + scaled(grad, inv_scale)
     finite = acc.isfinite()
     kept = active & ~(acc.abs() < tau) & (acc != 0)
 
@@ -51,7 +52,16 @@ def mask_pack(
     residual.copy_(torch.where(active, torch.where(finite, left, old), residual))
 
 
-def _write(row, offsets, numel, capacity, value_dtype, flags, index, values):
+def _write(
+    row: Tensor,
+    offsets: layout.PayloadLayout,
+    numel: int,
+    capacity: int,
+    value_dtype: torch.dtype,
+    flags: int,
+    index: Tensor,
+    values: Tensor,
+) -> None:
     header = layout.HEADER.pack(
         layout.MAGIC,
         layout.VERSION,
@@ -78,8 +88,14 @@ def _write(row, offsets, numel, capacity, value_dtype, flags, index, values):
 
 
 def scatter_unpack(
-    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+    payloads: Tensor,
+    out: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
     ranges = rows.shape[1]
@@ -98,7 +114,13 @@ def scatter_unpack(
     return status
 
 
-def _add(total, row, offsets, capacity, value_dtype) -> int:
+def _add(
+    total: Tensor,
+    row: Tensor,
+    offsets: layout.PayloadLayout,
+    capacity: int,
+    value_dtype: torch.dtype,
+) -> int:
     """Validate one rank's payload of one range, add what is sound to `total`, return its status."""
     numel = total.numel()
     raw = bytes(row[: layout.HEADER_BYTES].tolist())
@@ -146,10 +168,10 @@ def _add(total, row, offsets, capacity, value_dtype) -> int:
     return 2 * int(bad_starts.any()) | 4 * int(bad_positions.any())
 
 
-def _code(value_dtype) -> int:
+def _code(value_dtype: torch.dtype) -> int:
     return layout.VALUE_DTYPE_CODES[value_dtype]
 
 
-def _section(row, offset, count, dtype):
+def _section(row: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     # Cloned, so that any view of a payload can be reinterpreted, whatever its storage offset.
     return row[offset : offset + count * dtype.itemsize].clone().view(dtype)

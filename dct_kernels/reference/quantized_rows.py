@@ -1,6 +1,7 @@
 """Eager row_quantize and row_dequantize. docs/ops.md states the formats."""
 
 import torch
+from torch import Tensor
 
 from ..row_layout import CODES_PER_BYTE, MXFP4_BLOCK, code_bytes
 from .rounding import FLOAT32_NAN, INFINITY_KEY, magnitude_key, round_to
@@ -11,7 +12,7 @@ SMALLEST_NORMAL = 2.0**-126
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def row_quantize(x, format):
+def row_quantize(x: Tensor, format: str) -> Tensor:
     x = x.to(torch.float32)
     if format == "mxfp4":
         return _quantize_mxfp4(x)
@@ -35,31 +36,31 @@ def row_quantize(x, format):
     return torch.cat([_pack(codes.to(torch.int8), format), _to_bytes(scale)], 1)
 
 
-def row_dequantize(rows, width, format, dtype):
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     if format == "mxfp4":
         return _dequantize_mxfp4(rows, width, dtype)
     codes = _unpack(rows[:, :-2], format)[:, :width]
     return round_to(codes.to(torch.float32) * _from_bytes(rows[:, -2:]), dtype)
 
 
-def _scale(x):
+def _scale(x: Tensor) -> Tensor:
     """float32 -> the bfloat16 that travels, as float32: finite, and normal or 0."""
     scale = round_to(x, torch.bfloat16, saturate=True).to(torch.float32)
     return torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
 
 
-def _to_bytes(scale):
+def _to_bytes(scale: Tensor) -> Tensor:
     """float32 [B, 1] that bfloat16 holds -> its bytes [B, 2], little-endian."""
     bits = round_to(scale, torch.bfloat16).view(torch.int16).to(torch.int32)
     return torch.cat([bits & 255, bits >> 8 & 255], 1).to(torch.uint8)
 
 
-def _from_bytes(scale):
-    low, high = scale.to(torch.int32).split(1, dim=1)
-    return (low << 16 | high << 24).view(torch.float32)
+def _from_bytes(scale: Tensor) -> Tensor:
+    scale = scale.to(torch.int32)
+    return (scale[:, :1] << 16 | scale[:, 1:] << 24).view(torch.float32)
 
 
-def _fixed_point(x, top):
+def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     """|x| in units of `unit`, [B, 1], where the row's largest is below 2**MEAN_BITS.
 
     Both factors are powers of two, and normal: a row below 2**-105 has a unit of 2**-126.
@@ -70,18 +71,18 @@ def _fixed_point(x, top):
     return x.abs() * units_to_one.view(torch.float32), unit.view(torch.float32)
 
 
-def _mean(fixed, count):
+def _mean(fixed: Tensor, count: Tensor) -> Tensor:
     """Of the whole units of magnitudes [B, d]: their sum does not depend on its order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
 
-def _divide(x, by):
+def _divide(x: Tensor, by: Tensor | int) -> Tensor:
     """Correctly rounded: dividing by a number, torch multiplies by its reciprocal on CUDA."""
     return x / (torch.zeros_like(x) + by)
 
 
-def _pack(codes, format):
+def _pack(codes: Tensor, format: str) -> Tensor:
     """int8 [B, d] -> uint8 [B, code_bytes]; codes are 0 past the width."""
     if format == "int8":
         return codes.view(torch.uint8)
@@ -97,7 +98,7 @@ def _pack(codes, format):
     return packed.to(torch.uint8)
 
 
-def _unpack(packed, format):
+def _unpack(packed: Tensor, format: str) -> Tensor:
     """uint8 [B, code_bytes] -> int32 [B, >= d], whatever the bytes are."""
     if format == "int8":
         return packed.view(torch.int8)
@@ -112,13 +113,13 @@ def _unpack(packed, format):
     return codes.flatten(1)
 
 
-def _weights(format, device):
+def _weights(format: str, device: torch.device) -> Tensor:
     """What each code counts in its byte."""
     base = {"int4": 16, "ternary": 3, "sign": 2}[format]
     return base ** torch.arange(CODES_PER_BYTE[format], dtype=torch.int32, device=device)
 
 
-def _quantize_mxfp4(x):
+def _quantize_mxfp4(x: Tensor) -> Tensor:
     rows, width = x.shape
     blocks = (width - 1) // MXFP4_BLOCK + 1
     x = torch.nn.functional.pad(x, (0, blocks * MXFP4_BLOCK - width)).view(
@@ -138,7 +139,7 @@ def _quantize_mxfp4(x):
     return torch.cat([codes[:, 0::2] | codes[:, 1::2] << 4, scale], 1).to(torch.uint8)
 
 
-def _dequantize_mxfp4(rows, width, dtype):
+def _dequantize_mxfp4(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     nbytes = code_bytes(width, "mxfp4")
     packed, scale = rows[:, :nbytes].to(torch.int64), rows[:, nbytes:].to(torch.int32)
     codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)[:, :width]

@@ -1,12 +1,13 @@
 """Eager row_pack, row_gather and row_unpack."""
 
 import torch
+from torch import Tensor
 
 from ..row_layout import Encoding, position_bytes, position_encoding
 from .rounding import magnitude_key, round_to
 
 
-def row_pack(x, k, value_dtype):
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     keys = magnitude_key(x.to(torch.float32))
     # A stable sort leaves equal magnitudes in column order: ties go to the lower column.
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -15,13 +16,13 @@ def row_pack(x, k, value_dtype):
     return values, _encode(columns, x.shape[1])
 
 
-def row_gather(x, positions, k, value_dtype):
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     columns = _decode(positions, x.shape[1], k)
     gathered = x.gather(1, columns.clamp(min=0)).to(torch.float32)
     return round_to(torch.where(columns >= 0, gathered, 0.0), value_dtype)
 
 
-def row_unpack(values, positions, width, dtype):
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     columns = _decode(positions, width, values.shape[1])
     out = torch.zeros(values.shape[0], width, dtype=dtype, device=values.device)
     row, slot = (columns >= 0).nonzero(as_tuple=True)
@@ -29,7 +30,7 @@ def row_unpack(values, positions, width, dtype):
     return out
 
 
-def _encode(columns, width):
+def _encode(columns: Tensor, width: int) -> Tensor:
     """int64 [B, k] ascending columns -> uint8 [B, w]."""
     rows, k = columns.shape
     encoding = position_encoding(width, k)
@@ -44,7 +45,7 @@ def _encode(columns, width):
     return (bits.view(rows, nbytes, 8) * weights).sum(2, dtype=torch.uint8)
 
 
-def _decode(positions, width, k):
+def _decode(positions: Tensor, width: int, k: int) -> Tensor:
     """uint8 [B, w] -> int64 [B, k] columns, -1 in a slot whose column cannot be accepted."""
     encoding = position_encoding(width, k)
     if encoding is Encoding.BITMAP:
@@ -58,7 +59,7 @@ def _decode(positions, width, k):
     return accepted
 
 
-def _decode_bitmap(positions, width, k):
+def _decode_bitmap(positions: Tensor, width: int, k: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=positions.device)
     bits = ((positions.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :width].to(torch.bool)
     slots = bits.cumsum(1) - 1

@@ -4,18 +4,15 @@ import itertools
 import math
 
 import torch
+from torch import Tensor
 
 from .rounding import magnitude_key
 
 
-def accumulated(residual, grad, inv_scale):
-    """residual + grad * inv_scale in float32, product and sum rounded separately."""
-    if grad is None:
-        return residual
-    scaled = grad.to(torch.float32)
-    if inv_scale is not None:
-        scaled = scaled * inv_scale.reshape(())
-    return scaled if residual is None else residual + scaled
+def scaled(grad: Tensor, inv_scale: Tensor | None) -> Tensor:
+    """grad * inv_scale in float32, rounded before anything is added to it."""
+    grad = grad.to(torch.float32)
+    return grad if inv_scale is None else grad * inv_scale.reshape(())
 
 
 def hash32(seed: int, segment: int, index: torch.Tensor) -> torch.Tensor:
@@ -43,23 +40,33 @@ def stratified_picks(
     return start + (((hashed >> 16) * length + (((hashed & 0xFFFF) * length) >> 16)) >> 16)
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+def sample_threshold(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Tensor,
+    density: float,
+    max_samples: int = 65536,
+    seed: int = 0,
+    inv_scale: Tensor | None = None,
+) -> Tensor:
     bounds = segments.tolist()
     threshold = torch.full((len(bounds) - 1,), math.inf, dtype=torch.float32, device=x.device)
     for s, (low, high) in enumerate(itertools.pairwise(bounds)):
         if low == high:
             continue
-        sampled = slice(low, high)
+        sampled: slice | Tensor = slice(low, high)
         if high - low > max_samples:
             sampled = low + stratified_picks(high - low, max_samples, seed, s, x.device)
-        history = None if residual is None else residual[sampled]
-        keys = magnitude_key(accumulated(history, x[sampled], inv_scale))
+        acc = scaled(x[sampled], inv_scale)
+        if residual is not None:
+            acc = residual[sampled] + acc
+        keys = magnitude_key(acc)
         k = min(max(math.ceil(float(density) * keys.numel()), 1), keys.numel())
         threshold[s] = keys.topk(k).values[-1].view(torch.float32)
     return threshold
 
 
-def track_threshold(threshold, seen, target, reference):
+def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     excess = 0.05 * (seen.to(torch.float32) - target) / target.clamp(min=1.0)
     moved = threshold * (1.0 + excess.clamp(-0.05, 0.25))
     # Not torch.maximum and minimum, which leave open what they return of -0.0 and 0.0.

@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
     rows: int
     block: int  # columns of a tile, a power of two
-    count: int  # tiles that make up a row
+    count: int  # type: ignore[assignment]  # tiles that make up a row; in place of tuple.count
     num_warps: int
 
 

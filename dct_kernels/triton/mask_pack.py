@@ -12,6 +12,7 @@ the residuals of kept entries, which pack reads and writes once more.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract, layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
@@ -245,17 +246,17 @@ def _pack_kernel(
 
 
 def mask_pack(
-    residual,
-    grad,
-    segments,
-    threshold,
-    payload,
-    seen,
-    capacity,
-    value_dtype,
-    inv_scale=None,
-    status=None,
-):
+    residual: Tensor,
+    grad: Tensor | None,
+    segments: Tensor,
+    threshold: Tensor,
+    payload: Tensor,
+    seen: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
     args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
     _contract.mask_pack(*args, inv_scale, status)
     numel, num_segments, device = residual.numel(), seen.numel(), residual.device

@@ -3,8 +3,10 @@
 Every column finds its own code: the few bytes of a row are read again and again from the cache.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract, checks, row_layout
 from . import _rows
@@ -45,7 +47,7 @@ def _row_dequantize_kernel(
         tl.store(out + row * width + column, elements, mask=inside)
 
 
-def row_dequantize(rows, width, format, dtype):
+def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     _contract.row_dequantize(rows, width, format, dtype)
     checks.require_choice("row_dequantize", "format", format, row_layout.SCALED_BY_ROW)
     batch = rows.shape[0]

@@ -1,7 +1,9 @@
 """row_gather: k values of each row, at the positions of an earlier row_pack."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract
 from ..row_layout import position_encoding
@@ -48,7 +50,7 @@ def _list_kernel(
     tl.store(values + row * k + slot, elements, mask=(row < rows) & (slot < k))
 
 
-def row_gather(x, positions, k, value_dtype):
+def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     _contract.row_gather(x, positions, k, value_dtype)
     rows, width = x.shape
     values = x.new_empty(rows, k, dtype=value_dtype)

@@ -9,6 +9,7 @@ for every 8 bits of its keys, and once more to store what was chosen.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract
 from ..row_layout import Encoding, position_bytes, position_encoding
@@ -120,7 +121,7 @@ def _wide_kernel(
         )  # fmt: skip
 
 
-def row_pack(x, k, value_dtype):
+def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
     encoding = position_encoding(width, k)

@@ -8,6 +8,7 @@ magnitude, once for each sum that its mean needs, and once for its codes.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract, checks, row_layout
 from . import _rows
@@ -113,7 +114,7 @@ def _row_quantize_kernel(
     tl.store(target + code_bytes + half, (scale >> 8 * half & 255).to(tl.uint8), mask=row < rows)
 
 
-def row_quantize(x, format):
+def row_quantize(x: Tensor, format: str) -> Tensor:
     _contract.row_quantize(x, format)
     checks.require_choice("row_quantize", "format", format, row_layout.SCALED_BY_ROW)
     rows, width = x.shape

@@ -1,7 +1,9 @@
 """row_unpack: dense rows from packed ones."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract
 from ..row_layout import position_encoding
@@ -48,7 +50,7 @@ def _list_kernel(
     tl.store(out + row * width + column, elements, mask=column >= 0)
 
 
-def row_unpack(values, positions, width, dtype):
+def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     _contract.row_unpack(values, positions, width, dtype)
     rows, k = values.shape
     out = values.new_empty(rows, width, dtype=dtype)

@@ -12,6 +12,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract
 from ._launch import INTERPRETED, launch
@@ -112,7 +113,15 @@ def _threshold_kernel(segments, histograms, threshold, numel, max_samples, densi
     tl.store(threshold + s, key.to(tl.int32).to(tl.float32, bitcast=True))
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
+def sample_threshold(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Tensor,
+    density: float,
+    max_samples: int = 65536,
+    seed: int = 0,
+    inv_scale: Tensor | None = None,
+) -> Tensor:
     _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
     numel, num_segments, device = x.numel(), segments.numel() - 1, x.device
     threshold = torch.empty(num_segments, dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ import ctypes
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract, layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
@@ -179,8 +180,14 @@ def _add_kernel(
 
 
 def scatter_unpack(
-    payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+    payloads: Tensor,
+    out: Tensor,
+    capacity: int,
+    value_dtype: torch.dtype,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
     _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     numel, device = out.numel(), out.device
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import _contract
 from ._launch import launch
@@ -36,7 +37,7 @@ def _track_threshold_kernel(
     tl.store(threshold + segment, moved, mask=inside & ~(tau < 0))  # a skipped segment stays so
 
 
-def track_threshold(threshold, seen, target, reference):
+def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     _contract.track_threshold(threshold, seen, target, reference)
     num_segments = threshold.numel()
     launch(
