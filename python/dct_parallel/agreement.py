@@ -6,7 +6,9 @@ names nothing. The store answers whatever the ranks do, so all of them can say w
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,9 @@ class Agreement:
         self._store = dist.PrefixStore(f"dct/agreement{number}", store)
         self._round = 0
 
-    def exchange(self, op: str, values: dict, patience: timedelta | None = None) -> dict[int, dict]:
+    def exchange(
+        self, op: str, values: Mapping[str, Any], patience: timedelta | None = None
+    ) -> dict[int, dict[str, Any]]:
         """{rank: what it told}, in the group's order, once every rank has told its own.
 
         Args:
@@ -64,7 +68,7 @@ class Agreement:
 
 
 def require_alike(
-    op: str, values: dict[str, object], group: dist.ProcessGroup, device: torch.device
+    op: str, values: Mapping[str, object], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise, naming every rank's, if some of `values` is not the same on all; on all of them.
 
@@ -75,7 +79,7 @@ def require_alike(
     require_same(op, Agreement(group, device).exchange(op, told))
 
 
-def require_same(op: str, told: dict[int, dict]) -> None:
+def require_same(op: str, told: Mapping[Any, Mapping[str, Any]]) -> None:
     """Raise, naming every rank's, if some value differs between ranks: on all of them alike."""
     for name in next(iter(told.values())):
         if len({json.dumps(values.get(name)) for values in told.values()}) > 1:

@@ -4,19 +4,30 @@ They are called as `torch.distributed.<name>`, where a `WireMeter` can see them,
 caller (gloo) or the current stream (NCCL) until they are done.
 """
 
+from typing import Literal, overload
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+@overload
+def all_gather(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: Literal[False] = False
+) -> None: ...
+@overload
+def all_gather(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: Literal[True]
+) -> dist.Work: ...
 def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
     """Every rank's `tensor` [n] into `output` [P, n], in rank order."""
     # One collective, two names: from torch 2.13 the older warns, before it the newer is missing.
-    if hasattr(dist, "all_gather_single"):
-        return dist.all_gather_single(output.view(-1), tensor, group=group, async_op=async_op)
-    return dist.all_gather_into_tensor(output.view(-1), tensor, group=group, async_op=async_op)
+    newer = hasattr(dist, "all_gather_single")
+    collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
+    work: dist.Work | None = collective(output.view(-1), tensor, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

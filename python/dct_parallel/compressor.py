@@ -6,7 +6,7 @@ sampled once in thousands of steps.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -25,7 +25,7 @@ _FLAGS_BYTE = 7  # of the payload's header
 _sample_threshold = torch.ops.dct.sample_threshold.default
 _track_threshold = torch.ops.dct.track_threshold.default
 _mask_pack = torch.ops.dct.mask_pack.default
-_scatter_unpack = torch.ops.dct.scatter_unpack.default
+_scatter_unpack: Callable[..., Tensor] = torch.ops.dct.scatter_unpack.default
 
 
 def default_capacity(numel: int, density: float, whole: int = 0) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 Job = Callable[[], Tensor | None]
+_Jobs = queue.SimpleQueue[tuple[Job, Future[Tensor | None]] | None]  # None: the end
 
 EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers that are gone
 
@@ -27,7 +28,7 @@ class ThreadExecutor:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         # A daemon: a rank whose peers are gone must be able to exit from within a collective.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
@@ -69,7 +70,7 @@ def executor_for(device: torch.device) -> Executor:
     return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
 
 
-def _stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
     # Python kills daemons as it exits, and the process aborts if one is in C++ just then, handing
     # its last future to DDP. The thread itself may collect the executor: it cannot wait for itself.
@@ -77,7 +78,7 @@ def _stop(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
         thread.join(EXIT_SECONDS)
 
 
-def _serve(jobs: queue.SimpleQueue) -> None:
+def _serve(jobs: _Jobs) -> None:
     while (item := jobs.get()) is not None:
         _run(*item)
         del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
@@ -87,6 +88,6 @@ def _run(job: Job, done: Future[Tensor | None]) -> None:
     try:
         result = job()
     except Exception as error:
-        done.set_exception(error)
+        done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
     else:
         done.set_result(result)

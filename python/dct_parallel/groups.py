@@ -80,13 +80,14 @@ def separate_group(group: dist.ProcessGroup, device: torch.device = _CPU) -> dis
     """
     store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
     number = store.add(f"dct/groups/{dist.get_rank()}", 1)  # every rank's own count: the same
+    made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         group.rank(),
         ranks,
         "gloo",
         store,
-        f"{group.group_name}/dct{number}",
+        f"{group.group_name}/dct{number}",  # type: ignore[arg-type]  # its GroupName is a str
         timeout=timeout_of(group, device),
         group_desc="dct",
     )

@@ -1,6 +1,8 @@
 """Device meshes of two dimensions: the two groups that a rank is in, and the mesh of a cluster."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ def require_mesh(
     return mesh.get_group(outer), mesh.get_group(inner)
 
 
-def require_same_in_mesh(op: str, mesh: DeviceMesh, values: dict) -> None:
+def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
     """Raise on every rank of the mesh, naming every rank's, if some value differs."""
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)

@@ -14,13 +14,13 @@ class Readback:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._host: Tensor | None = None
+        self._host = torch.empty(0, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
 
     def post(self, *tensors: Tensor) -> None:
         """Send these, int32 of one dimension and always of the same sizes, in place of the last."""
         words = torch.cat(tensors)
-        if self._host is None:
+        if not self._sizes:
             self._sizes = [tensor.numel() for tensor in tensors]
             self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
             self._copied = torch.cuda.Event() if words.is_cuda else None
@@ -32,4 +32,5 @@ class Readback:
         """The tensors posted last, on the host, until the next are posted."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host.split(self._sizes)
+        tensors: tuple[Tensor, ...] = self._host.split(self._sizes)
+        return tensors

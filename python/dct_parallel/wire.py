@@ -3,7 +3,9 @@
 import functools
 import inspect
 import threading
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,19 +31,21 @@ def broadcast_bytes(nbytes: int, world_size: int) -> int:
     return (world_size - 1) * nbytes // world_size
 
 
-def _all_to_all_bytes(call: dict, world_size: int) -> int:
+def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
     """What goes to other ranks: everything but the split that stays here."""
     sent: Tensor = call["input"]
-    splits = call["input_split_sizes"]
+    splits: list[int] | None = call["input_split_sizes"]
     if not splits:
         return (world_size - 1) * sent.nbytes // world_size
     own = splits[dist.get_rank(call["group"])]
     return (sum(splits) - own) * (sent.nbytes // sent.shape[0] if sent.shape[0] else 0)
 
 
+_Counter = Callable[[Mapping[str, Any], int], int]
+
 # {function of torch.distributed: bytes of one call, from its arguments and the world size}. What a
 # torch version does not have is left out.
-_COUNTERS = {
+_COUNTERS: dict[str, _Counter] = {
     "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
     "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
     "all_gather_into_tensor": lambda call, p: all_gather_bytes(call["input_tensor"].nbytes, p),
@@ -78,7 +82,7 @@ class WireMeter:
         self._group = group
         self._lock = threading.Lock()
         self._bytes = 0
-        self._originals: dict = {}
+        self._originals: dict[str, Callable[..., Any]] = {}
 
     def take(self) -> int:
         """Bytes sent since the meter started or was last taken."""
@@ -103,11 +107,11 @@ class WireMeter:
             _replace(name, original)
         self._originals.clear()
 
-    def _counting(self, collective, count):
+    def _counting(self, collective: Callable[..., Any], count: _Counter) -> Callable[..., Any]:
         signature = inspect.signature(collective)
 
         @functools.wraps(collective)
-        def counting(*args, **kwargs):
+        def counting(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             group = bound.arguments["group"]
@@ -121,7 +125,7 @@ class WireMeter:
         return counting
 
 
-def _replace(name, function):
+def _replace(name: str, function: Callable[..., Any]) -> None:
     setattr(dist, name, function)
     if name == "isend":  # `send` calls it where it is defined, and a P2POp compares with that
         dist.distributed_c10d.isend = function
