@@ -97,12 +97,10 @@ def all_gather_rows(
     group = require_group(op, group)
     x = require_rows(op, x)
     rows, width = x.shape
-    if density is not None and value_dtype is None:
-        value_dtype = x.dtype
-    choice = (density, value_dtype, forward, backward)
+    choice = (x.dtype, density, value_dtype, forward, backward)
     settings = make_codec(op, width, *choice).settings
     if density is not None:  # parts may differ in width, and so in k
-        settings = {"density": float(density), "value_dtype": value_dtype}
+        settings = {"density": float(density), "value_dtype": settings["value_dtype"]}
     if widths is None:
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         must_match = {"B": rows, **settings, "requires_grad": needs_grad}

@@ -107,9 +107,7 @@ def all_to_all_rows(
     op = "all_to_all_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
-    if density is not None and value_dtype is None:
-        value_dtype = x.dtype
-    codec = make_codec(op, x.shape[1], density, value_dtype, forward, backward)
+    codec = make_codec(op, x.shape[1], x.dtype, density, value_dtype, forward, backward)
     require_counts(op, "splits", splits, group.size())
     if x.shape[0] != sum(splits):
         checks.fail(op, "x", f"{sum(splits)} rows like splits", x.shape[0], verb="have")

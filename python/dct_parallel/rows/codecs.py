@@ -5,6 +5,7 @@ where they arrive, and later the gradient of what arrived, on its way back. The 
 messages follow from what it was made with, so no size is ever sent.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from .packing import row_k
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in checks.FLOATS}
 ROW_FORMATS = (*_DTYPES, *FORMATS)
+Setting = bool | int | float | torch.dtype | str  # of strings, a format of rows
 
 
 class Codec(Protocol):
@@ -24,7 +26,7 @@ class Codec(Protocol):
 
     message_bytes: int
     gradient_bytes: int
-    settings: dict[str, object]  # that ranks must agree on
+    settings: Mapping[str, Setting]  # that ranks must agree on
 
     def encode(self, x: Tensor) -> Tensor: ...
 
@@ -44,7 +46,7 @@ class LargestEntries:
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
-        self.settings = {"k": self._k, "value_dtype": value_dtype}
+        self.settings: Mapping[str, Setting] = {"k": self._k, "value_dtype": value_dtype}
         self.gradient_bytes = self._k * value_dtype.itemsize
         self.message_bytes = self.gradient_bytes + position_bytes(width, self._k)
 
@@ -70,7 +72,7 @@ class EveryEntry:
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
-        self.settings = {"forward": forward, "backward": backward}
+        self.settings: Mapping[str, Setting] = {"forward": forward, "backward": backward}
         self.message_bytes = format_bytes(width, forward)
         self.gradient_bytes = format_bytes(width, backward)
 
@@ -106,32 +108,38 @@ def dequantise(message: Tensor, width: int, format: str, dtype: torch.dtype) -> 
     return row_dequantize(message.contiguous(), width, format, dtype)
 
 
-def require_format(op: str, arg: str, format: str | None, where: str = "") -> None:
-    """`format` is one of ROW_FORMATS; `where` ends the rule."""
+def require_format(op: str, arg: str, format: str | None, where: str = "") -> str:
+    """`format`, once it is known to be one of ROW_FORMATS; `where` ends the rule."""
     if format not in ROW_FORMATS:
         checks.fail(op, arg, f"one of {', '.join(ROW_FORMATS)}{where}", repr(format))
+    return format
 
 
 def make_codec(
     op: str,
     width: int,
+    dtype: torch.dtype,
     density: float | None,
     value_dtype: torch.dtype | None,
     forward: str | None,
     backward: str | None,
 ) -> Codec:
-    """The codec of rows of `width`: by a density, or else by a format for each way."""
-    formats = {"forward": forward, "backward": backward}
+    """The codec of rows of `width`: by a density, or else by a format for each way.
+
+    The default `value_dtype` is the `dtype` of the rows.
+    """
     if density is None:
-        for arg, format in formats.items():
-            require_format(op, arg, format, " where there is no density")
+        where = " where there is no density"
+        forward = require_format(op, "forward", forward, where)
+        backward = require_format(op, "backward", backward, where)
         if value_dtype is not None:
             checks.fail(op, "value_dtype", "given with a density only", value_dtype)
         return EveryEntry(width, forward, backward)
-    for arg, format in formats.items():
+    for arg, format in {"forward": forward, "backward": backward}.items():
         if format is not None:
             checks.fail(op, arg, "left out where there is a density", repr(format))
     checks.require_density(op, density)
+    value_dtype = dtype if value_dtype is None else value_dtype
     checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
     return LargestEntries(width, density, value_dtype)
 

@@ -1,15 +1,13 @@
 """How many rows come from whom, and whether all ranks ask for the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from dct_kernels import checks
 
-from .codecs import ROW_FORMATS
-
-Setting = bool | int | float | torch.dtype | str  # of strings, a format of rows
+from .codecs import ROW_FORMATS, Setting
 
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
@@ -23,7 +21,7 @@ def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: in
 def exchange_counts(
     op: str,
     counts: Sequence[int],
-    must_match: dict[str, Setting],
+    must_match: Mapping[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[int]:
@@ -35,7 +33,7 @@ def exchange_counts(
 def exchange_numbers(
     op: str,
     numbers: Sequence[Sequence[int]],
-    must_match: dict[str, Setting],
+    must_match: Mapping[str, Setting],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """Every row that a batch asks for, once: samples share values, above all those of small tables."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -28,19 +30,20 @@ def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
     equal batches give equal bits. A row of `rows` [n, d] that `inverse` does not name has gradient
     0.
     """
-    return _Repeat.apply(rows, inverse)
+    repeated: Tensor = _Repeat.apply(rows, inverse)  # type: ignore[no-untyped-call]
+    return repeated
 
 
 class _Repeat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, inverse):
+    def forward(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.rows = len(rows)
         return rows.index_select(0, inverse.flatten()).view(*inverse.shape, rows.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (inverse,) = ctx.saved_tensors
         flat = inverse.flatten()
         uses = torch.bincount(flat, minlength=ctx.rows)

@@ -125,7 +125,10 @@ class RowPack(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.training or self.inference):
             return pack(x, x.shape[-1])
-        return pack(x, self.k or row_k(x.shape[-1], self.density), self.value_dtype)
+        if self.k is not None:
+            return pack(x, self.k, self.value_dtype)
+        assert self.density is not None  # then it was given
+        return pack(x, row_k(x.shape[-1], self.density), self.value_dtype)
 
     def extra_repr(self) -> str:
         kept = f"k={self.k}" if self.k else f"density={self.density}"

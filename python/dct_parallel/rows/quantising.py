@@ -7,6 +7,7 @@ network.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ class RowQuantize(nn.Module):
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
-        return _Quantise.apply(x, *self.formats)
+        message: Tensor = _Quantise.apply(x, *self.formats)  # type: ignore[no-untyped-call]
+        return message
 
     def extra_repr(self) -> str:
         return "{}, {}".format(*self.formats)
@@ -87,7 +89,9 @@ class RowDequantize(nn.Module):
         if message.dim() == 0 or message.shape[-1] != m:
             got = list(message.shape)
             checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
-        return _Dequantise.apply(message, self.width, *self.formats, self.dtype)
+        settings = (self.width, *self.formats, self.dtype)
+        x: Tensor = _Dequantise.apply(message, *settings)  # type: ignore[no-untyped-call]
+        return x
 
     def extra_repr(self) -> str:
         return "width={}, {}, {}, dtype={}".format(self.width, *self.formats, self.dtype)
@@ -101,7 +105,7 @@ def message_size(width: int, forward_format: str, backward_format: str) -> int:
 
 class _Quantise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, forward_format, backward_format):
+    def forward(ctx: Any, x: Tensor, forward_format: str, backward_format: str) -> Tensor:
         ctx.width, ctx.dtype, ctx.backward_format = x.shape[-1], x.dtype, backward_format
         return _to_message(
             x, forward_format, message_size(ctx.width, forward_format, backward_format)
@@ -109,19 +113,26 @@ class _Quantise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _from_message(grad, ctx.width, ctx.backward_format, ctx.dtype), None, None
 
 
 class _Dequantise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, message, width, forward_format, backward_format, dtype):
+    def forward(
+        ctx: Any,
+        message: Tensor,
+        width: int,
+        forward_format: str,
+        backward_format: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.size, ctx.backward_format = message.shape[-1], backward_format
         return _from_message(message, width, forward_format, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _to_message(grad, ctx.backward_format, ctx.size), None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +22,19 @@ class Transfer(ABC):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = GroupForBackward(group)
         self._token: Tensor | None = None
-        self._finish: Callable[[], Tensor] | None = None  # the collective in flight
+        self._finish: Callable[[], Tensor]  # the collective in flight
 
     def wait(self) -> Tensor:
         """The rows that arrived. To be called once."""
         if self._token is None:
             raise RuntimeError("a transfer is waited for once: keep what `wait` returned")
         token, self._token = self._token, None
-        return _Arrival.apply(token, self)
+        rows: Tensor = _Arrival.apply(token, self)  # type: ignore[no-untyped-call]
+        return rows
 
     def start(self, x: Tensor) -> "Transfer":
         self._dtype = x.dtype
-        self._token = _Departure.apply(x, self)
+        self._token = _Departure.apply(x, self)  # type: ignore[no-untyped-call]
         return self
 
     # What an exchange is made of:
@@ -70,7 +72,8 @@ class Transfer(ABC):
         self._finish = finish
 
     def _arrived(self) -> Tensor:
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        del self._finish  # it holds the message
         return finish()
 
 
@@ -78,14 +81,14 @@ class _Departure(torch.autograd.Function):
     """Rows leave, and a token stands for them until they arrive. Backward, gradients arrive."""
 
     @staticmethod
-    def forward(ctx, x, transfer):
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         transfer._send(x)
         return x.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, token):
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer._receive_gradient(), None
 
 
@@ -93,12 +96,12 @@ class _Arrival(torch.autograd.Function):
     """Rows arrive. Backward, gradients leave."""
 
     @staticmethod
-    def forward(ctx, token, transfer):
+    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         return transfer._receive()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.transfer._send_gradient(grad)
         return grad.new_zeros(()), None
