@@ -10,13 +10,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.futures import Future
 
-Job = Callable[[], Tensor | None]
-_Jobs = queue.SimpleQueue[tuple[Job, Future[Tensor | None]] | None]  # None: the end
+_Result = TypeVar("_Result")
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]  # None: the end
 
 EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers that are gone
 
@@ -34,9 +34,9 @@ class ThreadExecutor:
         thread.start()
         self.close = weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
 
-    def submit(self, job: Job) -> Future[Tensor | None]:
+    def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
         """A future of the job's result, or of the exception it raises."""
-        done: Future[Tensor | None] = Future()
+        done: Future[_Result] = Future()
         # DDP reads the future in C++, which knows an exception for one only from a callback.
         result = done.then(Future.value)
         self._jobs.put((job, done))
@@ -50,10 +50,10 @@ class StreamExecutor:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job) -> Future[Tensor | None]:
+    def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
         """A future of the job's result: who waits makes its current stream wait for this one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        done: Future[Tensor | None] = Future(devices=[self._device])
+        done: Future[_Result] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
             done.set_result(job())
         return done
@@ -84,7 +84,7 @@ def _serve(jobs: _Jobs) -> None:
         del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
 
 
-def _run(job: Job, done: Future[Tensor | None]) -> None:
+def _run(job: Callable[[], _Result], done: Future[_Result]) -> None:
     try:
         result = job()
     except Exception as error:
