@@ -1,6 +1,7 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,7 +133,7 @@ class DCTAverager(ModelAverager):
         if self.step % self.period == 0:
             self._average()
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, thresholds and step, and the base. Copies, on the CPU.
 
         One file a rank, beside the rank's weights and optimizer, which differ between averagings.
@@ -155,7 +156,7 @@ class DCTAverager(ModelAverager):
         )
         return checkpoint.make(dist.get_rank(), entry)
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
         Raises:
@@ -186,7 +187,9 @@ class DCTAverager(ModelAverager):
         self._run.begin_step(number)
         moved = self._weights().sub_(self._base)
         self._bucket.reduce(moved)
-        self._damage.look(number, {0: self._bucket.take_report().receipt})
+        report = self._bucket.take_report()
+        assert report is not None  # of what was reduced just now
+        self._damage.look(number, {0: report.receipt})
         self._base += moved
         self._go_on_from_base()
 

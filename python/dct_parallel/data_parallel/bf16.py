@@ -114,7 +114,7 @@ class Bf16Bucket:
             for name, part in zip(self.plan.names, parts, strict=True)
         }
 
-    def parameter_stats(self) -> dict:
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
         """Empty: no threshold, and nothing kept back."""
         return {}
 

@@ -1,7 +1,7 @@
 """One bucket of DDP's: packed, exchanged and unpacked in place."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from ..compressor import Compressor
 from ..readback import Readback
 from .bucket_plan import BucketPlan
 from .checkpoint import SegmentState
-from .transports import Receipt
+from .transports import Receipt, Transport
 
 
 class Report(NamedTuple):
@@ -24,6 +24,34 @@ class Report(NamedTuple):
     sent: Tensor  # int64: those of them that the payload had room for
     compressed_sent: int  # in all, of the parameters that are compressed,
     compressed: int  # of so many elements
+
+
+class AnyBucket(Protocol):
+    """What a state asks of a bucket, however it is sent; `Bucket` says what each of these does."""
+
+    plan: BucketPlan
+
+    def reduce(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> None: ...
+
+    def tell_damage(self) -> None: ...
+
+    def take_report(self) -> Report | None: ...
+
+    def take_back(self) -> None: ...
+
+    def states(self) -> dict[str, SegmentState]: ...
+
+    def parameter_stats(self) -> dict[str, dict[str, float | int]]: ...
+
+
+class PartBucket(AnyBucket, Protocol):
+    """And what a node's rank asks of the bucket of its part."""
+
+    def alarms(self) -> Tensor: ...
+
+    def owe(self, more: Tensor) -> None: ...
 
 
 class Bucket:
@@ -48,6 +76,7 @@ class Bucket:
         self.plan = plan
         self.report: Report | None = None  # the last one taken
         self.compressor = _compressor(plan, device, step)
+        assert issubclass(plan.transport, Transport)  # else nothing is packed: plan.ranges is 0
         self._transport = plan.transport(plan, self.compressor, group, step)
         for index, name in enumerate(plan.names):
             if name in states:

@@ -45,7 +45,7 @@ class Settings:
 class Slice(NamedTuple):
     """The part of a parameter that lies in a range; offsets are in the parameter."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index
     low: int
     high: int
 
@@ -121,7 +121,7 @@ class BucketPlan:
     @cached_property
     def capacity(self) -> int:
         """Entries of room in the payload of each range: as many as the fullest needs."""
-        whole = Counter()
+        whole: Counter[int] = Counter()
         for index in self.whole:
             low, high = self.bounds[index], self.bounds[index + 1]
             for r in range(low // self._range_length, -(-high // self._range_length)):

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,11 @@ from dct_kernels import checks
 from ..executors import Executor
 from . import checkpoint, memory_order
 from .bf16 import Bf16Bucket
-from .bucket import Bucket, Report
+from .bucket import AnyBucket, Bucket, PartBucket, Report
 from .bucket_plan import BucketPlan, Settings
 from .choice import Choice
 from .node_bucket import NodeBucket
 from .ranks import Ranks
-
-AnyBucket = Bucket | Bf16Bucket | NodeBucket
 
 
 class Buckets:
@@ -57,7 +56,7 @@ class Buckets:
         Raises:
             ValueError: the hook belongs to another model, or the gradient is sparse.
         """
-        parameters = bucket.parameters()
+        parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
         known, plan = self._layouts.get(index, ([], None))
         if plan is None or not _same(parameters, known):
             plan = self._new_plan(bucket, parameters)
@@ -76,8 +75,10 @@ class Buckets:
         sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
         states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
         kind = Bucket if plan.ranges else Bf16Bucket
+        make: Callable[[dict[str, checkpoint.SegmentState]], PartBucket]
         make = partial(kind, plan, self._group, self._device, step)
         single = self._node.size == 1
+        made: AnyBucket
         made = make(states) if single else NodeBucket(self._node, make, sizes, states)
         self._buckets[index] = made
         return made
@@ -143,7 +144,7 @@ class Buckets:
             reordered[name] = state | {part: reorder(state[part], parameter) for part in parts}
         return {name: reordered[name] for name in states}
 
-    def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> BucketPlan:
+    def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
             rule = "made from the DDP that the hook is registered with"
             checks.fail("dct_hook", "state", rule, "a bucket with parameters of another model")
@@ -160,7 +161,7 @@ class Buckets:
             for parameters in layouts
         )
 
-    def _plan_of(self, parameters: Iterable[Tensor]) -> BucketPlan:
+    def _plan_of(self, parameters: Iterable[Parameter]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
         pieces = self._node.slices(sizes)
         return self._choice.plan(

@@ -12,7 +12,7 @@ tensors only, so torch.load(weights_only=True) reads it.
 """
 
 import warnings
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,18 +33,23 @@ class _OfMesh(TypedDict, total=False):
     local_size: int  # ranks in each node, if more than one
 
 
-class Entry(_OfMesh):
+class Sizes(_OfMesh):
+    """How many ranks there are."""
+
+    world_size: int
+
+
+class Entry(Sizes):
     """One rank's part of a checkpoint."""
 
     run_id: str  # made when training began
-    world_size: int
     step: int
     density: float
     recent: Tensor  # see History.state
     parameters: dict[str, SegmentState]
 
 
-def make(rank: int | str, entry: Entry) -> dict:
+def make(rank: int | str, entry: Entry) -> dict[str, Any]:
     """The state dict of one rank, or the one for all."""
     owners = any(OWED in state for state in entry["parameters"].values())
     version = VERSION + OWNERS * owners + PARTS * ("local_size" in entry)
@@ -75,17 +80,19 @@ def owed(state: SegmentState, ranks: int) -> Tensor:
     return state["residual"] + ranks * state.get(OWED, 0)
 
 
-def entries(op: str, state: dict) -> dict[str, Entry]:
+def entries(op: str, state: dict[str, Any]) -> dict[str, Entry]:
     """{rank: entry} of a state dict of these versions."""
     if not isinstance(state, dict):
         checks.fail(op, "state", "a state_dict, of every rank one", type(state).__name__, TypeError)
-    version, newest = state.get("version"), VERSION + OWNERS + PARTS
+    version: Any = state.get("version")
+    newest = VERSION + OWNERS + PARTS
     if version not in range(VERSION, newest + 1):
         checks.fail(op, "version", f"{VERSION} to {newest}", version)
     if not isinstance(state.get("ranks"), dict):
         checks.fail(op, "state", "with its rank's entry", f"the keys {', '.join(state)}")
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
-    for entry in state["ranks"].values():
+    found: dict[str, Entry] = state["ranks"]
+    for entry in found.values():
         # DCP reads what the state that loads has a place for, and says nothing of the rest.
         if owners and not all(OWED in saved for saved in entry["parameters"].values()):
             rule = "with what owners keep: load into transport 'shard', or use merge_states"
@@ -93,11 +100,11 @@ def entries(op: str, state: dict) -> dict[str, Entry]:
         if parts and "local_size" not in entry:
             rule = "with its local_size: load into a state with a mesh, or use merge_states"
             checks.fail(op, "state", rule, "one without")
-    return state["ranks"]
+    return found
 
 
 def find(
-    state: dict,
+    state: dict[str, Any],
     rank: int,
     settings: Settings,
     sizes: dict[str, int],

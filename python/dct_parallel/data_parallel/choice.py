@@ -16,8 +16,9 @@ from .gather import Gather
 from .link import Link
 from .run import Run
 from .shard import Shard
+from .transports import Transport
 
-TRANSPORTS = {Gather.name: Gather, Shard.name: Shard}
+TRANSPORTS: dict[str, type[Transport]] = {Gather.name: Gather, Shard.name: Shard}
 AUTO = "auto"
 PROBE = "probe"
 
@@ -32,9 +33,10 @@ class Choice:
         given: the link, "probe", a file, or None.
     """
 
-    TRANSPORTS = (Gather, Shard, Bf16)  # of which "auto" chooses
+    # Of which "auto" chooses:
+    TRANSPORTS: tuple[type[Transport] | type[Bf16], ...] = (Gather, Shard, Bf16)
 
-    def __init__(self, transport: str, link: Link | str | os.PathLike | None) -> None:
+    def __init__(self, transport: str, link: Link | str | os.PathLike[str] | None) -> None:
         if transport not in (AUTO, *TRANSPORTS):
             rule = " or ".join(map(repr, (AUTO, *TRANSPORTS)))
             checks.fail("DCTState", "transport", rule, repr(transport))
@@ -56,7 +58,7 @@ class Choice:
         error = None
         if self._link is None and self.given == PROBE:
             self._link = links.probe(group, device, settings)
-        elif self._link is None and group.rank() == 0:
+        elif not isinstance(self.given, Link) and self._link is None and group.rank() == 0:
             try:
                 self._link = links.read(self.given, group.size())
             except ValueError as refused:  # by all ranks, once they know
@@ -87,7 +89,9 @@ class Choice:
         """The plan of a bucket; see there."""
         transport = TRANSPORTS.get(self.name, Gather)
         plan = BucketPlan(names, sizes, settings, transport, ranks, parameter_sizes)
-        return plan if self._link is None else min(self._plans(plan), key=self._seconds)
+        if self._link is None:
+            return plan
+        return min(self._timed(plan, self._link), key=lambda timed: timed[0])[1]
 
     def reason(self, plans: Sequence[BucketPlan]) -> str:
         """Why these plans are as they are."""
@@ -96,15 +100,19 @@ class Choice:
         if self._link is None:
             return "auto: no link is known"
         times = dict.fromkeys((transport.name for transport in self.TRANSPORTS), 0.0)
+        chosen = 0.0
         for plan in plans:
-            for each in self._plans(plan):
-                times[each.transport.name] += 1e3 * self._seconds(each)
-        chosen = 1e3 * sum(map(self._seconds, plans))
+            for seconds, other in self._timed(plan, self._link):
+                times[other.transport.name] += 1e3 * seconds
+                if other.transport is plan.transport:
+                    chosen += 1e3 * seconds
         each = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items())
         return f"auto: {chosen:.2f} ms by its formulas; {each}"
 
-    def _plans(self, plan: BucketPlan) -> list[BucketPlan]:
-        return [dataclasses.replace(plan, transport=transport) for transport in self.TRANSPORTS]
-
-    def _seconds(self, plan: BucketPlan) -> float:
-        return plan.transport.seconds(plan, self._link)
+    def _timed(self, plan: BucketPlan, link: Link) -> list[tuple[float, BucketPlan]]:
+        """The same bucket by each transport, and the seconds that it takes."""
+        timed = []
+        for transport in self.TRANSPORTS:
+            other = dataclasses.replace(plan, transport=transport)
+            timed.append((transport.seconds(other, link), other))
+        return timed

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,10 @@ class Link(NamedTuple):
     cast: float
 
     @classmethod
-    def from_json(cls, values: list) -> "Link":
+    def from_json(cls, values: list[Any]) -> "Link":
         """From what JSON made of one."""
-        return cls(*(Cost(*value) if isinstance(value, list) else value for value in values))
+        all_gather, all_to_all, all_reduce, *local = values
+        return cls(Cost(*all_gather), Cost(*all_to_all), Cost(*all_reduce), *local)
 
 
 def probe(group: dist.ProcessGroup, device: torch.device, settings: Settings) -> Link:
@@ -84,7 +85,7 @@ def probe(group: dist.ProcessGroup, device: torch.device, settings: Settings) ->
     )
 
 
-def read(path: str | os.PathLike, ranks: int) -> Link:
+def read(path: str | os.PathLike[str], ranks: int) -> Link:
     """From the JSON of `dct-bench link` with this number of ranks and one rate.
 
     Raises:
@@ -102,19 +103,21 @@ def read(path: str | os.PathLike, ranks: int) -> Link:
         checks.fail("DCTState", "link", rule, os.fspath(path))
 
 
-def _from_content(content: dict, ranks: int) -> Link:
+def _from_content(content: dict[str, Any], ranks: int) -> Link:
     """What `read` makes of the JSON; any error means that it is not what `read` wants."""
     (link,) = (link for link in content["links"] if _is_of(link, ranks))
     cells = {c["mode"]: c for c in content["cells"] if _is_of(c, ranks) and c["step_ms"]}
-    per_byte = 8 / link["bits_per_second"]
-    numel = content["model"]["parameters"]
+    per_byte: float = 8 / link["bits_per_second"]
+    numel: int = content["model"]["parameters"]
     bf16, dct, shard = (cells[mode] for mode in MODES)
 
-    def fixed(cell: dict) -> float:
-        return max(0.0, cell["phases_ms"]["wire"] / 1e3 - cell["payload_bytes"] * per_byte)
+    def fixed(cell: dict[str, Any]) -> float:
+        seconds: float = cell["phases_ms"]["wire"] / 1e3 - cell["payload_bytes"] * per_byte
+        return max(0.0, seconds)
 
-    def local(cell: dict, *phases: str) -> float:
-        return sum(cell["phases_ms"][phase] for phase in phases) / 1e3 / numel
+    def local(cell: dict[str, Any], *phases: str) -> float:
+        seconds: float = sum(cell["phases_ms"][phase] for phase in phases) / 1e3
+        return seconds / numel
 
     return Link(
         Cost(fixed(dct), per_byte),
@@ -126,8 +129,8 @@ def _from_content(content: dict, ranks: int) -> Link:
     )
 
 
-def _is_of(entry: dict, ranks: int) -> bool:
-    return entry["ranks"] == ranks and entry.get("local_size", 1) == 1
+def _is_of(entry: dict[str, Any], ranks: int) -> bool:
+    return (entry["ranks"], entry.get("local_size", 1)) == (ranks, 1)
 
 
 def _cost(seconds: Callable[[int], float], sent: Callable[[int, int], int], ranks: int) -> Cost:

@@ -1,5 +1,7 @@
 """A GradScaler as the hook sees it: its scale, and whether it skipped the last step."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -19,11 +21,11 @@ class LossScale:
         self._version = 0
         self._overflowed = False
 
-    def __deepcopy__(self, memo: dict) -> "LossScale":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LossScale":
         """One of the same scaler: the training loop updates no other."""
         return LossScale(self.scaler)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         if self.scaler is not None:
             rule = "None in a state that is pickled (save its state_dict)"
             checks.fail("DCTState", "grad_scaler", rule, "one, of which a copy is never updated")
@@ -48,6 +50,7 @@ class LossScale:
     def skipped(self) -> bool:
         """Whether the scaler skipped the step that this pass was the last of; true once."""
         # update() writes the scale, to the same value or another.
-        skipped = self._overflowed and self.value._version != self._version
-        self._overflowed &= not skipped
-        return skipped
+        if not self._overflowed or self.value is None or self.value._version == self._version:
+            return False
+        self._overflowed = False
+        return True

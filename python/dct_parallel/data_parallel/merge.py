@@ -3,8 +3,10 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dct_kernels import checks
 
@@ -15,7 +17,9 @@ from .history import History
 _OP = "merge_states"
 
 
-def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -> dict:
+def merge_states(
+    states: Iterable[dict[str, Any]] | str | os.PathLike[str], key: str = "dct"
+) -> dict[str, Any]:
     """One state dict from those of all ranks of a run, to be loaded by every rank of another.
 
     Its residuals are the ranks' mean: (sum over ranks of residual) / ranks. As a step applies the
@@ -45,7 +49,7 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
     """
     if isinstance(states, (str, os.PathLike)):
         states = _from_folder(states, key)
-    told: dict[str, dict] = {}  # {rank: its numbers}
+    told: dict[str, dict[str, Any]] = {}  # {rank: its numbers}
     sums: dict[str, checkpoint.SegmentState] = {}
     for state in states:
         for rank, entry in checkpoint.entries(_OP, state).items():
@@ -66,8 +70,15 @@ def merge_states(states: Iterable[dict] | str | os.PathLike, key: str = "dct") -
         checks.fail(_OP, "states", f"those of all {ranks} ranks", f"rank {', '.join(told)}")
     local_size = numbers.pop("local_size", 1)
     mean = {name: _mean(total, ranks, local_size) for name, total in sums.items()}
-    recent = History().state()  # each rank has its own: they begin anew
-    return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
+    entry = checkpoint.Entry(
+        run_id=numbers["run_id"],
+        world_size=ranks,
+        step=numbers["step"],
+        density=numbers["density"],
+        recent=History().state(),  # each rank has its own: they begin anew
+        parameters=mean,
+    )
+    return checkpoint.make(checkpoint.MEAN, entry)
 
 
 def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:
@@ -81,14 +92,15 @@ def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkp
     return {key: value.float() for key, value in mean.items()}
 
 
-def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:
+def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
     """The state dict of one rank after another, as torch.distributed.checkpoint saved them."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = dcp.FileSystemReader(folder).read_metadata()
     prefix = tuple(key.split("."))
-    ranks: dict[str, dict] = {}  # {rank: {keys from the top down: what to read into}}
+    # {rank: {keys from the top down: what to read into}}
+    ranks: dict[str, dict[tuple[str, ...], Tensor | None]] = {}
     for flat, path in metadata.planner_data.items():
         if path[: len(prefix) + 1] == (*prefix, "ranks"):
             stored, place = metadata.state_dict_metadata[flat], None
@@ -98,7 +110,7 @@ def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:
     if not ranks:
         checks.fail(_OP, "key", f"the name of a DCTState in {folder}", repr(key))
     for places in ranks.values():
-        tree: dict = {}
+        tree: dict[str, Any] = {}
         for path, place in places.items():
             _set(tree, path, place)
         with warnings.catch_warnings():
@@ -109,7 +121,7 @@ def _from_folder(folder: str | os.PathLike, key: str) -> Iterator[dict]:
         yield tree
 
 
-def _set(tree: dict, path: tuple[str, ...], leaf: object) -> None:
+def _set(tree: dict[str, Any], path: tuple[str, ...], leaf: object) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = leaf

@@ -2,12 +2,17 @@
 
 import gc
 import hashlib
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
+
+_AnyTensor = TypeVar("_AnyTensor", bound=Tensor)
 
 # Parts of a name that come and go with a wrapper: of torch.compile, and of checkpoint_wrapper.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -39,7 +44,7 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
     return next(iter(names)).device
 
 
-def describe(names: dict[Parameter, str]) -> str:
+def describe(names: Mapping[_AnyTensor, str]) -> str:
     """In one line what must be the same on every rank: names, sizes and dtypes, in order."""
     lines = [f"{name} {p.dtype} {tuple(p.shape)}\n" for p, name in names.items()]
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
@@ -47,9 +52,9 @@ def describe(names: dict[Parameter, str]) -> str:
     return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest}"
 
 
-def ddp_of(parameter: Parameter) -> DistributedDataParallel:
+def ddp_of(parameter: Tensor) -> DistributedDataParallel:
     """The DDP that averages this parameter: torch does not tell a hook which one calls it."""
-    found = [
+    found: list[DistributedDataParallel] = [
         ddp
         for ddp in gc.get_objects()
         if issubclass(type(ddp), DistributedDataParallel)

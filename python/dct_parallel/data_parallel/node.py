@@ -41,7 +41,7 @@ class Node:
         Returns a new tensor of the length of a full part, 0 past the bucket's end; in a node of one
         rank `buffer` itself.
         """
-        if self.size == 1:
+        if self.group is None or self.size == 1:
             return buffer
         length = self._length(buffer.numel())
         part = buffer.new_empty(length)
@@ -59,7 +59,7 @@ class Node:
 
     def gather(self, part: Tensor, buffer: Tensor) -> None:
         """Write every rank's part, of the length that `sum_part` gave it, into `buffer` [numel]."""
-        if self.size == 1:
+        if self.group is None or self.size == 1:
             return
         padded = part.new_empty(self.size, part.numel())
         with record_function("dct::gather_parts"):

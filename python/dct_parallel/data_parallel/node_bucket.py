@@ -8,8 +8,8 @@ from torch import Tensor
 from ..collectives import all_gather
 from ..readback import Readback
 from . import checkpoint
-from .bf16 import Bf16Bucket, unpacked_report
-from .bucket import Bucket, Report
+from .bf16 import unpacked_report
+from .bucket import PartBucket, Report
 from .checkpoint import OWED, SegmentState
 from .node import Node
 
@@ -35,7 +35,7 @@ class NodeBucket:
     def __init__(
         self,
         node: Node,
-        make: Callable[[dict[str, SegmentState]], Bucket | Bf16Bucket],
+        make: Callable[[dict[str, SegmentState]], PartBucket],
         sizes: dict[str, int],
         states: dict[str, SegmentState],
     ) -> None:
@@ -63,6 +63,7 @@ class NodeBucket:
         self._node.gather(part, buffer)
         own = self._inner.alarms()
         alarms = own.new_empty(self._node.size * own.numel())
+        assert self._node.group is not None  # else there is no NodeBucket
         all_gather(alarms, own, self._node.group)
         self._readback.post(alarms)
         self._fresh = True

@@ -11,6 +11,7 @@ from dct_kernels import checks
 from .. import groups
 from ..collectives import dense_mean
 from ..mesh import NODES, require_mesh
+from .checkpoint import Sizes
 from .node import Node
 
 
@@ -38,7 +39,7 @@ class Ranks:
         device: torch.device,
     ) -> None:
         self.everyone = groups.require_group(op, group)
-        self._given = (self.everyone,)
+        self._given: tuple[dist.ProcessGroup, ...] = (self.everyone,)
         self.layout = "none"
         if mesh is not None:
             self._given = require_mesh(op, mesh, NODES)
@@ -67,10 +68,12 @@ class Ranks:
         self.node.gather(part, buffer)
         return buffer
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> Sizes:
         """How many ranks there are, and in each node of a mesh, as checkpoints have it."""
-        sizes = {"world_size": self.everyone.size()}
-        return sizes | ({"local_size": self.node.size} if self.node.size > 1 else {})
+        sizes = Sizes(world_size=self.everyone.size())
+        if self.node.size > 1:
+            sizes["local_size"] = self.node.size
+        return sizes
 
     def close(self) -> None:
         """Destroy what was made."""

@@ -1,15 +1,23 @@
 """The training run that the ranks of a group take part in, and that they go on from the same."""
 
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 
 from ..agreement import Agreement, require_same
-from .checkpoint import Entry
 
 LOAD_PATIENCE = timedelta(seconds=5)  # between a rank's first hook after a load and others' loads
+
+
+class Saved(TypedDict):
+    """What a run asks of a checkpoint's entry."""
+
+    run_id: str
+    world_size: int
 
 
 class Run:
@@ -30,7 +38,11 @@ class Run:
     """
 
     def __init__(
-        self, op: str, group: dist.ProcessGroup, device: torch.device, settings: dict
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        settings: Mapping[str, Any],
     ) -> None:
         self._agreement = Agreement(group, device)
         own = {**settings, "run_id": uuid.uuid4().hex}
@@ -43,11 +55,11 @@ class Run:
         self._compared = False  # whether ranks know that they go on from the same step
         self._patience: timedelta | None = None
 
-    def of_first_rank(self, op: str, values: dict) -> dict:
+    def of_first_rank(self, op: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """What the first rank tells; all ranks of the group call this alike."""
         return next(iter(self._agreement.exchange(op, values).values()))
 
-    def load(self, entry: Entry, apart: bool = False) -> None:
+    def load(self, entry: Saved, apart: bool = False) -> None:
         """Go on with the run that a checkpoint is of.
 
         Args:

@@ -10,6 +10,7 @@ on every rank, with one collective each. What came of it is looked at before the
 import dataclasses
 import os
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from dct_kernels import __version__, checks
 from ..compressor import check_settings
 from ..executors import Executor, executor_for
 from . import checkpoint, model
-from .bucket import Bucket
+from .bucket import AnyBucket
 from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
 from .buckets import Buckets
 from .choice import Choice
@@ -126,7 +127,7 @@ class DCTState:
         grad_scaler: GradScaler | None = None,
         start_step: int = 2,
         policy: str = "tracked",
-        link: Link | str | os.PathLike | None = None,
+        link: Link | str | os.PathLike[str] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         check_settings("DCTState", density, refresh_every, policy, value_dtype)
@@ -146,11 +147,11 @@ class DCTState:
 
         # Once bound to a DDP:
         self._names: dict[Parameter, str] = {}
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks
         self.node_group: dist.ProcessGroup | None = None
-        self._buckets: Buckets | None = None
+        self._buckets: Buckets
         self._executor: Executor | None = None
-        self._to_load: dict | None = None  # by a copy of a state
+        self._to_load: dict[str, Any] | None = None  # by a copy of a state
         if ddp is not None:
             self.bind(ddp)
 
@@ -246,12 +247,12 @@ class DCTState:
         """
         self._require_bound("parameter_stats")
         self._finish_last_step()
-        stats = {}
+        stats: dict[str, dict[str, float | int]] = {}
         for bucket in self._buckets.in_order():
             stats |= bucket.parameter_stats()
         return stats
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds by parameter name, the step, and the last steps'
         statistics. Copies, on the CPU.
 
@@ -276,7 +277,7 @@ class DCTState:
         )
         return checkpoint.make(dist.get_rank(), entry)
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
         Every rank loads, before any of them takes a step. The next step compares what was loaded.
@@ -298,7 +299,7 @@ class DCTState:
         self._history.load(entry.get("recent"))  # which early states leave out
         self._buckets.load(entry["parameters"])
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Settings and residuals: neither DDP nor process group nor thread can be copied."""
         made = {
             **dataclasses.asdict(self.settings),
@@ -310,9 +311,10 @@ class DCTState:
         }
         return {"made": made, "state": self.state_dict() if self._names else self._to_load}
 
-    def __setstate__(self, copied: dict) -> None:
+    def __setstate__(self, copied: dict[str, Any]) -> None:
         made = copied["made"]
-        self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})
+        # Of a subclass, its own; so the arguments are unknown to a type checker.
+        self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})  # type: ignore[misc]
         self._to_load = copied["state"]
 
     def _require_bound(self, op: str) -> None:
@@ -349,7 +351,7 @@ class DCTState:
 
     # On the executor:
 
-    def _reduce_compressed(self, bucket: Bucket, buffer: Tensor) -> Tensor:
+    def _reduce_compressed(self, bucket: AnyBucket, buffer: Tensor) -> Tensor:
         bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
         return buffer
 
@@ -363,7 +365,12 @@ class DCTState:
                 others can be told, unless buckets have changed: theirs are not known here.
         """
         self._look_at_last_step()
-        if first is not None and self._damage.take_untold() and self._buckets.holds(0, first):
+        if (
+            first is not None
+            and self._executor is not None  # as a step begins
+            and self._damage.take_untold()
+            and self._buckets.holds(0, first)
+        ):
             self._buckets.tell_damage(self._executor)
         self._damage.require_none()
         if self._loss_scale.skipped():

@@ -31,7 +31,7 @@ class Header(NamedTuple):
     """What the header of a payload says."""
 
     flags: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple.count
 
     @property
     def overflow(self) -> bool:
