@@ -11,7 +11,7 @@ dimension that is cut.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Entry(TypedDict):
     parameters: dict[str, dict[str, Tensor]]  # see `spread`
 
 
-def make(replica: int | str, entry: Entry) -> dict:
+def make(replica: int | str, entry: Entry) -> dict[str, Any]:
     """The state dict of one replica's ranks."""
     return {"version": VERSION, "replicas": {str(replica): entry}}
 
@@ -78,7 +78,7 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     for key, value in saved.items():
         if key in ("packed", "shard"):
             continue
-        local = value.to_local().cpu()
+        local = _local(value).cpu()
         if key in RESIDUALS:
             segment[key] = torch.zeros(piece.padded)
             segment[key][: local.numel()] = local.flatten()
@@ -93,7 +93,7 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     return segment
 
 
-def find(state: dict, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
+def find(state: dict[str, Any], replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
     """This replica's entry; refuses another's, or one of other settings or another model.
 
     Args:
@@ -102,8 +102,8 @@ def find(state: dict, replica: int, here: Entry, pieces: Sequence[Piece]) -> Ent
     """
     op = "load_state_dict"
     if state.get("version") != VERSION:
-        checks.fail(op, "version", VERSION, state.get("version"))
-    entry = state["replicas"].get(str(replica))
+        checks.fail(op, "version", str(VERSION), state.get("version"))
+    entry: Entry | None = state["replicas"].get(str(replica))
     if entry is None:
         got = f"that of replica {', '.join(state['replicas'])}"
         checks.fail(op, "state", f"replica {replica}'s own", got)
@@ -128,21 +128,24 @@ def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) ->
             if type(value) is not type(own):
                 got = type(value).__name__
                 checks.fail(op, f"{key} of {piece.name}", f"a {type(own).__name__}", got, TypeError)
-            for saved, wanted in ((value.shape, own.shape), (_local(value), _local(own))):
+            for saved, wanted in (
+                (value.shape, own.shape),
+                (_local(value).shape, _local(own).shape),
+            ):
                 if saved != wanted:
                     rule = f"{list(wanted)} (torch.distributed.checkpoint cuts anew)"
                     checks.fail(op, f"{key} of {piece.name}", rule, list(saved))
-        shard, own = (e["parameters"][piece.name]["shard"].to_local() for e in (entry, here))
+        shard, own = (_local(e["parameters"][piece.name]["shard"]) for e in (entry, here))
         if entry["shards"] == here["shards"] and not torch.equal(shard, own):
             checks.fail(op, "state", f"that of shard {own[0]:.0f}", f"that of shard {shard[0]:.0f}")
 
 
-def _local(value: Tensor) -> torch.Size:
-    return value.to_local().shape if isinstance(value, DTensor) else value.shape
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def read(
-    folder: str | os.PathLike, key: str, here: Entry, pieces: Sequence[Piece]
+    folder: str | os.PathLike[str], key: str, here: Entry, pieces: Sequence[Piece]
 ) -> Iterator[Entry]:
     """The entry of one replica after another that `torch.distributed.checkpoint` saved, each cut
     for this run. All ranks of this run read together.
@@ -165,7 +168,7 @@ def read(
         checks.fail(op, "key", rule, repr(key))
     for replica in found:
         state = make(replica, here.copy())
-        tree: dict = state
+        tree = state
         for name in reversed(prefix):
             tree = {name: tree}
         dcp.load(tree, checkpoint_id=folder)

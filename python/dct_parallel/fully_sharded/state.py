@@ -8,6 +8,7 @@ replicas, and unpacked in place. What came of it is looked at before the next st
 import os
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class FullyShardState:
         self._pieces = [piece for unit in units for piece in unit.pieces]
         self._device = units[0].device
         self._transport = transport
-        self._replica, _ = mesh.get_coordinate()
+        self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
         self._loss_scale = LossScale(grad_scaler)
@@ -144,12 +145,12 @@ class FullyShardState:
         """
         self._look()
         self._damage.require_none()
-        stats = {}
+        stats: dict[str, dict[str, float | int]] = {}
         for bucket in self._buckets:
             stats |= bucket.parameter_stats()
         return stats
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """This rank's shard of residuals and thresholds, by replica and parameter name. Copies.
 
         Called on every rank, between steps: after the optimizer's step (and the scaler's update).
@@ -162,7 +163,7 @@ class FullyShardState:
         self._finish_last_step()
         return checkpoint.make(self._replica, self._entry())
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
 
         From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
@@ -176,7 +177,7 @@ class FullyShardState:
         entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
         self._go_on(entry, self._segments(entry))
 
-    def load_merged(self, folder: str | os.PathLike, key: str = "dct") -> None:
+    def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
         """Go on from what another number of replicas left, of any number of shards.
 
         Every replica starts from the mean of their residuals: as a step applies the mean of what
@@ -276,8 +277,8 @@ class FullyShardState:
     def _look(self) -> None:
         """Learn how the last step went on this rank."""
         with record_function("dct::wait"):
-            reports = {index: bucket.take_report() for index, bucket in enumerate(self._buckets)}
-        reports = {index: report for index, report in reports.items() if report is not None}
+            taken = {index: bucket.take_report() for index, bucket in enumerate(self._buckets)}
+        reports = {index: report for index, report in taken.items() if report is not None}
         if not reports:
             return
         receipts = {index: report.receipt for index, report in reports.items()}

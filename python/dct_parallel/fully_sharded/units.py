@@ -30,15 +30,12 @@ class Piece:
     Attributes:
         name: of the parameter, as in the model that nothing wraps.
         parameter: sharded.
+        dim: the one that is cut.
     """
 
     name: str
-    parameter: nn.Parameter
-
-    @property
-    def dim(self) -> int:
-        """The one that is cut."""
-        return self.parameter.placements[0].dim
+    parameter: DTensor
+    dim: int
 
     @property
     def padded(self) -> int:
@@ -74,7 +71,8 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """Of gradients; parameters may be offloaded."""
-        return self._group.device
+        device: torch.device = self._group.device
+        return device
 
     @property
     def in_backward(self) -> bool:
@@ -171,7 +169,7 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     return list(units.values())
 
 
-def _groups(module: FSDPModule) -> list:
+def _groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -184,14 +182,16 @@ def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
     if parameter.is_meta:
         rule = "on a device: materialise the model before the hook"
         checks.fail(OP, f"parameter {name}", rule, "one on meta")
-    wrapped = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    if wrapped != mesh["shard"]:
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh["shard"]:
         rule = (
             'wrapped by fully_shard(module, mesh=mesh["shard"]), which leaves the mean over '
             "replicas to the hook"
         )
-        got = f"one on {wrapped}" if wrapped is not None else "one that is not sharded"
+        got = "one that is not sharded"
+        if isinstance(parameter, DTensor):
+            got = f"one on {parameter.device_mesh}"
         checks.fail(OP, f"parameter {name}", rule, got)
-    if type(parameter.placements[0]) is not Shard:
+    placement = parameter.placements[0]
+    if type(placement) is not Shard:
         checks.fail(OP, f"parameter {name}", "cut in one dimension", parameter.placements)
-    return Piece(name, parameter)
+    return Piece(name, parameter, placement.dim)
