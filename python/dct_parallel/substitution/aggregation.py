@@ -33,7 +33,8 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Its gradient, the same on every rank as well, is that of each rank's part: nothing is sent.
     """
-    return _AllReduce.apply(partial, group)
+    total: Tensor = _AllReduce.apply(partial, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,14 +66,14 @@ class _ReduceScatter(Transfer):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, partial, group):
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = partial.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -1,6 +1,7 @@
 """Rows of features that are not known before they are seen."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class DynamicFeatureRows(SharedRows):
     """
 
     no_row = NO_PLACE
+    capacity: int
 
     def __init__(
         self,
@@ -164,7 +166,9 @@ class DynamicFeatureRows(SharedRows):
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         used = slice(1, 1 + len(self))
         state = {
             "owner": torch.tensor([self.group.rank(), self.group.size()]),
@@ -177,7 +181,14 @@ class DynamicFeatureRows(SharedRows):
 
     @torch.no_grad()
     def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         try:

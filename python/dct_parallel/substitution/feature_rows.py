@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ..own_state import require_own_state
 _OP = "FeatureRows"
 MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
 _GOLDEN = (5**0.5 - 1) / 2
+_Rank = TypeVar("_Rank", int, Tensor)
 
 
 class SharedRows(nn.Module, ABC):
@@ -112,7 +114,8 @@ class FeatureRows(SharedRows):
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
         owner = torch.tensor([self.group.rank(), ranks, self._rows], device=weight.device)
         self.register_buffer("owner", owner)
-        self.register_load_state_dict_pre_hook(partial(require_own_state, _OP, "owner"))
+        own = partial(require_own_state, _OP, "owner")
+        self.register_load_state_dict_pre_hook(own)  # type: ignore[no-untyped-call]
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))
@@ -133,7 +136,7 @@ class FeatureRows(SharedRows):
     def places(self, names: Tensor) -> Tensor:
         return names
 
-    def _first_number(self, rank: int | Tensor) -> int | Tensor:
+    def _first_number(self, rank: _Rank) -> _Rank:
         return (rank * self._rows + self.group.size() - 1) // self.group.size()
 
 

@@ -102,7 +102,8 @@ class SumPooledEmbedding(SubstituteOperator):
         return bags.sums(rows).flatten(1)
 
     def combine(self, total: Tensor) -> Tensor:
-        return total.unflatten(1, (-1, self.width))
+        fields: Tensor = total.unflatten(1, (-1, self.width))
+        return fields
 
 
 class FactorizationMachine(SubstituteOperator):

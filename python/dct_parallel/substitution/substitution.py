@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -116,13 +117,12 @@ class EquivalentSubstitution(nn.Module):
             self._require_room(names)
         places, weight = self.rows.places(names), self.rows.weight
         rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
-        partials = [self._partial(operator, rows, bags) for operator in self.operators]
+        operators = list(cast(Iterable[SubstituteOperator], self.operators))
+        partials = [self._partial(operator, rows, bags) for operator in operators]
         aggregate = reduce_scatter if scatter else all_reduce
         total = aggregate(torch.cat(partials, 1), self.rows.group)
         totals = total.split([partial.shape[1] for partial in partials], dim=1)
-        return [
-            operator.combine(part) for operator, part in zip(self.operators, totals, strict=True)
-        ]
+        return [operator.combine(part) for operator, part in zip(operators, totals, strict=True)]
 
     def _partial(self, operator: SubstituteOperator, rows: Tensor, bags: Bags) -> Tensor:
         own = {
@@ -172,8 +172,9 @@ class EquivalentSubstitution(nn.Module):
 
         That takes one more exchange of counts.
         """
-        need = len(self.rows) + self.rows.missing(names)
-        told = [[need, self.rows.capacity]] * self.rows.group.size()
+        need, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
+        assert capacity is not None  # else no batch is too large for it
+        told = [[need, capacity]] * self.rows.group.size()
         heard = exchange_numbers(_OP, told, {}, self.rows.weight.device, self._ids_group.get())
         over = [
             f"{most} for {need} on rank {rank}"
@@ -216,8 +217,8 @@ class EquivalentSubstitution(nn.Module):
         numbers = [[count, *limits] for count in counts]
         device, group = self.rows.weight.device, self._ids_group.get()
         heard = exchange_numbers(_OP, numbers, same, device, group)
-        arriving, *limits = zip(*heard, strict=True)
-        return list(arriving), bool(limits) and sum(limits[0]) > min(limits[1])
+        arriving, *of_ranks = zip(*heard, strict=True)
+        return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
 
 
 def _checksum(ids: Tensor, lengths: Tensor) -> int:
@@ -226,7 +227,7 @@ def _checksum(ids: Tensor, lengths: Tensor) -> int:
     return int(((values ^ place * 0x9E3779B1) * (2 * place + 1)).sum()) % 2**52
 
 
-def _require_columns(arg: str, operator: nn.Module, width: int) -> None:
+def _require_columns(arg: str, operator: SubstituteOperator, width: int) -> None:
     require_operator(_OP, arg, operator)
     end = operator.first + operator.width
     if end > width:
