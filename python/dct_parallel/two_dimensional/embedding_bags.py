@@ -74,6 +74,11 @@ class ShardedEmbeddingBags(nn.Module):
         ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
     """
 
+    _first: Tensor
+    _start: Tensor
+    _place: Tensor
+    _shift: Tensor
+
     def __init__(
         self,
         tables: Sequence[Tensor],
@@ -103,7 +108,8 @@ class ShardedEmbeddingBags(nn.Module):
         self._number_rows(rows)
         owned = torch.tensor(self._own, dtype=torch.int64).view(-1, 3)
         self.register_buffer("owned", owned.to(self.weight.device))
-        self.register_load_state_dict_pre_hook(partial(require_own_state, _OP, "owned"))
+        own_state = partial(require_own_state, _OP, "owned")
+        self.register_load_state_dict_pre_hook(own_state)  # type: ignore[no-untyped-call]
 
     def shards(self) -> dict[Shard, Tensor]:
         """This rank's shards, [rows, d]: parts of `weight`."""
@@ -162,8 +168,8 @@ class ShardedEmbeddingBags(nn.Module):
         lengths, wanted = torch.cat(parts[::2]), torch.cat(parts[1::2])
         pooled = _sum_of_bags(self._look_up(wanted), lengths)
         arrived = self.exchange(pooled, [own_bags] * len(asked), bags_to, group=group)
-        by_shard = arrived.view(len(self._shift), batch, self.weight.shape[1])
-        return torch.stack([_sum_in_order(by_shard, of) for of in self._places], dim=1)
+        sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
+        return torch.stack([_sum_in_order(sums, of) for of in self._places], dim=1)
 
     def _distinct(
         self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup

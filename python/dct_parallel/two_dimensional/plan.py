@@ -98,17 +98,18 @@ def require_plan(
             checks.fail(op, f"plan[{rank}]", f"at most {MOST_ROWS} rows", rows_of(own), verb="have")
     shards = sorted((shard, rank) for rank, own in enumerate(plan) for shard in own)
     for table, count in enumerate(rows):
-        rule, covered, owner = f"every row of table {table} once", 0, None
+        rule, covered = f"every row of table {table} once", 0
+        owner: int | None = None
         of_table = [(shard, rank) for shard, rank in shards if shard.table == table]
-        for shard, rank in [*of_table, (Shard(table, count, count), None)]:
+        for shard, holder in [*of_table, (Shard(table, count, count), None)]:
             if shard.first > covered:
                 got = f"rows {covered} to {shard.first - 1} on no rank"
                 checks.fail(op, "plan", rule, got, verb="hold")
-            if shard.first < covered and rank is not None:
+            if shard.first < covered and holder is not None:
                 last = min(covered, shard.end) - 1
-                got = f"rows {shard.first} to {last} on rank {owner} and again on rank {rank}"
+                got = f"rows {shard.first} to {last} on rank {owner} and again on rank {holder}"
                 checks.fail(op, "plan", rule, got, verb="hold")
-            covered, owner = shard.end, rank
+            covered, owner = shard.end, holder
     return plan
 
 

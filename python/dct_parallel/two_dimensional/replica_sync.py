@@ -158,12 +158,12 @@ def _average(
 ) -> Average:
     group = bags.mesh.get_group("replicate")
     weight = bags.weight.detach()
-    if group.size() == 1 or (dtype is None and density is None):
-        return MeanOfRows(weight, group)
-    if density is None:
+    if group.size() > 1 and dtype is not None:
         return MeanOfRoundedDeltas(weight, group, dtype)
-    bounds = [0, *accumulate(len(rows) for rows in bags.shards().values())]
-    return MeanOfLargestDeltas(weight, group, density, bounds)
+    if group.size() > 1 and density is not None:
+        bounds = [0, *accumulate(len(rows) for rows in bags.shards().values())]
+        return MeanOfLargestDeltas(weight, group, density, bounds)
+    return MeanOfRows(weight, group)
 
 
 def _require_format(dtype: torch.dtype | None, density: float | None, weight: Tensor) -> None:

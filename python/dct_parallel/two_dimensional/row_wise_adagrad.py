@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -37,11 +38,14 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict], lr: float = 0.01, eps: float = 1e-8
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.01,
+        eps: float = 1e-8,
     ) -> None:
         super().__init__(self._iterable(params), {"lr": lr, "eps": eps})
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add weights with settings of their own, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -53,8 +57,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for weight in group["params"]:
             self.state[weight].update(self._initial_state(weight, group))
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every weight that has a gradient; the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
@@ -63,7 +71,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, group)
+                    self._update(weight, weight.grad, group)
         return loss
 
     def to_average(self, weight: Tensor) -> Tensor:
@@ -75,7 +83,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         each once, in which they may have differed.
         """
 
-    def _iterable(self, params: Iterable) -> Iterable:
+    def _iterable(self, params: Iterable[Any]) -> Iterable[Any]:
         if not isinstance(params, Iterable):
             rule = "tensors, or groups of them"
             checks.fail(type(self).__name__, "params", rule, type(params).__name__, TypeError)
@@ -84,10 +92,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         if weight not in self.state:  # a look would add it
             checks.fail(type(self).__name__, "weight", "one of params", "another")
-        return self.state[weight]
+        state: dict[str, Tensor] = self.state[weight]
+        return state
 
-    def _update(self, weight: Tensor, group: dict) -> None:
-        grad, rows = weight.grad, slice(None)
+    def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        rows: Tensor | slice = slice(None)
         if grad.is_sparse:
             grad = grad.coalesce()
             grad, rows = grad.values(), grad.indices()[0]
@@ -96,16 +105,20 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         weight[rows] -= group["lr"] * grad / (divisor + group["eps"]).unsqueeze(1)
 
     def _accumulate(
-        self, state: dict, rows: Tensor | slice, mean_square: Tensor, group: dict
+        self,
+        state: dict[str, Tensor],
+        rows: Tensor | slice,
+        mean_square: Tensor,
+        group: dict[str, Any],
     ) -> Tensor:
         """Add to the accumulators of `rows`, and return what to divide by the root of."""
         state["sum"][rows] += mean_square
         return state["sum"][rows]
 
-    def _initial_state(self, weight: Tensor, group: dict) -> dict[str, Tensor]:
+    def _initial_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"sum": weight.detach().new_zeros(len(weight))}
 
-    def _check(self, group: dict) -> None:
+    def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
         for name in ("lr", "eps"):
             _require_positive(op, name, group[name], math.inf)
@@ -157,7 +170,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 0.01,
         eps: float = 1e-8,
         *,
@@ -185,7 +198,11 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
             state["pending"][rows] = 0
 
     def _accumulate(
-        self, state: dict, rows: Tensor | slice, mean_square: Tensor, group: dict
+        self,
+        state: dict[str, Tensor],
+        rows: Tensor | slice,
+        mean_square: Tensor,
+        group: dict[str, Any],
     ) -> Tensor:
         mean_square = group["accumulator_scale"] * mean_square
         if "pending" not in state:
@@ -194,11 +211,11 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         synced = state["sum"][rows]
         return torch.where(synced > 0, synced, state["pending"][rows])
 
-    def _initial_state(self, weight: Tensor, group: dict) -> dict[str, Tensor]:
+    def _initial_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         names = ("sum", "pending") if group["delayed"] else ("sum",)
         return {name: weight.detach().new_zeros(len(weight)) for name in names}
 
-    def _check(self, group: dict) -> None:
+    def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         _require_positive(type(self).__name__, "accumulator_scale", group["accumulator_scale"], 1)
 
