@@ -4,11 +4,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from dct_kernels import checks
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
@@ -73,12 +75,18 @@ class WireMeter:
     Args:
         group: count only what is called with this process group; default all.
 
+    Raises:
+        TypeError: `group` is none.
+
     >>> with WireMeter() as meter:
     ...     step()
     ...     bytes_of_first_step = meter.take()
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(group, (dist.ProcessGroup, NoneType)):
+            rule = "a process group that this rank is in, or None"
+            checks.fail("WireMeter", "group", rule, repr(group), TypeError)
         self._group = group
         self._lock = threading.Lock()
         self._bytes = 0

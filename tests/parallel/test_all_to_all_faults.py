@@ -5,6 +5,7 @@ import os
 import re
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -67,7 +68,12 @@ def _wrong_arguments(rank):
         (lambda: all_to_all_rows(x, [4.0], density=1), TypeError, "splits[0] must be an integer"),
         (lambda: all_to_all_rows(x, [4], [1, 3], density=1), ValueError, "output_splits must have"),
         (lambda: all_to_all_rows(x.double(), [4], density=1), TypeError, "x must be float32"),
-        (lambda: all_to_all_rows(x[:, :0], [4], density=1), ValueError, "k must be in [1, 0]"),
+        (lambda: all_to_all_rows(x, 4, density=1), TypeError, "splits must be a sequence of integ"),
+        (lambda: all_to_all_rows(x, [4], 4, density=1), TypeError, "output_splits must be a sequ"),
+        *(
+            (partial(all_to_all_rows, x[:, :0], [4], **how), ValueError, "x must have at least 1 c")
+            for how in ({"density": 1}, {"forward": "int8", "backward": "int8"})
+        ),
         (
             lambda: all_to_all_rows(x, [4], density=1, value_dtype=torch.int8),
             TypeError,

@@ -188,3 +188,8 @@ def _unmetered(rank):
     model = DistributedDataParallel(mlp())
     model(torch.ones(2, 64)).sum().backward()
     return True
+
+
+def test_a_meter_of_anything_but_a_group_is_refused():
+    with pytest.raises(TypeError, match=r"WireMeter: group must be a process group .*, got 3"):
+        WireMeter(3)

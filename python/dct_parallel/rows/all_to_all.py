@@ -116,6 +116,8 @@ def all_to_all_rows(
         must_match = {"d": x.shape[1], **codec.settings, "requires_grad": needs_grad}
         output_splits = exchange_counts(op, splits, must_match, x.device, group)
     require_counts(op, "output_splits", output_splits, group.size())
+    if x.shape[1] == 0:  # on every rank, as they agree by now: none waits for the others
+        checks.fail(op, "x", "at least 1 column", 0, verb="have")
     transfer = _AllToAll(codec, splits, output_splits, group).start(x)
     return transfer if async_op else transfer.wait()
 
