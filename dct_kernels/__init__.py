@@ -7,6 +7,7 @@ from . import _schemas, _load, _fakes, _autograd  # noqa: F401, I001  (registrat
 
 _load.setup()
 
+from ._load import backend_of  # noqa: E402
 from .layout import PayloadInfo, PayloadLayout, payload_info, payload_layout  # noqa: E402
 from .ops import (  # noqa: E402
     mask_pack,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PayloadInfo",
     "PayloadLayout",
+    "backend_of",
     "mask_pack",
     "payload_info",
     "payload_layout",

@@ -30,6 +30,19 @@ def available() -> dict[str, str]:
     return {**{name: _missing.get(name, "") for name in BACKENDS}, "triton": _why_no_triton()}
 
 
+def backend_of(device: torch.device | str) -> str:
+    """Which backend serves the ops for tensors on this device: "cpp", "cuda", "triton" or "eager".
+
+    >>> backend_of("cpu")
+    'cpp'
+    """
+    key = torch.device(device).type.upper()
+    compiled = {key: name for name, key in _KEYS.items()}.get(key)
+    if compiled is None or not _has_kernel(key):
+        return "eager"
+    return "triton" if compiled in _missing else compiled
+
+
 def setup() -> None:
     """Load the compiled kernels and register the eager ones. Called once, on import."""
     if REQUESTED not in (None, *BACKENDS):
@@ -50,16 +63,27 @@ def _load_extension() -> None:
     if REQUESTED not in (None, *_KEYS):
         reason = f"DCT_BACKEND={REQUESTED}"
     elif not files:
-        reason = f"no compiled extension in {Path(__file__).parent}"
+        reason = _why_no_extension()
     else:
         try:
             torch.ops.load_library(files[0])
         except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
             reason = f"{files[0].name} does not load: {error}"
     for name, key in _KEYS.items():
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if not has_kernel("dct::mask_pack", key):
+        if not _has_kernel(key):
             _missing[name] = reason or f"the extension was built without {key} kernels"
+
+
+def _why_no_extension() -> str:
+    folder = Path(__file__).parent
+    if (folder.parent / "setup.py").exists():
+        return f"nothing is compiled in this checkout, {folder.parent}: leave it, or build in place"
+    return f"nothing is compiled in {folder}: install again with a C++ compiler and no DCT_BUILD=0"
+
+
+def _has_kernel(key: str) -> bool:
+    """Whether the ops have a kernel of their own, not eager's, for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("dct::mask_pack", key)
 
 
 def _register_triton() -> None:

@@ -21,7 +21,7 @@ FOLDERS = {
 PACKAGES = tuple(FOLDERS)
 PUBLIC = {
     "dct_kernels": {
-        *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout"),
+        *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout", "backend_of"),
         *("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack"),
         *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },

@@ -5,14 +5,18 @@ the payload, the rest waits in the residual (error feedback), and the threshold 
 sampled once in thousands of steps.
 """
 
+import functools
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import dct_kernels  # noqa: F401  (registers torch.ops.dct)
+import dct_kernels
 from dct_kernels import checks
 from dct_kernels.layout import HEADER_BYTES, VALUE_DTYPE_CODES, payload_layout
 
@@ -129,6 +133,7 @@ class Compressor:
             checks.require_int("Compressor", "whole", index, 0, len(sizes) - 1)
             if index in skip:
                 checks.fail("Compressor", "whole", "of segments that are not skipped", index)
+        warn_of_eager(torch.device(device).type)
         sampled = [index not in skip and index not in whole for index in range(len(sizes))]
         if capacity is None:
             compressed = sum(size for size, own in zip(sizes, sampled, strict=True) if own)
@@ -295,6 +300,19 @@ class Compressor:
         self.reference.copy_(torch.where(usable, sampled, self.reference))
         self.sampled_at.masked_fill_(usable, self.step)
         self._sample_next = False
+
+
+@functools.cache  # once per process
+def warn_of_eager(device_type: str) -> None:
+    """Warn if the ops run on eager PyTorch on such devices, unless DCT_BACKEND asks for that."""
+    if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
+        warnings.warn(
+            f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
+            "some hundred times slower than compiled kernels. Install dct_kernels again with a "
+            f"C++ compiler (this one is in {Path(dct_kernels.__file__).parent}); `python -m "
+            "dct_kernels` says what is missing.",
+            stacklevel=3,
+        )
 
 
 def check_settings(

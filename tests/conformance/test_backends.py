@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dct_kernels
+import dct_parallel
 from conformance.arguments import OPS, arguments
 from dct_kernels import testing
 
@@ -126,6 +127,32 @@ def test_without_a_compiled_library_eager_serves(uncompiled):
     code = "import torch, dct_kernels; print(dct_kernels.row_pack(torch.ones(1, 4), 1, torch.half))"
     result = python("-c", code, package=uncompiled)
     assert result.stdout.startswith("(tensor([[1.]], dtype=torch.float16)"), result.stderr
+
+
+def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
+    """In a wheel; where eager was asked for it does not."""
+    layer = Path(dct_parallel.__file__).parent
+    code = (
+        "import dct_kernels, dct_parallel; print(dct_kernels.backend_of('cpu'));"
+        "[dct_parallel.Compressor(8, [0, 8]) for _ in range(2)]"
+    )
+    shutil.copytree(layer, uncompiled.parent / "dct_parallel")
+    result = python("-c", code, package=uncompiled)
+    assert result.stdout == "eager\n"
+    assert result.stderr.count("Warning: DCT: backend eager on cpu") == 1, result.stderr
+    assert f"again with a C++ compiler (this one is in {uncompiled})" in result.stderr
+    assert "backend eager" not in python("-c", code, package=uncompiled, backend="eager").stderr
+    said = python("-m", "dct_kernels", package=uncompiled).stdout
+    assert re.search(
+        r"cpp +no: (nothing is compiled in .*: install again with a C|_C\S+ does)", said
+    )
+
+
+@pytest.mark.parametrize("backend", [name for name in testing.backends() if name in BACKENDS])
+def test_which_backend_serves_a_device(backend):
+    device = testing.backends()[backend].device
+    code = f"import dct_kernels; print(dct_kernels.backend_of('{device}:0'))"
+    assert python("-c", code, backend=backend).stdout == f"{backend}\n"
 
 
 def test_forcing_what_is_not_there_fails_loudly(uncompiled):

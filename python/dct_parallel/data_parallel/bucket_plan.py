@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dct_kernels import payload_layout
+from dct_kernels import backend_of, payload_layout
 from dct_kernels.layout import BLOCK, range_blocks, range_bounds
 
 from .. import wire
@@ -159,14 +159,15 @@ def step_bytes(plans: Sequence[BucketPlan]) -> int:
     return sum(plan.wire_bytes for plan in plans)
 
 
-def plan_table(plans: Sequence[BucketPlan], transport_reason: str) -> str:
+def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch.device) -> str:
     """The plan as text, one line per parameter; bytes are what a rank sends in a step."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
     transports = ", ".join(dict.fromkeys(plan.transport.name for plan in plans))
     heading = (
         f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, "
-        f"buckets: {len(plans)}, transport: {transports} ({transport_reason})"
+        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
+        f"backend: {backend_of(device)}"
     )
     entry_bytes = 2 + settings.value_dtype.itemsize
     rows = [("parameter", "numel", "sent as", "capacity", "bytes/step")]

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from dct_kernels import __version__, checks
 
-from ..compressor import check_settings
+from ..compressor import check_settings, warn_of_eager
 from ..executors import Executor, executor_for
 from . import checkpoint, model
 from .bucket import AnyBucket
@@ -161,6 +161,7 @@ class DCTState:
         if self._names:
             checks.fail("DCTState", "state", "of one DDP", "a second")
         self._device = model.device_of(names)
+        warn_of_eager(self._device.type)
         group = ddp.process_group if self._process_group is None else self._process_group
         ranks = Ranks("DCTState", group, self._mesh, self._device)
         self._run = Run(
@@ -209,7 +210,7 @@ class DCTState:
         """
         self._require_bound("plan")
         plans = self._buckets.plans()
-        table = plan_table(plans, self._choice.reason(plans))
+        table = plan_table(plans, self._choice.reason(plans), self._device)
         return table + self._ranks.node.sentence(self._buckets.node_bytes())
 
     def stats(self) -> dict[str, float | int | None]:

@@ -117,7 +117,7 @@ class FullyShardState:
 
         A bucket is a module that was wrapped by itself; sizes are a shard's.
         """
-        return plan_table([bucket.plan for bucket in self._buckets], "as asked")
+        return plan_table([bucket.plan for bucket in self._buckets], "as asked", self._device)
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went on this rank, and what a step costs; see `DCTState.stats`.
