@@ -18,7 +18,7 @@ def require_own_state(
     Raises:
         ValueError: the state is of another part.
     """
-    here, there = module.get_buffer(owner).tolist(), state.get(prefix + owner)
-    there = there.tolist() if isinstance(there, Tensor) else there
+    here, saved = module.get_buffer(owner).tolist(), state.get(prefix + owner)
+    there = saved.tolist() if isinstance(saved, Tensor) else saved
     if there is not None and there != here:
         checks.fail(op, f"{owner} of the state", f"{here} as here", there)

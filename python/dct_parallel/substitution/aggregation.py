@@ -39,7 +39,8 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`parameter`, which is the same on every rank; its gradient is the sum of the ranks' parts."""
-    return _SummedGradient.apply(parameter, group)
+    summed: Tensor = _SummedGradient.apply(parameter, group)  # type: ignore[no-untyped-call]
+    return summed
 
 
 class _ReduceScatter(Transfer):

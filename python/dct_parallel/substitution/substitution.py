@@ -130,7 +130,7 @@ class EquivalentSubstitution(nn.Module):
             for name, parameter in operator.named_parameters()
         }
         columns = rows.narrow(1, operator.first, operator.width)
-        partial = functional_call(operator, own, (columns, bags))
+        partial: Tensor = functional_call(operator, own, (columns, bags))
         shape = tuple(getattr(partial, "shape", ()))
         if len(shape) != 2 or shape[0] != bags.samples:
             arg = f"{type(operator).__name__}.partial"
@@ -160,7 +160,7 @@ class EquivalentSubstitution(nn.Module):
         try:
             require_bags(_OP, ids, lengths, ("weight", self.rows.weight))
             self.rows.require_ids(_OP, ids)
-            for operator in self.operators:
+            for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):

@@ -1,11 +1,13 @@
 """Which rank of a sharding group owns which rows of which embedding table."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dct_kernels import checks
 
 MOST_ROWS = 2**31 - 1  # of all tables, and of a table: ids cross in 32 bits
+
+_Item = TypeVar("_Item")
 
 
 class Shard(NamedTuple):
@@ -67,7 +69,7 @@ def rows_of(shards: Sequence[Shard]) -> int:
     return sum(shard.end - shard.first for shard in shards)
 
 
-def require_list(op: str, arg: str, values: Iterable, rule: str) -> list:
+def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[_Item]:
     """What is in `values`, once that is known to be something to go through."""
     if not isinstance(values, Iterable):
         checks.fail(op, arg, rule, type(values).__name__, TypeError)
@@ -81,12 +83,12 @@ def require_plan(
 
     A shard may be any three integers.
     """
-    plan = require_list(op, "plan", plan, "lists of shards, one for each rank")
-    plan = [_require_shards(op, f"plan[{rank}]", own) for rank, own in enumerate(plan)]
-    if len(plan) != ranks:
+    given = require_list(op, "plan", plan, "lists of shards, one for each rank")
+    shards_of = [_require_shards(op, f"plan[{rank}]", own) for rank, own in enumerate(given)]
+    if len(shards_of) != ranks:
         rule = f"{ranks} elements, one for each rank of the sharding group"
-        checks.fail(op, "plan", rule, len(plan), verb="have")
-    for rank, own in enumerate(plan):
+        checks.fail(op, "plan", rule, len(shards_of), verb="have")
+    for rank, own in enumerate(shards_of):
         if len(own) == 0:
             checks.fail(op, f"plan[{rank}]", "at least one shard", "none", verb="have")
         for index, (table, first, end) in enumerate(own):
@@ -96,7 +98,7 @@ def require_plan(
             checks.require_int(op, f"{arg}.end", end, first + 1, rows[table])
         if rows_of(own) > MOST_ROWS:
             checks.fail(op, f"plan[{rank}]", f"at most {MOST_ROWS} rows", rows_of(own), verb="have")
-    shards = sorted((shard, rank) for rank, own in enumerate(plan) for shard in own)
+    shards = sorted((shard, rank) for rank, own in enumerate(shards_of) for shard in own)
     for table, count in enumerate(rows):
         rule, covered = f"every row of table {table} once", 0
         owner: int | None = None
@@ -110,7 +112,7 @@ def require_plan(
                 got = f"rows {shard.first} to {last} on rank {owner} and again on rank {holder}"
                 checks.fail(op, "plan", rule, got, verb="hold")
             covered, owner = shard.end, holder
-    return plan
+    return shards_of
 
 
 def _require_shards(op: str, arg: str, shards: Sequence[Shard]) -> list[Shard]:

@@ -1,7 +1,7 @@
 """Replicas of embedding tables, averaged every few steps."""
 
 from itertools import accumulate
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -122,8 +122,8 @@ class ReplicaSync:
 
     # Noted at a lookup, rows could be changed after the sync that forgets them.
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Note the rows that a step changes; of a step with a closure, once that has been called.
 
         A pre-hook of the optimizer's step, which returns other arguments for it, or None.
@@ -135,7 +135,7 @@ class ReplicaSync:
             return None
 
         def noting() -> Tensor:
-            loss = closure()
+            loss: Tensor = closure()
             self._note()
             return loss
 
