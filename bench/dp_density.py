@@ -62,6 +62,12 @@ class Problem(NamedTuple):
     optimizers: Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]
     warmup: int
     rates: tuple[float, ...]  # tried, unless others are asked for
+    cosine: bool = False  # whether the rate decays to 0
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The part of the full rate that step number `step` of so many is taken with."""
+        decay = (1 + math.cos(math.pi * step / steps)) / 2 if self.cosine else 1
+        return decay * min(1, (step + 1) / max(1, self.warmup))
 
 
 def _one(make: Callable) -> Callable:
@@ -75,10 +81,12 @@ def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
 
 
 _sgd = partial(torch.optim.SGD, fused=True)
+_text_adamw = Problem(
+    "text", _one(partial(torch.optim.AdamW, fused=True)), WARMUP_STEPS, (1e-3, 2e-3, 4e-3)
+)
 PROBLEMS = {
-    "text-adamw": Problem(
-        "text", _one(partial(torch.optim.AdamW, fused=True)), WARMUP_STEPS, (1e-3, 2e-3, 4e-3)
-    ),
+    "text-adamw": _text_adamw,
+    "text-adamw-cosine": _text_adamw._replace(cosine=True),
     "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
@@ -172,7 +180,7 @@ def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable
 
     def update(step: int) -> None:
         for group, rate in zip(groups, full, strict=True):
-            group["lr"] = rate * min(1, (step + 1) / max(1, problem.warmup))
+            group["lr"] = rate * problem.rate_at(step, run.steps)
         for optimizer in optimizers:
             optimizer.step()
 

@@ -230,3 +230,10 @@ def test_schedules_go_by_the_step_and_lose_nothing():
             assert 0 <= exchange.sent - before - 4 * entries < 200  # headers, rounding
     waiting = sum(compressor.residual for compressor in exchange.compressors) / 2
     torch.testing.assert_close(delivered + waiting, owed)
+
+
+def test_a_rate_rises_then_stays_or_decays_to_zero():
+    constant, cosine = (dp_density.PROBLEMS[name] for name in ("text-adamw", "text-adamw-cosine"))
+    assert [constant.rate_at(step, 600) for step in (0, 24, 49, 599)] == [0.02, 0.5, 1, 1]
+    rates = [cosine.rate_at(step, 600) for step in (0, 149, 300, 600)]
+    assert rates == pytest.approx([0.02, (1 + 2**-0.5) / 2, 0.5, 0], abs=0.003)
