@@ -7,6 +7,7 @@ sampled once in thousands of steps.
 
 import functools
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -122,10 +123,7 @@ class Compressor:
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
-        given = segments.tolist() if isinstance(segments, Tensor) else list(segments)
-        bounds = sorted(int(bound) for bound in given)
-        if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != given:
-            checks.fail("Compressor", "segments", f"integers ascending from 0 to {numel}", given)
+        bounds = _bounds(segments, numel)
         sizes = [high - low for low, high in pairwise(bounds)]
         for index in skip:
             checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
@@ -176,6 +174,7 @@ class Compressor:
             status: what `unpack` returned of what `grad` was made from: if something was damaged,
                 the payload says so to all who receive it.
         """
+        checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
             checks.fail("Compressor.pack", "grad", f"[{len(self.residual)}]", list(grad.shape))
         refresh = self._sampling and (
@@ -230,6 +229,7 @@ class Compressor:
         Returns:
             status int32 [P]: non-zero where a payload was damaged, see `scatter_unpack`.
         """
+        checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         if len(payloads) == 0:
             checks.fail("Compressor.unpack", "payloads", "one or more", "none")
         return _scatter_unpack(
@@ -268,6 +268,7 @@ class Compressor:
 
     def segment_state(self, index: int) -> dict[str, Tensor]:
         """Copies, on the CPU, of what one segment must carry to go on elsewhere."""
+        self._require_segment("segment_state", index)
         low, high = self.bounds[index], self.bounds[index + 1]
         return {
             "residual": self.residual[low:high].to("cpu", copy=True),
@@ -278,12 +279,16 @@ class Compressor:
 
     def load_segment(self, index: int, state: dict[str, Tensor]) -> None:
         """Go on from a `segment_state` of the same size."""
+        self._require_segment("load_segment", index)
         low, high = self.bounds[index], self.bounds[index + 1]
         self.residual[low:high].copy_(state["residual"])
         self.threshold[index].copy_(state["threshold"])
         self.reference[index].copy_(state["reference"])
         self.sampled_at[index] = self.step
         self._sample_next |= bool(state.get("sample_next", False))  # which early states leave out
+
+    def _require_segment(self, op: str, index: int) -> None:
+        checks.require_int(f"Compressor.{op}", "index", index, 0, len(self.bounds) - 2)
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
         sampled = _sample_threshold(
@@ -313,6 +318,17 @@ def warn_of_eager(device_type: str) -> None:
             "dct_kernels` says what is missing.",
             stacklevel=3,
         )
+
+
+def _bounds(segments: Sequence[int] | Tensor, numel: int) -> list[int]:
+    given = segments.tolist() if isinstance(segments, Tensor) else segments
+    try:
+        bounds = [operator.index(bound) for bound in given]
+    except TypeError:  # no sequence, or of something else
+        bounds = []
+    if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != sorted(bounds):
+        checks.fail("Compressor", "segments", f"integers ascending from 0 to {numel}", given)
+    return bounds
 
 
 def check_settings(

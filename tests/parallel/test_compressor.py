@@ -261,6 +261,10 @@ def test_segment_state_goes_on_in_another_layout():
         ),
         ({"segments": [0, 7, 5, 10]}, ValueError, "segments must be integers ascending"),
         ({"segments": [0, 9.7, 10]}, ValueError, r"integers ascending .* got \[0, 9\.7, 10\]"),
+        ({"segments": "ab"}, ValueError, "segments must be integers ascending .*, got ab"),
+        ({"segments": 5}, ValueError, "segments must be integers ascending .*, got 5"),
+        ({"segments": [0, None]}, ValueError, r"segments must be integers .*, got \[0, None\]"),
+        ({"segments": torch.tensor(10)}, ValueError, "segments must be integers .*, got 10"),
         ({"skip": [3]}, ValueError, r"skip must be in \[0, 0\], got 3"),
         ({"capacity": 0}, ValueError, "capacity must be in"),
         ({"max_samples": 0}, ValueError, "max_samples must be in"),
@@ -277,8 +281,22 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
     before = compressor.payload.clone()
     with pytest.raises(ValueError, match=r"dct::Compressor.pack: grad must be \[100\], got \[99\]"):
         compressor.pack(torch.randn(99))
+    with pytest.raises(TypeError, match=r"dct::Compressor.pack: grad must be a tensor, got list"):
+        compressor.pack([1, 2])
     assert torch.equal(compressor.payload, before) and not compressor.residual.any()
     out = torch.ones(100)
+    with pytest.raises(TypeError, match=r"Compressor.unpack: payloads must be a tensor, got int"):
+        compressor.unpack(5, out)
     with pytest.raises(ValueError, match="payloads must be one or more, got none"):
         compressor.unpack(compressor.payload.new_empty(0, compressor.payload.numel()), out)
     assert torch.equal(out, torch.ones(100))
+
+
+@pytest.mark.parametrize("index", [9, 2, -1])
+def test_a_segment_that_is_not_there(index):
+    c = Compressor(500, [0, 100, 500])
+    state = c.segment_state(0)
+    with pytest.raises(ValueError, match=rf"segment_state: index must be in \[0, 1\], got {index}"):
+        c.segment_state(index)
+    with pytest.raises(ValueError, match=rf"load_segment: index must be in \[0, 1\], got {index}"):
+        c.load_segment(index, state)
