@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTAverager, DCTState, WireMeter
+from dct_parallel import DCTAverager, DCTState, WireMeter, merge_states
 from dct_parallel.data_parallel import gather, run
 from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
@@ -144,6 +144,30 @@ def test_resumed_is_undisturbed_bit_for_bit(stop):
     run_ranks(_resumed, 2, stop)
 
 
+def _merged(rank):
+    """Both ranks go on from the mean of their residuals, with the base and the period of before."""
+    model = _model()
+    averager, optimizer = DCTAverager(model, density=0.1, period=PERIOD), _adamw(model)
+    _train(model, optimizer, averager, rank, range(2 * PERIOD))
+    base, states = weights(model), [None, None]
+    dist.all_gather_object(states, averager.state_dict())
+    merged = merge_states(states)
+    with pytest.raises(ValueError, match=r"period must be 2, as this state was made with, got 3"):
+        DCTAverager(model, density=0.1, period=2).load_state_dict(merged)
+    again = DCTAverager(_model(5), density=0.1, period=PERIOD)
+    again.load_state_dict(merged)
+    assert again.step == 2 * PERIOD
+    now = entry(again.state_dict())["parameters"]
+    assert torch.equal(torch.cat([parts["base"] for parts in now.values()]), base)
+    for name, parts in now.items():
+        ours, theirs = (entry(state)["parameters"][name]["residual"] for state in states)
+        assert torch.equal(parts["residual"], ((ours.double() + theirs.double()) / 2).float())
+
+
+def test_merged_states_are_loaded():
+    run_ranks(_merged, 2)
+
+
 def _late(rank):
     """Local steps after a load may take ranks as long as they do."""
     run.LOAD_PATIENCE = timedelta(seconds=0.1)
@@ -167,7 +191,7 @@ def _refuses_other_states(rank):
     bare = other.state_dict()
     entry(bare)["parameters"].clear()
     text = "state must be a DCTAverager's, got one without a base"
-    with pytest.warns(UserWarning, match="no residuals"), pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=text):
         averager.load_state_dict(bare)
     with pytest.raises(ValueError, match="state must be a DCTState's, got a DCTAverager's"):
         other.load_state_dict(averager.state_dict())

@@ -145,8 +145,9 @@ def test_the_mean_residual_carries_over_to_another_world_size(world_size, ranks,
         assert torch.equal(applied + left, sum(every) / world_size)
 
 
-def _state(rank, world_size=2, **changes):
-    parameters = {"p.0": {key: torch.full((), float(rank)) for key in ("residual", "threshold")}}
+def _state(rank, world_size=2, numel=3, **changes):
+    own = torch.full((numel,), float(rank))
+    parameters = {"p.0": {"residual": own, "threshold": own[0], "reference": own[0]}}
     numbers = {"run_id": "a", "world_size": world_size, "step": 5, "density": 0.1}
     return {
         "version": 2,
@@ -157,7 +158,7 @@ def _state(rank, world_size=2, **changes):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_merging_wants_every_rank_of_one_run_once(tmp_path):
     merged = merge_states(_state(rank) for rank in range(2))
-    assert merged["ranks"]["mean"]["parameters"]["p.0"]["residual"] == 0.5
+    assert merged["ranks"]["mean"]["parameters"]["p.0"]["residual"].tolist() == [0.5] * 3
     for states, text in [
         ([], "states must be those of all ranks, got none"),
         ([_state(0)], "states must be those of all 2 ranks, got rank 0"),
@@ -165,10 +166,12 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         ([merged, merged], "states must be one of each rank, got another of rank mean"),
         ([_state(0), _state(1, step=6)], "step must be the same .* 5 on rank 0, 6 on rank 1"),
         ([_state(0), _state(1, run_id="b")], "run_id must be the same .* a on rank 0, b on"),
-        ([_state(0), _state(1, 3)], "world_size must be the same .* 2 on rank 0, 3 on rank 1"),
+        ([_state(0), _state(1, world_size=3)], "world_size must be the same .* 2 on rank 0, 3 on"),
         ([_state(0), _state(1, parameters={})], "parameters must be the same .* p.0 on rank 0,"),
-        ([{"version": 1}], "version must be 2 to 5, got 1"),
-        ([{"version": 2}], "state must be with its rank's entry, got the keys version"),
+        ([_state(0), _state(1, numel=4)], r"residual of p.0 of rank 1 must be a float32 \[3\]"),
+        ([_state(0), _state(1, step="5")], r"step of rank 1 must be an integer .*, got '5'"),
+        ([{"version": 1}], r"version must be an integer in \[2, 5\], got 1"),
+        ([{"version": 2}], "ranks must be a dict with strings as keys, got nothing"),
     ]:
         with pytest.raises(ValueError, match=f"dct::merge_states: {text}"):
             merge_states(states)
@@ -176,6 +179,12 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
     with pytest.raises(ValueError, match=r"key must be the name of a DCTState in .*, got 'other'"):
         merge_states(tmp_path, key="other")
     assert merge_states(tmp_path)["ranks"]["mean"]["step"] == 5
+    for states, text in [
+        (5, "states must be the states of all ranks, or a folder of them, got int"),
+        ([5], "state must be a dict, got int"),
+    ]:
+        with pytest.raises(TypeError, match=f"dct::merge_states: {text}"):
+            merge_states(states)
 
 
 def _misfits(rank):
@@ -190,13 +199,13 @@ def _misfits(rank):
         ({"density": 0.1}, r"density must be 0.8, as this state was made with, got 0.1"),
         ({"world_size": 3}, r"world_size must be 2 as in this run \(merge_states .*\), got 3"),
         ({"parameters": other}, "parameters must be those .* got a difference in 2.weight, 4"),
-        ({"parameters": short}, r"residual of .*weight must be \[4096\], got \[4095\]"),
+        ({"parameters": short}, r"residual of .*weight must be a float32 \[4096\] .* \[4095\]"),
     ]:
         with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
             state.load_state_dict({**good, "ranks": {str(rank): {**own, **change}}})
-    with pytest.raises(TypeError, match=r"state must be a state_dict, .*, got NoneType"):
+    with pytest.raises(TypeError, match="dct::load_state_dict: state must be a dict, got NoneType"):
         state.load_state_dict(None)
-    with pytest.raises(ValueError, match="dct::load_state_dict: version must be 2 to 5, got 1"):
+    with pytest.raises(ValueError, match=r"version must be an integer in \[2, 5\], got 1"):
         state.load_state_dict({**good, "version": 1})
     theirs = {"version": 2, "ranks": {str(1 - rank): own}}
     text = f"state must be rank {rank}'s own, or one from merge_states, got that of rank {1 - rank}"

@@ -96,6 +96,7 @@ def test_what_is_owed_carries_over_to_more_nodes():
 
 def _of_part(rank, residual, low, high, owned=None):
     parts = {"residual": torch.zeros(len(residual)), "threshold": torch.tensor(5.0)}
+    parts["reference"] = parts["threshold"]
     parts["residual"][low:high] = residual[low:high]
     if owned is not None:
         parts["owner_residual"] = owned
@@ -125,6 +126,6 @@ def test_merged_is_the_mean_of_what_nodes_owe():
         merge_states(states)
     del states[0]["ranks"]["0"]["local_size"]
     with pytest.raises(
-        ValueError, match="state must be with its local_size: load into a state with"
+        ValueError, match="state of rank 0 must be with its local_size: load into a state with"
     ):
         merge_states(states[:1])

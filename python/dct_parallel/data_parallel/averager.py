@@ -151,6 +151,7 @@ class DCTAverager(ModelAverager):
             world_size=self.process_group.size(),
             step=self.step,
             density=self._settings.density,
+            period=self.period,
             recent=History().state(),
             parameters=parameters,
         )
@@ -159,24 +160,28 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
+        A state that is refused changes nothing.
+
         Raises:
-            ValueError: made with another version, density or number of ranks, by another rank, or
-                for another model.
+            ValueError: made with another version, density, period or number of ranks, by another
+                rank, or for another model; or something in it is missing, of another type or shape
+                or not finite.
+            TypeError: no state dict.
         """
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
-        entry = checkpoint.find(state, dist.get_rank(), self._settings, sizes, ranks)
+        entry = checkpoint.find(
+            state, dist.get_rank(), self._settings, sizes, ranks, period=self.period
+        )
         saved = entry["parameters"]
-        if any("base" not in saved.get(name, {}) for name in sizes):
-            checks.fail("load_state_dict", "state", f"a {_OP}'s", "one without a base")
+        self._start(entry["step"] // self.period, saved)
         self._run.load(entry, apart=True)
         self.step = entry["step"]
         self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
-        self._start(self.step // self.period, saved)
 
     def _start(self, averagings: int, states: dict[str, checkpoint.SegmentState]) -> None:
-        self._damage = Damage("average_parameters", "averaging")
         self._bucket = Bucket(self._plan, self.process_group, self._device, averagings, states)
+        self._damage = Damage("average_parameters", "averaging")
 
     @torch.no_grad()
     def _average(self) -> None:

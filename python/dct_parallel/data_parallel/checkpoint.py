@@ -12,17 +12,19 @@ tensors only, so torch.load(weights_only=True) reads it.
 """
 
 import warnings
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from dct_kernels import checks
 
+from . import fields
 from .bucket_plan import Settings
 
 VERSION, OWNERS, PARTS = 2, 1, 2
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
+RECENT_STEPS = 100
 
 SegmentState = dict[str, Tensor]  # see Compressor.segment_state
 OWNER = "owner_"  # begins the keys of what a rank keeps as the owner of a part of the parameter
@@ -30,7 +32,7 @@ OWED = OWNER + "residual"  # as long as the parameter, 0 outside of that part; u
 
 
 class _OfMesh(TypedDict, total=False):
-    local_size: int  # ranks in each node, if more than one
+    local_size: int  # ranks in each node of a mesh, if more than one
 
 
 class Sizes(_OfMesh):
@@ -39,14 +41,57 @@ class Sizes(_OfMesh):
     world_size: int
 
 
-class Entry(Sizes):
+class _Optional(TypedDict, total=False):
+    period: int  # of a DCTAverager; early states leave it out
+    recent: Tensor  # see History.state; early states leave it out
+
+
+class Entry(Sizes, _Optional):
     """One rank's part of a checkpoint."""
 
     run_id: str  # made when training began
     step: int
     density: float
-    recent: Tensor  # see History.state
     parameters: dict[str, SegmentState]
+
+
+# The tables that a state is checked against, key by key; with `default=None` a key may be absent.
+
+ENTRY = {  # as sharded states have it, too
+    "run_id": fields.TEXT,
+    "world_size": fields.integer(1),
+    "step": fields.integer(0),
+    "density": fields.FRACTION,
+    "parameters": fields.BY_NAME,
+}
+_RECENT = fields.tensor(
+    (RECENT_STEPS, 2),
+    torch.float64,
+    lambda x: ((x >= 0) & (x <= 1)) | x.isnan().all(1, keepdim=True),
+    "fractions, or nan in the rows of steps not taken",
+    default=None,
+)
+_ENTRY = ENTRY | {
+    "local_size": fields.integer(1, default=None),
+    "period": fields.integer(1, default=None),
+    "recent": _RECENT,
+}
+_STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks": fields.BY_NAME}
+
+
+def _segment(numel: int) -> dict[str, fields.Field]:
+    """Of one parameter; what begins with `OWNER`, and the base, is not in every state."""
+    return {
+        "residual": fields.tensor([numel]),
+        "threshold": fields.from_zero(),
+        "reference": fields.from_zero(),
+        "sample_next": fields.from_zero(default=torch.zeros(())),  # early states leave it out
+        OWED: fields.tensor([numel], default=None),
+        OWNER + "threshold": fields.from_zero(default=None),
+        OWNER + "reference": fields.from_zero(default=None),
+        OWNER + "sample_next": fields.from_zero(default=None),
+        "base": fields.tensor([numel], default=None),
+    }
 
 
 def make(rank: int | str, entry: Entry) -> dict[str, Any]:
@@ -80,38 +125,56 @@ def owed(state: SegmentState, ranks: int) -> Tensor:
     return state["residual"] + ranks * state.get(OWED, 0)
 
 
-def entries(op: str, state: dict[str, Any]) -> dict[str, Entry]:
-    """{rank: entry} of a state dict of these versions."""
-    if not isinstance(state, dict):
-        checks.fail(op, "state", "a state_dict, of every rank one", type(state).__name__, TypeError)
-    version: Any = state.get("version")
-    newest = VERSION + OWNERS + PARTS
-    if version not in range(VERSION, newest + 1):
-        checks.fail(op, "version", f"{VERSION} to {newest}", version)
-    if not isinstance(state.get("ranks"), dict):
-        checks.fail(op, "state", "with its rank's entry", f"the keys {', '.join(state)}")
+def opened(op: str, state: object) -> tuple[int, dict[str, Any]]:
+    """The version of a state dict, and {rank: its entry, as it is}."""
+    found = fields.checked(op, state, _STATE)
+    return found["version"], found["ranks"]
+
+
+def require_entry(
+    op: str, version: int, saved: object, sizes: dict[str, int], of: str = ""
+) -> Entry:
+    """An entry of a state dict of this version, once all of it is known to keep the tables' rules.
+
+    Args:
+        op: for errors.
+        saved: what stands in its place.
+        sizes: {name: numel} of parameters, as far as they are known.
+        of: whose entry it is, for errors: "" or " of ...".
+    """
+    entry = fields.checked(op, saved, _ENTRY, of)
+    parameters = {}
+    for name, segment in entry["parameters"].items():
+        table = _segment(sizes.get(name, _numel(segment)))
+        parameters[name] = fields.checked(op, segment, table, f" of {name}{of}")
+    # DCP reads what the state that loads has a place for, and says nothing of the rest.
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
-    found: dict[str, Entry] = state["ranks"]
-    for entry in found.values():
-        # DCP reads what the state that loads has a place for, and says nothing of the rest.
-        if owners and not all(OWED in saved for saved in entry["parameters"].values()):
-            rule = "with what owners keep: load into transport 'shard', or use merge_states"
-            checks.fail(op, "state", rule, "one without")
-        if parts and "local_size" not in entry:
-            rule = "with its local_size: load into a state with a mesh, or use merge_states"
-            checks.fail(op, "state", rule, "one without")
-    return found
+    if owners and not all(OWED in segment for segment in parameters.values()):
+        rule = "with what owners keep: load into transport 'shard', or use merge_states"
+        checks.fail(op, f"state{of}", rule, "one without")
+    if parts and "local_size" not in entry:
+        rule = "with its local_size: load into a state with a mesh, or use merge_states"
+        checks.fail(op, f"state{of}", rule, "one without")
+    return cast(Entry, {**entry, "parameters": parameters})
+
+
+def _numel(segment: object) -> int:
+    """Elements of a parameter of which only this is known."""
+    residual = segment.get("residual") if isinstance(segment, dict) else None
+    return residual.numel() if isinstance(residual, Tensor) else 0
 
 
 def find(
-    state: dict[str, Any],
+    state: object,
     rank: int,
     settings: Settings,
     sizes: dict[str, int],
     world_size: int,
     local_size: int = 1,
+    period: int | None = None,
 ) -> Entry:
-    """This rank's entry; refuses another rank's, another world size, density or model.
+    """This rank's entry, checked as a whole; refuses another rank's, another world size, density,
+    period or model.
 
     Of one for all ranks, those of a node owe their share each.
 
@@ -120,45 +183,48 @@ def find(
         rank, settings: this run's.
         sizes: {name: numel} of this model's parameters.
         world_size, local_size: how many ranks there are, and in each node of a mesh.
+        period: a DCTAverager's; None: the state is to be a DCTState's.
     """
     op = "load_state_dict"
-    found = entries(op, state)
-    entry = found.get(MEAN, found.get(str(rank)))
-    if entry is None:
+    version, found = opened(op, state)
+    saved = found.get(MEAN, found.get(str(rank)))
+    if saved is None:
         got = f"that of rank {', '.join(found)}"
         checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
-    if MEAN not in found and entry["world_size"] != world_size:
-        rule = f"{world_size} as in this run (merge_states makes a state for any)"
-        checks.fail(op, "world_size", rule, entry["world_size"])
-    if MEAN not in found and entry.get("local_size", 1) != local_size:
-        rule = f"{local_size} as in this run (merge_states makes a state for any)"
-        checks.fail(op, "local_size", rule, entry.get("local_size", 1))
-    if entry["density"] != settings.density:
-        checks.fail(
-            op, "density", f"{settings.density}, as this state was made with", entry["density"]
-        )
+    entry = require_entry(op, version, saved, sizes)
     parameters = entry["parameters"]
+    based = {name for name, segment in parameters.items() if "base" in segment}
+    if period is None and ("period" in entry or based):
+        checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
+    if MEAN not in found:
+        why = " as in this run (merge_states makes a state for any)"
+        _require_same(op, "world_size", world_size, entry["world_size"], why)
+        _require_same(op, "local_size", local_size, entry.get("local_size", 1), why)
+    why = ", as this state was made with"
+    _require_same(op, "density", settings.density, entry["density"], why)
+    _require_same(op, "period", period, entry.get("period", period), why)
+    # Of those sent whole little is owed, and early states of this version leave them out.
+    optional = {name for name, numel in sizes.items() if settings.is_whole(numel)}
+    difference = (parameters.keys() ^ sizes.keys()) - (optional - parameters.keys())
+    if parameters and difference:
+        got = f"a difference in {', '.join(sorted(difference))}"
+        checks.fail(op, "parameters", "those of this model", got)
+    if period is not None and sizes.keys() - based:
+        checks.fail(op, "state", "a DCTAverager's", "one without a base")
     if not parameters and sizes:
         warnings.warn(
             f"DCT: the checkpoint of step {entry['step']} holds no residuals: what they owed to "
             "the model is lost, and thresholds are found anew.",
             stacklevel=3,
         )
-        return entry
-    # Of those sent whole little is owed, and early states of this version leave them out.
-    optional = {name for name, numel in sizes.items() if settings.is_whole(numel)}
-    difference = (parameters.keys() ^ sizes.keys()) - (optional - parameters.keys())
-    if difference:
-        got = f"a difference in {', '.join(sorted(difference))}"
-        checks.fail(op, "parameters", "those of this model", got)
-    for name, saved in parameters.items():
-        for part in saved.keys() & {"residual", OWED}:
-            if list(saved[part].shape) != [sizes[name]]:
-                checks.fail(op, f"{part} of {name}", f"[{sizes[name]}]", list(saved[part].shape))
     if MEAN in found and local_size > 1:
-        shares = {
-            name: saved | {"residual": saved["residual"] / local_size}
-            for name, saved in parameters.items()
+        parameters = {
+            name: segment | {"residual": segment["residual"] / local_size}
+            for name, segment in parameters.items()
         }
-        return {**entry, "parameters": shares}
-    return entry
+    return {**entry, "parameters": parameters}
+
+
+def _require_same(op: str, key: str, here: object, saved: object, why: str) -> None:
+    if saved != here:
+        checks.fail(op, key, f"{here}{why}", saved)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .bucket import Report
+from .checkpoint import RECENT_STEPS
 
-RECENT_STEPS = 100
 # Gradients of one batch are now larger, now smaller, so that with tracked thresholds and a quarter
 # of headroom some 10 to 30 % of payloads overflow, for a step or two. Beyond half it is the rule.
 OVERFLOW_WARNING = 0.5

@@ -42,43 +42,48 @@ def merge_states(
         to be merged again.
 
     Raises:
-        ValueError: a rank's state is missing or there twice, or run, step, world size, size of
-            nodes, density or parameters differ.
+        ValueError: a rank's state is missing or there twice, something in it is missing, of another
+            type or shape or not finite, or run, step, world size, size of nodes, density or
+            parameters differ.
+        TypeError: what is given holds no states.
 
     >>> merged = merge_states(torch.load(f"dct{rank}.pt", weights_only=True) for rank in range(4))
     """
     if isinstance(states, (str, os.PathLike)):
         states = _from_folder(states, key)
+    if not isinstance(states, Iterable):
+        rule = "the states of all ranks, or a folder of them"
+        checks.fail(_OP, "states", rule, type(states).__name__, TypeError)
     told: dict[str, dict[str, Any]] = {}  # {rank: its numbers}
     sums: dict[str, checkpoint.SegmentState] = {}
+    sizes: dict[str, int] = {}  # of the parameters that were seen
     for state in states:
-        for rank, entry in checkpoint.entries(_OP, state).items():
+        version, ranks = checkpoint.opened(_OP, state)
+        for rank, saved in ranks.items():
             if rank in told or rank == checkpoint.MEAN:
                 checks.fail(_OP, "states", "one of each rank", f"another of rank {rank}")
+            entry = checkpoint.require_entry(_OP, version, saved, sizes, f" of rank {rank}")
             told[rank] = {k: v for k, v in entry.items() if k not in ("parameters", "recent")}
-            told[rank]["parameters"] = ", ".join(entry["parameters"])
-            for name, saved in entry["parameters"].items():
+            told[rank]["parameters"] = ", ".join(
+                name + " and its base" * ("base" in segment)
+                for name, segment in entry["parameters"].items()
+            )
+            for name, segment in entry["parameters"].items():
+                sizes[name] = segment["residual"].numel()
                 total = sums.setdefault(name, {})
-                for part, value in saved.items():
+                for part, value in segment.items():
                     total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
     if not told:
         checks.fail(_OP, "states", "those of all ranks", "none")
     require_same(_OP, told)
     numbers = next(iter(told.values()))
-    ranks = numbers["world_size"]
-    if len(told) != ranks:
-        checks.fail(_OP, "states", f"those of all {ranks} ranks", f"rank {', '.join(told)}")
+    world_size = numbers["world_size"]
+    if len(told) != world_size:
+        checks.fail(_OP, "states", f"those of all {world_size} ranks", f"rank {', '.join(told)}")
     local_size = numbers.pop("local_size", 1)
-    mean = {name: _mean(total, ranks, local_size) for name, total in sums.items()}
-    entry = checkpoint.Entry(
-        run_id=numbers["run_id"],
-        world_size=ranks,
-        step=numbers["step"],
-        density=numbers["density"],
-        recent=History().state(),  # each rank has its own: they begin anew
-        parameters=mean,
-    )
-    return checkpoint.make(checkpoint.MEAN, entry)
+    mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
+    recent = History().state()  # each rank has its own: they begin anew
+    return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
 
 
 def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:

@@ -11,7 +11,7 @@ dimension that is cut.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
-from ..data_parallel.checkpoint import OWED, OWNER, SegmentState, fresh_owner
+from ..data_parallel import fields
+from ..data_parallel.checkpoint import ENTRY, OWED, OWNER, SegmentState, fresh_owner
 from ..data_parallel.shard import Shard as ByOwners
 from .units import Piece
 
@@ -41,7 +42,34 @@ class Entry(TypedDict):
     parameters: dict[str, dict[str, Tensor]]  # see `spread`
 
 
-def make(replica: int | str, entry: Entry) -> dict[str, Any]:
+_ENTRY = ENTRY | {
+    "replicas": fields.integer(1),
+    "shards": fields.integer(1),
+    "transport": fields.TEXT,
+    "reduction": fields.TEXT,
+}
+_STATE = {"version": fields.integer(VERSION, VERSION), "replicas": fields.BY_NAME}
+
+
+def _like(key: str, own: Tensor) -> fields.Field:
+    """The rule for what is saved under `key`, from what this run would save there now."""
+    if not isinstance(own, DTensor):
+        return fields.count()
+    make = fields.tensor if key in RESIDUALS else fields.from_zero
+    here = make(own.to_local().shape)
+
+    def flaw(value: object) -> object:
+        if not isinstance(value, DTensor):
+            return type(value).__name__
+        if value.shape != own.shape:
+            return f"one of {list(value.shape)}"
+        return here.flaw(value.to_local())
+
+    rule = f"a DTensor of {list(own.shape)}, here {here.rule}"
+    return fields.Field(f"{rule} (torch.distributed.checkpoint cuts anew)", flaw)
+
+
+def make(replica: int | str, entry: Entry) -> dict:
     """The state dict of one replica's ranks."""
     return {"version": VERSION, "replicas": {str(replica): entry}}
 
@@ -93,28 +121,29 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     return segment
 
 
-def find(state: dict[str, Any], replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
-    """This replica's entry; refuses another's, or one of other settings or another model.
+def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
+    """This replica's entry, sound as a whole; refuses another's, or one of other settings or
+    another model.
 
     Args:
         here: what this run would save now.
         pieces: of all parameters of this model.
     """
     op = "load_state_dict"
-    if state.get("version") != VERSION:
-        checks.fail(op, "version", str(VERSION), state.get("version"))
-    entry: Entry | None = state["replicas"].get(str(replica))
-    if entry is None:
-        got = f"that of replica {', '.join(state['replicas'])}"
+    replicas = fields.checked(op, state, _STATE)["replicas"]
+    saved = replicas.get(str(replica))
+    if saved is None:
+        got = f"that of replica {', '.join(replicas)}"
         checks.fail(op, "state", f"replica {replica}'s own", got)
+    entry = fields.checked(op, saved, _ENTRY)
     if entry["replicas"] != here["replicas"]:
         rule = f"{here['replicas']} as in this run (load_merged takes any number)"
         checks.fail(op, "replicas", rule, entry["replicas"])
-    _require_fit(op, entry, here, pieces)
-    return entry
+    return _require_fit(op, entry, here, pieces)
 
 
-def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) -> None:
+def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[Piece]) -> Entry:
+    """The entry, once it is known to be sound, and of this run's settings and model."""
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
             checks.fail(op, key, f"{here[key]}, as this state was made with", entry[key])
@@ -122,26 +151,17 @@ def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) ->
     if difference:
         got = f"a difference in {', '.join(sorted(difference))}"
         checks.fail(op, "parameters", "those of this model", got)
+    parameters = {}
     for piece in pieces:
-        for key, value in entry["parameters"][piece.name].items():
-            own = here["parameters"][piece.name][key]
-            if type(value) is not type(own):
-                got = type(value).__name__
-                checks.fail(op, f"{key} of {piece.name}", f"a {type(own).__name__}", got, TypeError)
-            for saved, wanted in (
-                (value.shape, own.shape),
-                (_local(value).shape, _local(own).shape),
-            ):
-                if saved != wanted:
-                    rule = f"{list(wanted)} (torch.distributed.checkpoint cuts anew)"
-                    checks.fail(op, f"{key} of {piece.name}", rule, list(saved))
-        shard, own = (_local(e["parameters"][piece.name]["shard"]) for e in (entry, here))
-        if entry["shards"] == here["shards"] and not torch.equal(shard, own):
-            checks.fail(op, "state", f"that of shard {own[0]:.0f}", f"that of shard {shard[0]:.0f}")
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+        own = here["parameters"][piece.name]
+        table = {key: _like(key, value) for key, value in own.items()}
+        found = fields.checked(op, entry["parameters"][piece.name], table, f" of {piece.name}")
+        theirs, ours = found["shard"].to_local(), own["shard"].to_local()
+        if entry["shards"] == here["shards"] and not torch.equal(theirs, ours):
+            got = f"that of shard {theirs[0]:.0f}"
+            checks.fail(op, "state", f"that of shard {ours[0]:.0f}", got)
+        parameters[piece.name] = found
+    return cast(Entry, {**entry, "parameters": parameters})
 
 
 def read(
@@ -172,12 +192,11 @@ def read(
         for name in reversed(prefix):
             tree = {name: tree}
         dcp.load(tree, checkpoint_id=folder)
-        entry = state["replicas"][replica]
+        entry = fields.checked(op, state["replicas"][replica], _ENTRY)
         if len(found) != entry["replicas"]:
             rule = f"of all {entry['replicas']} replicas"
             checks.fail(op, "folder", rule, f"that of {', '.join(found)}")
-        _require_fit(op, entry, here, pieces)
-        yield entry
+        yield _require_fit(op, entry, here, pieces)
 
 
 def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]:

@@ -168,11 +168,13 @@ class FullyShardState:
 
         From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
         anew, and thresholds sampled where those of several shards meet. The next step compares
-        what was loaded.
+        what was loaded. A state that is refused changes nothing.
 
         Raises:
             ValueError: made with another version, density, transport or number of replicas, by
-                another replica or shard, or for another model.
+                another replica or shard, or for another model; or something in it is missing, of
+                another type or shape or not finite.
+            TypeError: no state dict.
         """
         entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
         self._go_on(entry, self._segments(entry))

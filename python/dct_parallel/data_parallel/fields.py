@@ -1,0 +1,123 @@
+"""Tables of what a saved state holds, and the one function that checks a state against them.
+
+A table has a row for each key: the rule that its value keeps, in words and as code, and what stands
+for it where a state leaves it out. All of a state is checked before anything is assigned from it.
+"""
+
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dct_kernels import checks
+
+REQUIRED = object()
+_LAST = 2**31 - 1  # compressors count steps in int32
+
+
+class Field(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        rule: what a value must be, as errors say it.
+        flaw: what an error says of a value that is not; None of one that is.
+        default: stands for a value that is not there; None if nothing does.
+    """
+
+    rule: str
+    flaw: Callable[[Any], object]
+    default: Any = REQUIRED
+
+
+def checked(op: str, values: object, table: dict[str, Field], of: str = "") -> dict[str, Any]:
+    """The values that the table has a row for, and its defaults; others are left out.
+
+    Args:
+        op: for errors.
+        values: a dict, if it is one.
+        of: whose values they are, for errors: "" or " of ...".
+
+    Raises:
+        TypeError: `values` is no dict.
+        ValueError: a value is missing, or breaks its rule; the text names it.
+    """
+    if not isinstance(values, dict):
+        checks.fail(op, f"state{of}", "a dict", type(values).__name__, TypeError)
+    found = {}
+    for key, field in table.items():
+        if key in values:
+            value = values[key]
+            flaw = field.flaw(value)
+            if flaw is not None:
+                checks.fail(op, f"{key}{of}", field.rule, flaw)
+            found[key] = value.detach() if isinstance(value, Tensor) else value
+        elif field.default is REQUIRED:
+            checks.fail(op, f"{key}{of}", field.rule, "nothing")
+        elif field.default is not None:
+            found[key] = field.default
+    return found
+
+
+def integer(low: int, high: int = _LAST, default: Any = REQUIRED) -> Field:
+    rule = f"an integer in [{low}, {high}]" if low < high else f"{low}"
+    return _field(rule, lambda value: _is_number(value, int) and low <= value <= high, default)
+
+
+def tensor(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    holds: Callable[[Tensor], Tensor] = torch.isfinite,
+    numbers: str = "finite numbers",
+    default: Any = REQUIRED,
+) -> Field:
+    """A tensor on any device.
+
+    Args:
+        holds: whether each of its numbers keeps the rule that `numbers` says in words.
+    """
+
+    def flaw(value: object) -> object:
+        if type(value) is not Tensor:  # a DTensor's are looked at by its local part
+            return type(value).__name__
+        if value.layout is not torch.strided or value.is_meta:
+            return f"one on {value.device}, {value.layout}"
+        if value.dtype != dtype or value.shape != torch.Size(shape):
+            return _form(value.dtype, value.shape)
+        wrong = value[~holds(value)]
+        return wrong[0].item() if len(wrong) else None
+
+    return Field(f"a {_form(dtype, shape)} tensor of {numbers}", flaw, default)
+
+
+def from_zero(shape: Sequence[int] = (), default: Any = REQUIRED) -> Field:
+    """A float32 tensor of numbers from 0; by default of one."""
+    holds, numbers = lambda x: x.isfinite() & (x >= 0), "finite numbers from 0"
+    return tensor(shape, torch.float32, holds, numbers, default)
+
+
+def count() -> Field:
+    """A tensor of one integer."""
+    return tensor((), torch.int64, lambda x: (x >= 0) & (x <= _LAST), f"integers in [0, {_LAST}]")
+
+
+def _field(rule: str, holds: Callable[[Any], bool], default: Any = REQUIRED) -> Field:
+    return Field(rule, lambda value: None if holds(value) else reprlib.repr(value), default)
+
+
+def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _has_names(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+TEXT = _field("a string", lambda v: isinstance(v, str))
+FRACTION = _field("a number in (0, 1]", lambda v: _is_number(v, (int, float)) and 0 < v <= 1)
+BY_NAME = _field("a dict with strings as keys", _has_names)

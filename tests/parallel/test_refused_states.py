@@ -1,0 +1,286 @@
+"""States that are broken: refused by name on every door, and then nothing has changed."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, merge_states
+from ranks import batch, ddp, gathered, mlp, run_ranks, train_step
+
+GONE = object()
+WEIGHT = "0.weight"  # of 32 x 32 elements
+# Early states leave these out; owners sample anew without theirs.
+OPTIONAL = {"sample_next", "owner_threshold", "owner_reference", "owner_sample_next"}
+
+INTEGER = r"an integer in \[0, 2147483647\], got "
+ENTRY = [  # (keys below a rank's entry, what is put there, what the error says)
+    (["step"], -3, f"step must be {INTEGER}-3"),
+    (["step"], 6.5, rf"step must be {INTEGER}6\.5"),
+    (["step"], "x", f"step must be {INTEGER}'x'"),
+    (["step"], 2**40, f"step must be {INTEGER}1099511627776"),
+    (["step"], GONE, f"step must be {INTEGER}nothing"),
+    (["run_id"], GONE, "run_id must be a string, got nothing"),
+    (["run_id"], 5, "run_id must be a string, got 5"),
+    (["world_size"], GONE, "world_size must be an integer in .*, got nothing"),
+    (["world_size"], "2", "world_size must be an integer in .*, got '2'"),
+    (["density"], GONE, r"density must be a number in \(0, 1\], got nothing"),
+    (["density"], math.nan, r"density must be a number in \(0, 1\], got nan"),
+    (["parameters"], GONE, "parameters must be a dict with strings as keys, got nothing"),
+    (["parameters"], [1], r"parameters must be a dict with strings as keys, got \[1\]"),
+    (["parameters", WEIGHT], 7, f"state of {WEIGHT} must be a dict, got int"),
+]
+RECENT = [
+    (
+        ["recent"],
+        torch.zeros(3).double(),
+        r"recent must be a float64 \[100, 2\] .*, got float64 \[3",
+    ),
+    (["recent"], torch.zeros(100, 2), r"recent must be a float64 .*, got float32 \[100, 2\]"),
+    (["recent"], torch.full((100, 2), 7.0).double(), r"recent must be .* of fractions.*, got 7\.0"),
+]
+
+
+def _of_tensors(saved, **gone):
+    """What must not stand in place of the tensors that are saved of one weight.
+
+    Args:
+        gone: {key: what the error says if it is left out}, where that is not of the key.
+    """
+    flaws = []
+    for key, good in saved.items():
+        values = {
+            "str": "x",
+            "Tensor" if isinstance(good, DTensor) else r"float32 \[3\]": torch.zeros(3),
+            "float64": good.double(),
+            "nan": torch.full_like(good, math.nan),
+            "inf": torch.full_like(good, math.inf),
+        }
+        if good.dim() == 0:
+            values["-1.0"] = -torch.ones(())
+        texts = {got: f"{key} of {WEIGHT} must be .*, got {got}" for got in [*values, "nothing"]}
+        if key not in OPTIONAL or isinstance(good, DTensor):
+            values["nothing"] = GONE
+            texts["nothing"] = gone.get(key, texts["nothing"])
+        flaws += [(["parameters", WEIGHT, key], values[got], texts[got]) for got in values]
+    return flaws
+
+
+def _with(state, path, value):
+    """A copy of the dicts, in which something else stands there."""
+    key, *below = path
+    if value is GONE and not below:
+        return {k: v for k, v in state.items() if k != key}
+    return {**state, key: _with(state[key], below, value) if below else value}
+
+
+def _broken(state, flaws):
+    """(a broken copy of a rank's state, what the error says) for every flaw."""
+    top = next(key for key in state if key != "version")
+    (rank,) = state[top]
+    yield [1], "state must be a dict, got list"
+    yield None, "state must be a dict, got NoneType"
+    yield {}, "version must be .*, got nothing"
+    yield {**state, "version": 9}, "version must be .*, got 9"
+    yield {**state, "version": True}, "version must be .*, got True"
+    yield {**state, top: [1]}, rf"{top} must be a dict with strings as keys, got \[1\]"
+    yield {**state, top: {rank: [1]}}, "state must be a dict, got list"
+    for path, value, text in flaws:
+        yield _with(state, [top, rank, *path], value), text
+
+
+def _bits(state):
+    """{path: a number, string or list of numbers}, to be compared."""
+    bits = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            bits |= {(key, *path): leaf for path, leaf in _bits(value).items()}
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            bits[key,] = local.double().nan_to_num(-7).tolist()
+        else:
+            bits[key,] = value
+    return bits
+
+
+def _refuses(holder, state, flaws):
+    """Whether `holder` refused `state` with each of the flaws, and is as it was."""
+    before, step = _bits(holder.state_dict()), holder.step
+    for broken, text in _broken(state, flaws):
+        with pytest.raises((TypeError, ValueError), match=f"dct::load_state_dict: {text}"):
+            holder.load_state_dict(broken)
+        assert holder.step == step and _bits(holder.state_dict()) == before, text
+
+
+def _weights(model):
+    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def _refuses_and_goes_on(rank, make, flaws):
+    """It tries them in the middle of a run; a twin that is left alone ends with the same weights.
+
+    Args:
+        make: (model, what has a state, optimizer, what follows each step).
+        flaws: of (the state, what it saved of one weight).
+    """
+    model, holder, optimizer, then = make()
+    twin, _, its, too = make()
+    for step in range(7):
+        train_step(model, optimizer, *batch(step, rank, 32))
+        then()
+        train_step(twin, its, *batch(step, rank, 32))
+        too()
+        if step == 4:
+            state = holder.state_dict()
+            (entry,) = next(value for key, value in state.items() if key != "version").values()
+            _refuses(holder, state, flaws(entry))
+            holder.load_state_dict(state)
+    assert torch.equal(_weights(model), _weights(twin))
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _hook(rank, transport):
+    def make():
+        model = ddp(mlp(32, 2))
+        # At density 1 results do not depend on how buckets are dealt after a load.
+        state = DCTState(model, density=1, transport=transport)
+        model.register_comm_hook(state, dct_hook)
+        return model, state, _sgd(model), lambda: None
+
+    def flaws(entry):
+        saved = entry["parameters"][WEIGHT]
+        assert ("owner_residual" in saved) == (transport == "shard")
+        return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must be with what owners")
+
+    _refuses_and_goes_on(rank, make, flaws)
+
+
+@pytest.mark.parametrize("transport", ["gather", "shard"])
+def test_the_hooks_state(transport):
+    run_ranks(_hook, 2, transport)
+
+
+def _averager(rank):
+    def make():
+        model = mlp(32, 2)
+        averager = DCTAverager(model, density=0.1, period=2)
+        return model, averager, _sgd(model), averager.average_parameters
+
+    def flaws(entry):
+        saved = entry["parameters"]
+        bases = torch.cat([saved[WEIGHT]["base"], saved["2.weight"]["base"]])
+        moved = {WEIGHT: {**saved[WEIGHT], "base": bases[:1000]}}
+        moved |= {"2.weight": {**saved["2.weight"], "base": bases[1000:]}}  # the right total
+        return [
+            *ENTRY,
+            *RECENT,
+            *_of_tensors(saved[WEIGHT], base="state must be a DCTAverager's, got one without"),
+            (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
+            (["period"], 3, "period must be 2, as this state was made with, got 3"),
+            (["period"], 0, "period must be an integer in .*, got 0"),
+        ]
+
+    _refuses_and_goes_on(rank, make, flaws)
+
+
+def test_the_averager():
+    run_ranks(_averager, 2)
+
+
+def _without_a_period(rank):
+    """As early states are."""
+    averagers = [DCTAverager(mlp(32, 2), density=0.1, period=period) for period in (2, 3)]
+    state = averagers[0].state_dict()
+    (own,) = state["ranks"]
+    averagers[1].load_state_dict(_with(state, ["ranks", own, "period"], GONE))
+
+
+def test_an_averagers_state_without_a_period_is_loaded():
+    run_ranks(_without_a_period, 2)
+
+
+def _mesh():
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+
+def _sharded(mesh):
+    model = fully_shard(mlp(32, 2), mesh=mesh["shard"])
+    return model, dct_fully_shard_hook(model, mesh, density=0.5), _sgd(model), lambda: None
+
+
+def _sharded_hook(rank):
+    mesh = _mesh()
+
+    def flaws(entry):
+        saved = dict(entry["parameters"][WEIGHT])
+        count = ["parameters", WEIGHT, "packed"]
+        text = (
+            r"packed of 0.weight must be a int64 \[\] tensor of integers in \[0, 2147483647\], got "
+        )
+        tensors = [(count, torch.tensor(-1), text + "-1"), (count, GONE, text + "nothing")]
+        del saved["packed"]
+        tensors += _of_tensors(saved)
+        texts = [(["transport"], GONE, "transport must be a string, got nothing")]
+        texts += [(["replicas"], 1.5, r"replicas must be an integer in .*, got 1\.5")]
+        texts += [(["shards"], GONE, "shards must be an integer in .*, got nothing")]
+        return ENTRY + texts + tensors
+
+    _refuses_and_goes_on(rank, lambda: _sharded(mesh), flaws)
+
+
+def test_the_sharded_hooks_state():
+    run_ranks(_sharded_hook, 2)
+
+
+def _merged_with_a_nan(rank, folder):
+    model, state, optimizer, _ = _sharded(_mesh())
+    for step in range(4):
+        train_step(model, optimizer, *batch(step, rank, 32))
+    good = state.state_dict()
+    residual = good["replicas"][str(rank)]["parameters"][WEIGHT]["residual"]
+    if rank == 1:
+        residual.to_local()[0, 0] = math.nan
+    dcp.save({"dct": good}, checkpoint_id=folder)
+    before = _bits(state.state_dict())
+    text = rf"dct::load_merged: residual of {WEIGHT} must be .* finite numbers .*, got nan"
+    with pytest.raises(ValueError, match=text):
+        state.load_merged(folder)
+    assert _bits(state.state_dict()) == before
+    train_step(model, optimizer, *batch(4, rank, 32))
+    assert torch.equal(*gathered(_weights(model)))
+
+
+def test_load_merged(tmp_path):
+    run_ranks(_merged_with_a_nan, 2, tmp_path / "dcp")
+
+
+def _saved(rank):
+    """A rank's state, made by hand."""
+    residual = torch.full((1024,), float(rank))
+    level = torch.tensor(0.5)
+    parts = {"residual": residual, "threshold": level, "reference": level, "sample_next": level}
+    recent = torch.full((100, 2), math.nan, dtype=torch.float64)
+    numbers = {"run_id": "a", "world_size": 2, "step": 5, "density": 0.1, "recent": recent}
+    entry = {**numbers, "parameters": {WEIGHT: parts}}
+    return {"version": 2, "ranks": {str(rank): entry}}
+
+
+def test_merge_states():
+    good = _saved(1)
+    parts = good["ranks"]["1"]["parameters"][WEIGHT]
+    for broken, text in _broken(good, ENTRY + RECENT + _of_tensors(parts)):
+        what, rule = text.split(" must be ")
+        text = f"dct::merge_states: {what}( of rank 1)? must be {rule}"
+        with pytest.raises((TypeError, ValueError), match=text):
+            merge_states([_saved(0), broken])
+    assert merge_states([_saved(0), good])["ranks"]["mean"]["step"] == 5
