@@ -1,13 +1,14 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import __version__, checks
 
@@ -57,8 +58,9 @@ class DCTAverager(ModelAverager):
     Memory: 8 bytes a parameter, 4 more while averaging, and the payload once per rank.
 
     Args:
-        module: float32 parameters on one CPU or CUDA device. Those of the first rank replace the
-            others'. Its parameters must stay the same.
+        module: parameters on one CPU or CUDA device; those that require grad are averaged, and are
+            float32. No DDP. All parameters of the first rank, frozen ones as well, replace the
+            others'. Which of them require grad must stay the same.
         density: fraction of each parameter's entries sent each time, in (0, 1]; everything of
             parameters of less than 256 elements.
         period: steps from one averaging to the next.
@@ -74,6 +76,9 @@ class DCTAverager(ModelAverager):
 
     A payload damaged on its way is not used. Who received it raises at the next averaging, all
     others at the one after that. Go back to a checkpoint then.
+
+    It belongs to its module and its process group, so it cannot be copied or pickled: keep it
+    beside what is (a module that gets an EMA, say), and `state_dict()` in checkpoints.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
@@ -95,7 +100,8 @@ class DCTAverager(ModelAverager):
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         self.period = period
-        self._names = _parameters(module)
+        self._module = module
+        self._names, frozen = _parameters(module)
         self._device = model.device_of(self._names)
         self._settings = Settings(density, refresh_every, policy, value_dtype)
         sizes = tuple(parameter.numel() for parameter in self._names)
@@ -109,13 +115,13 @@ class DCTAverager(ModelAverager):
             {
                 "version": __version__,
                 "model": model.describe(self._names),
+                "frozen": model.describe(frozen),
                 "period": period,
                 **self._settings.as_told(),
             },
         )
+        self._take_those_of_first_rank()
         self._base = self._weights()
-        dist.broadcast(self._base, dist.get_global_rank(group, 0), group)
-        self._go_on_from_base()
         self._start(0, {})
 
     def average_parameters(
@@ -127,10 +133,15 @@ class DCTAverager(ModelAverager):
             params: not looked at: always those of `module`. Torch's averagers have it.
 
         Raises:
+            ValueError: at an averaging, other parameters require grad than when this was made; on
+                this rank. Nothing was averaged, and the step is not counted.
             RuntimeError: a payload of one of the last two averagings was damaged.
         """
+        averages = (self.step + 1) % self.period == 0
+        if averages:
+            self._require_same_parameters()
         self.step += 1
-        if self.step % self.period == 0:
+        if averages:
             self._average()
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,9 +190,23 @@ class DCTAverager(ModelAverager):
         self.step = entry["step"]
         self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
 
+    def __getstate__(self) -> NoReturn:
+        rule = "kept apart from what is copied or pickled (save its state_dict())"
+        checks.fail(_OP, "an averager", rule, "a copy", TypeError)
+
     def _start(self, averagings: int, states: dict[str, checkpoint.SegmentState]) -> None:
         self._bucket = Bucket(self._plan, self.process_group, self._device, averagings, states)
         self._damage = Damage("average_parameters", "averaging")
+
+    def _require_same_parameters(self) -> None:
+        """Raise if others require grad than at the start: ranks would train those each alone."""
+        now = _named(self._module, trained=True)
+        names = now | self._names
+        different = [names[parameter] for parameter in now.keys() ^ self._names.keys()]
+        if different:
+            rule = "with the same parameters that require grad as when this averager was made"
+            got = f"a difference in {', '.join(sorted(set(different)))}: make another averager"
+            checks.fail("average_parameters", "module", rule, got)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -198,6 +223,14 @@ class DCTAverager(ModelAverager):
         self._base += moved
         self._go_on_from_base()
 
+    @torch.no_grad()
+    def _take_those_of_first_rank(self) -> None:
+        first = dist.get_global_rank(self.process_group, 0)
+        for parameter in self._module.parameters():
+            flat = parameter.detach().flatten()  # its memory, if that is contiguous
+            dist.broadcast(flat.view(torch.uint8), first, self.process_group)  # of any dtype
+            parameter.copy_(flat.view_as(parameter))
+
     def _weights(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self._names])
 
@@ -207,16 +240,24 @@ class DCTAverager(ModelAverager):
             parameter.copy_(part.view_as(parameter))
 
 
-def _parameters(module: nn.Module) -> dict[Parameter, str]:
+def _parameters(module: nn.Module) -> tuple[dict[Parameter, str], dict[Parameter, str]]:
+    """{parameter: name} of those that require grad, and of the others."""
     if not isinstance(module, nn.Module):
         checks.fail(_OP, "module", "an nn.Module", type(module).__name__, TypeError)
-    names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-    if not names:
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        rule = "without DistributedDataParallel, which averages all gradients in every step"
+        checks.fail(_OP, "module", rule, type(module).__name__, TypeError)
+    trained, frozen = _named(module, trained=True), _named(module, trained=False)
+    if not trained:
         checks.fail(_OP, "module", "with parameters that require grad", "none")
-    for parameter, name in names.items():
+    for parameter, name in trained.items():
         checks.require_dtype(_OP, f"parameter {name}", parameter.dtype, (torch.float32,))
-    devices = {parameter.device for parameter in names}
+    devices = {parameter.device for parameter in trained | frozen}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
         checks.fail(_OP, "module", "on one device, the CPU or CUDA", got)
-    return names
+    return trained, frozen
+
+
+def _named(module: nn.Module, trained: bool) -> dict[Parameter, str]:
+    return {p: name for name, p in module.named_parameters() if p.requires_grad == trained}
