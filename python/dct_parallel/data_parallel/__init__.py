@@ -9,7 +9,7 @@ loss_scale, history, state (all of it behind torch's hook), averager (the same o
 """
 
 from .averager import DCTAverager
-from .history import RECENT_STEPS
+from .checkpoint import RECENT_STEPS
 from .merge import merge_states
 from .state import DCTState, dct_hook
 

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ def merge_states(
     local_size = numbers.pop("local_size", 1)
     mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
     recent = History().state()  # each rank has its own: they begin anew
-    return checkpoint.make(checkpoint.MEAN, {**numbers, "recent": recent, "parameters": mean})
+    entry = cast(checkpoint.Entry, {**numbers, "recent": recent, "parameters": mean})
+    return checkpoint.make(checkpoint.MEAN, entry)
 
 
 def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:

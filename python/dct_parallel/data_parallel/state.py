@@ -10,7 +10,7 @@ on every rank, with one collective each. What came of it is looked at before the
 import dataclasses
 import os
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -268,15 +268,15 @@ class DCTState:
         """
         self._require_bound("state_dict")
         self._finish_last_step()
-        entry = checkpoint.Entry(
-            run_id=self._run.id,
+        entry = {
             **self._ranks.sizes(),
-            step=self.step,
-            density=self.settings.density,
-            recent=self._history.state(),
-            parameters=self._buckets.states(),
-        )
-        return checkpoint.make(dist.get_rank(), entry)
+            "run_id": self._run.id,
+            "step": self.step,
+            "density": self.settings.density,
+            "recent": self._history.state(),
+            "parameters": self._buckets.states(),
+        }
+        return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.

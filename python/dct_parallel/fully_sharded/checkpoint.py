@@ -69,7 +69,7 @@ def _like(key: str, own: Tensor) -> fields.Field:
     return fields.Field(f"{rule} (torch.distributed.checkpoint cuts anew)", flaw)
 
 
-def make(replica: int | str, entry: Entry) -> dict:
+def make(replica: int | str, entry: Entry) -> dict[str, Any]:
     """The state dict of one replica's ranks."""
     return {"version": VERSION, "replicas": {str(replica): entry}}
 
@@ -156,12 +156,16 @@ def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[P
         own = here["parameters"][piece.name]
         table = {key: _like(key, value) for key, value in own.items()}
         found = fields.checked(op, entry["parameters"][piece.name], table, f" of {piece.name}")
-        theirs, ours = found["shard"].to_local(), own["shard"].to_local()
+        theirs, ours = _local(found["shard"]), _local(own["shard"])
         if entry["shards"] == here["shards"] and not torch.equal(theirs, ours):
             got = f"that of shard {theirs[0]:.0f}"
             checks.fail(op, "state", f"that of shard {ours[0]:.0f}", got)
         parameters[piece.name] = found
     return cast(Entry, {**entry, "parameters": parameters})
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def read(
