@@ -54,6 +54,14 @@ def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> N
         fail(op, arg, _either(choices), value)
 
 
+def require_device(op: str, device: torch.device | str) -> torch.device:
+    """`device` as torch knows it."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        fail(op, "device", "a torch.device, or the name of one", repr(device))
+
+
 def require_tensor(
     op: str,
     arg: str,

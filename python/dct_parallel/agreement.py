@@ -4,9 +4,10 @@ Not by a collective: ranks that disagree about a message's size hang in it, or e
 names nothing. The store answers whatever the ranks do, so all of them can say what is wrong.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,51 +21,150 @@ from .groups import timeout_of
 POLL_SECONDS = 0.02  # a wait in the store would keep other threads of this process from it
 
 
-class Agreement:
-    """Rounds of `exchange` among the ranks of a group, which all make it and call it alike.
+class PeerError(RuntimeError):
+    """Another rank cannot, or does not, take part; the text names it and says why."""
 
-    Args:
-        group: the ranks.
-        device: whose backend's timeout bounds the wait for the others.
+
+class Agreement:
+    """Rounds of `exchange`, one after another, in which all ranks of a group take part.
+
+    A round ends once, and alike for every rank. It succeeds when all ranks have told their values.
+    It fails as soon as one of them cannot take part (`refusing`), or gives up waiting for others.
+    Then all may try again, at once: nothing that was told in a round that failed is read later.
+
+    - A refusal fails one attempt of every rank, however late that rank comes: the attempts of ranks
+      stay abreast.
+    - Ranks for which others gave up waiting go on to the next round. The others meet them there
+      when they try again. A rank that tries again while others still wait for it joins them.
+    - Hence a rank that failed without a word, in an attempt that another refused, hears of that
+      refusal the next time, and takes part the time after.
+
+    The store holds which round each rank is in: no rank relies on having counted like the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = dist.get_process_group_ranks(group)
         self._own = dist.get_rank()
-        self._timeout = timeout_of(group, device)
-        store = group.get_group_store()
-        number = store.add(f"dct/agreements/{self._own}", 1)  # every rank's own count: the same
-        self._store = dist.PrefixStore(f"dct/agreement{number}", store)
-        self._round = 0
+        self._store = dist.PrefixStore("dct/agreement", group.get_group_store())
 
     def exchange(
-        self, op: str, values: Mapping[str, Any], patience: timedelta | None = None
+        self, op: str, values: Mapping[str, Any], timeout: timedelta
     ) -> dict[int, dict[str, Any]]:
         """{rank: what it told}, in the group's order, once every rank has told its own.
 
         Args:
-            op: what the ranks are at, for the error.
+            op: what the ranks are at, for errors; the same on all.
             values: what JSON can hold.
-            patience: how long to wait for the others; default and at most the group's timeout.
+            timeout: how long to wait for the others.
 
         Raises:
-            RuntimeError: some ranks have told nothing by then; it names them.
+            PeerError: some rank refused, or told nothing until another's timeout; on every rank
+                that takes part, naming that one.
+            ValueError: ranks are at different ops; on all of them, naming every rank's.
         """
-        self._round += 1
-        self._store.set(self._key(self._own), json.dumps(values))
-        patience = min(patience or self._timeout, self._timeout)
-        deadline = time.monotonic() + patience.total_seconds()
-        missing = self._ranks
-        while missing := [r for r in missing if not self._store.check([self._key(r)])]:
-            if time.monotonic() >= deadline:
-                rule = f"the same within {patience.total_seconds():g} s"
-                got = f"nothing from rank {', '.join(map(str, missing))}"
-                checks.fail(op, "every rank", rule, got, RuntimeError, verb="do")
-            time.sleep(POLL_SECONDS)
-        return {rank: json.loads(self._store.get(self._key(rank))) for rank in self._ranks}
+        deadline = time.monotonic() + timeout.total_seconds()
+        end: dict[str, Any] = {"missing": [self._own]}
+        while self._own in end.get("missing", []):  # others gave up before this rank came
+            end = self._take_part(self._enter(), op, values, timeout, deadline)
+        if "error" in end:
+            raise PeerError(end["error"])
+        told = {int(rank): entry for rank, entry in end["told"].items()}
+        if len({entry["op"] for entry in told.values()}) > 1:
+            got = ", ".join(f"{entry['op']} on rank {rank}" for rank, entry in told.items())
+            checks.fail(op, "every rank", "the same", got, verb="do")
+        return {rank: entry["values"] for rank, entry in told.items()}
 
-    def _key(self, rank: int) -> str:
-        return f"{self._round}/{rank}"
+    def refuse(self, op: str, error: Exception) -> None:
+        """Take no part in the round of an `exchange`: on the others it fails at once."""
+        number = self._enter()
+        # If they gave up before, the word is for those that wait by now.
+        while self._own in self._end(number).get("missing", []) and self._begun(number + 1):
+            number = self._enter()
+        self._close(number, {"error": self._refusal(op, error)})
+
+    def waiting(self, op: str) -> list[int]:
+        """The ranks that came to a round of `op` that this rank has not come to."""
+        told = self._told(self._store.add(f"entered/{self._own}", 0) + 1)
+        return [rank for rank, entry in told.items() if entry["op"] == op]
+
+    def _enter(self) -> int:
+        """The next round of this rank."""
+        return self._store.add(f"entered/{self._own}", 1)
+
+    def _begun(self, number: int) -> bool:
+        return self._store.check([f"{number}/arrived"])
+
+    def _take_part(
+        self, number: int, op: str, values: dict[str, Any], timeout: timedelta, deadline: float
+    ) -> dict[str, Any]:
+        """How the round ends for all."""
+        try:
+            self._store.set(f"{number}/{self._own}", json.dumps({"op": op, "values": values}))
+            if self._store.add(f"{number}/arrived", 1) == len(self._ranks):
+                self._close(number, {"told": self._told(number)})
+            while not (end := self._end(number)):
+                if time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+                    continue
+                told = self._told(number)
+                if missing := self._but(told):
+                    got = f"nothing from rank {', '.join(map(str, missing))}"
+                    rule = f"do the same within {timeout.total_seconds():g} s"
+                    error = f"dct::{op}: every rank must {rule}, got {got}"
+                    self._close(number, {"missing": missing, "error": error})
+                else:
+                    self._close(number, {"told": told})
+        except BaseException as stopped:  # as by Ctrl-C: the others need not wait any longer, too
+            with contextlib.suppress(RuntimeError):
+                missing = self._but(self._told(number))
+                self._close(number, {"missing": missing, "error": self._refusal(op, stopped)})
+            raise
+        return end
+
+    def _refusal(self, op: str, error: BaseException) -> str:
+        if isinstance(error, PeerError):  # of another group: the same rank is to blame
+            return str(error)
+        got = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"dct::{op}: every rank must take part, got from rank {self._own} {got}"
+
+    def _told(self, number: int) -> dict[int, dict[str, Any]]:
+        """What ranks have told in a round by now."""
+        keys = {rank: f"{number}/{rank}" for rank in self._ranks}
+        came = [rank for rank, key in keys.items() if self._store.check([key])]
+        return {rank: json.loads(self._store.get(keys[rank])) for rank in came}
+
+    def _but(self, told: dict[int, dict[str, Any]]) -> list[int]:
+        return [rank for rank in self._ranks if rank not in told]
+
+    def _close(self, number: int, end: dict[str, Any]) -> None:
+        """End a round like this, unless it has ended."""
+        self._store.compare_set(f"{number}/end", "", json.dumps(end))
+
+    def _end(self, number: int) -> dict[str, Any]:
+        """How a round ended; empty while it goes on."""
+        key = f"{number}/end"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+
+
+@contextlib.contextmanager
+def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
+    """An error inside is told to the other ranks of these groups: they raise, too, and do not wait.
+
+    It belongs around the checks of what a rank was given, which precede an `exchange` in each of
+    these groups.
+
+    Args:
+        op: what the ranks are at, for errors.
+        groups: anything but a process group is passed over; then the others wait in vain.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):  # of a store that is gone; this error matters more
+            for group in groups:
+                if isinstance(group, dist.ProcessGroup):
+                    Agreement(group).refuse(op, error)
+        raise
 
 
 def require_alike(
@@ -76,7 +176,7 @@ def require_alike(
     anything, so that a rank that has a wrong one does not leave the others waiting.
     """
     told = {name: str(value) for name, value in values.items()}
-    require_same(op, Agreement(group, device).exchange(op, told))
+    require_same(op, Agreement(group).exchange(op, told, timeout_of(group, device)))
 
 
 def require_same(op: str, told: Mapping[Any, Mapping[str, Any]]) -> None:

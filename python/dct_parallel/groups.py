@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d
 
 from dct_kernels import checks
 
-_CPU = torch.device("cpu")
-
 
 class GroupForBackward:
     """A process group as an autograd graph may hold it: weakly.
@@ -68,27 +66,28 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-def separate_group(group: dist.ProcessGroup, device: torch.device = _CPU) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, with the same timeout: its collectives meet none of theirs.
-
-    The timeout is that of the group's backend for `device`, which may be the only one it has.
+def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the same ranks: its collectives meet none of theirs.
 
     All ranks of `group` call it, no others. Not by dist.new_group: that needs every rank of the
     world, or (use_local_synchronization) names the group after how many others this rank is in,
     and ranks that count differently wait for each other in vain. Nor does it make a communicator
     for any backend but gloo, whatever `group` has.
+
+    Args:
+        name: the same on all ranks, and never used before with this `group`.
+        timeout: of its collectives, and of making it.
     """
-    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
-    number = store.add(f"dct/groups/{dist.get_rank()}", 1)  # every rank's own count: the same
+    ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         group.rank(),
         ranks,
         "gloo",
-        store,
-        f"{group.group_name}/dct{number}",  # type: ignore[arg-type]  # its GroupName is a str
-        timeout=timeout_of(group, device),
+        group.get_group_store(),
+        f"{group.group_name}/dct/{name}",  # type: ignore[arg-type]  # its GroupName is a str
+        timeout=timeout,
         group_desc="dct",
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}

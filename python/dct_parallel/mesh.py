@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dct_kernels import checks
 
-from .agreement import Agreement, require_same
-from .groups import require_group
+from .agreement import Agreement, refusing, require_same
+from .groups import require_group, timeout_of
 
 NODES = ("node", "local")  # dimensions: across nodes, and inside one
 
@@ -34,12 +34,17 @@ def require_mesh(
 
 
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
-    """Raise on every rank of the mesh, naming every rank's, if some value differs."""
+    """Raise on every rank of the mesh, naming every rank's, if some value differs.
+
+    Waits end at the timeout of the mesh's groups, or at that of all ranks if it is shorter.
+    """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)
+    timeout = min(timeout_of(group, device) for group in (require_group(op, None), outer, inner))
     # First among those of the inner group, then what they told: all know all before any raises.
-    told = Agreement(inner, device).exchange(op, values)
-    rows = Agreement(outer, device).exchange(op, {str(rank): v for rank, v in told.items()})
+    with refusing(op, outer):
+        told = Agreement(inner).exchange(op, values, timeout)
+    rows = Agreement(outer).exchange(op, {str(rank): v for rank, v in told.items()}, timeout)
     everyone = {int(rank): value for row in rows.values() for rank, value in row.items()}
     require_same(op, dict(sorted(everyone.items())))
 
@@ -55,25 +60,30 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         device_type: "cuda" or "cpu"; default CUDA where torch sees a GPU.
 
     Raises:
-        ValueError, TypeError: it is not known or not a number of ranks, on a rank where that is so;
-            nodes differ in size or the number of ranks is no multiple of it, on every rank.
-        RuntimeError: some rank does not call it within the group's timeout.
+        ValueError, TypeError: an argument is not known or out of its range, on this rank; nodes
+            differ in size or the number of ranks is no multiple of it, on every rank.
+        RuntimeError: some other rank raises instead, as the text says, or does not call it within
+            the group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())
     """
     op = "node_mesh"
     group = require_group(op, None)
-    if local_size is None:
-        told = os.environ.get("LOCAL_WORLD_SIZE", "none")
-        if not told.isdecimal():
-            checks.fail(op, "local_size", "given, or LOCAL_WORLD_SIZE set as torchrun does", told)
-        local_size = int(told)
-    ranks = group.size()
-    checks.require_int(op, "local_size", local_size, 1, ranks)
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with refusing(op, group):
+        if local_size is None:
+            told = os.environ.get("LOCAL_WORLD_SIZE", "none")
+            if not told.isdecimal():
+                rule = "given, or LOCAL_WORLD_SIZE set as torchrun does"
+                checks.fail(op, "local_size", rule, told)
+            local_size = int(told)
+        ranks = group.size()
+        checks.require_int(op, "local_size", local_size, 1, ranks)
+        if device_type is None:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        checks.require_choice(op, "device_type", device_type, ("cuda", "cpu"))
+        timeout = timeout_of(group, torch.device(device_type))
     own = {"local_size": local_size, "device_type": device_type}
-    require_same(op, Agreement(group, torch.device(device_type)).exchange(op, own))
+    require_same(op, Agreement(group).exchange(op, own, timeout))
     if ranks % local_size:
         checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
     shape = ranks // local_size, local_size

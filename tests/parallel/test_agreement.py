@@ -1,16 +1,24 @@
 """Ranks that differ, or of which some are missing: every rank that can tell says so, none hangs."""
 
 import os
+import random
 import re
 import signal
+import threading
+import time
+import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
+from dct_parallel import agreement as agreement_module
+from dct_parallel.agreement import Agreement, PeerError, refusing
 from dct_parallel.data_parallel import state as state_module
 from ranks import batch, ddp, entry, mlp, run_ranks, train_step
 
@@ -109,22 +117,53 @@ def test_loads_that_differ_are_named_by_every_rank():
     ]
 
 
-def _loads_alone(rank):
+def _set_timeout(seconds):
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def _hooked():
+    _, state, step = _trained(dist.get_rank(), 4)
+    return state, step
+
+
+def _averaged():
+    model = mlp()
+    averager = DCTAverager(model, period=1)
+    averager.average_parameters()
+    return averager, averager.average_parameters
+
+
+def _sharded():
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(mlp(), mesh=mesh["shard"])
+    state = dct_fully_shard_hook(model, mesh, 0.1)
+
+    def step():
+        model(torch.ones(2, 64)).sum().backward()
+
+    step()
+    return state, step
+
+
+def _loads_alone(rank, make):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
-    _, state, step = _trained(rank, 4, group)
+    _set_timeout(4)
+    state, step = make()
     if rank == 0:
         state.load_state_dict(state.state_dict())
-        with pytest.raises(RuntimeError, match="every rank must do the same within 4 s") as error:
-            step()
-        assert "got nothing from rank 1" in str(error.value)
+        text = "every rank must do the same within 4 s, got nothing from rank 1"
     else:
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            step()
+        if make is _sharded:
+            state.state_dict()  # a collective
+        text = "load_state_dict: every rank must load before any rank goes on, got rank 0 alone"
+    with pytest.raises(RuntimeError, match=text):
+        step()
 
 
-def test_who_loads_alone_names_the_others_and_they_end_at_the_timeout():
-    run_ranks(_loads_alone, 2)
+@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
+def test_if_one_rank_loads_alone_every_rank_says_so_at_the_timeout(make):
+    run_ranks(_loads_alone, 2, make)
 
 
 def _loads_again(rank):
@@ -151,6 +190,25 @@ def test_all_may_load_in_the_middle_of_training():
     assert run_ranks(_loads_again, 2) == [5, 5]
 
 
+def _loads_late(rank):
+    """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
+    _set_timeout(100)
+    state, step = _hooked()
+    saved = state.state_dict()
+    if rank == 1:
+        time.sleep(0.5)
+    else:
+        clock = time.monotonic
+        agreement_module.time.monotonic = lambda: 50 * clock()
+    state.load_state_dict(saved)
+    step()
+    return entry(state.state_dict())["step"]
+
+
+def test_a_rank_that_loads_late_is_waited_for():
+    assert run_ranks(_loads_late, 2) == [5, 5]
+
+
 def _missing(rank):
     """Rank 1 makes no state."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
@@ -164,24 +222,239 @@ def test_a_rank_without_a_state_is_named_at_the_timeout():
     run_ranks(_missing, 2)
 
 
-def _stalls(rank, how):
+def _stalls(rank, how, mesh):
     """Rank 1 stalls, or is stopped, before its last step."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
-    _, _, step = _trained(rank, 4, group)
-    store = dist.distributed_c10d._get_default_store()
+    _set_timeout(4)
+    model = ddp(mlp())
+    state = DCTState(model, density=0.1, mesh=mesh and mesh())
+    model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        train_step(model, optimizer, *batch(step, rank))
+    store, others = _store(), [r for r in range(dist.get_world_size()) if r != 1]
     if rank == 1:
         store.set("pid", str(os.getpid()))
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        store.wait(["given up"])
+        store.wait([f"{other} gave up" for other in others])
         return
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-        step()
-    store.set("given up", "")
-    if how == "stopped":
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed by peer|reset by peer"):
+        train_step(model, optimizer, *batch(4, rank))
+    store.set(f"{rank} gave up", "")
+    store.wait([f"{other} gave up" for other in others])
+    if how == "stopped" and rank == 0:
         os.kill(int(store.get("pid")), signal.SIGCONT)
 
 
-@pytest.mark.parametrize("how", ["stalled", "stopped"])
-def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_the_group(how):
-    run_ranks(_stalls, 2, how)
+def _mesh_of_nodes():
+    return node_mesh(2, "cpu")
+
+
+def _mesh_by_hand():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+
+
+@pytest.mark.parametrize(
+    "how, mesh, ranks",
+    [
+        ("stalled", None, 2),
+        ("stopped", None, 2),
+    ],
+)
+def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(how, mesh, ranks):
+    run_ranks(_stalls, ranks, how, mesh)
+
+
+# Rounds of an agreement, and what becomes of one that fails.
+
+
+def _store():
+    return dist.distributed_c10d._get_default_store()
+
+
+def _agree(values, seconds=100, op="a test"):
+    return Agreement(dist.group.WORLD).exchange(op, values, timedelta(seconds=seconds))
+
+
+def _refuse(text):
+    with pytest.raises(ValueError, match=text), refusing("a test", dist.group.WORLD):
+        raise ValueError(text)
+
+
+def _until(true):
+    while not true():
+        time.sleep(0.01)
+
+
+def _all_agree(attempt):
+    """Every rank takes part with its own values of this attempt, and hears everyone's."""
+    told = _agree({"attempt": attempt, "from": dist.get_rank()})
+    assert told == {rank: {"attempt": attempt, "from": rank} for rank in told}
+    assert list(told) == list(range(dist.get_world_size()))
+
+
+REFUSAL = "dct::a test: every rank must take part, got from rank 1 ValueError: wrong here"
+
+
+def _refused(rank):
+    """Rank 1 refuses. Rank 2 comes after all others have heard of it."""
+    for attempt in range(3):
+        if rank == 1:
+            _refuse("wrong here")
+        else:
+            if rank == 2:
+                _store().wait([f"{other} heard {attempt}" for other in (0, 1)])
+            with pytest.raises(PeerError, match=REFUSAL):
+                _agree({"attempt": "refused"})
+        _store().set(f"{rank} heard {attempt}", "")
+    _all_agree("next")
+
+
+def test_a_refusal_is_heard_at_once_and_by_every_rank_once():
+    run_ranks(_refused, 3)
+
+
+def _refused_by_two(rank):
+    for attempt in range(3):
+        if rank != 0:
+            _refuse("wrong here")
+        else:
+            with pytest.raises(PeerError, match=r"got from rank [12] ValueError: wrong here"):
+                _agree({})
+        _all_agree(attempt)
+
+
+def test_two_ranks_may_refuse_one_attempt():
+    run_ranks(_refused_by_two, 3)
+
+
+def _silent(rank, when):
+    """Rank 1 fails without a word, and comes while the others wait for it, or later."""
+    here = Agreement(dist.group.WORLD)
+    if rank == 1:
+        if when != "they wait":
+            _store().wait(["0 gave up", "2 gave up"])
+        if when == "they are back":
+            _until(lambda: here._begun(2))
+    elif when != "they wait":
+        rule = "every rank must do the same within 1 s, got nothing from rank 1"
+        with pytest.raises(PeerError, match=rule):
+            _agree({"attempt": "given up"}, seconds=1)
+        _store().set(f"{rank} gave up", "")
+        if when == "they are gone":
+            _until(lambda: 1 in here.waiting("a test"))
+    _all_agree("next")
+
+
+@pytest.mark.parametrize("when", ["they wait", "they are gone", "they are back"])
+def test_a_rank_that_failed_without_a_word_takes_part_when_it_comes(when):
+    run_ranks(_silent, 3, when)
+
+
+def _refused_late(rank, when):
+    """The others gave up waiting for rank 1, which refuses then."""
+    if rank == 1:
+        _store().wait(["0 gave up", "2 gave up"])
+        if when == "they are back":
+            _until(lambda: Agreement(dist.group.WORLD)._begun(2))
+        _refuse("wrong here")
+        _store().set("refused", "")
+    else:
+        with pytest.raises(PeerError, match="got nothing from rank 1"):
+            _agree({"attempt": "given up"}, seconds=1)
+        _store().set(f"{rank} gave up", "")
+        if when == "they are gone":
+            _store().wait(["refused"])
+        else:
+            with pytest.raises(PeerError, match=REFUSAL):
+                _agree({"attempt": "second"})
+    _all_agree("next")
+
+
+@pytest.mark.parametrize("when", ["they are gone", "they are back"])
+def test_a_refusal_that_comes_too_late_is_for_those_that_are_back(when):
+    run_ranks(_refused_late, 3, when)
+
+
+def _silent_beside_a_refusal(rank):
+    if rank == 1:
+        _refuse("wrong here")
+    else:
+        if rank == 2:  # failed without a word; tries again
+            _store().wait(["heard"])
+        with pytest.raises(PeerError, match=REFUSAL):
+            _agree({"attempt": "refused"})
+        _store().set("heard", "")
+    _all_agree("next")
+
+
+def test_a_rank_that_failed_beside_a_refusal_hears_of_it_later():
+    run_ranks(_silent_beside_a_refusal, 3)
+
+
+def _elsewhere(rank):
+    with pytest.raises(ValueError, match="do the same, got this on rank 0, that on rank 1"):
+        _agree({}, op=("this", "that")[rank])
+    _all_agree("next")
+
+
+def test_ranks_at_different_things_are_told_so():
+    run_ranks(_elsewhere, 2)
+
+
+def _interrupted(rank):
+    """Nobody waits half an hour for a rank that is known to be lost: they press Ctrl-C."""
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            _agree({"attempt": "interrupted"})
+    elif rank == 1:
+        text = "every rank must take part, got from rank 0 KeyboardInterrupt"
+        with pytest.raises(PeerError, match=text):
+            _agree({"attempt": "interrupted"})
+        _store().set("heard", "")
+    else:
+        _store().wait(["heard"])
+    _all_agree("next")
+
+
+def test_an_interrupted_wait_ends_the_others_waits():
+    run_ranks(_interrupted, 3)
+
+
+def _at_random(rank, seed):
+    """[(what this rank told, what it heard or None)] of attempts that fail in all ways."""
+    draw = random.Random(100 * seed + rank)
+    heard = []
+
+    def attempt(kind, seconds):
+        told = {"rank": rank, "attempt": len(heard), "kind": kind}
+        try:
+            heard.append((told, _agree(told, seconds)))
+        except PeerError:
+            heard.append((told, None))
+        return heard[-1][1]
+
+    for _ in range(15):
+        what = draw.random()
+        time.sleep(draw.choice([0, 0, 0.05, 0.2]))
+        if what < 0.15:
+            _refuse("wrong here")
+        elif what > 0.3:  # or fail without a word
+            attempt("trial", draw.choice([0.05, 0.3]))
+    told = None
+    while told is None or any(values["kind"] == "trial" for values in told.values()):
+        told = attempt("last", 2)
+    return heard
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
+    every = run_ranks(_at_random, 3, seed)
+    for heard in every:
+        for _, told in heard:
+            for rank in told or ():  # it told this then, and heard the same
+                assert (told[rank], told) in every[rank]
+    assert [heard[-1][1] is not None for heard in every] == [True] * 3

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -48,10 +49,9 @@ def _separate(rank):
 
 
 def _separate_from(group, rank):
-    made = [separate_group(group) for _ in range(2)]
-    cpu = torch.device("cpu")
-    assert timeout_of(made[0], cpu) == timeout_of(group, cpu)
+    made = [separate_group(group, name, timedelta(seconds=50)) for name in ("a", "b")]
     for own in made:
+        assert timeout_of(own, torch.device("cpu")) == timedelta(seconds=50)
         assert own is not group and dist.get_backend(own) == "gloo"
         assert dist.get_process_group_ranks(own) == [1, 2] and dist.get_rank(own) == rank - 1
         total = torch.tensor([rank])
@@ -60,7 +60,7 @@ def _separate_from(group, rank):
     assert made[0].group_name != made[1].group_name
 
 
-def test_a_separate_group_has_the_same_ranks_and_timeout():
+def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own():
     run_ranks(_separate, 3)
 
 

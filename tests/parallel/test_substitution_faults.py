@@ -202,7 +202,7 @@ def _other_operators(rank):
         settings = {"width": 3, "capacity": 5 + rank, name: values[rank]}
         text = f"{owner}{name}{same}{values[0]} on rank 0, {values[1]} on rank 1"
         _refused(text, lambda settings=settings: DynamicFeatureRows(**settings))
-    text = f"rows{same}10 on rank 0, None on rank 1"
+    text = "every rank must do the same, got FeatureRows on rank 0, DynamicFeatureRows on rank 1"
     made = (lambda: FeatureRows(torch.zeros(10, 3)), lambda: DynamicFeatureRows(3, 5))
     _refused(text, made[rank])
     _of(DynamicFeatureRows(7, 5 + rank), pair)  # capacities are each rank's own

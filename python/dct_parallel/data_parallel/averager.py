@@ -1,6 +1,7 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_kernels import __version__, checks
 
 from .. import groups
+from ..agreement import refusing
 from ..compressor import check_settings
 from . import checkpoint, model
 from .bucket import Bucket
@@ -82,7 +84,8 @@ class DCTAverager(ModelAverager):
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
-        RuntimeError: some rank does not construct its averager within the group's timeout.
+        RuntimeError: some other rank raises instead, as the text says, or does not construct its
+            averager within the group's timeout. All ranks may try again, after this as well.
     """
 
     def __init__(
@@ -95,13 +98,14 @@ class DCTAverager(ModelAverager):
         process_group: dist.ProcessGroup | None = None,
         policy: str = "tracked",
     ) -> None:
-        check_settings(_OP, density, refresh_every, policy, value_dtype)
-        checks.require_int(_OP, "period", period, 1, 2**63 - 1)
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
+        with refusing(_OP, group):
+            check_settings(_OP, density, refresh_every, policy, value_dtype)
+            checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+            self._names, frozen = _parameters(module)
         self.period = period
         self._module = module
-        self._names, frozen = _parameters(module)
         self._device = model.device_of(self._names)
         self._settings = Settings(density, refresh_every, policy, value_dtype)
         sizes = tuple(parameter.numel() for parameter in self._names)
@@ -186,7 +190,7 @@ class DCTAverager(ModelAverager):
         )
         saved = entry["parameters"]
         self._start(entry["step"] // self.period, saved)
-        self._run.load(entry, apart=True)
+        self._run.load(entry)
         self.step = entry["step"]
         self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
 
@@ -216,7 +220,7 @@ class DCTAverager(ModelAverager):
         number = self.step // self.period
         self._run.begin_step(number)
         moved = self._weights().sub_(self._base)
-        self._bucket.reduce(moved)
+        self._run.carry_out(partial(self._bucket.reduce, moved))
         report = self._bucket.take_report()
         assert report is not None  # of what was reduced just now
         self._damage.look(number, {0: report.receipt})

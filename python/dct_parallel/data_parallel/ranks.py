@@ -14,6 +14,8 @@ from ..mesh import NODES, require_mesh
 from .checkpoint import Sizes
 from .node import Node
 
+_CPU = torch.device("cpu")
+
 
 class Ranks:
     """The groups of a state: of a mesh, or of one dimension.
@@ -53,10 +55,17 @@ class Ranks:
         # with those of the main thread. On CUDA both issue theirs from one thread, in order.
         self._owns = device.type == "cpu"
 
-    def open(self) -> None:
-        """Make the groups that are used; all ranks do, once they agree."""
+    def open(self, name: str) -> None:
+        """Make the groups that are used; all ranks do, once they agree.
+
+        Args:
+            name: for these groups, the same on all ranks and never used before.
+        """
         if self._owns:
-            self._given = tuple(groups.separate_group(group) for group in self._given)
+            self._given = tuple(
+                groups.separate_group(group, f"{name}/{index}", groups.timeout_of(group, _CPU))
+                for index, group in enumerate(self._given)
+            )
         self.between, *inside = self._given
         self.node = Node(*inside)
 

@@ -1,16 +1,23 @@
 """The training run that the ranks of a group take part in, and that they go on from the same."""
 
+import contextlib
+import threading
 import uuid
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..agreement import Agreement, require_same
+from dct_kernels import checks
 
-LOAD_PATIENCE = timedelta(seconds=5)  # between a rank's first hook after a load and others' loads
+from ..agreement import Agreement, require_same
+from ..groups import timeout_of
+
+ASK_SECONDS = 5  # for the reason of an error that is raised anyway
+
+_LOAD = "load_state_dict"
+_Result = TypeVar("_Result")
 
 
 class Saved(TypedDict):
@@ -34,7 +41,7 @@ class Run:
 
     Raises:
         ValueError: settings differ; it names every rank's.
-        RuntimeError: some rank does not say its own within the group's timeout.
+        RuntimeError: some rank refuses, or does not say its own within the group's timeout.
     """
 
     def __init__(
@@ -44,38 +51,63 @@ class Run:
         device: torch.device,
         settings: Mapping[str, Any],
     ) -> None:
-        self._agreement = Agreement(group, device)
+        self._agreement, self._timeout = Agreement(group), timeout_of(group, device)
         own = {**settings, "run_id": uuid.uuid4().hex}
-        told = self._agreement.exchange(op, own)
+        told = self._agreement.exchange(op, own, self._timeout)
         self.id = next(iter(told.values()))["run_id"]
         for values in told.values():
             del values["run_id"]
         require_same(op, told)
         self._checkpoint = "none"
         self._compared = False  # whether ranks know that they go on from the same step
-        self._patience: timedelta | None = None
 
     def of_first_rank(self, op: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """What the first rank tells; all ranks of the group call this alike."""
-        return next(iter(self._agreement.exchange(op, values).values()))
+        return next(iter(self._agreement.exchange(op, values, self._timeout).values()))
 
-    def load(self, entry: Saved, apart: bool = False) -> None:
-        """Go on with the run that a checkpoint is of.
-
-        Args:
-            apart: ranks may be far apart when they next begin a step, as they train alone.
-        """
-        if self._compared and not apart:  # others may train on, and never look here
-            self._patience = LOAD_PATIENCE
+    def load(self, entry: Saved) -> None:
+        """Go on with the run that a checkpoint is of. All ranks do, each in its own time."""
         self._compared = False
         self._checkpoint = f"one of {entry['world_size']} ranks"
         self.id = entry["run_id"]
 
     def begin_step(self, step: int) -> None:
-        """Raise on every rank if they do not go on from the same step of the same run."""
+        """Raise on every rank if they do not go on from the same step of the same run.
+
+        Waits for all ranks after a load, to the group's timeout. Those that did not load train on,
+        and wait for this one in a collective: see `carry_out`.
+        """
         if self._compared:
             return
         start = {"checkpoint": self._checkpoint, "run_id": self.id, "step": step}
-        told = self._agreement.exchange("load_state_dict", start, self._patience)
-        require_same("load_state_dict", told)
+        require_same(_LOAD, self._agreement.exchange(_LOAD, start, self._timeout))
         self._compared = True
+
+    def carry_out(self, collectives: Callable[[], _Result]) -> _Result:
+        """What `collectives` returns; to be called for whatever a step exchanges.
+
+        If it fails because others loaded a checkpoint and this rank did not, the error says so. The
+        store is asked for that afterwards: while all is well, a step costs nothing more.
+        """
+        try:
+            return collectives()
+        except RuntimeError:
+            if alone := self._loaded_alone():
+                got = f"rank {', '.join(map(str, alone))} alone"
+                rule = "before any rank goes on"
+                checks.fail(_LOAD, "every rank", rule, got, RuntimeError, verb="load")
+            raise
+
+    def _loaded_alone(self) -> list[int]:
+        """The ranks that wait for this one to load; none if the store does not answer."""
+        found: list[int] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                found.extend(self._agreement.waiting(_LOAD))
+
+        # The store's host may be the rank that is stopped, and would never answer.
+        asking = threading.Thread(target=ask, name="dct ask", daemon=True)
+        asking.start()
+        asking.join(ASK_SECONDS)
+        return found

@@ -28,6 +28,7 @@ from torch.profiler import record_function
 
 from dct_kernels import __version__, checks
 
+from ..agreement import refusing
 from ..compressor import check_settings, warn_of_eager
 from ..executors import Executor, executor_for
 from . import checkpoint, model
@@ -113,7 +114,8 @@ class DCTState:
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
             ranks differ; the text names it.
-        RuntimeError: some rank does not construct its state within the group's timeout.
+        RuntimeError: some other rank raises instead, as the text says, or does not construct its
+            state within the group's timeout. All ranks may try again, after this as well.
     """
 
     def __init__(
@@ -130,14 +132,15 @@ class DCTState:
         link: Link | str | os.PathLike[str] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        check_settings("DCTState", density, refresh_every, policy, value_dtype)
-        checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
-        self.settings = Settings(density, refresh_every, policy, value_dtype)
-        self._choice = Choice(transport, link)
-        if mesh is not None and process_group is not None:
-            checks.fail("DCTState", "process_group", "None with a mesh", process_group)
         self._process_group, self._mesh = process_group, mesh
-        self._loss_scale = LossScale(grad_scaler)
+        with refusing("DCTState", self._group_with(ddp)):
+            check_settings("DCTState", density, refresh_every, policy, value_dtype)
+            checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
+            self.settings = Settings(density, refresh_every, policy, value_dtype)
+            self._choice = Choice(transport, link)
+            if mesh is not None and process_group is not None:
+                checks.fail("DCTState", "process_group", "None with a mesh", process_group)
+            self._loss_scale = LossScale(grad_scaler)
 
         self.step = 0
         self.start_step = start_step
@@ -157,13 +160,14 @@ class DCTState:
 
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Attach a state that was made without its DDP; on every rank, like the constructor."""
-        names = model.named_parameters(ddp)
-        if self._names:
-            checks.fail("DCTState", "state", "of one DDP", "a second")
-        self._device = model.device_of(names)
+        group = self._group_with(ddp)
+        with refusing("DCTState", group):
+            names = model.named_parameters(ddp)
+            if self._names:
+                checks.fail("DCTState", "state", "of one DDP", "a second")
+            self._device = model.device_of(names)
+            ranks = Ranks("DCTState", group, self._mesh, self._device)
         warn_of_eager(self._device.type)
-        group = ddp.process_group if self._process_group is None else self._process_group
-        ranks = Ranks("DCTState", group, self._mesh, self._device)
         self._run = Run(
             "DCTState",
             ranks.everyone,
@@ -179,7 +183,7 @@ class DCTState:
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
             },
         )
-        ranks.open()
+        ranks.open(self._run.id)
         self._choice.settle(self._run, ranks.between, self._device, self.settings)
         self._buckets = Buckets(names, self.settings, self._choice, ranks, self._device)
         self._ranks, self.node_group = ranks, ranks.node.group
@@ -187,6 +191,11 @@ class DCTState:
         self._names = names  # bound
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
+
+    def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
+        """The ranks to average over; None if that is not known, for want of a DDP."""
+        of_ddp = getattr(ddp, "process_group", None)
+        return of_ddp if self._process_group is None else self._process_group
 
     def close(self) -> None:
         """End the thread and the process groups of this state; called again, nothing.
@@ -281,8 +290,9 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
-        Every rank loads, before any of them takes a step. The next step compares what was loaded.
-        A state that is refused changes nothing.
+        Every rank loads, before any of them takes a step. The next step compares what was loaded,
+        and waits for ranks that are late, up to the group's timeout. A state that is refused
+        changes nothing.
 
         Raises:
             ValueError: made with another version, density, number of ranks or mesh, by another
@@ -344,7 +354,7 @@ class DCTState:
         else:
             compressed = self._buckets.bucket(index, plan, self.step - self.start_step)
             job = partial(self._reduce_compressed, compressed, buffer)
-        result = self._executor.submit(job)
+        result = self._executor.submit(partial(self._run.carry_out, job))
         self._next_index = index + 1
         if bucket.is_last():
             self._next_index = 0

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
+from ..agreement import refusing
 from ..compressor import check_settings
 from ..data_parallel.bucket_plan import Settings
 from ..data_parallel.choice import TRANSPORTS
+from ..groups import require_group
 from ..mesh import require_mesh
 from .verdict import OP
 
@@ -85,21 +87,22 @@ def dct_fully_shard_hook(
         ValueError, TypeError: an argument is out of its range, a module is wrapped otherwise (torch
             averages over replicas itself where it is given a mesh of two dimensions), has several
             parameter groups, or ranks differ; the text names it.
-        RuntimeError: some rank does not call it within the group's timeout.
+        RuntimeError: some other rank raises instead, as the text says, or does not call it within
+            the timeout of all ranks.
     """
-    check_settings(OP, density, refresh_every, policy, value_dtype)
-    checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
-    checks.require_choice(OP, "transport", transport, tuple(TRANSPORTS))
-    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        got = type(grad_scaler).__name__
-        checks.fail(OP, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
-    require_mesh(OP, mesh, DIMENSIONS)
-    if mesh.size() != dist.get_world_size():
-        checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
-
     from .state import FullyShardState  # late, see above
     from .units import units_of
 
-    settings = Settings(density, refresh_every, policy, value_dtype)
-    units = units_of(model, mesh)
+    with refusing(OP, require_group(OP, None)):
+        check_settings(OP, density, refresh_every, policy, value_dtype)
+        checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
+        checks.require_choice(OP, "transport", transport, tuple(TRANSPORTS))
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            got = type(grad_scaler).__name__
+            checks.fail(OP, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+        require_mesh(OP, mesh, DIMENSIONS)
+        if mesh.size() != dist.get_world_size():
+            checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
+        settings = Settings(density, refresh_every, policy, value_dtype)
+        units = units_of(model, mesh)
     return FullyShardState(units, mesh, settings, transport, grad_scaler, start_step)

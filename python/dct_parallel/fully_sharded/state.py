@@ -86,7 +86,8 @@ class FullyShardState:
                 "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
             },
         )
-        self._verdicts = groups.separate_group(world, self._device)
+        timeout = groups.timeout_of(world, self._device)
+        self._verdicts = groups.separate_group(world, self._run.id, timeout)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
@@ -256,9 +257,11 @@ class FullyShardState:
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self.step <= self.start_step:
             with record_function("dct::exchange_dense"):
-                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
+                mean = partial(dense_mean, flat, torch.bfloat16, self._group)
+                flat.copy_(self._run.carry_out(mean))
         else:
-            self._buckets[index].reduce(flat, self._loss_scale.value, self._loss_scale.inverse)
+            scale = self._loss_scale.value, self._loss_scale.inverse
+            self._run.carry_out(partial(self._buckets[index].reduce, flat, *scale))
 
     def _begin_step(self) -> None:
         self._finish_last_step()
@@ -299,7 +302,8 @@ class FullyShardState:
         self._in_step = False
         if self._order:
             order, self._order = self._order, []
-            told = reach(self._damaged, self._overflowed, order, self._verdicts)
+            seen = self._damaged, self._overflowed
+            told = self._run.carry_out(partial(reach, *seen, order, self._verdicts))
             if told.damaged is not None and not self._damaged:
                 received = Receipt([], [told.damaged], told.overflowed, [], 0, 0)
                 self._damage.look(self.step - 1, {0: received})

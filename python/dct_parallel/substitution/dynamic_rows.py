@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
-from ..agreement import require_alike
+from ..agreement import refusing, require_alike
 from .dynamic_state import MERGED, NAMES, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
@@ -52,6 +52,7 @@ class DynamicFeatureRows(SharedRows):
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in width, dtype, bound or seed; on all of them. In forward: some
             rank would have more features than its `capacity`; on all of them, and none is added.
+        RuntimeError: an argument is out of its range on another rank alone, as the text says.
     """
 
     no_row = NO_PLACE
@@ -68,10 +69,12 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
+        with refusing(_OP, self.group):  # what may differ between ranks
+            device = checks.require_device(_OP, device)
+            checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
-        require_alike(_OP, told, self.group, torch.device(device))
+        require_alike(_OP, told, self.group, device)
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)
-        checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
         checks.require_dtype(_OP, "dtype", dtype, (torch.float32, torch.float64))
         if isinstance(bound, bool) or not isinstance(bound, (float, int)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
-from ..agreement import require_alike
+from ..agreement import refusing, require_alike
 from ..groups import GroupOfModule, require_group
 from ..own_state import require_own_state
 
@@ -98,15 +98,18 @@ class FeatureRows(SharedRows):
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in rows, width or dtype; on all of them.
+        RuntimeError: an argument is out of its range on another rank alone, as the text says.
     """
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(_OP, group)
-        checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
         ranks = self.group.size()
-        if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
-            rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d from 1"
-            checks.fail(_OP, "weight", rule, tuple(weight.shape))
+        with refusing(_OP, self.group):
+            checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
+            if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
+                rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d "
+                rule += "from 1"
+                checks.fail(_OP, "weight", rule, tuple(weight.shape))
         told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
         require_alike(_OP, told, self.group, weight.device)
         self._rows = len(weight)

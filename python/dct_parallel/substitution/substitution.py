@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from dct_kernels import checks
 
-from ..agreement import require_alike
+from ..agreement import refusing, require_alike
 from ..groups import GroupOfModule, require_group
 from ..rows.counts import exchange_numbers
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
@@ -59,6 +59,7 @@ class EquivalentSubstitution(nn.Module):
         ValueError, TypeError: an argument is out of its range; the text names it. An operator that
             has no substitute is refused with the reason.
         ValueError: ranks differ in operators or aggregate; on all of them.
+        RuntimeError: an argument is out of its range on another rank alone, as the text says.
     """
 
     def __init__(
@@ -74,6 +75,12 @@ class EquivalentSubstitution(nn.Module):
                 _OP, "rows", "FeatureRows or DynamicFeatureRows", type(rows).__name__, TypeError
             )
         operators = list(operators) if isinstance(operators, Iterable) else operators
+        with refusing(_OP, rows.group):
+            ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
+            of_rows, of_ids = map(dist.get_process_group_ranks, (rows.group, ids_group))
+            if of_ids != of_rows:  # ids would get to others than the owners of their rows
+                checks.fail(_OP, "ids_group", f"of ranks {of_rows} like rows", of_ids)
+            self._ids_group = GroupOfModule(_OP, ids_group)
         told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_alike(_OP, told, rows.group, rows.weight.device)
         if not isinstance(operators, list):
@@ -85,11 +92,6 @@ class EquivalentSubstitution(nn.Module):
             _require_columns(f"operators[{index}]", operator, rows.width)
         checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
         self.rows, self.operators, self.aggregate = rows, nn.ModuleList(operators), aggregate
-        ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
-        of_rows, of_ids = map(dist.get_process_group_ranks, (rows.group, ids_group))
-        if of_ids != of_rows:  # ids would get to others than the owners of their rows
-            checks.fail(_OP, "ids_group", f"of ranks {of_rows} like rows", of_ids)
-        self._ids_group = GroupOfModule(_OP, ids_group)
         for parameter in self.operators.parameters():
             dist.broadcast(parameter.detach(), group=rows.group, group_src=0)
 

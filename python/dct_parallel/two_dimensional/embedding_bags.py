@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
+from ..agreement import refusing
 from ..mesh import require_mesh, require_same_in_mesh
 from ..own_state import require_own_state
 from ..rows.counts import exchange_counts
@@ -72,6 +73,7 @@ class ShardedEmbeddingBags(nn.Module):
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
+        RuntimeError: an argument is out of its range on another rank, as the text says.
     """
 
     _first: Tensor
@@ -91,12 +93,13 @@ class ShardedEmbeddingBags(nn.Module):
     ) -> None:
         super().__init__()
         replicas, group = require_mesh(_OP, mesh, DIMENSIONS)
-        tables = require_list(_OP, "tables", tables, "tensors")
-        _require_tables(tables, mesh)
-        rows = [len(table) for table in tables]
-        plan = require_plan(_OP, plan, rows, group.size())
-        if not callable(exchange):
-            checks.fail(_OP, "exchange", "callable", type(exchange).__name__, TypeError)
+        with refusing(_OP, group, replicas):
+            tables = require_list(_OP, "tables", tables, "tensors")
+            _require_tables(tables, mesh)
+            rows = [len(table) for table in tables]
+            plan = require_plan(_OP, plan, rows, group.size())
+            if not callable(exchange):
+                checks.fail(_OP, "exchange", "callable", type(exchange).__name__, TypeError)
         told = {"tables": _digest(rows, tables[0].shape[1], tables[0].dtype), "plan": _digest(plan)}
         require_same_in_mesh(_OP, mesh, told | {"dedup": dedup})
         self.plan, self.mesh, self.exchange = plan, mesh, exchange

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from ..agreement import refusing
 from ..mesh import require_same_in_mesh
 from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas, MeanOfRows
 from .embedding_bags import ShardedEmbeddingBags
@@ -63,6 +64,7 @@ class ReplicaSync:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in a setting or the kind of optimizer; on all of them.
         TypeError: by the optimizer's step, if it has been given momentum or weight decay since.
+        RuntimeError: an argument is out of its range on another rank, as the text says.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class ReplicaSync:
     ) -> None:
         if not isinstance(bags, ShardedEmbeddingBags):
             checks.fail(_OP, "bags", "ShardedEmbeddingBags", type(bags).__name__, TypeError)
-        checks.require_int(_OP, "every", every, 1, 2**63 - 1)
-        _require_format(dtype, density, bags.weight)
-        _require_optimizer(optimizer, bags.weight)
-        if bags in _averaged:  # what waits in the other's residual would be lost
-            checks.fail(_OP, "bags", "of one ReplicaSync", "a second")
+        with refusing(_OP, *bags.mesh.get_all_groups()):
+            checks.require_int(_OP, "every", every, 1, 2**63 - 1)
+            _require_format(dtype, density, bags.weight)
+            _require_optimizer(optimizer, bags.weight)
+            if bags in _averaged:  # what waits in the other's residual would be lost
+                checks.fail(_OP, "bags", "of one ReplicaSync", "a second")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
         self._bags, self._optimizer, self._every = bags, optimizer, every
