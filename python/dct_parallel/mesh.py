@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
@@ -53,7 +53,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     """The mesh of a cluster, of dimensions ("node", "local"): a row for each node's ranks.
 
     Every rank calls it, once torch.distributed is initialised. Ranks are numbered node by node, as
-    torchrun does.
+    torchrun does. Its groups have the timeout that `init_process_group` was given.
 
     Args:
         local_size: ranks in each node; default what torchrun says, LOCAL_WORLD_SIZE.
@@ -86,5 +86,13 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     require_same(op, Agreement(group).exchange(op, own, timeout))
     if ranks % local_size:
         checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
-    shape = ranks // local_size, local_size
-    return init_device_mesh(device_type, shape, mesh_dim_names=NODES)
+
+    def along(rows: torch.Tensor) -> dist.ProcessGroup:
+        if len(rows) == 1:
+            return group
+        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+
+    # Not by init_device_mesh, whose groups have torch's default timeout, half an hour on the CPU.
+    nodes = torch.arange(ranks).view(-1, local_size)
+    groups = [along(nodes.t()), along(nodes)]
+    return DeviceMesh.from_group(groups, device_type, mesh=nodes, mesh_dim_names=NODES)

@@ -259,6 +259,8 @@ def _mesh_by_hand():
     [
         ("stalled", None, 2),
         ("stopped", None, 2),
+        ("stalled", _mesh_of_nodes, 4),
+        ("stalled", _mesh_by_hand, 4),
     ],
 )
 def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(how, mesh, ranks):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dct_parallel import DCTState, WireMeter, dct_hook, node_mesh
 from dct_parallel.data_parallel import gather, shard
 from dct_parallel.data_parallel.bucket_plan import Slice
 from dct_parallel.data_parallel.node import Node
+from dct_parallel.groups import timeout_of
 from nodes import (
     ALL_SIZES,
     SIZES,
@@ -363,6 +365,29 @@ def _other_nodes(rank):
 
 def test_nodes_are_of_the_same_ranks_for_all():
     run_ranks(_other_nodes, 4)
+
+
+def _timeouts(rank):
+    cpu, short, long = torch.device("cpu"), timedelta(seconds=50), timedelta(seconds=70)
+
+    def of(mesh):
+        """Of the groups of a mesh, and of those that a state makes from it."""
+        state = DCTState(DistributedDataParallel(Dictated(SIZES)), mesh=mesh)
+        groups = [*mesh.get_all_groups(), state._ranks.between, state.node_group]
+        return [timeout_of(group, cpu) for group in groups]
+
+    of_torch = timeout_of(dist.new_group(), cpu)
+    dist.distributed_c10d._set_pg_timeout(short)
+    assert of(node_mesh(2, "cpu")) == [short] * 4
+    by_hand = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    assert of(by_hand) == [of_torch] * 2 + [short] * 2
+    dist.distributed_c10d._set_pg_timeout(long)
+    dist.distributed_c10d._set_pg_timeout(short, by_hand.get_group("local"))
+    assert of(by_hand) == [of_torch, short, short, short]
+
+
+def test_waits_end_at_the_shortest_timeout():
+    run_ranks(_timeouts, 4)
 
 
 def _uneven_nodes(rank):

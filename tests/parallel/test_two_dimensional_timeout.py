@@ -1,4 +1,4 @@
-"""The timeout of a mesh's groups, as docs/training.md sets it."""
+"""The timeout of a mesh's groups, as docs/cluster.md sets it."""
 
 import re
 from datetime import timedelta
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from dct_parallel import ShardedEmbeddingBags, plan_shards
 from ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 
 
 def _as_documented(rank):
-    section = PAGE.read_text().split("### The timeout of the mesh\n")[1]
+    section = PAGE.read_text().split("## Timeouts\n")[1]
     (block,) = re.findall(r"```\n(.*?)```\n", section.split("\n#")[0], re.DOTALL)
     names = {"torch": torch, "dist": dist, "replicas": 2}
     exec(block, names)

@@ -62,8 +62,11 @@ class Ranks:
             name: for these groups, the same on all ranks and never used before.
         """
         if self._owns:
+            # A mesh has torch's default timeout, unless whoever made it saw to another.
+            given = (self.everyone, *self._given)
+            timeout = min(groups.timeout_of(group, _CPU) for group in given)
             self._given = tuple(
-                groups.separate_group(group, f"{name}/{index}", groups.timeout_of(group, _CPU))
+                groups.separate_group(group, f"{name}/{index}", timeout)
                 for index, group in enumerate(self._given)
             )
         self.between, *inside = self._given
