@@ -95,7 +95,7 @@ class Agreement:
         return self._store.check([f"{number}/arrived"])
 
     def _take_part(
-        self, number: int, op: str, values: dict[str, Any], timeout: timedelta, deadline: float
+        self, number: int, op: str, values: Mapping[str, Any], timeout: timedelta, deadline: float
     ) -> dict[str, Any]:
         """How the round ends for all."""
         try:

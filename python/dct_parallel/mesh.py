@@ -90,7 +90,9 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
     def along(rows: torch.Tensor) -> dist.ProcessGroup:
         if len(rows) == 1:
             return group
-        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+        own: dist.ProcessGroup
+        own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+        return own
 
     # Not by init_device_mesh, whose groups have torch's default timeout, half an hour on the CPU.
     nodes = torch.arange(ranks).view(-1, local_size)
