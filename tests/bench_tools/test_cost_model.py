@@ -1,13 +1,16 @@
 """The cost model against closed forms, published sizes, and bytes that were measured elsewhere."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
 from dct_bench.scale import shapes
-from dct_bench.scale.break_even import GRID, paying_rates
+from dct_bench.scale.break_even import GRID, faster_by, paying_rates
 from dct_bench.scale.cost_model import (
+    LOCAL_DENSITY,
+    LOCAL_PERIOD,
     Cluster,
     Kernels,
     Link,
@@ -19,6 +22,7 @@ from dct_bench.scale.cost_model import (
 )
 from dct_dlrm.data.features import table_rows
 from dct_dlrm.models.dlrm import DLRM
+from dct_parallel import DCTAverager
 from dct_parallel.data_parallel.gather import Gather
 from dct_parallel.data_parallel.shard import Shard
 
@@ -109,6 +113,39 @@ def test_a_step_adds_up():
     assert step.compute == 0.5
 
 
+# Of 1,000,000 elements at 10 %: a header, 63 starts padded to 256 bytes, and for each of 125,000
+# entries 2 bytes of position and 2 of value.
+LOCAL_PAYLOAD = 64 + 256 + 4 * 125_000
+
+
+def test_local_steps_by_hand():
+    kernels = Kernels(copy=4e9, mask_pack=2e9, scatter_unpack=1e9, source="")
+    model = Model([(1000, 1000)], 0.5, kernels, 0.01)
+    # After the optimizer's step: compute that could hide an exchange is over by then.
+    step = model.step("local", Cluster(2, 1, Link(1e-3, 1e6), NOWHERE, overlap=1.0))
+    # Once in ten steps; 40 bytes an element are copied and added, half before the exchange.
+    assert step.pack == pytest.approx((12e6 / 2e9 + 20e6 / 4e9) / 10)
+    assert step.wire == pytest.approx((1e-3 + LOCAL_PAYLOAD / 1e6) / 10)
+    assert step.unpack == pytest.approx(((4e6 + 2 * LOCAL_PAYLOAD) / 1e9 + 20e6 / 4e9) / 10)
+    assert step.wire_bytes == LOCAL_PAYLOAD / 10
+    assert step.compute == 0.5
+
+
+def test_local_steps_of_nodes():
+    """8 ranks on 2 nodes: 4 payloads come into a node, 7 to each rank."""
+    nodes = Cluster(2, 4, Link(1e-3, 1e6), Link(0.0, 1e7))
+    step = Model([(1000, 1000)], 0.0, FREE, 0.01).step("local", nodes)
+    inside = 7 * LOCAL_PAYLOAD / 1e7
+    assert step.wire == pytest.approx((3e-3 + 4 * LOCAL_PAYLOAD / 1e6 + inside) / 10)
+    assert step.wire_bytes == 4 * LOCAL_PAYLOAD / 10
+
+
+def test_local_steps_are_the_averagers():
+    defaults = inspect.signature(DCTAverager).parameters
+    assert defaults["density"].default == LOCAL_DENSITY
+    assert defaults["period"].default == LOCAL_PERIOD
+
+
 def test_wire_hides_behind_compute_as_far_as_allowed():
     model = Model([(1000, 1000)], 1.0, FREE, 0.01)
     link = Link(0.0, 1e6)  # dense: 4 seconds on the wire
@@ -131,9 +168,21 @@ def test_the_rate_at_which_dct_stops_paying():
     model = Model([(1000, 1000)], 0.0, kernels, 0.01)
     sent = model.plan(Gather, 2).payload_bytes + 2
     ranges = paying_rates(model, lambda rate: _flat(2, Link(0.0, rate / 8)), "dct", "dense")
-    # Dense takes 4 MB / rate, DCT 12 ms more than its payload's time.
-    exact = 8 * (4e6 - sent) / 12e-3
+    # Dense takes 4 MB / rate, DCT 12 ms more than its payload's time, and that 1.05 times pays.
+    exact = 8 * (4e6 - 1.05 * sent) / (1.05 * 12e-3)
     ((low, high),) = ranges
     assert low == GRID[0] and high <= exact < high * 10 ** (1 / 50)
-    nothing = paying_rates(model, lambda rate: _flat(2, Link(0.0, rate / 8)), "dense", "dct")
-    assert nothing == [(next(r for r in GRID if r > exact), GRID[-1])]
+    other = paying_rates(model, lambda rate: _flat(2, Link(0.0, rate / 8)), "dense", "dct")
+    exact = 8 * (1.05 * 4e6 - sent) / 12e-3
+    assert other == [(next(r for r in GRID if r > exact), GRID[-1])]
+
+
+def test_powersgd_is_no_opponent_where_its_bytes_are_not_known():
+    model = Model([(1000, 1000)], 0.1, FREE, 0.01)
+    known = ("dense", "bf16", "dct", "dct-shard", "local")
+    faster = faster_by(model, lambda p, rate: _flat(p, Link(0.0, rate / 8)), [2], known)
+    ((opponent, ratios),) = faster.items()
+    assert opponent == "the better of dense and bf16"
+    # At 100 Mbit/s: bfloat16's 2 MB, and the bytes of local steps, which send less than the hook.
+    ours = 0.1 + LOCAL_PAYLOAD / 10 / 12.5e6
+    assert ratios[2, GRID[50]] == pytest.approx((0.1 + 2e6 / 12.5e6) / ours)

@@ -5,25 +5,30 @@ import math
 from pathlib import Path
 
 from dct_dlrm.argument_types import count, density, number, positive, several
-from dct_dlrm.command_line import Formatter
+from dct_dlrm.command_line import Formatter, add_out
 
 from ..rates import parse_rate
 
-# Of a step on one H200 in milliseconds, not measured. DLRM: a guess. Transformer: 6 x parameters x
+FOLDER, RESULT = "runs/scale", "scale.json"
+# Of a step on one H100 in milliseconds, not measured. DLRM: a guess. Transformer: 6 x parameters x
 # 8,192 tokens at 40 % of the data sheet's 989 Tflop/s. Tables: a guess.
 ASSUMED_COMPUTE_MS = {"dlrm": 5.0, "transformer": 15.0, "tables": 20.0}
 
 DESCRIPTION = """\
 Predict the time of a training step for 2 to thousands of ranks, at link rates of your choice, for
-float32 and bfloat16 all-reduce, PowerSGD and DCT, and say where DCT pays and where it does not.
+float32 and bfloat16 all-reduce, PowerSGD and DCT: its hook, and local steps (DCTAverager). With one
+number of ranks and one rate the answer is a sentence: which method is fastest, and by how much.
+With several it is tables and plots: where DCT pays, and where it does not.
 
 A step is compute + pack + wire + unpack. Links: alpha-beta model. Bytes: the formulas that the
 training layer itself goes by (gather), and those of its sharded exchange. Nothing contends and
-nobody straggles, so all times are lower bounds. Every constant is an option; the output names where
-each is from, and says "assumed" of what nobody measured.
+nobody straggles, so all times are lower bounds. The output names where each constant is from: how
+fast kernels are was measured, and is read from one file. Less than 5 % apart is "as fast".
 """
 EPILOG = """\
 examples:
+  dct-bench scale --parameters 25000000 --compute-ms 50 --ranks 2 --rates 1gbit
+      does it help this model, on this link?
   dct-bench scale --kernels runs/link/link.json --compute-ms 8
       kernels as fast as dct-bench link found them on this machine
   dct-bench scale --model transformer --gpus-per-node 8 --rates 100gbit,200gbit,400gbit
@@ -33,7 +38,8 @@ examples:
   dct-bench scale --validate runs/link/link.json
       predicted beside measured, for every cell of that run
 
-DIR receives scale.json (everything, with provenance), break_even.png and step_time.png.
+DIR receives scale.json (everything, with provenance), break_even.png and step_time.png. The
+sentence alone writes nothing without --out.
 """
 
 
@@ -47,12 +53,20 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     )
     not_negative = number(float, lambda x: 0 <= x < math.inf, "a number >= 0")
     model = parser.add_argument_group("model")
-    model.add_argument(
+    which = model.add_mutually_exclusive_group()
+    which.add_argument(
         "--model",
         choices=tuple(ASSUMED_COMPUTE_MS),
         default="dlrm",
         help="dlrm: as dct-train's; transformer: GPT-2; tables: embedding tables alone, in full "
         "model parallelism and in groups with replicas",
+    )
+    which.add_argument(
+        "--parameters",
+        type=number(int, lambda n: 1 <= n < 2**32, "an integer in [1, 2^32)"),
+        metavar="N",
+        help="a model of your own, with so many parameters; needs --compute-ms. Without PowerSGD, "
+        "whose bytes depend on their shapes",
     )
     model.add_argument(
         "--hash-size", type=count, default=4000, help="dlrm: rows of a table at most"
@@ -63,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "--density",
         type=density,
         default=0.005,
-        help="DCT: fraction of entries sent",
+        help="DCT's hook: fraction of entries sent; local steps send 10 %% every 10 steps",
     )
     tables = parser.add_argument_group("tables")
     tables.add_argument(
@@ -123,7 +137,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         default=450.0,
         metavar="GB",
         help="GB/s of a GPU's links inside its node, each direction; the default is NVLink 4's by "
-        "the data sheet of the H200 (900 both ways)",
+        "the data sheet of the H100 (900 both ways)",
     )
     machine.add_argument(
         "--compute-ms",
@@ -145,7 +159,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         type=Path,
         metavar="JSON",
         help="of dct-bench kernels or link: how fast kernels were measured to be (default: "
-        "assumed, for an H200)",
+        "dct_bench/scale/h100.json, of an H100)",
     )
     parser.add_argument(
         "--validate",
@@ -153,6 +167,4 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         metavar="JSON",
         help="of dct-bench link: print predicted beside measured step times, and nothing else",
     )
-    parser.add_argument(
-        "--out", type=Path, default="runs/scale", metavar="DIR", help="folder for the results"
-    )
+    add_out(parser, FOLDER, RESULT)

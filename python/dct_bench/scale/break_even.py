@@ -1,17 +1,18 @@
-"""At which rates one method is not slower than another."""
+"""At which rates one method is faster than another."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from .cost_model import Cluster, Model
+from .cost_model import DENSE, METHODS, OURS, Cluster, Model
 
+FASTER = 1.05  # times as fast: with less than that two methods are called as fast as each other
 GRID = [10 ** (7 + step / 50) for step in range(6 * 50 + 1)]  # 10 Mbit/s to 10 Tbit/s
 
 
 def paying_rates(
     model: Model, cluster: Callable[[float], Cluster], ours: str, theirs: str
 ) -> list[tuple[float, float]]:
-    """Ranges of rates (bits per second) in which `ours` is not slower, as far as GRID tells.
+    """Ranges of rates (bits per second) in which `ours` is faster, as far as GRID tells.
 
     A method that sends less but computes more pays up to a rate; one that sends more but computes
     less, or has fewer messages, pays from a rate on.
@@ -22,22 +23,26 @@ def paying_rates(
 
     def pays(rate: float) -> bool:
         at = cluster(rate)
-        return model.step(ours, at).seconds <= model.step(theirs, at).seconds
+        return FASTER * model.step(ours, at).seconds <= model.step(theirs, at).seconds
 
     groups = [(paying, list(rates)) for paying, rates in itertools.groupby(GRID, key=pays)]
     return [(rates[0], rates[-1]) for paying, rates in groups if paying]
 
 
 def faster_by(
-    model: Model, cluster: Callable[[int, float], Cluster], ranks: Sequence[int]
+    model: Model,
+    cluster: Callable[[int, float], Cluster],
+    ranks: Sequence[int],
+    known: Collection[str] = METHODS,
 ) -> dict[str, dict[tuple[int, float], float]]:
-    """{opponent: {(ranks, rate): how many times faster DCT's better transport is}}.
+    """{opponent: {(ranks, rate): how many times as fast the best way of DCT is}}.
 
     Args:
         cluster: of ranks and a rate.
+        known: methods whose bytes are known; without PowerSGD it is no opponent.
     """
     opponents = {
-        "the better of dense and bf16": ("dense", "bf16"),
+        "the better of dense and bf16": DENSE,
         "PowerSGD, rank 1": ("powersgd1",),
     }
 
@@ -46,8 +51,7 @@ def faster_by(
 
     clusters = {(p, rate): cluster(p, rate) for p in ranks for rate in GRID[50:251:5]}
     return {
-        opponent: {
-            key: best(methods, at) / best(("dct", "dct-shard"), at) for key, at in clusters.items()
-        }
+        opponent: {key: best(methods, at) / best(OURS, at) for key, at in clusters.items()}
         for opponent, methods in opponents.items()
+        if set(methods) <= set(known)
     }

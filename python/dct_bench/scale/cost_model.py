@@ -22,11 +22,18 @@ from dct_parallel.data_parallel.transports import Transport
 
 from .shapes import Shape
 
-METHODS = ("dense", "bf16", "powersgd1", "powersgd2", "dct", "dct-shard")
+DENSE = ("dense", "bf16")
+OURS = ("dct", "dct-shard", "local")
+METHODS = (*DENSE, "powersgd1", "powersgd2", *OURS)
 # Passes over float32 gradients that PowerSGD with error feedback makes, by its formulas: add the
 # error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
 POWERSGD_PASSES = 9
 MASK_PACK_BYTES = 12  # per element with grad: residual read and written, grad read
+# DCTAverager as it is by default. Beside mask_pack and scatter_unpack its averaging moves 40 bytes
+# an element: weights copied side by side (8), the base subtracted (12), the mean added to the base
+# (12), and that copied to the weights (8).
+LOCAL_DENSITY, LOCAL_PERIOD = 0.1, 10
+LOCAL_BYTES = 40
 
 
 class Link(NamedTuple):
@@ -46,7 +53,7 @@ class Kernels(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Seconds; wire_bytes: what a rank sends between nodes."""
+    """Seconds; wire_bytes: what a rank sends between nodes. Of local steps the mean of a period."""
 
     compute: float
     pack: float
@@ -112,7 +119,7 @@ class Model:
     Args:
         shapes: of its parameters; one bucket.
         compute: seconds of a step outside the exchange.
-        density: of DCT, with bfloat16 values.
+        density: of DCT's hook, with bfloat16 values.
     """
 
     def __init__(
@@ -122,9 +129,12 @@ class Model:
         self.compute = compute
         self.kernels = kernels
         self.density = density
+        self._plans: dict[tuple[type[Transport], int, float], BucketPlan] = {}
 
     def step(self, method: str, cluster: Cluster) -> Step:
         """One step of a method in METHODS."""
+        if method == "local":
+            return self._local(cluster)
         pack, wire, unpack, sent = getattr(self, f"_{method.replace('-', '_')}")(cluster)
         inside = all_reduce(cluster.inside, cluster.gpus_per_node, 4 * self.numel)
         exposed = max(0.0, wire - cluster.overlap * self.compute)
@@ -138,11 +148,16 @@ class Model:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    def plan(self, transport: type[Transport], ranks: int) -> BucketPlan:
+    def plan(
+        self, transport: type[Transport], ranks: int, density: float | None = None
+    ) -> BucketPlan:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
-        settings = Settings(self.density, 1000, "tracked", torch.bfloat16)
-        names = tuple(str(number) for number in range(len(self.shapes)))
-        return BucketPlan(names, self._sizes, settings, transport, ranks)
+        key = transport, ranks, density or self.density
+        if key not in self._plans:
+            settings = Settings(key[2], 1000, "tracked", torch.bfloat16)
+            names = tuple(str(number) for number in range(len(self.shapes)))
+            self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
+        return self._plans[key]
 
     def powersgd_bytes(self, rank: int) -> tuple[int, int, int]:
         """(P factors, Q factors, what goes dense): torch's hook, min_compression_rate 2."""
@@ -207,6 +222,23 @@ class Model:
             unpacked / self.kernels.scatter_unpack,
             plan.wire_bytes,
         )
+
+    def _local(self, cluster: Cluster) -> Step:
+        """All ranks average their weights, with no regard to nodes, once a period."""
+        gpus = cluster.gpus_per_node
+        ranks = cluster.nodes * gpus
+        payload = self.plan(Gather, ranks, LOCAL_DENSITY).payload_bytes
+        # Those of other nodes come in by the node's link, then to each rank as its own node's do.
+        sent = (ranks - gpus) * payload
+        wire = _log2(ranks) * cluster.between.alpha + sent / cluster.between.bandwidth
+        if gpus > 1:
+            wire += (ranks - 1) * payload / cluster.inside.bandwidth
+        copied = LOCAL_BYTES * self.numel / self.kernels.copy
+        packed = MASK_PACK_BYTES * self.numel / self.kernels.mask_pack
+        unpacked = (4 * self.numel + ranks * payload) / self.kernels.scatter_unpack
+        # It follows the optimizer's step: nothing is left for it to hide behind.
+        each = (packed + copied / 2, wire, unpacked + copied / 2, sent)
+        return Step(self.compute, *(of / LOCAL_PERIOD for of in each))
 
     @staticmethod
     def _reduced(cluster: Cluster, nbytes: float) -> float:

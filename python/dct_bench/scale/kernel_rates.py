@@ -1,4 +1,4 @@
-"""How fast kernels are: measured, or assumed and labelled so."""
+"""How fast kernels were measured to be, from one file."""
 
 import json
 from pathlib import Path
@@ -7,26 +7,21 @@ from dct_dlrm.errors import UsageError
 
 from .cost_model import MASK_PACK_BYTES, Kernels
 
-_H200_MEMORY = 4.8e12  # bytes per second, NVIDIA's data sheet
-# The targets of this project's kernels, as fractions of a copy that moves as many bytes.
-ASSUMED = Kernels(
-    copy=0.85 * _H200_MEMORY,
-    mask_pack=0.9 * 0.85 * _H200_MEMORY,
-    scatter_unpack=0.85 * 0.85 * _H200_MEMORY,
-    source="assumed: H200 data sheet 4.8 TB/s, a copy at 85 % of it, mask_pack at 90 % and "
-    "scatter_unpack at 85 % of the copy; not measured",
-)
+H100 = "dct_bench/scale/h100.json"  # what ships: two results of a run on an H100
+_PACKAGES = Path(__file__).parents[2]
 
 
-def load(path: Path) -> Kernels:
-    """From the JSON of `dct-bench kernels` or of `dct-bench link`.
+def load(path: Path | None) -> Kernels:
+    """From the JSON of `dct-bench kernels`, bench/gpu_check.sh or `dct-bench link`; None: H100's.
 
     Raises:
-        UsageError: it is neither, or has not what is needed.
+        UsageError: it is none of them, or has not what is needed.
     """
+    path, name = (_PACKAGES / H100, H100) if path is None else (path, path)
     content = read_json(path)
     try:
-        return _of_link(content) if "cells" in content else _of_kernels(content)
+        kernels = _of_link(content) if "cells" in content else _of_kernels(content)
+        return kernels._replace(source=f"{kernels.source} ({name})")
     except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError):
         raise UsageError(
             f"{path} must be the JSON of `dct-bench kernels` with mask_pack and scatter_unpack, or "
@@ -50,15 +45,16 @@ def read_json(path: Path) -> dict:
 
 def _of_kernels(content: dict) -> Kernels:
     def of(op: str, case: str) -> dict:
-        found = [r for r in content["results"] if r["op"] == op and r["case"] == case]
+        called = (r for r in content["results"] if not r.get("graphs"))
+        found = [r for r in called if r["op"] == op and r["case"] == case]
         return max(found, key=lambda r: r["numel"])  # the least of it is overhead
 
     def rate(result: dict, candidate: str) -> float:
         return 1e3 * result["bytes"] / result["ms"][candidate]["median"]
 
-    pack, unpack = of("mask_pack", "float32 grad, bfloat16 values"), of("scatter_unpack", "P=2")
+    pack, unpack = of("mask_pack", "float32 grad, float32 values"), of("scatter_unpack", "P=2")
     backend = next(name for name in ("cuda", "triton", "cpp") if name in pack["ms"])
-    machine = content["provenance"]["gpu" if content["device"] == "cuda" else "cpu"]
+    machine = content["provenance"]["cpu" if backend == "cpp" else "gpu"]
     return Kernels(
         rate(pack, "copy"),
         rate(pack, backend),

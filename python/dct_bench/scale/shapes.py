@@ -31,9 +31,6 @@ def transformer(layers: int = 12, width: int = 768, vocabulary: int = 50257) -> 
     return [(vocabulary, width), (1024, width), *(block * layers), (width,), (width,)]
 
 
-SHAPES = {"dlrm": dlrm, "transformer": transformer}
-
-
 def numel(shapes: Sequence[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dct_dlrm.errors import UsageError
-
 from .. import provenance
 from ..rates import describe_rate
 from .arguments import ASSUMED_COMPUTE_MS
@@ -72,8 +70,6 @@ def run(console: Console, options: argparse.Namespace) -> int:
 def _costs(tables: Tables, ranks: int, options: argparse.Namespace, link: Link) -> dict[str, Cost]:
     """{way of TITLES: its cost}; groups larger than all ranks are all ranks."""
     group = min(options.group_ranks, ranks)
-    if ranks % group:
-        raise UsageError(f"--ranks must be multiples of --group-ranks {group}, got {ranks}")
     ways = {sync: cost(tables, ranks, group, sync, link) for sync in SYNCS}
     return {FULL: cost(tables, ranks, ranks, SYNCS[0], link)} | ways
 
