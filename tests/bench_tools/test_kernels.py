@@ -1,15 +1,17 @@
 """dct-bench kernels and report: all that is asked for is measured; what is wrong is not timed."""
 
+import argparse
 import json
 
 import pytest
 import torch
 
 from dct_bench import cli
-from dct_bench.kernels import cases, peers
+from dct_bench.kernels import arguments, cases, peers, timing
 from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import TIMED
 from dct_bench.report import command
+from dct_bench.scale import kernel_rates as scale_rates
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,75 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     (tmp_path / "report.md").mkdir()
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "DIR must be a folder that can be written to, got" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_first_look(monkeypatch):
+    monkeypatch.setattr(cases, "FIRST_LOOK_SIZES", {"cpu": 8192})
+    monkeypatch.setattr(cases, "FIRST_LOOK_COLD_BYTES", 1)
+
+
+def test_the_first_look_is_three_cases_in_a_sentence_each(tmp_path, capsys, small_first_look):
+    command = ["kernels", "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "k.json")]
+    assert cli.main(command) == 0
+    results = json.loads((tmp_path / "k.json").read_text())["results"]
+    assert [result["op"] for result in results] == ["mask_pack", "scatter_unpack", "row_pack"]
+    fast = ["cpp"] if len(cases.backends("cpu")) > 1 else ["eager"]
+    timed = [list(result["ms"]) for result in results]
+    assert timed == [["copy", *fast, "topk"], ["copy", *fast], ["copy", *fast, "torch.topk"]]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said[-3:]] == [result["op"] for result in results]
+    assert "A copy of as many bytes, in the same run, has speed 1: the larger, the better." in said
+    assert scale_rates.load(tmp_path / "k.json").source.endswith(f"({tmp_path / 'k.json'})")
+
+
+def test_where_nothing_is_compiled_the_first_look_says_so(monkeypatch, capsys, small_first_look):
+    eager = cases.backends("cpu")["eager"]
+    monkeypatch.setattr(cases, "backends", lambda device: {"eager": eager})
+    assert cli.main(["kernels", "--device", "cpu", "--threads", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "this is eager PyTorch; `python -m dct_kernels` says why" in said
+    assert said.count("of a copy.\n") == 3
+
+
+def test_a_sentence_of_the_first_look():
+    ms = {"copy": 2.0, "eager": 99.0, "cpp": 2.5, "topk": 32.5}
+    result = {"op": "mask_pack", "numel": 1 << 20, "density": 0.01}
+    said = kernels.sentence(result | {"ms": {k: {"median": v} for k, v in ms.items()}})
+    assert said == (
+        "mask_pack, 1,048,576 elements, 1 % kept: 13x as fast as exact top-k, 0.8 of a copy."
+    )
+
+
+TABLE_OPTIONS = ["--all", "--ops=row_pack", "--sizes=64", "--density=0.1", "--row-widths=8"]
+TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs", "--seconds=9"]
+
+
+@pytest.mark.parametrize("given", TABLE_OPTIONS)
+def test_any_option_of_the_tables_makes_them(given):
+    parser = argparse.ArgumentParser()
+    arguments.add_parser(parser.add_subparsers(), "kernels")
+    assert arguments.settle(parser.parse_args(["kernels", "--threads=1"]))
+    options = parser.parse_args(["kernels", given])
+    assert not arguments.settle(options)
+    name = given.removeprefix("--").partition("=")[0]
+    defaults = {"sizes": (2**24,), "density": (0.01,), "row_widths": (64, 256, 1024), "rounds": 5}
+    for other, default in defaults.items():
+        if other != name.replace("-", "_"):
+            assert getattr(options, other) == default
+    assert options.ops == (["row_pack"] if name == "ops" else TIMED)
+
+
+def test_slow_calls_take_fewer_sets_and_time_ends_rounds():
+    called = {"fast": [], "slow": []}
+    calls = {name: called[name].append for name in called}
+    sets, rounds = {"fast": 4, "slow": 2}, {"fast": 5, "slow": 1}
+    timing.take_turns(calls, lambda i: None, sets, rounds, "cpu")
+    assert called == {"fast": [0, 1, 2, 3] * 6, "slow": [0, 1] * 2}  # one turn warms up
+    for name in called:
+        called[name].clear()
+    timing.take_turns(calls, lambda i: None, sets, rounds, "cpu", seconds=0.0)
+    assert called == {"fast": [0, 1, 2, 3] * 2, "slow": [0, 1] * 2}
 
 
 def test_bytes_that_must_move():

@@ -18,6 +18,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = 65536
 SEGMENTS = 300  # the parameters of a bucket: more than one may lie in a tile or a thread's share
 COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again: no cache holds it
+FIRST_LOOK_COLD_BYTES = 64 << 20  # little, as making buffers takes most of the time
+FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
 MOST_SETS = 64
 
 
@@ -72,6 +74,19 @@ def cases(
                 yield make(device, elements // width, width, format, with_peers)
 
 
+def first_look(device: str) -> Iterator[Case]:
+    """mask_pack, scatter_unpack and row_pack, each at one size and beside exact top-k alone."""
+    numel, cold = FIRST_LOOK_SIZES[device], FIRST_LOOK_COLD_BYTES
+    yield _beside_topk(mask_pack(device, numel, 0.01, F32, F32, True, cold=cold))
+    yield scatter_unpack(device, numel, 0.01, 2, cold=cold)
+    yield _beside_topk(row_pack(device, numel // 256, 256, 0.05, True, cold=cold))
+
+
+def _beside_topk(case: Case) -> Case:
+    case.peers = {name: peer for name, peer in case.peers.items() if name in peers.EXACT}
+    return case
+
+
 def mask_pack(
     device: str,
     numel: int,
@@ -80,9 +95,10 @@ def mask_pack(
     value_dtype: torch.dtype,
     with_peers: bool,
     num_segments: int = 1,
+    cold: int | None = None,
 ) -> Case:
     grad_size = grad_dtype.itemsize if grad_dtype else 0
-    sets = _sets((8 + grad_size) * numel)
+    sets = _sets((8 + grad_size) * numel, cold)
     clean = _normal(sets, numel, device)
     residual = [tensor.clone() for tensor in clean]
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)] if grad_dtype else None
@@ -135,10 +151,12 @@ def sample_threshold(device: str, numel: int, density: float, num_segments: int 
     return Case("sample_threshold", detail, numel, moved, sets, run, density=density)
 
 
-def scatter_unpack(device: str, numel: int, density: float, ranks: int) -> Case:
+def scatter_unpack(
+    device: str, numel: int, density: float, ranks: int, cold: int | None = None
+) -> Case:
     capacity = max(1, int(1.25 * density * numel))
     nbytes = payload_layout(numel, capacity, BF16).nbytes
-    sets = _sets(4 * numel + ranks * nbytes)
+    sets = _sets(4 * numel + ranks * nbytes, cold)
     pack = _best(device).mask_pack
     tau, segments = _threshold(density, 1.0, device), torch.tensor([0, numel], device=device)
     seen = torch.zeros(1, dtype=torch.int32, device=device)
@@ -163,10 +181,11 @@ def row_pack(
     density: float,
     with_peers: bool,
     dtype: torch.dtype = F32,
+    cold: int | None = None,
 ) -> Case:
     k = max(1, math.ceil(density * width))
     moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))
-    sets = _sets(moved)
+    sets = _sets(moved, cold)
     x = [t.to(dtype).view(rows, width) for t in _normal(sets, rows * width, device)]
     return Case(
         "row_pack",
@@ -255,8 +274,8 @@ def _best(device: str) -> SimpleNamespace:
     return list(backends(device).values())[1 if len(backends(device)) > 1 else 0]
 
 
-def _sets(nbytes: int) -> int:
-    return min(max(math.ceil(COLD_BYTES / max(nbytes, 1)), 2), MOST_SETS)
+def _sets(nbytes: int, cold: int | None = None) -> int:
+    return min(max(math.ceil((cold or COLD_BYTES) / max(nbytes, 1)), 2), MOST_SETS)
 
 
 def _normal(sets: int, numel: int, device: str) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,19 +15,26 @@ from dct_dlrm.errors import UsageError
 
 from .. import provenance
 from . import cases, native
+from .arguments import settle
 from .cases import Case
+from .peers import EXACT
 from .timing import take_turns
 
-SLOW_ROUNDS = 1  # of eager and the peers, which are tens of times slower
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # of eager and the peers, which are tens of times slower
 COPY, COPY_KERNEL = "copy", "copy kernel"
+OURS = ("cuda", "triton", "cpp", "eager")
 DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
 HEADER = (
     "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
     "|---|---|---|---|---|---|---|",
 )
+FIRST_LOOK_SECONDS = 2  # after which no further round of a case begins
+UNIT = "A copy of as many bytes, in the same run, has speed 1: the larger, the better.\n"
+EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
 
 
 def run(options: argparse.Namespace) -> int:
+    is_first_look = settle(options)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device must be cpu where there is no GPU, got cuda")
     if options.graphs and options.device != "cuda":
@@ -37,14 +45,14 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     start, results = time.monotonic(), []
     print(_heading(options))
-    print("\n".join(HEADER))
-    for case in _progress(options):
+    print(_about_first_look(options.device) if is_first_look else "\n".join(HEADER), flush=True)
+    for case in cases.first_look(options.device) if is_first_look else _progress(options):
         if options.seconds and time.monotonic() - start > options.seconds:
             print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
             break
-        result = measure(case, options)
+        result = measure(case, options, is_first_look)
         results.append(result)
-        for line in lines(result):
+        for line in [sentence(result)] if is_first_look else lines(result):
             print(line, flush=True)
         if options.json:  # after every case: what was measured is kept, whatever comes
             _write(options, results)
@@ -70,18 +78,25 @@ def _progress(options: argparse.Namespace) -> Iterator[Case]:
             progress.advance(task)
 
 
-def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
-    """Times of everything that is compared, once it is found right."""
+def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False) -> dict:
+    """Times of everything that is compared, once it is found right.
+
+    Of a first look eager is timed only where it is alone, and there are fewer rounds where the
+    machine is slow.
+    """
     backends = cases.backends(options.device)
     _check(case, backends)
     calls: dict[str, Callable] = _copies(case, options.device)
     for name, ops in backends.items():
-        calls[name] = lambda i, ops=ops: case.run(ops, i)
+        if name != "eager" or not is_first_look or len(backends) == 1:
+            calls[name] = lambda i, ops=ops: case.run(ops, i)
     calls |= {name: peer.run for name, peer in case.peers.items()}
     slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk", "FBGEMM"}
     rounds = {name: SLOW_ROUNDS if name in slow else options.rounds for name in calls}
+    sets = {name: min(SLOW_SETS, case.sets) if name in slow else case.sets for name in calls}
     fast = [name for name in (*backends, COPY) if name != "eager"] if options.graphs else []
-    timing = take_turns(calls, case.reset, case.sets, rounds, options.device, fast)
+    seconds = FIRST_LOOK_SECONDS if is_first_look else math.inf
+    timing = take_turns(calls, case.reset, sets, rounds, options.device, fast, seconds)
     return {
         "op": case.op,
         "case": case.detail,
@@ -134,6 +149,20 @@ def lines(result: dict) -> Iterator[str]:
             f"| {result['op']} | {result['numel']:,}: {result['case']} | {density} | "
             f"{name} | {times} | {f'{rate:,.1f}' if ours else ''} | {copy / ms['median']:.1%} |"
         )
+
+
+def sentence(result: dict) -> str:
+    """How fast our best backend is, beside exact top-k where it was timed, and beside a copy."""
+    ms = {name: times["median"] for name, times in result["ms"].items()}
+    ours = ms[next(name for name in OURS if name in ms)]
+    said = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]
+    said.append(f"{ms[COPY] / ours:.2g} of a copy")
+    of = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
+    return f"{of}: {', '.join(said)}."
+
+
+def _about_first_look(device: str) -> str:
+    return UNIT if len(cases.backends(device)) > 1 else f"{EAGER_ALONE}\n{UNIT}"
 
 
 def _heading(options: argparse.Namespace) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import native
 
+EXACT = ("topk", "torch.topk")  # of mask_pack, of row_pack
+
 
 @dataclass
 class Peer:

@@ -1,5 +1,6 @@
 """Times of calls that take turns, each on buffers that no cache holds any more."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -16,35 +17,40 @@ Call = Callable[[int], object]
 def take_turns(
     calls: dict[str, Call],
     reset: Call,
-    sets: int,
+    sets: dict[str, int],
     rounds: dict[str, int],
     device: str,
     graphs: Collection[str] = (),
+    seconds: float = math.inf,
 ) -> dict[str, dict[str, float]]:
     """{name: median, 20 % and 80 % quantile in ms} of `call(i)` on the buffer sets i in turn.
 
+    `sets` and `rounds` are how many of the sets a call goes through in its turn, and how often.
     Every call has its turn in every round, so that what else the machine does hits all alike. The
     buffers are reset before each turn, all of them, which also sends the first out of the caches.
     On the GPU time is between events around the call, queued while the device is kept busy for as
     long as that takes: what the device takes, without the host's launches, unless a call itself
     waits for the device. Calls named in `graphs` are captured in a CUDA graph for every set, and
-    replayed.
+    replayed. After so many `seconds` no further round begins, but for the first.
     """
-    calls = calls | {name: _captured(calls[name], reset, sets) for name in graphs}
+    calls = calls | {name: _captured(calls[name], reset, sets[name]) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     cycles: dict[str, int] = {}
+    start = time.monotonic()
     for turn in range(max(rounds.values()) + 1):
+        if turn > 1 and time.monotonic() - start > seconds:
+            break
         for name, call in calls.items():
             if turn > rounds[name]:
                 continue
-            for i in range(sets):
+            for i in range(max(sets.values())):
                 reset(i)
             if turn == 0 and device == "cuda":  # the first turn warms up
-                cycles[name] = _cycles_that_hide(call, reset, sets)
+                cycles[name] = _cycles_that_hide(call, reset, sets[name])
             elif device == "cuda":
-                samples[name] += _on_gpu(call, sets, cycles[name])
+                samples[name] += _on_gpu(call, sets[name], cycles[name])
             else:
-                measured = list(_on_cpu(call, sets))
+                measured = list(_on_cpu(call, sets[name]))
                 samples[name] += measured if turn > 0 else []
     return {name: _quantiles(values) for name, values in samples.items()}
 

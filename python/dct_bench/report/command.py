@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 
 from dct_dlrm.errors import UsageError
 
-from ..kernels.command import COPY, COPY_KERNEL, HEADER, lines
+from ..kernels.command import COPY, COPY_KERNEL, HEADER, OURS, lines
 from ..scale.kernel_rates import read_json
 
-OURS = ("cuda", "triton", "cpp", "eager")
 RESULT = {"op", "case", "numel", "density", "bytes", "ms"}
 PROVENANCE = {"date", "cpu", "gpu", "torch"}
 
@@ -112,7 +111,7 @@ def _over(key: str, label: str) -> Callable[[Axes, str, list[dict]], None]:
             low, high = [ms["q20"] for _, ms in points], [ms["q80"] for _, ms in points]
             axes.fill_between(x, low, high, alpha=0.15)
         axes.set(title=case, xlabel=label, ylabel="ms", xscale="log", yscale="log")
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
         axes.grid(alpha=0.3)
 
     return draw
