@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from dct_dlrm.command_line import Parser, add_version, exit_status
 
@@ -18,9 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
-    parser = Parser(prog="dct-bench", description=DESCRIPTION)
+    exact = partial(Parser, allow_abbrev=False)  # what is misspelt is not guessed
+    parser = exact(prog="dct-bench", description=DESCRIPTION)
     add_version(parser)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=exact
+    )
     for name in COMMANDS:
         _module(name, "arguments").add_parser(subparsers, name)
     options = parser.parse_args(arguments)

@@ -57,7 +57,7 @@ def phases(path: Path, cells: list[Cell]) -> None:
                 bottom += ms
             axes.set(title=f"{ranks} ranks, {describe_rate(rate)}", ylabel="ms per step")
             axes.tick_params("x", rotation=40, labelsize="small")
-        row[0].legend(fontsize="small")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 
