@@ -63,9 +63,9 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     parser.add_argument(
         "--threads",
         type=number(int, lambda n: 1 <= n <= 1024, "an integer in [1, 1024]"),
-        default=torch.get_num_threads(),
         metavar="N",
-        help="of the CPU, for everything that is timed there",
+        help="of the CPU, for all that is timed there (default: 1 for the first look, which is "
+        f"then steady on busy cores, too; {torch.get_num_threads()} for the tables)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all that is measured to this file"
@@ -76,7 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "--ops",
         type=several(str, TIMED),
         metavar="OP,...",
-        help=f"which (default: {_shown('ops')})",
+        help=f"which of {', '.join(TIMED)} (default: all)",
     )
     tables.add_argument(
         "--sizes",
@@ -118,6 +118,8 @@ def settle(options: argparse.Namespace) -> bool:
     for name, default in DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
+    if options.threads is None:
+        options.threads = 1 if first_look else torch.get_num_threads()
     return first_look
 
 

@@ -28,7 +28,7 @@ HEADER = (
     "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
     "|---|---|---|---|---|---|---|",
 )
-FIRST_LOOK_SECONDS = 2  # after which no further round of a case begins
+FIRST_LOOK_SECONDS = 1  # after which no further round of a case begins
 UNIT = "A copy of as many bytes, in the same run, has speed 1: the larger, the better.\n"
 EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
 
@@ -168,7 +168,7 @@ def _about_first_look(device: str) -> str:
 def _heading(options: argparse.Namespace) -> str:
     about = provenance.describe()
     where = (
-        about["gpu"] if options.device == "cuda" else f"{about['cpu']}, {options.threads} threads"
+        about["gpu"] if options.device == "cuda" else f"{about['cpu']}, threads: {options.threads}"
     )
     lines = [f"torch {about['torch']}, {where}, load {about['load_average']:.1f}\n"]
     if options.device == "cuda" and native.missing() is not None:
