@@ -11,8 +11,6 @@ OTHER   := $(abspath $(VENV)-abi/bin)
 RECIPES := $(abspath $(VENV)-recipes/bin)
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
 
-# The toolkit's own folder: the nvcc on PATH may be a link or a script.
-CUDA_HOME  ?= $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p'))
 CUDA_ARCHS ?= 9.0
 
 .PHONY: help train test lint native sanitize abi recipes aot cuda triton check-all clean
@@ -33,7 +31,7 @@ help:
 $(VENV)/installed: pyproject.toml setup.py
 	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel ninja cmake
+	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=64" wheel ninja cmake
 	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint]'
 	@touch $@
 
@@ -75,7 +73,7 @@ lint: $(VENV)/installed
 
 $(VENV)-abi/installed:
 	$(PYTHON) -m venv $(VENV)-abi
-	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=77" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
+	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=64" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
 	touch $@
 
 # The binary built against TORCH, loaded unchanged by OTHER_TORCH: the tests of ops and of the layer,
@@ -103,7 +101,6 @@ recipes: $(VENV)/built $(VENV)-recipes/installed
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
 # and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
 COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
-cuda: export CUDA_HOME := $(CUDA_HOME)
 cuda: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 cuda: $(VENV)-abi/installed
 	$(call COPY,build/cuda)

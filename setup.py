@@ -11,25 +11,71 @@ Without a C++ compiler the result is pure Python as well, and says so. Everythin
 package is in pyproject.toml; the sources are listed in csrc/sources.txt.
 """
 
+import importlib.metadata
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
-from setuptools import setup
+import setuptools
 
 ROOT = Path(__file__).parent.resolve()
-TARGET_TORCH = "0x020b000000000000"  # the oldest torch that loads the library: 2.11
+OLDEST_SETUPTOOLS = 64
+OLDEST_TORCH = "2.11"  # that loads the library
 
 
 def flag(name: str) -> bool | None:
     """True, False, or None where the environment does not say."""
     value = os.environ.get(name)
     if value not in (None, "0", "1"):
-        sys.exit(f"setup.py: {name} must be 0 or 1, got {value!r}")
+        stop(f"{name} must be 0 or 1, got {value!r}")
     return None if value is None else value == "1"
+
+
+def stop(text: str) -> NoReturn:
+    sys.exit(f"setup.py: {text}")
+
+
+def note(text: str) -> None:
+    print(f"setup.py: {text}", file=sys.stderr)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def check_setuptools() -> None:
+    """Without build isolation nobody compares it with what pyproject.toml requires."""
+    version = setuptools.__version__
+    if numbers(version)[0] < OLDEST_SETUPTOOLS or not makes_wheels():
+        stop(f"setuptools {version} is too old: pip install --upgrade setuptools")
+
+
+def makes_wheels() -> bool:
+    """From 70.1 on by itself, before with the package `wheel`."""
+    from setuptools.errors import ModuleError  # which the oldest do not have
+
+    try:
+        setuptools.Distribution().get_command_class("bdist_wheel")
+    except ModuleError:
+        return False
+    return True
+
+
+def check_torch() -> None:
+    """Stop before pip replaces a torch that is too old, and its CUDA libraries with it."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if numbers(version) < numbers(OLDEST_TORCH):
+        stop(f"torch {version} is older than {OLDEST_TORCH}: pip install --upgrade torch")
 
 
 def compiler() -> str | None:
@@ -46,25 +92,76 @@ def why_pure_python() -> str | None:
     return None
 
 
-def with_cuda(torch, cuda_home: str | None) -> bool:
+def toolkits() -> list[Path]:
+    """Where the CUDA toolkit may be: what the environment says, or where it usually is."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return [Path(home)]
+    found = []
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        # It may be a link or a script, far from its toolkit, and says itself where that is.
+        plan = output(nvcc, "--dryrun", "-x", "cu", os.devnull)
+        found = [Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.*)$", plan, re.MULTILINE)]
+        found.append(Path(nvcc).parents[1])
+    return [*found, Path("/usr/local/cuda")]
+
+
+def why_not(toolkit: Path, cuda: str) -> str | None:
+    """Why the toolkit does not build for a torch of this CUDA version, or None."""
+    nvcc = toolkit / "bin" / "nvcc"
+    if not nvcc.exists():
+        return f"{toolkit} has no bin/nvcc"
+    # Conda's compilers look into targets/.
+    headers = ("include/cuda_runtime_api.h", "targets/*/include/cuda_runtime_api.h")
+    if not any(any(toolkit.glob(header)) for header in headers):
+        return f"{toolkit} has no include/cuda_runtime_api.h"
+    release = re.search(r"release (\d+)\.", output(nvcc, "--version"))
+    if release is None or int(release[1]) != numbers(cuda)[0]:
+        return f"{toolkit} is CUDA {release[1] if release else 'of no known version'}"
+    return None
+
+
+def output(*command: str | Path) -> str:
+    """stdout and stderr: nvcc writes its plan to the latter."""
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    ).stdout
+
+
+def find_toolkit(cuda: str) -> tuple[Path | None, str]:
+    """The first that will do for a torch of this CUDA version, or why the first of all will not."""
+    reasons = []
+    for toolkit in toolkits():
+        reason = why_not(toolkit, cuda)
+        if reason is None:
+            return toolkit, ""
+        reasons.append(reason)
+    return None, reasons[0]
+
+
+def cuda_toolkit(torch) -> Path | None:
+    """The toolkit to build CUDA kernels with, or None if there are to be none."""
     # Not torch.cuda.is_available(): build machines often have no GPU.
-    wanted = flag("DCT_CUDA")
-    missing = []
-    if torch.version.cuda is None:
+    wanted, cuda = flag("DCT_CUDA"), torch.version.cuda
+    if wanted is False or (wanted is None and cuda is None):
+        return None
+    toolkit, missing = None, []
+    if cuda is None:
         missing.append("a torch built for CUDA")
-    if cuda_home is None or not Path(cuda_home, "bin", "nvcc").exists():
-        missing.append("the CUDA toolkit (nvcc; CUDA_HOME says where)")
+    else:
+        toolkit, reason = find_toolkit(cuda)
+        if toolkit is None:
+            name = f"the toolkit of CUDA {numbers(cuda)[0]}"
+            missing.append(f"{name} ({reason}; CUDA_HOME says where it is)")
     if not any(map(is_cuda, sources())):
         missing.append("CUDA sources in csrc/sources.txt")
     if wanted and missing:
-        sys.exit(f"setup.py: DCT_CUDA=1, but these are missing: {', '.join(missing)}")
-    if torch.version.cuda is not None and wanted is None and missing:
+        stop(f"DCT_CUDA=1, but these are missing: {', '.join(missing)}")
+    if missing:
         note(f"no CUDA kernels are built, these are missing: {', '.join(missing)}")
-    return not missing if wanted is None else wanted
-
-
-def note(text: str) -> None:
-    print(f"setup.py: {text}", file=sys.stderr)
+        return None
+    return toolkit
 
 
 def sources() -> list[str]:
@@ -78,17 +175,20 @@ def is_cuda(source: str) -> bool:
 def extension():
     try:
         import torch
-        from torch.utils import cpp_extension
-    except ImportError:
-        sys.exit(
-            "setup.py: torch is not there at build time. Build against your own torch with\n"
-            "    pip install --no-build-isolation .\n"
-            "or set DCT_BUILD=0 for a pure-Python installation."
+    except ImportError as error:
+        stop(
+            f"install torch >= {OLDEST_TORCH} first: pip install torch; "
+            f"then pip install --no-build-isolation . ({error})"
         )
-    cuda = with_cuda(torch, cpp_extension.CUDA_HOME)
+    toolkit = cuda_toolkit(torch)
+    if toolkit is not None:
+        os.environ["CUDA_HOME"] = str(toolkit)  # read by the import that follows
+    from torch.utils import cpp_extension
+
+    cuda = toolkit is not None
     debug = flag("DCT_DEBUG")
     sanitizers = os.environ.get("DCT_SANITIZE", "")
-    define = [f"-DTORCH_TARGET_VERSION={TARGET_TORCH}"]
+    define = ["-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*numbers(OLDEST_TORCH))]
     common = [*define, "-std=c++17", *(["-O0", "-g"] if debug else ["-O3"])]
     cxx = [
         *common,
@@ -111,6 +211,7 @@ def extension():
         cxx.append("-DUSE_CUDA")
         nvcc.append("-DUSE_CUDA")
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
+    build = cpp_extension.BuildExtension
     return make(
         name="dct_kernels._C",
         sources=[source for source in sources() if cuda or not is_cuda(source)],
@@ -121,17 +222,39 @@ def extension():
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=link,
         py_limited_api=True,
-    ), cpp_extension.BuildExtension
+    ), with_hint(build) if cuda else build
 
 
-reason = why_pure_python()
-if reason is not None:
-    note(f"nothing is compiled, dct_kernels will run without kernels of its own: {reason}")
-    setup()
-else:
-    module, build_ext = extension()
-    setup(
-        ext_modules=[module],
-        cmdclass={"build_ext": build_ext},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    )
+def with_hint(build: type) -> type:
+    """The same command; where it fails, its last line says how to do without CUDA kernels."""
+
+    class Build(build):
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as error:  # the compiler has said why
+                stop(f"{error}; DCT_CUDA=0 builds without CUDA kernels")
+
+    return Build
+
+
+def main() -> None:
+    check_setuptools()
+    check_torch()
+    reason = why_pure_python()
+    built = {}
+    if reason is not None:
+        note(f"nothing is compiled, dct_kernels will run without kernels of its own: {reason}")
+    else:
+        module, build_ext = extension()
+        built = {
+            "ext_modules": [module],
+            "cmdclass": {"build_ext": build_ext},
+            "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        }
+    # In pyproject.toml, setuptools before 77 want the license in a form that later ones warn of.
+    setuptools.setup(license="BSD-3-Clause", **built)
+
+
+if __name__ == "__main__":
+    main()
