@@ -5,6 +5,7 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,26 @@ def run_as_torchrun(function, ranks, *args):
 def _with(variables, function, args):
     os.environ.update(variables)
     return function(*args)
+
+
+@contextlib.contextmanager
+def started(command, **options):
+    """A running process that answers Ctrl-C; ended afterwards with all that it started.
+
+    Where these tests run as a script's background job, Ctrl-C is ignored, and by children as well:
+    they inherit that, and the commands mean to respect it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, start_new_session=True, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # What a program leaves, models and all, stays until its process ends: torch joins the threads of a

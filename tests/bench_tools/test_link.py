@@ -1,5 +1,6 @@
 """dct-bench link, end to end: on loopback anywhere, in namespaces where there is root."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import started
 
 from dct_bench import cli
 from dct_bench.link import namespaces
@@ -176,18 +178,18 @@ def test_nodes_that_cannot_be_made_are_refused(arguments, text, tmp_path, capsys
     ],
 )
 def test_an_interrupted_run_cleans_up(tmp_path, number):
-    process = _start_run(tmp_path)
-    process.send_signal(number)
-    assert process.wait(30) == 130
-    assert process.stderr.read().endswith("dct-bench link: interrupted\n")
+    with _a_run(tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert process.stderr.read().endswith("dct-bench link: interrupted\n")
     assert _ours() == []
 
 
 @needs_root
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
-    process = _start_run(tmp_path)
-    process.kill()
-    process.wait()
+    with _a_run(tmp_path) as process:
+        process.kill()
+        process.wait()
     assert len(_ours()) == 3
     with Namespaces(2):
         assert len(_ours()) == 3
@@ -251,17 +253,14 @@ def test_loopback_refuses_a_rate(capsys):
     assert "--rates must be unlimited" in capsys.readouterr().err
 
 
-def _start_run(folder):
-    """A run that has its namespaces and would take minutes."""
+@contextlib.contextmanager
+def _a_run(folder):
+    """A process that has its namespaces and would take minutes."""
     command = [sys.executable, "-m", "dct_bench.cli", "link", "--rates", "1mbit"]
-    process = subprocess.Popen(
-        [*command, "--out", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while len(_ours()) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    return process
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with started([*command, "--out", str(folder)], **pipes) as process:
+        deadline = time.monotonic() + 60
+        while len(_ours()) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from programs import started
 
 from dct_bench import cli
 from dct_dlrm import arguments, train
@@ -97,6 +98,20 @@ def test_results_are_not_overwritten_unasked(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
+def test_a_program_of_these_tests_answers_ctrl_c_though_they_run_in_the_background():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a script's background job
+    try:
+        program = "import time; print('ready', flush=True); time.sleep(300)"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        with started([sys.executable, "-c", program], **pipes) as process:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == -signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     "launcher, number",
     [
@@ -111,21 +126,13 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, launcher, number):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-u", *(torchrun if launcher == "torchrun" else [])]
     environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [*command, "-m", "dct_dlrm.train", *QUICK, "--modes", "dense", "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
+    command += ["-m", "dct_dlrm.train", *QUICK, "--modes", "dense", "--out", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command, env=environment, **pipes) as process:
         while not (said := process.stdout.readline()).startswith("dense seed 1"):
             assert said, process.stderr.read()
         os.killpg(process.pid, number)
         _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
     line = f"dct-train: interrupted: finished runs are in {tmp_path}\n"
     if launcher == "local":
         assert (process.returncode, errors) == (130, line)
