@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
+        _prepare(work)
         with _interrupts_held():
             context = _start(ranks, rendezvous, work, args)
         try:
@@ -62,10 +63,27 @@ def launch(work: Callable[..., None], ranks: int, *args: object) -> None:
             _end(context)
 
 
-def _start(ranks: int, rendezvous: str, work: Callable[..., None], args: tuple) -> ProcessContext:
-    # All ranks are forked from a process that has imported what they need: once, not once a rank,
-    # and for all calls of this program. DDP's constructor imports dynamo.
+def _prepare(work: Callable[..., None]) -> None:
+    """Start the process that ranks are forked from, and wait until it has imported what they need.
+
+    That is once, not once a rank, and for all calls of this program. It takes seconds, in which
+    Ctrl-C is answered here at once: no rank is there yet, and the process ends with this one.
+    """
+    # DDP's constructor imports dynamo.
     multiprocessing.set_forkserver_preload([work.__module__, "torch._dynamo"])
+    resource_tracker.ensure_running()  # or the next line does, and lets signals through again
+    with _interrupts_held():
+        forkserver.ensure_running()
+    first = multiprocessing.get_context("forkserver").Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    """The work of a process that is started to see that others can be."""
+
+
+def _start(ranks: int, rendezvous: str, work: Callable[..., None], args: tuple) -> ProcessContext:
     given = (ranks, rendezvous, work, args)
     return start_processes(_local_rank, given, ranks, join=False, start_method="forkserver")
 
@@ -95,7 +113,6 @@ def _interrupts_held() -> Iterator[None]:
 
     Until then each would answer it with a traceback of what it was importing.
     """
-    resource_tracker.ensure_running()  # or starting ranks does, and lets signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield

@@ -1,11 +1,14 @@
 """Starting ranks: a failure of one ends the others and arrives with its message."""
 
 import os
+import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import started
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_dlrm.launch import WorkerError, launch
@@ -64,3 +67,34 @@ def test_a_rank_that_dies_is_named():
 
 def test_a_thread_still_at_work_ends_before_python_does():
     launch(_leave_a_thread_at_work, 2)
+
+
+# What ranks do, in a module that takes long to import where they are forked from, and there alone.
+WORK = """
+import pathlib, sys, time
+if sys.argv[0] == "-c":
+    pathlib.Path("importing").touch()
+    time.sleep(300)
+def work(): pass
+"""
+PROGRAM = """
+import sys, work
+from dct_dlrm.command_line import exit_status
+from dct_dlrm.launch import launch
+sys.exit(exit_status("program", lambda: launch(work.work, 2)))
+"""
+
+
+def test_an_interrupt_does_not_wait_for_what_ranks_import(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with (
+        open(tmp_path / "errors", "w") as errors,
+        started([sys.executable, "program.py"], cwd=tmp_path, stderr=errors) as process,
+    ):
+        while not (tmp_path / "importing").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal sends it
+        assert process.wait(60) == 130
+        assert (tmp_path / "errors").read_text() == "program: interrupted\n"
