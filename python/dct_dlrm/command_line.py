@@ -31,7 +31,13 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the usage, which would push it off the screen."""
+    """Says in one line what is wrong, without the usage, which would push it off the screen.
+
+    Takes no abbreviations: a script's would change its meaning with the next option's name.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")

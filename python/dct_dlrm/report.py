@@ -13,6 +13,7 @@ from .loop import Run
 
 Runs = dict[str, list[Run]]  # by mode
 Bayes = tuple[float, float]  # AUC and log loss of the true probabilities
+SHORT_STEPS = 300  # in fewer, much of what modes differ by is that gradients come late
 MEAN_BYTES, MAX_BYTES = "wire_bytes_per_step_per_rank", "wire_bytes_per_step_max_rank"
 
 
@@ -99,6 +100,9 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
         table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}")
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
+    steps = min(len(run.loss) for of_mode in runs.values() for run in of_mode)
+    if steps < SHORT_STEPS:
+        console.print(f"{steps:,} steps: too short to judge quality", style="yellow")
     for mode in (mode for mode in runs if _has_mesh(runs, mode)):
         inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
         text = (

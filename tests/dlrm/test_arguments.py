@@ -2,6 +2,7 @@
 
 import pytest
 
+from dct_bench import cli
 from dct_dlrm import arguments
 from dct_dlrm.errors import UsageError
 from dct_dlrm.train import _folder, main
@@ -51,6 +52,20 @@ def test_a_wrong_argument(capsys, argument, value, rule):
     said = capsys.readouterr().err
     assert said.startswith(f"dct-train: error: argument {argument}: {rule}")
     assert said.endswith("; see dct-train --help\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "run, given, full",
+    [(main, ["--dens", "0.5"], "--density"), (cli.main, ["scale", "--rate", "1gbit"], "--rates")],
+)
+def test_options_have_their_whole_names(capsys, run, given, full):
+    with pytest.raises(SystemExit) as exit_info:
+        run(given)
+    assert exit_info.value.code == 2
+    assert f"error: unrecognized arguments: {' '.join(given[-2:])}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run([*given[:-2], full, "no number"])
+    assert f"error: argument {full}: must be" in capsys.readouterr().err
 
 
 def test_file_and_generated_rows_exclude_each_other(capsys):
