@@ -53,8 +53,11 @@ def numbers(version: str) -> tuple[int, ...]:
 def check_setuptools() -> None:
     """Without build isolation nobody compares it with what pyproject.toml requires."""
     version = setuptools.__version__
-    if numbers(version)[0] < OLDEST_SETUPTOOLS or not makes_wheels():
-        stop(f"setuptools {version} is too old: pip install --upgrade setuptools")
+    if numbers(version)[0] < OLDEST_SETUPTOOLS:
+        wanted = f'"setuptools>={OLDEST_SETUPTOOLS},<82" wheel'  # torch 2.11 refuses 82
+        stop(f"setuptools {version} is older than {OLDEST_SETUPTOOLS}: pip install {wanted}")
+    if not makes_wheels():
+        stop(f"setuptools {version} needs the package wheel: pip install wheel")
 
 
 def makes_wheels() -> bool:
