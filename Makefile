@@ -139,6 +139,7 @@ check-all: test lint abi recipes sanitize triton
 	$(BIN)/python -m pytest $(PARALLEL) -m large tests/emulation tests/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/emulation --ignore tests/ptx --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel
+	$(BIN)/python tests/torch_ddp.py
 
 clean:
 	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes

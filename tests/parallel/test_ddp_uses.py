@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -99,6 +100,80 @@ def _joined(rank):
 
 def test_uneven_inputs_under_join():
     assert run_ranks(_joined, 2) == [12, 12]
+
+
+class Squares(Dictated):
+    """Of which the gradient depends on the weights: p * x^2."""
+
+    def forward(self, x):
+        return (self.p[0] * x).square().sum() / 2
+
+
+def _create_graph(rank):
+    """DDP takes models of one parameter then, and averages first derivatives alone."""
+    warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+    model = ddp(Squares([300]))
+    state = DCTState(model, density=0.05, start_step=1)
+    model.register_comm_hook(state, dct_hook)
+    parameter = model.module.p[0]
+    parameter.data.copy_(torch.arange(300) % 3)
+    applied, total = torch.zeros(300), torch.zeros(300)
+    for step in range(6):
+        parameter.grad = None
+        x = _integers(step, rank)[0][:300].remainder(3)
+        model(x).backward(create_graph=True)
+        assert parameter.grad.requires_grad  # as without a hook
+        applied += parameter.grad.detach()
+        total += parameter.detach() * x.square()
+    left = _left(state, 0)
+    dist.all_reduce(left)
+    dist.all_reduce(total)
+    assert torch.equal(2 * applied + left, total)
+    assert left.count_nonzero() and applied.count_nonzero()
+
+
+def test_backward_with_create_graph():
+    run_ranks(_create_graph, 2)
+
+
+def _left_out(rank, unused):
+    """DDP sends no bucket of parameters that no rank uses: it may be the first, or the last."""
+    sizes = (6000, 6000, 6000)
+    model = ddp(Dictated(sizes), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    state = DCTState(model, density=0.05, start_step=1)
+    indices = []
+
+    def hook(state, bucket):
+        indices.append((bucket.index(), bucket.is_last()))
+        return dct_hook(state, bucket)
+
+    model.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    used = [i for i in range(3) if i != unused]
+    model.module.forward = lambda *grads: sum((model.module.p[i] * grads[i]).sum() for i in used)
+    total = [torch.zeros(n) for n in sizes]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        optimizer.zero_grad()
+        grads = [torch.randint(-8, 9, (n,), generator=generator).float() for n in sizes]
+        model(*grads).backward()
+        optimizer.step()
+        for index in used:
+            total[index] += grads[index]
+        assert state.step == step + 1
+    for index in range(3):
+        left, own = _left(state, index), total[index]
+        dist.all_reduce(left)
+        dist.all_reduce(own)
+        assert torch.equal(left - 2 * model.module.p[index].detach(), own), index
+    return len(set(indices)), min(indices)[0], any(last for _, last in indices)
+
+
+@pytest.mark.parametrize("unused", [0, 2], ids=["last", "first"])
+def test_buckets_that_ddp_leaves_out(unused):
+    # DDP's buckets are in reverse order of the parameters.
+    expected = (2, 0, False) if unused == 0 else (2, 1, True)
+    assert run_ranks(_left_out, 2, unused) == [expected] * 2
 
 
 def _disabled(rank):

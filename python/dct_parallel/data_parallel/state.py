@@ -341,25 +341,26 @@ class DCTState:
             self.bind(model.ddp_of(bucket.parameters()[0]))
         if self._executor is None:
             checks.fail("dct_hook", "state", "open", "one that was closed")
-        index, buffer = bucket.index(), bucket.buffer()
-        if index not in (0, self._next_index):
-            checks.fail("dct_hook", "bucket", f"number {self._next_index}, in order", index)
+        # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
+        index, buffer = bucket.index(), bucket.buffer().detach()
         plan = self._buckets.plan(index, bucket)
-        if index == 0:
-            self._finish_last_step(plan)
-            self._run.begin_step(self.step)
-            self._loss_scale.begin()
-        if self.step < self.start_step:
+        # DDP goes through its buckets in order, and may leave some out: the first or last, too.
+        if not 0 < self._next_index <= index:
+            self._begin_step(index, plan)
+        if self.step <= self.start_step:
             job = partial(self._ranks.dense_mean, buffer)
         else:
-            compressed = self._buckets.bucket(index, plan, self.step - self.start_step)
+            compressed = self._buckets.bucket(index, plan, self.step - self.start_step - 1)
             job = partial(self._reduce_compressed, compressed, buffer)
         result = self._executor.submit(partial(self._run.carry_out, job))
-        self._next_index = index + 1
-        if bucket.is_last():
-            self._next_index = 0
-            self.step += 1
+        self._next_index = 0 if bucket.is_last() else index + 1
         return result
+
+    def _begin_step(self, index: int, plan: BucketPlan) -> None:
+        self._finish_last_step((index, plan))
+        self._run.begin_step(self.step)
+        self._loss_scale.begin()
+        self.step += 1
 
     # On the executor:
 
@@ -369,11 +370,11 @@ class DCTState:
 
     # On the thread of the backward pass:
 
-    def _finish_last_step(self, first: BucketPlan | None = None) -> None:
+    def _finish_last_step(self, first: tuple[int, BucketPlan] | None = None) -> None:
         """Learn how the last step went; raise if a payload was damaged.
 
         Args:
-            first: what is sent for the first bucket of the next step, where that begins. Then the
+            first: number and plan of the first bucket of the next step, where that begins. Then the
                 others can be told, unless buckets have changed: theirs are not known here.
         """
         self._look_at_last_step()
@@ -381,7 +382,7 @@ class DCTState:
             first is not None
             and self._executor is not None  # as a step begins
             and self._damage.take_untold()
-            and self._buckets.holds(0, first)
+            and self._buckets.holds(*first)
         ):
             self._buckets.tell_damage(self._executor)
         self._damage.require_none()
