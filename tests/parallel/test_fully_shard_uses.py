@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
@@ -73,10 +74,10 @@ def test_damage_raises_on_every_rank_of_the_mesh(ask):
     run_ranks(_damaged, 4, ask)
 
 
-def _skipped(rank):
+def _skipped(rank, scaled):
     """One shard of one replica overflows: all ranks skip the step, and take back what they sent."""
     mesh = _mesh()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100, enabled=scaled)
     model, state = _dictated(mesh, grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     went = [torch.zeros(n, dtype=torch.float64) for n in SIZES]
@@ -86,9 +87,16 @@ def _skipped(rank):
             everyone[1][2][4000] = torch.inf  # in the second half, which ranks 1 and 3 hold
         optimizer.zero_grad()
         scaler.scale(model(*everyone[rank])).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == (1024 if step < STEP else 512)
+        if scaled:
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (1024 if step < STEP else 512)
+        elif clip_grad_norm_(model.parameters(), torch.inf).full_tensor().isfinite():
+            optimizer.step()
+        else:
+            assert step == STEP
+            state.take_back()
+            state.take_back()  # again: nothing
         for total, parts in zip(went, zip(*everyone, strict=True), strict=True):
             # Replica 0's gradient is Inf there: what it had waits on. Replica 1's counts as any.
             total += sum(torch.stack(parts[r : r + 2]).mean(0).nan_to_num(posinf=0) for r in (0, 2))
@@ -101,8 +109,9 @@ def _skipped(rank):
     assert not all(torch.equal(r, residual) for r in gathered(residual)[::2])
 
 
-def test_what_a_skipped_step_sent_is_taken_back_on_every_shard():
-    run_ranks(_skipped, 4)
+@pytest.mark.parametrize("scaled", [True, False], ids=["by a scaler", "by the user"])
+def test_what_a_skipped_step_sent_is_taken_back_on_every_shard(scaled):
+    run_ranks(_skipped, 4, scaled)
 
 
 class Twice(nn.Module):

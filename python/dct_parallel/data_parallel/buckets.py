@@ -49,6 +49,11 @@ class Buckets:
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, AnyBucket] = {}
         self._parked: dict[str, checkpoint.SegmentState] = {}
+        self._sent: list[int] = []  # in this step, and not taken back
+
+    def begin_step(self) -> None:
+        """What was sent by now is applied, or was taken back."""
+        self._sent.clear()
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
         """What DDP's bucket sends: found once, and anew when it holds other parameters.
@@ -64,7 +69,10 @@ class Buckets:
         return plan
 
     def bucket(self, index: int, plan: BucketPlan, step: int) -> AnyBucket:
-        """The bucket of this plan: made anew, from its parameters' states, on a new layout."""
+        """The bucket of this plan, to be sent now: made anew, from its parameters' states, on a new
+        layout.
+        """
+        self._sent.append(index)
         known = self._buckets.get(index)
         if known is not None and known.plan is plan:
             return known
@@ -90,6 +98,11 @@ class Buckets:
     def in_order(self) -> list[AnyBucket]:
         """All of them; none before compression starts, and after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
+
+    def take_back(self) -> None:
+        """Return what was sent in this step to the residuals; called again, nothing."""
+        while self._sent:
+            self._buckets[self._sent.pop()].take_back()
 
     def take_reports(self) -> dict[int, Report]:
         """{index: report} of what the last step left to be known, once."""
@@ -129,6 +142,7 @@ class Buckets:
     def load(self, states: dict[str, checkpoint.SegmentState]) -> None:
         """Start from these, as soon as buckets come."""
         self._buckets.clear()
+        self._sent.clear()
         self._parked = self._reordered(states, memory_order.enter)
 
     def _reordered(

@@ -262,6 +262,31 @@ class DCTState:
             stats |= bucket.parameter_stats()
         return stats
 
+    def take_back(self) -> None:
+        """Undo what the last step did to the residuals, for a step that you do not apply.
+
+        What was sent in it would be lost with it: the step's gradients, and what had waited for
+        steps. Call it on every rank, after the backward pass and before the next one:
+
+            norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            if not norm.isfinite():  # on all ranks, as their gradients are the same
+                state.take_back()
+                optimizer.zero_grad()
+                continue
+
+        Exact for finite gradients (what owners keep with "shard": to float32 rounding). NaN and Inf
+        are dropped, of a mesh with what else was in that entry of the node's mean. Of several
+        backward passes that were exchanged, as DDP adds them up, all is taken back. Steps before
+        compression send nothing of residuals. Called again, or after a GradScaler skipped the step,
+        it does nothing.
+
+        Raises:
+            RuntimeError: a payload was damaged.
+        """
+        self._require_bound("take_back")
+        self._finish_last_step()
+        self._buckets.take_back()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds by parameter name, the step, and the last steps'
         statistics. Copies, on the CPU.
@@ -360,6 +385,7 @@ class DCTState:
         self._finish_last_step((index, plan))
         self._run.begin_step(self.step)
         self._loss_scale.begin()
+        self._buckets.begin_step()
         self.step += 1
 
     # On the executor:
@@ -387,8 +413,7 @@ class DCTState:
             self._buckets.tell_damage(self._executor)
         self._damage.require_none()
         if self._loss_scale.skipped():
-            for bucket in self._buckets.in_order():
-                bucket.take_back()
+            self._buckets.take_back()
 
     def _look_at_last_step(self) -> None:
         with record_function("dct::wait"):

@@ -68,6 +68,7 @@ class FullyShardState:
 
         self._in_step = False  # a backward pass goes on
         self._order: list[int] = []  # units of the last step, until that is finished
+        self._sent: list[int] = []  # those that were compressed, until taken back
         self._damaged = self._overflowed = False  # what this rank saw in it
 
         world = groups.require_group(OP, None)
@@ -150,6 +151,18 @@ class FullyShardState:
         for bucket in self._buckets:
             stats |= bucket.parameter_stats()
         return stats
+
+    def take_back(self) -> None:
+        """Undo what the last step did to the residuals, for a step that is not applied; see
+        `DCTState.take_back`. On every rank, also of other shards: all of them wait here.
+
+        Of several backward passes that were exchanged, the last one's.
+
+        Raises:
+            RuntimeError: a payload was damaged, on any rank.
+        """
+        self._finish_last_step()
+        self._return_sent()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of residuals and thresholds, by replica and parameter name. Copies.
@@ -238,6 +251,7 @@ class FullyShardState:
         self._history = History()
         self._loss_scale.saw(overflow=False)
         self._in_step, self._order, self._damaged, self._overflowed = False, [], False, False
+        self._sent = []
         self.step = entry["step"]
         parameters = entry["parameters"]
         for index, unit in enumerate(self._units):
@@ -260,11 +274,13 @@ class FullyShardState:
                 mean = partial(dense_mean, flat, torch.bfloat16, self._group)
                 flat.copy_(self._run.carry_out(mean))
         else:
+            self._sent.append(index)
             scale = self._loss_scale.value, self._loss_scale.inverse
             self._run.carry_out(partial(self._buckets[index].reduce, flat, *scale))
 
     def _begin_step(self) -> None:
         self._finish_last_step()
+        self._sent = []
         self._run.begin_step(self.step)
         self._loss_scale.begin()
         self.step += 1
@@ -310,6 +326,9 @@ class FullyShardState:
             self._damaged = self._overflowed = False
             self._loss_scale.saw(told.overflowed)
             if self._loss_scale.skipped():
-                for index in order:
-                    self._buckets[index].take_back()
+                self._return_sent()
         self._damage.require_none()
+
+    def _return_sent(self) -> None:
+        while self._sent:
+            self._buckets[self._sent.pop()].take_back()

@@ -1,0 +1,131 @@
+"""A step that the training loop skips: `take_back` makes that of it what a GradScaler's skip is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from dct_parallel import DCTState, dct_hook, node_mesh
+from ranks import Dictated, ddp, gathered, owed, run_ranks, weights
+
+SIZES = (2000, 30, 5000, 20_000)  # the last one is longer than a block: "shard" has two owners
+BAD_STEP = 6
+
+
+def _gradients(step, rank):
+    """Small integers, so that all sums below are exact."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _make(**kwargs):
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model, density=0.05, **{"start_step": 0, **kwargs})
+    model.register_comm_hook(state, dct_hook)
+    return model, state, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _guarded_step(model, state, optimizer, grads):
+    """One step of a loop that skips what is not finite; whether it did."""
+    optimizer.zero_grad()
+    model(*grads).backward()
+    norm = clip_grad_norm_(model.parameters(), torch.inf)
+    if not norm.isfinite():
+        state.take_back()
+        return True
+    optimizer.step()
+    return False
+
+
+def _owed_to_the_mean(state, mesh):
+    """What all ranks still owe to the weights, as one flat tensor."""
+    own = torch.cat([part.flatten() for part in owed(state.state_dict()).values()])
+    # Of a mesh, residuals are in units of a node's mean; all nodes here are of two ranks.
+    return sum(gathered(own)) / (dist.get_world_size() / (2 if mesh else 1))
+
+
+def _nan_on_one_rank(rank, transport, mesh):
+    model, state, optimizer = _make(transport=transport, mesh=node_mesh(2, "cpu") if mesh else None)
+    ranks = dist.get_world_size()
+    total = torch.zeros(sum(SIZES))
+    skipped = []
+    for step in range(12):
+        everyone = [_gradients(step, r) for r in range(ranks)]
+        if step == BAD_STEP:
+            everyone[1][2][17] = torch.nan
+            everyone[1][3][:9000] = torch.inf  # more than a payload has room for
+        before = weights(model)
+        if _guarded_step(model, state, optimizer, everyone[rank]):
+            skipped.append(step)
+            assert torch.equal(weights(model), before)
+            saved = owed(state.state_dict())
+            state.take_back()  # again: nothing
+            assert all(torch.equal(a, saved[n]) for n, a in owed(state.state_dict()).items())
+        flat = [torch.cat(grads) for grads in everyone]
+        if mesh:  # a node's mean is not finite where one of its ranks' gradients is not
+            flat = [(flat[r] + flat[r + 1]) / 2 for r in range(0, ranks, 2)]
+        total += torch.stack(flat).nan_to_num(0, 0, 0).mean(0)
+    assert skipped == [BAD_STEP]
+    assert torch.equal(_owed_to_the_mean(state, mesh) - weights(model), total)
+    assert weights(model).count_nonzero() > 1000
+
+
+@pytest.mark.parametrize(
+    ("transport", "mesh", "ranks"),
+    [("gather", False, 2), ("shard", False, 2), ("gather", True, 4)],
+    ids=["gather", "shard", "mesh"],
+)
+def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks):
+    run_ranks(_nan_on_one_rank, ranks, transport, mesh)
+
+
+def _as_a_scaler_does(rank):
+    """Bit for bit, with a scale of 1; and both at once take back once."""
+    ends = []
+    for by_scaler, by_user in ((True, False), (False, True), (True, True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, backoff_factor=0.5)
+        if not by_scaler:
+            scaler = torch.amp.GradScaler("cpu", enabled=False)
+        model, state, optimizer = _make(grad_scaler=scaler)
+        for step in range(12):
+            grads = _gradients(step, rank)
+            if step == BAD_STEP and rank == 0:
+                grads[2][17] = torch.inf
+            optimizer.zero_grad()
+            scaler.scale(model(*grads)).backward()
+            scaler.unscale_(optimizer)
+            finite = clip_grad_norm_(model.parameters(), torch.inf).isfinite()
+            if by_user and not finite:
+                state.take_back()
+            if by_scaler or finite:
+                scaler.step(optimizer)
+            scaler.update()
+        ends.append([weights(model), *owed(state.state_dict()).values()])
+    for other in ends[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ends[0], other, strict=True))
+
+
+def test_it_does_what_a_scaler_does_and_both_do_it_once():
+    run_ranks(_as_a_scaler_does, 2)
+
+
+def _nothing_sent(rank):
+    """Before compression, and between a load and the next step, there is nothing to take back."""
+    model, state, optimizer = _make(start_step=1)
+    with pytest.raises(ValueError, match="dct::take_back: state must be bound to its DDP"):
+        DCTState(density=0.05).take_back()
+    state.take_back()
+    assert _guarded_step(model, state, optimizer, [torch.full((n,), torch.nan) for n in SIZES])
+    assert not any(part.any() for part in owed(state.state_dict()).values())
+    for step in range(3):
+        _guarded_step(model, state, optimizer, _gradients(step, rank))
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    state.take_back()
+    after = owed(state.state_dict())
+    assert all(torch.equal(part, after[name]) for name, part in owed(saved).items())
+    assert any(part.any() for part in after.values())
+
+
+def test_where_nothing_was_sent_nothing_comes_back():
+    run_ranks(_nothing_sent, 2)
