@@ -1,6 +1,7 @@
 """The state around training: plan, statistics, and what users get wrong."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -38,7 +39,16 @@ def _plan(rank):
 def test_plan_and_stats_tell_what_a_step_costs():
     for before, after, stats in run_ranks(_plan, 2):
         assert "buckets: 1" in before and "transport: gather (auto: no link is known)" in before
-        assert "buckets: 1" not in after
+        buckets = int(re.search(r"buckets: (\d+),", after)[1])
+        assert buckets > 1
+        # A header of 64 bytes, two starts of 4, an entry of 2 + 2, all three rounded up to 16.
+        assert "further one adds about 112 bytes" in before and "further" not in after
+        first, last = (
+            int(re.search(r"^total .* ([\d,]+)$", plan, re.M)[1].replace(",", ""))
+            for plan in (before, after)
+        )
+        assert last == stats["wire_bytes"]
+        assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
         rows = {line.split()[0]: line.split() for line in after.splitlines()}
         # 1.25 * 0.01 * 4096 entries of 2 + 2 bytes, once to the other rank
         assert rows["0.weight"] == ["0.weight", "4,096", "DCT", "52", "208"]
@@ -133,6 +143,36 @@ def _wrong_model(rank):
 
 def test_a_state_of_another_model_is_refused_at_once():
     run_ranks(_wrong_model, 2)
+
+
+def _not_a_state(rank):
+    for wrong, name in ((None, "NoneType"), ({"step": 0}, "dict")):
+        model = ddp(Dictated(SIZES))
+        model.register_comm_hook(wrong, dct_hook)
+        text = rf"state must be a DCTState, as in ddp.register_comm_hook\(.*\), got {name}$"
+        with pytest.raises(TypeError, match=text):
+            model(*_gradients(0, rank)).backward()
+
+
+def test_a_hook_without_a_state_says_what_to_pass():
+    run_ranks(_not_a_state, 1)
+
+
+def _never_registered(rank):
+    model = ddp(Dictated(SIZES))
+    state = DCTState(model)
+    assert state.stats()["step"] == 0  # nobody has trained yet: no warning
+    model(*_gradients(0, rank)).backward()
+    with pytest.warns(UserWarning, match=r"no hook is registered .*, ddp.register_comm_hook\("):
+        state.stats()
+    state.stats()  # once
+    late = DCTState(model)
+    model.register_comm_hook(late, dct_hook)
+    late.state_dict()
+
+
+def test_a_state_that_was_not_registered_warns_once_there_are_gradients():
+    run_ranks(_never_registered, 1)
 
 
 def _sparse(rank):

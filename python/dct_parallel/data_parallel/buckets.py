@@ -1,6 +1,7 @@
 """DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
@@ -123,6 +124,14 @@ class Buckets:
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
+
+    def bytes_of_another(self) -> int | None:
+        """About what each bucket beyond the one of `plans` adds; None once all are known."""
+        if self._buckets:
+            return None
+        (assumed,) = self.plans()
+        least = dataclasses.replace(assumed, names=("",), sizes=(1,), parameter_sizes=None)
+        return least.wire_bytes
 
     def states(self) -> dict[str, checkpoint.SegmentState]:
         """{name: copies of what its parameter must carry}; all parameters are there."""

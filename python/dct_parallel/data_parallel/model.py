@@ -52,6 +52,11 @@ def describe(names: Mapping[_AnyTensor, str]) -> str:
     return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest}"
 
 
+def has_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a hook is registered, as far as DDP notes that."""
+    return bool(getattr(ddp, "_comm_hooks", True))
+
+
 def ddp_of(parameter: Tensor) -> DistributedDataParallel:
     """The DDP that averages this parameter: torch does not tell a hook which one calls it."""
     found: list[DistributedDataParallel] = [

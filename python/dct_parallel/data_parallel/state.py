@@ -9,6 +9,8 @@ on every rank, with one collective each. What came of it is looked at before the
 
 import dataclasses
 import os
+import warnings
+import weakref
 from functools import partial
 from typing import Any, cast
 
@@ -155,6 +157,7 @@ class DCTState:
         self._buckets: Buckets
         self._executor: Executor | None = None
         self._to_load: dict[str, Any] | None = None  # by a copy of a state
+        self._warned = False  # that no hook is registered
         if ddp is not None:
             self.bind(ddp)
 
@@ -189,6 +192,7 @@ class DCTState:
         self._ranks, self.node_group = ranks, ranks.node.group
         self._executor = executor_for(self._device)
         self._names = names  # bound
+        self._ddp = weakref.ref(ddp)
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
 
@@ -214,13 +218,20 @@ class DCTState:
     def plan(self) -> str:
         """What is sent for each parameter in a compressed step, as a table.
 
-        Until compression has started DDP's buckets are not known and one is assumed; each further
-        one adds about a hundred bytes.
+        Until compression has started DDP's buckets are not known: one is assumed, and the last line
+        says what each further one adds. From then on bytes are exact, as in `stats()`.
         """
         self._require_bound("plan")
         plans = self._buckets.plans()
         table = plan_table(plans, self._choice.reason(plans), self._device)
-        return table + self._ranks.node.sentence(self._buckets.node_bytes())
+        table += self._ranks.node.sentence(self._buckets.node_bytes())
+        another = self._buckets.bytes_of_another()
+        if another is not None:
+            table += (
+                "\nDDP's buckets are known from the first compressed step on: one is assumed, and "
+                f"each\nfurther one adds about {another:,} bytes."
+            )
+        return table
 
     def stats(self) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
@@ -403,6 +414,7 @@ class DCTState:
             first: number and plan of the first bucket of the next step, where that begins. Then the
                 others can be told, unless buckets have changed: theirs are not known here.
         """
+        self._warn_if_unused()
         self._look_at_last_step()
         if (
             first is not None
@@ -414,6 +426,18 @@ class DCTState:
         self._damage.require_none()
         if self._loss_scale.skipped():
             self._buckets.take_back()
+
+    def _warn_if_unused(self) -> None:
+        ddp = self._ddp()
+        if self._warned or ddp is None or model.has_hook(ddp):
+            return
+        if any(parameter.grad is not None for parameter in self._names):
+            self._warned = True
+            warnings.warn(
+                "DCT: there are gradients, but no hook is registered with the DDP of this state: "
+                "they were not compressed. Register it, ddp.register_comm_hook(state, dct_hook).",
+                stacklevel=4,
+            )
 
     def _look_at_last_step(self) -> None:
         with record_function("dct::wait"):
@@ -433,8 +457,12 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     bitwise the same on every rank. What did not pass the threshold waits in the state's residual.
 
     Raises:
+        TypeError: `state` is not a DCTState.
         RuntimeError: a payload was damaged on its way to this rank in the step before, or to
             another in the one before that. The weights took that step without the damaged parts: go
             back to a checkpoint.
     """
+    if not isinstance(state, DCTState):
+        rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
+        checks.fail("dct_hook", "state", rule, type(state).__name__, TypeError)
     return state._reduce(bucket)
