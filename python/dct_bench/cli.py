@@ -3,7 +3,6 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from dct_dlrm.command_line import Parser, add_version, exit_status
 
@@ -19,12 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
-    exact = partial(Parser, allow_abbrev=False)  # what is misspelt is not guessed
-    parser = exact(prog="dct-bench", description=DESCRIPTION)
+    parser = Parser(prog="dct-bench", description=DESCRIPTION)
     add_version(parser)
-    subparsers = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=exact
-    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         _module(name, "arguments").add_parser(subparsers, name)
     options = parser.parse_args(arguments)
