@@ -48,9 +48,10 @@ class DCTAverager(ModelAverager):
 
     For optimizers that divide by a running mean of squares (Adam). Sparse gradients come to them in
     bursts that they take for noise, and late, while the weights that gradients are computed on know
-    nothing of what waits. Local steps are dense, and at once. As SparseLoCo (arXiv 2508.15706)
-    does, but with thresholds instead of chunked top-k, bfloat16 values, residuals that do not
-    decay, and a plain mean as its outer optimizer.
+    nothing of what waits. Local steps are dense, and at once. At a constant learning rate they end
+    level with a dense run, under one that decays behind it. As SparseLoCo (arXiv 2508.15706) does,
+    but with thresholds instead of chunked top-k, bfloat16 values, residuals that do not decay, and
+    a plain mean as its outer optimizer.
 
     It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
     GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
