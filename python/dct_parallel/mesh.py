@@ -1,5 +1,6 @@
 """Device meshes of two dimensions: the two groups that a rank is in, and the mesh of a cluster."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,9 @@ def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -
     """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)
-    timeout = min(timeout_of(group, device) for group in (require_group(op, None), outer, inner))
+    timeout = min(timeout_of(outer, device), timeout_of(inner, device))
+    with contextlib.suppress(RuntimeError):  # all ranks' group may have no backend for this device
+        timeout = min(timeout, timeout_of(require_group(op, None), device))
     # First among those of the inner group, then what they told: all know all before any raises.
     with refusing(op, outer):
         told = Agreement(inner).exchange(op, values, timeout)

@@ -11,20 +11,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def run_ranks(function, world_size, *args, timeout=120):
+def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
     """[function(rank, *args) on rank 0, 1, ...]; warnings are errors there.
 
     Fails and ends ranks as `run_forked` does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        calls = [(rank, world_size, folder, function, args) for rank in range(world_size)]
+        calls = [(rank, world_size, backend, folder, function, args) for rank in range(world_size)]
         return run_forked(_rank, calls, timeout)
 
 
-def _rank(rank, world_size, folder, function, args):
+def _rank(rank, world_size, backend, folder, function, args):
     torch.manual_seed(rank)
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = function(rank, *args)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dct_parallel import ShardedEmbeddingBags, plan_shards
 from ranks import run_ranks
@@ -30,3 +31,18 @@ def _as_documented(rank):
 
 def test_groups_have_the_timeout_that_they_are_given():
     run_ranks(_as_documented, 4)
+
+
+def _tables_on_the_cpu(rank):
+    all_ranks, *own = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
+    grid = torch.arange(2).view(2, 1)
+    names = ("replicate", "shard")
+    mesh = DeviceMesh.from_group([all_ranks, own[rank]], "cpu", mesh=grid, mesh_dim_names=names)
+    bags = ShardedEmbeddingBags([torch.arange(8.0).view(4, 2)], plan_shards([4], 1), mesh)
+    assert bags(torch.tensor([rank]), torch.tensor([[1]])).tolist() == [
+        [[2.0 * rank, 2 * rank + 1]]
+    ]
+
+
+def test_tables_on_a_device_for_which_the_world_has_no_backend():
+    run_ranks(_tables_on_the_cpu, 2, backend="cuda:gloo")
