@@ -1,6 +1,7 @@
 """The layer: operators on rows that other ranks own, by the sums of their partial results."""
 
 import contextlib
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -107,7 +108,7 @@ class EquivalentSubstitution(nn.Module):
         Raises:
             ValueError, TypeError: an argument is out of its range; on every rank, naming the ranks,
                 and with the details on those where it is.
-            ValueError: batch, fields, how many parameters get gradients, or whether the rows are in
+            ValueError: batch, fields, which parameters get gradients, or whether the rows are in
                 training mode, differs between ranks, or with "all_reduce" the ids do; on every
                 rank.
             ValueError: some rank has too little capacity for the rows of new features; on every
@@ -204,13 +205,13 @@ class EquivalentSubstitution(nn.Module):
             for rows, which is the same on every rank.
         """
         fields, batch = shape
-        trained = sum(parameter.requires_grad for parameter in self.parameters())
+        trained = [name for name, own in self.named_parameters() if own.requires_grad]
         same = {
             "input accepted": usable,
             "fields": fields,
             "batch": batch,
             "training": self.rows.training,
-            "parameters with gradients": trained * torch.is_grad_enabled(),
+            "parameters with gradients": _set_of(trained if torch.is_grad_enabled() else []),
         }
         if self.aggregate == "all_reduce":
             same["checksum of the batch"] = checksum
@@ -221,6 +222,11 @@ class EquivalentSubstitution(nn.Module):
         heard = exchange_numbers(_OP, numbers, same, device, group)
         arriving, *of_ranks = zip(*heard, strict=True)
         return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
+
+
+def _set_of(names: Sequence[str]) -> int:
+    """A number for these names: how many, then a checksum of which."""
+    return len(names) * 10**10 + zlib.crc32("\n".join(names).encode())
 
 
 def _checksum(ids: Tensor, lengths: Tensor) -> int:
