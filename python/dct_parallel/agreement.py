@@ -160,7 +160,7 @@ def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(RuntimeError):  # of a store that is gone; this error matters more
+        with contextlib.suppress(Exception):  # of a group that is gone; this error matters more
             for group in groups:
                 if isinstance(group, dist.ProcessGroup):
                     Agreement(group).refuse(op, error)

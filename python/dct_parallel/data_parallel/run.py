@@ -14,7 +14,7 @@ from dct_kernels import checks
 from ..agreement import Agreement, require_same
 from ..groups import timeout_of
 
-ASK_SECONDS = 5  # for the reason of an error that is raised anyway
+ASK_SECONDS = 2  # for the reason of an error that is raised anyway, once
 
 _LOAD = "load_state_dict"
 _Result = TypeVar("_Result")
@@ -60,6 +60,7 @@ class Run:
         require_same(op, told)
         self._checkpoint = "none"
         self._compared = False  # whether ranks know that they go on from the same step
+        self._asked = False  # the store, for the reason of an error
 
     def of_first_rank(self, op: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """What the first rank tells; all ranks of the group call this alike."""
@@ -67,7 +68,7 @@ class Run:
 
     def load(self, entry: Saved) -> None:
         """Go on with the run that a checkpoint is of. All ranks do, each in its own time."""
-        self._compared = False
+        self._compared = self._asked = False
         self._checkpoint = f"one of {entry['world_size']} ranks"
         self.id = entry["run_id"]
 
@@ -99,8 +100,14 @@ class Run:
             raise
 
     def _loaded_alone(self) -> list[int]:
-        """The ranks that wait for this one to load; none if the store does not answer."""
+        """The ranks that wait for this one to load; none if the store does not answer.
+
+        None, too, after the first time: a step's other collectives fail for the same reason.
+        """
         found: list[int] = []
+        if self._asked:
+            return found
+        self._asked = True
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):
