@@ -87,7 +87,8 @@ class Kind(NamedTuple):
     def codec(self, width: int) -> Codec:
         """Which knows the bytes of a row and of its gradient."""
         value_dtype = None if self.density is None else torch.bfloat16  # as largest_entries has it
-        return make_codec("mp_formats", width, self.density, value_dtype, *self[:2])
+        of_rows = torch.float32
+        return make_codec("mp_formats", width, of_rows, self.density, value_dtype, *self[:2])
 
 
 def job(

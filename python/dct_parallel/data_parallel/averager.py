@@ -139,7 +139,8 @@ class DCTAverager(ModelAverager):
 
         Raises:
             ValueError: at an averaging, other parameters require grad than when this was made; on
-                this rank. Nothing was averaged, and the step is not counted.
+                this rank. Nothing was averaged, and the step is not counted. Ranks on which that
+                is not so wait until the group's timeout: go back to a checkpoint then.
             RuntimeError: a payload of one of the last two averagings was damaged.
         """
         averages = (self.step + 1) % self.period == 0
