@@ -3,6 +3,7 @@
 import gc
 import tempfile
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,12 @@ def _rank(rank, world_size, backend, folder, function, args):
     gc.collect()  # models end before their group
     dist.destroy_process_group()
     return result
+
+
+def set_timeout(seconds, group=None):
+    """Of waits in a group, by default that of all ranks; public from torch 2.14 on."""
+    public = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
 
 class Dictated(nn.Module):

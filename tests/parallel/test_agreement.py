@@ -20,7 +20,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, 
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import Agreement, PeerError, refusing
 from dct_parallel.data_parallel import state as state_module
-from ranks import batch, ddp, entry, mlp, run_ranks, train_step
+from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
 
@@ -117,10 +117,6 @@ def test_loads_that_differ_are_named_by_every_rank():
     ]
 
 
-def _set_timeout(seconds):
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-
-
 def _hooked():
     _, state, step = _trained(dist.get_rank(), 4)
     return state, step
@@ -148,7 +144,7 @@ def _sharded():
 
 def _loads_alone(rank, make):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
-    _set_timeout(4)
+    set_timeout(4)
     state, step = make()
     if rank == 0:
         state.load_state_dict(state.state_dict())
@@ -192,7 +188,7 @@ def test_all_may_load_in_the_middle_of_training():
 
 def _loads_late(rank):
     """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
-    _set_timeout(100)
+    set_timeout(100)
     state, step = _hooked()
     saved = state.state_dict()
     if rank == 1:
@@ -224,7 +220,7 @@ def test_a_rank_without_a_state_is_named_at_the_timeout():
 
 def _stalls(rank, how, mesh):
     """Rank 1 stalls, or is stopped, before its last step."""
-    _set_timeout(4)
+    set_timeout(4)
     model = ddp(mlp())
     state = DCTState(model, density=0.1, mesh=mesh and mesh())
     model.register_comm_hook(state, dct_hook)

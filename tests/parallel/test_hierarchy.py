@@ -25,7 +25,17 @@ from nodes import (
     same_step,
     sum_of_all,
 )
-from ranks import Dictated, batch, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import (
+    Dictated,
+    batch,
+    entry,
+    gathered,
+    mlp,
+    run_ranks,
+    set_timeout,
+    train_step,
+    weights,
+)
 
 
 def _density_one(rank):
@@ -368,7 +378,7 @@ def test_nodes_are_of_the_same_ranks_for_all():
 
 
 def _timeouts(rank):
-    cpu, short, long = torch.device("cpu"), timedelta(seconds=50), timedelta(seconds=70)
+    cpu, short = torch.device("cpu"), timedelta(seconds=50)
 
     def of(mesh):
         """Of the groups of a mesh, and of those that a state makes from it."""
@@ -377,12 +387,12 @@ def _timeouts(rank):
         return [timeout_of(group, cpu) for group in groups]
 
     of_torch = timeout_of(dist.new_group(), cpu)
-    dist.distributed_c10d._set_pg_timeout(short)
+    set_timeout(50)
     assert of(node_mesh(2, "cpu")) == [short] * 4
     by_hand = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     assert of(by_hand) == [of_torch] * 2 + [short] * 2
-    dist.distributed_c10d._set_pg_timeout(long)
-    dist.distributed_c10d._set_pg_timeout(short, by_hand.get_group("local"))
+    set_timeout(70)
+    set_timeout(50, by_hand.get_group("local"))
     assert of(by_hand) == [of_torch, short, short, short]
 
 
