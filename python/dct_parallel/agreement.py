@@ -114,7 +114,7 @@ class Agreement:
                     self._close(number, {"missing": missing, "error": error})
                 else:
                     self._close(number, {"told": told})
-        except BaseException as stopped:  # as by Ctrl-C: the others need not wait any longer, too
+        except BaseException as stopped:  # as by Ctrl-C: who waits here need not wait any longer
             with contextlib.suppress(RuntimeError):
                 missing = self._but(self._told(number))
                 self._close(number, {"missing": missing, "error": self._refusal(op, stopped)})

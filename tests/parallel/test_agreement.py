@@ -20,6 +20,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, 
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import Agreement, PeerError, refusing
 from dct_parallel.data_parallel import state as state_module
+from dct_parallel.data_parallel.run import Run
 from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
@@ -140,6 +141,26 @@ def _sharded():
 
     step()
     return state, step
+
+
+def _fails_in_every_bucket(rank):
+    run, asked = Run("test", dist.group.WORLD, torch.device("cpu"), {}), []
+    run._agreement.waiting = lambda op: asked.append(op) or []
+
+    def collective():
+        raise RuntimeError("the peer is gone")
+
+    for loads in (1, 2):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="the peer is gone"):
+                run.carry_out(collective)
+        assert len(asked) == loads
+        run.load({"run_id": "r", "world_size": 1})
+
+
+def test_the_store_is_asked_once_why_a_step_failed():
+    """If its host has stopped, it does not answer, and each question would take seconds."""
+    run_ranks(_fails_in_every_bucket, 1)
 
 
 def _loads_alone(rank, make):

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import __version__, checks
 
@@ -250,7 +249,7 @@ def _parameters(module: nn.Module) -> tuple[dict[Parameter, str], dict[Parameter
     """{parameter: name} of those that require grad, and of the others."""
     if not isinstance(module, nn.Module):
         checks.fail(_OP, "module", "an nn.Module", type(module).__name__, TypeError)
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+    if model.holds_ddp(module):
         rule = "without DistributedDataParallel, which averages all gradients in every step"
         checks.fail(_OP, "module", rule, type(module).__name__, TypeError)
     trained, frozen = _named(module, trained=True), _named(module, trained=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +50,11 @@ def describe(names: Mapping[_AnyTensor, str]) -> str:
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
     numel = sum(parameter.numel() for parameter in names)
     return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest}"
+
+
+def holds_ddp(module: nn.Module) -> bool:
+    """Whether it is a DDP, or has one in it."""
+    return any(isinstance(part, DistributedDataParallel) for part in module.modules())
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:

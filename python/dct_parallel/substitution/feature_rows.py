@@ -107,8 +107,8 @@ class FeatureRows(SharedRows):
         with refusing(_OP, self.group):
             checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
-                rule = f"[rows, d] with {ranks} to {MOST_ROWS} rows, one a rank or more, and d "
-                rule += "from 1"
+                count = f"{ranks} to {MOST_ROWS} rows, one a rank or more"
+                rule = f"[rows, d] with {count}, and d from 1"
                 checks.fail(_OP, "weight", rule, tuple(weight.shape))
         told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
         require_alike(_OP, told, self.group, weight.device)
