@@ -2,28 +2,31 @@
 
     python bench/dp_density.py --problems text-adamw --methods dense dct:1% --rates 1e-3,2e-3,4e-3
     python bench/dp_density.py --problems clicks-sgd --steps 3000 --methods dense bf16 dct:1%
+    python bench/dp_density.py --problems clicks-sgd --data ROWS.tsv --steps 300 --rates 0.1
 
-Problems: text-adamw and text-momentum train a transformer (width 96, 3 layers, 8 x 64 characters a
-rank) on the characters of --text, which is generated if it is not there; the rate rises over the
-first 50 steps. clicks-sgd and clicks-adam train DLRM on generated rows (128 a rank): with SGD, or
-with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is Adam's, and the tables'
-is --table-lr.
+Problems: text-... train a transformer (width 96, 3 layers, 8 x 64 characters a rank) on the
+characters of --text, which is generated if it is not there; the rate rises over the first 50 steps.
+clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a rank), generated or --data: with SGD,
+or with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is Adam's, and the
+tables' is --table-lr.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
-D being the percentage of entries sent. local:D%xH: every rank takes H steps of its own optimizer,
+D being the percentage of entries sent; picks:D%xM is DCT with thresholds from M picks. local:D%xH:
+every rank takes H steps of its own optimizer,
 then D % of what its weights have moved by are sent, with error feedback: D / H a step. Three more
 were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient Compression's
 momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the first H steps, as
 it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
 one process, bit for bit as real ones; bytes are what a rank sends, by formula.
 
-1. Every method is trained with every rate, from seed 0. Its best rate is that of the lowest loss on
-   the validation part. With --steps other than 600, rates are those found best at 600.
-2. At its best rate it is trained from seeds 1, 2, ... and scored on the test part.
+1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
+   is that of the lowest loss on the validation part.
+2. At its best rate it is trained for --steps from seeds 0, 1, 2, ... and scored on the test part.
 
 Each finished run is a file in --out, and is not repeated: a command that was interrupted goes on
 where it was, and methods, rates and seeds may be added. In the end it prints a report on all runs
 in --out, and writes it there (report.md, and plots of the loss against steps and against bytes).
+With --beside NAME=DIR it shows DCT's runs of another version of the code, too.
 """
 
 import argparse
@@ -43,7 +46,7 @@ import dp_tasks
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from run_files import spread, write
+from run_files import beside, spread, with_error, write
 from torch import nn
 
 from dct_dlrm.argument_types import count, positive, several
@@ -53,6 +56,7 @@ from dct_parallel import RowWiseAdagrad
 RATE_SEED, RATE_STEPS = 0, 600
 WARMUP_STEPS = 50  # of the text tasks' rate
 CURVE_EVERY = 20  # steps
+TEST_POINTS = 20  # of a run's curve of the test loss
 
 
 class Problem(NamedTuple):
@@ -87,6 +91,7 @@ _text_adamw = Problem(
 PROBLEMS = {
     "text-adamw": _text_adamw,
     "text-adamw-cosine": _text_adamw._replace(cosine=True),
+    "text-sgd": Problem("text", _one(_sgd), WARMUP_STEPS, (0.5, 1.0)),
     "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
@@ -106,15 +111,17 @@ def method(name: str) -> partial:
         return plain[kind]
     sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "corrected": dp_ranks.MomentumCorrected}
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
+    timed |= {"picks": dp_ranks.DCT}
     try:
         density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
-        settings = {"density": density} | ({"period": int(steps)} if by else {})
+        by_what = "max_samples" if kind == "picks" else "period"
+        settings = {"density": density} | ({by_what: int(steps)} if by else {})
     except (KeyError, ValueError):
-        rule = f"{', '.join(plain)}, topk, dct or corrected:D%, or local, warmup or cooldown:D%xH"
+        rule = f"{', '.join(plain)}, topk, dct or corrected:D%, or {', '.join(timed)}:D%xH"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
     if not percent.endswith("%") or not 0 < density <= 1:
         raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-    if bool(by) != (kind in timed) or settings.get("period", 1) < 1:
+    if bool(by) != (kind in timed) or settings.get(by_what, 1) < 1:
         rule = f"with xH from 1 up for {', '.join(timed)}, without for others"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
     return partial(make, **settings)
@@ -152,8 +159,9 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     else:
         update = stepper(model, run, options)
         steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
-    curve, recent = [], []
-    record = run._asdict() | {"ranks": options.ranks, "data": task.description, "curve": curve}
+    curve, recent, tested = [], [], []
+    record = run._asdict() | {"ranks": options.ranks, "data": task.description}
+    record |= {"curve": curve, "test_curve": tested}
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, sent) in enumerate(steps, start=1):
@@ -163,6 +171,8 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
         if step % CURVE_EVERY == 0:
             curve.append([step, sent, round(statistics.mean(recent), 5)])
             recent.clear()
+        if step * TEST_POINTS % run.steps < TEST_POINTS:
+            tested.append([step, task.score(model, "test")["loss"]])
     record |= {part: task.score(model, part) for part in ("validation", "test")}
     record |= {"bytes_per_step": sent / run.steps, "cpu_seconds": time.process_time() - start}
     return record
@@ -193,13 +203,19 @@ def load(folder: Path) -> list[dict]:
 
 
 def best_rate(records: Sequence[dict], problem: str, name: str) -> float | None:
-    """That of the lowest validation loss at 600 steps, from seed 0; None if none ended."""
+    """The only one, or that of the lowest validation loss at 600 steps, from seed 0."""
+    runs = [
+        record
+        for record in records
+        if (record["problem"], record["method"]) == (problem, name) and "diverged" not in record
+    ]
+    rates = {record["rate"] for record in runs}
+    if len(rates) == 1:
+        return rates.pop()
     tried = {
         record["rate"]: record["validation"]["loss"]
-        for record in records
-        if (record["problem"], record["method"]) == (problem, name)
-        and (record["seed"], record["steps"]) == (RATE_SEED, RATE_STEPS)
-        and "diverged" not in record
+        for record in runs
+        if (record["seed"], record["steps"]) == (RATE_SEED, RATE_STEPS)
     }
     return min(tried, key=tried.get, default=None)
 
@@ -209,7 +225,9 @@ def work(options: argparse.Namespace) -> None:
 
     @cache
     def task(name: str) -> dp_tasks.Task:
-        return dp_tasks.TextTask(options.text) if name == "text" else dp_tasks.ClicksTask()
+        if name == "text":
+            return dp_tasks.TextTask(options.text)
+        return dp_tasks.ClicksTask(options.data, options.rows)
 
     def finish(run: Run) -> None:
         path = run.path(options.out)
@@ -221,11 +239,15 @@ def work(options: argparse.Namespace) -> None:
         print(f"{path.stem}: {said}", flush=True)
 
     for problem, name in itertools.product(options.problems, options.methods):
-        for rate in options.rates or PROBLEMS[problem].rates:
+        rates = options.rates or PROBLEMS[problem].rates
+        for rate in rates if len(rates) > 1 else ():
             finish(Run(problem, name, rate, RATE_SEED, RATE_STEPS))
-    for problem, name in itertools.product(options.problems, options.methods):
-        rate = best_rate(load(options.out), problem, name)
-        for seed in range(options.seeds if rate else 0):
+    for seed, problem, name in itertools.product(
+        range(options.seeds), options.problems, options.methods
+    ):
+        rates = options.rates or PROBLEMS[problem].rates
+        rate = best_rate(load(options.out), problem, name) if len(rates) > 1 else rates[0]
+        if rate is not None:
             finish(Run(problem, name, rate, seed, options.steps))
 
 
@@ -241,19 +263,22 @@ def best_runs(records: Sequence[dict]) -> dict[tuple[str, int], dict[str, list[d
 
 
 def tables(records: Sequence[dict]) -> str:
-    """Markdown: mean and standard deviation over seeds of the test part's scores."""
+    """Markdown: the test part's scores, mean ± standard deviation over seeds; differences of its
+    loss from dense's by seed, mean ± standard error, and the largest."""
     lines = []
     for (problem, steps), methods in best_runs(records).items():
         dense = next((runs for name, runs in methods.items() if name == "dense"), None)
         scores = next(iter(methods.values()))[0]["test"]
-        headings = ["method", *scores, "loss over dense's", "bytes a step", "fewer by"]
+        headings = ["method", *scores, "worst seed's loss", "loss over dense's, by seed", "at most"]
+        headings += ["bytes a step", "fewer by"]
         headings += ["rate", "rates tried", "seeds"]
         lines += [f"**{problem}, {steps:,} steps**", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
         for name, runs in sorted(methods.items(), key=lambda item: -item[1][0]["bytes_per_step"]):
-            over, fewer = "", ""
+            over, most, fewer = "", "", ""
             if dense is not None:
-                over = paired(runs, dense)
+                pairs = paired(runs, dense)
+                over, most = with_error(pairs), f"{max(pairs, default=math.nan):+.4f}"
                 fewer = f"{dense[0]['bytes_per_step'] / runs[0]['bytes_per_step']:.1f}x"
             tried = sorted(
                 {
@@ -262,7 +287,8 @@ def tables(records: Sequence[dict]) -> str:
                     if (record["problem"], record["method"]) == (problem, name)
                 }
             )
-            cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores), over]
+            cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
+            cells += [f"{max(run['test']['loss'] for run in runs):.4f}", over, most]
             cells += [f"{runs[0]['bytes_per_step']:,.0f}", fewer, f"{runs[0]['rate']:g}"]
             cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs))]
             lines.append("| " + " | ".join(cells) + " |")
@@ -270,22 +296,22 @@ def tables(records: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def paired(runs: Sequence[dict], dense: Sequence[dict]) -> str:
-    """Mean difference of the test loss, seed by seed."""
+def paired(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
+    """Differences of the test loss, seed by seed."""
     by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
-    pairs = [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]
-    if not pairs:
-        return ""
-    return spread(pairs, "+")
+    return [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]
 
 
 def plot(folder: Path, records: Sequence[dict]) -> None:
-    """The training loss against steps and against bytes, mean over seeds, one file a problem."""
+    """The training loss against steps and bytes, the test loss against steps: means over seeds."""
     for (problem, steps), methods in best_runs(records).items():
-        figure = Figure(figsize=(11, 4), layout="constrained")
+        figure = Figure(figsize=(15, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, sharey=True)
+        left, right, tested = figure.subplots(1, 3)
+        right.sharey(left)
         for name, runs in methods.items():
+            test_curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
+            tested.plot(test_curves[:, 0], test_curves[:, 1], label=name, linewidth=1)
             curves = torch.tensor([run["curve"] for run in runs]).mean(0)
             left.plot(curves[:, 0], curves[:, 2], label=name, linewidth=1)
             right.plot(curves[:, 1], curves[:, 2], label=name, linewidth=1)
@@ -294,10 +320,18 @@ def plot(folder: Path, records: Sequence[dict]) -> None:
         left.set(xlabel="step", ylabel=f"training loss, {CURVE_EVERY} steps' mean")
         left.set_ylim(bottom=lowest - 0.05 * abs(start - lowest), top=max(start, lowest + 0.01))
         right.set(xlabel="bytes that a rank has sent", xscale="log")
-        left.grid(alpha=0.3)
-        right.grid(alpha=0.3)
-        right.legend(fontsize=7)
+        tails = [point[1] for runs in methods.values() for run in runs for point in _tail(run)]
+        tested.set(xlabel="step", ylabel="test loss", ylim=(0.998 * min(tails), 1.002 * max(tails)))
+        for axes in (left, right, tested):
+            axes.grid(alpha=0.3)
+        tested.legend(fontsize=7)
+        figure.suptitle(f"{problem}, means of {len(runs)} seeds")
         figure.savefig(folder / f"{problem}-{steps}.png", dpi=110)
+
+
+def _tail(run: dict) -> list:
+    """Its test curve without the first third, which is steep."""
+    return run["test_curve"][len(run["test_curve"]) // 3 :]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -311,7 +345,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
+    add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
+    add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")
     add("--out", type=Path, default=Path("runs/dp_density"))
+    add("--beside", nargs="*", type=beside, default=[], metavar="NAME=DIR")
     return parser.parse_args(arguments)
 
 
@@ -320,6 +357,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     work(options)
     records = load(options.out)
+    for name, folder in options.beside:
+        others = [record for record in load(folder) if record["method"].startswith("dct:")]
+        records += [record | {"method": f"{record['method']} {name}"} for record in others]
     report = tables(records)
     (options.out / "report.md").write_text(report)
     plot(options.out, records)

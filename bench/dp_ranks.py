@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from dct_dlrm.modes import START_STEP
 from dct_parallel import Compressor
-from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.gather import Gather
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 
@@ -67,11 +65,11 @@ class Dense(Exchange):
 
 
 class DCT(Exchange):
-    """What `DCTState` does, by its own compressor."""
+    """What `DCTState` does, by its own compressor; thresholds from `max_samples` picks if given."""
 
-    def __init__(self, shapes, ranks: int, density: float) -> None:
+    def __init__(self, shapes, ranks: int, density: float, max_samples: int | None = None) -> None:
         super().__init__(shapes, ranks)
-        self.compressors = compressors(self.sizes, ranks, density)
+        self.compressors = compressors(self.sizes, ranks, density, max_samples)
 
     def start(self, grads: Sequence[Tensor]) -> Tensor:
         return self.all_reduce(grads, torch.bfloat16)
@@ -154,13 +152,12 @@ def cooldown(shapes, ranks: int, density: float, period: int) -> Scheduled:
     return Scheduled(shapes, ranks, lambda step: density if step < period else DENSE_END)
 
 
-def compressors(sizes: Sequence[int], ranks: int, density: float) -> list[Compressor]:
-    """Every rank's, as `DCTState` and `DCTAverager` have them for parameters of these sizes."""
-    settings = Settings(density, 1000, "tracked", torch.bfloat16)
-    names = tuple(str(index) for index in range(len(sizes)))
-    plan = BucketPlan(names, tuple(sizes), settings, Gather, ranks)
-    given = {"whole": plan.whole, "capacity": plan.capacity}
-    return [Compressor(plan.bounds[-1], plan.bounds, density, **given) for _ in range(ranks)]
+def compressors(
+    sizes: Sequence[int], ranks: int, density: float, max_samples: int | None = None
+) -> list[Compressor]:
+    """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`."""
+    numel = sum(sizes)
+    return [Compressor(numel, [0, numel], density, max_samples=max_samples) for _ in range(ranks)]
 
 
 class TopK(Exchange):

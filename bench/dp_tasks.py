@@ -19,6 +19,7 @@ from torch.nn.functional import (
 )
 
 from dct_dlrm import loop
+from dct_dlrm.data import criteo
 from dct_dlrm.data.dataset import GENERATOR_SEED, split
 from dct_dlrm.data.features import Rows, table_rows
 from dct_dlrm.data.synthetic import Generator
@@ -169,32 +170,38 @@ class Batch(NamedTuple):
 
 
 class ClicksTask:
-    """DLRM as `dct-train` has it, on rows of its generator: 80 %, 10 %, 10 %.
+    """DLRM as `dct-train` has it: 70 % of the rows are trained on, 10 % validate, 20 % test.
 
     Args:
+        data: a file in Criteo's layout, or None for generated rows.
         rows: to generate; training goes over them in another order each time.
         hash_size, bottom, top: as of `dct-train`.
     """
 
     def __init__(
         self,
+        data: Path | None = None,
         rows: int = 1_000_000,
         hash_size: int = 4000,
         bottom: tuple[int, ...] = (512, 256, 64),
         top: tuple[int, ...] = (512, 256),
     ) -> None:
         sizes = table_rows(hash_size)
-        numbers = np.arange(rows)
-        block = Generator(GENERATOR_SEED).rows(numbers)
-        encoded = Rows.encode(block.labels, block.ints, block.values, sizes)
-        test, validation = split(numbers, 0.1, 0.1)
+        if data is None:
+            numbers = np.arange(rows)
+            block = Generator(GENERATOR_SEED).rows(numbers)
+            encoded = Rows.encode(block.labels, block.ints, block.values, sizes)
+        else:
+            encoded, numbers, _ = criteo.read(data, sizes, 0, 1)
+        test, validation = split(numbers, 0.2, 0.1)
         masks = {"train": ~(test | validation), "validation": validation, "test": test}
         self._parts = {
             part: encoded.take(torch.from_numpy(np.flatnonzero(mask)))
             for part, mask in masks.items()
         }
         self._make = lambda: DLRM(sizes, 16, bottom, top)
-        self.description = {"rows": rows, "hash_size": hash_size}
+        self.description = {"rows": len(numbers), "hash_size": hash_size}
+        self.description |= {} if data is None else {"file": data.name}
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -214,8 +221,8 @@ class ClicksTask:
 
     @torch.no_grad()
     def score(self, model: nn.Module, part: str) -> dict[str, float]:
-        """{"auc": ..., "loss": log loss}."""
+        """{"auc": ..., "loss": log loss, "calibration": mean prediction over mean label}."""
         rows = self._parts[part]
         probability = torch.sigmoid(model(rows.ints, rows.ids).double())
-        auc, log_loss = loop.score(rows.labels.numpy(), probability.numpy())
-        return {"auc": auc, "loss": log_loss}
+        auc, log_loss, calibration = loop.score(rows.labels.numpy(), probability.numpy())
+        return {"auc": auc, "loss": log_loss, "calibration": calibration}

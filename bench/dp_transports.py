@@ -10,7 +10,7 @@ runs of a seed start from the same weights and see the same batches.
 Each finished run is a file in --out. A run whose file is there is not repeated, so a command that
 was interrupted goes on where it was, and further methods, densities and seeds may be added. In the
 end it prints a table of all runs in --out, and writes it there (report.md), with a plot
-(quality.png).
+(quality.png). With --beside NAME=DIR it shows DCT's runs of another version of the code, too.
 
 Other options are those of dct-train.
 """
@@ -24,20 +24,23 @@ from typing import NamedTuple
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from run_files import read, settings_of, spread, train, write_report
+from run_files import beside, read, settings_of, spread, train, with_error, write_report
 
 from dct_bench.link.methods import METHODS
 from dct_dlrm import arguments, loop
 from dct_dlrm.argument_types import count, density, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
+from dct_dlrm.models.row_exchange import EXCHANGES
 from dct_dlrm.modes import MODES
 
 WHOLE = ("dense", "bf16", "powersgd")
-SPARSE = ("topk", "gather", "shard")
+TRANSPORTS = ("gather", "shard")
+SPARSE = ("topk", *TRANSPORTS)
 # What must be equal in all runs of a folder: everything but what a method or a run is.
 SETTINGS = ("rows", "test_fraction", "epochs", "batch_size", "lr", "embedding_lr", "hash_size")
-SETTINGS += ("embedding_dim", "bottom", "top", "refresh_every", "policy")
+SETTINGS += ("embedding_dim", "bottom", "top", "refresh_every", "bucket_mb")
+SETTINGS += ("parallel", "mp_format", "dedup")
 
 
 class Run(NamedTuple):
@@ -70,8 +73,9 @@ def job(
 ) -> tuple[dict, str]:
     """Of `run_files`: one run, scored on the test rows."""
     MODES["topk"] = METHODS["topk"].register
+    EXCHANGES["topk"] = EXCHANGES["dct"]
     mode = run.method
-    if mode in ("gather", "shard"):
+    if mode in TRANSPORTS:
         mode, options.transport = "dct", run.method
     options.density = run.density or 1.0
     result = loop.run(mode, run.seed, data, options, on_step)
@@ -82,25 +86,28 @@ def job(
 
 
 def report(records: Sequence[dict]) -> str:
-    """Markdown: bytes, scores over seeds, and AUC less that of dense, seed by seed."""
-    lines = [
-        "| method | bytes a step | fewer than dense | seeds | AUC | log loss | "
-        "AUC against dense, by seed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Markdown: bytes; scores, mean ± standard deviation over seeds; differences of the log loss
+    from dense's by seed, mean ± standard error, and the largest."""
+    headings = ["method", "bytes a step", "fewer than dense", "seeds", "AUC", "log loss", "worst"]
+    headings += ["calibration", "log loss over dense's, by seed", "at most"]
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     groups = by_method(records)
-    dense = {r["seed"]: r["summary"]["auc"] for r in groups.get(("dense", None), [])}
+    dense = {r["seed"]: r["summary"]["log_loss"] for r in groups.get(("dense", None), [])}
     most = sent(groups[("dense", None)]) if dense else None
     for (method, of_density), runs in groups.items():
-        against = [r["summary"]["auc"] - dense[r["seed"]] for r in runs if r["seed"] in dense]
+        losses = {run["seed"]: run["summary"]["log_loss"] for run in runs}
+        over = [loss - dense[seed] for seed, loss in losses.items() if seed in dense]
         cells = [
             Run(method, of_density, 0).title,
             f"{sent(runs):,.0f}",
             f"{most / sent(runs):.1f}x" if most else "-",
             str(len(runs)),
             spread([run["summary"]["auc"] for run in runs]),
-            spread([run["summary"]["log_loss"] for run in runs]),
-            "" if method == "dense" else spread(against, "+"),
+            spread(list(losses.values())),
+            f"{max(losses.values()):.4f}",
+            spread([run["summary"]["calibration"] for run in runs]),
+            "" if method == "dense" else with_error(over),
+            "" if method == "dense" or not over else f"{max(over):+.4f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -110,8 +117,8 @@ def by_method(records: Sequence[dict]) -> dict[tuple[str, float | None], list[di
     """{(method, density): its runs by seed}, in the order of the table: high densities first."""
 
     def order(record: dict) -> tuple:
-        place = (*WHOLE, *SPARSE).index(record["method"])
-        return place, -(record["density"] or 0.0), record["seed"]
+        place = (*WHOLE, *SPARSE).index(record["method"].partition(" ")[0])
+        return place, record["method"], -(record["density"] or 0.0), record["seed"]
 
     groups: dict[tuple[str, float | None], list[dict]] = {}
     for record in sorted((r for r in records if "diverged" not in r), key=order):
@@ -129,7 +136,7 @@ def plot(path: Path, records: Sequence[dict]) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     groups = by_method(records)
-    for method in (*WHOLE, *SPARSE):
+    for method in dict.fromkeys(name for name, _ in groups):
         points = [
             (of_density, [run["summary"]["auc"] for run in runs])
             for (name, of_density), runs in groups.items()
@@ -156,6 +163,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     parser.add_argument("--densities", type=several(density), default="0.01,0.005,0.001")
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/dp_transports"), metavar="DIR")
+    parser.add_argument("--beside", nargs="*", type=beside, default=[], metavar="NAME=DIR")
     args, rest = parser.parse_known_args(argv)
     return arguments.parse([*rest, "--out", str(args.out)]), args
 
@@ -171,6 +179,9 @@ def _main() -> None:
     read(options.out, settings)
     train(options, all_runs(args.methods, args.densities, range(args.seeds)), settings, job)
     records = read(options.out, settings)
+    for name, folder in args.beside:
+        others = [record for record in read(folder, settings) if record["method"] in TRANSPORTS]
+        records += [record | {"method": f"{record['method']} {name}"} for record in others]
     plot(options.out / "quality.png", records)
     write_report(options.out, report(records), "quality.png, ")
 

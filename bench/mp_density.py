@@ -141,10 +141,10 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
         with progress.bar(console, run_name, steps) as on_step:
             model, run = loop.train(name, seed, data, options, on_step)
         record = run.summary() | variant._asdict() | {"exchange": name, "embedding_lr": lr}
-        record["auc"], record["log_loss"] = loop.test(model, data.test, data.train)
+        record["auc"], record["log_loss"], _ = loop.test(model, data.test, data.train)
         if args.ablations and variant.density:
             model.exchange = WHOLE
-            record["auc_off"], record["log_loss_off"] = loop.test(model, data.test, data.train)
+            record["auc_off"], record["log_loss_off"], _ = loop.test(model, data.test, data.train)
         model.close()
         records.append(record)
         if console is not None:

@@ -7,6 +7,7 @@ file in a folder. It is trained on all ranks by a job, which says what its file 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -59,7 +60,8 @@ Job = Callable[[AnyRun, dataset.Dataset, argparse.Namespace, Callable], tuple[di
 def settings_of(options: argparse.Namespace, names: Collection[str]) -> dict[str, object]:
     """What must be equal in all runs of a folder: these options, ranks, and the rows' file."""
     settings = {name: getattr(options, name) for name in names} | {"ranks": options.ranks}
-    return settings | {"data": None if options.data is None else options.data.name}
+    settings["data"] = None if options.data is None else options.data.name
+    return json.loads(json.dumps(settings))  # as it comes back from a file
 
 
 def train(options: argparse.Namespace, runs: Iterable[AnyRun], settings: dict, job: Job) -> None:
@@ -104,13 +106,13 @@ def rated(
         parts["test"] = data.test
     scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
     model.close()
-    found = {name: {"auc": auc, "log_loss": loss} for name, (auc, loss) in scores.items()}
+    found = {name: of_part._asdict() for name, of_part in scores.items()}
     summary = result.summary()
     found |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
     found["step_ms_median"] = summary["step_ms_median"]
     if dist.get_rank() != 0:  # where there are no scores
         return found, ""
-    said = [f"{name} AUC {auc:.4f}, log loss {loss:.4f}" for name, (auc, loss) in scores.items()]
+    said = [f"{name} AUC {s.auc:.4f}, log loss {s.log_loss:.4f}" for name, s in scores.items()]
     return found, "; ".join(said)
 
 
@@ -208,3 +210,19 @@ def spread(values: Sequence[float], sign: str = "") -> str:
         return "-"
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.4f}{deviation}"
+
+
+def with_error(values: Sequence[float]) -> str:
+    """Mean and its standard error."""
+    if not values:
+        return ""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+
+
+def beside(text: str) -> tuple[str, Path]:
+    """An argparse type: NAME=DIR."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and Path(folder).is_dir()):
+        raise argparse.ArgumentTypeError(f"must be NAME=DIR with a folder of runs, got {text!r}")
+    return name, Path(folder)

@@ -237,13 +237,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=count,
         default=1000,
         metavar="L",
-        help="DCT: steps between samples of the thresholds (also at 0, 1, 2, 4, ... 512)",
+        help="DCT, --policy fixed: steps between samples of the thresholds",
     )
     exchange.add_argument(
         "--policy",
         choices=POLICIES,
         default=POLICIES[0],
-        help="DCT: thresholds between samples follow what passed, or stay as in the paper",
+        help="DCT: thresholds are sampled in every step, or in every L-th as in the paper",
     )
     exchange.add_argument(
         "--transport",

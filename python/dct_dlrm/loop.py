@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +34,21 @@ TEST_BATCH = 8192
 Save = Callable[[dict], None]
 
 
+class Scores(NamedTuple):
+    """Of predicted probabilities; calibration is their mean over the labels'."""
+
+    auc: float | None = None
+    log_loss: float | None = None
+    calibration: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What one run gave; scores on rank 0 only.
 
     Attributes:
         seed: of weights and batches.
-        auc, log_loss: on the test rows.
+        auc, log_loss, calibration: on the test rows, see `Scores`.
         validation_auc, validation_log_loss: on the validation rows, None where there are none.
         density_mean: entries sent over entries compressed, over the compressed steps; None for a
             mode that sends none.
@@ -68,6 +77,7 @@ class Run:
     purposes_max: dict[str, np.ndarray]
     validation_auc: float | None = None
     validation_log_loss: float | None = None
+    calibration: float | None = None
 
     def summary(self) -> dict[str, object]:
         """The numbers of this run, from the steps after compression starts; JSON."""
@@ -75,6 +85,7 @@ class Run:
             "seed": self.seed,
             "auc": self.auc,
             "log_loss": self.log_loss,
+            "calibration": self.calibration,
             **self._validation(),
             "step_ms_median": float(np.median(self.step_ms[START_STEP:])),
             "wire_bytes_per_step_per_rank": float(np.mean(self.wire_bytes[START_STEP:])),
@@ -122,12 +133,12 @@ def run(
     """Train and test. Collective: every rank calls it with the same arguments but its own rows."""
     model, result = train(mode, seed, data, options, on_step, saved, save)
     if options.validation_fraction:
-        auc, bce = test(model, data.validation, data.train)
+        auc, bce, _ = test(model, data.validation, data.train)
         result = dataclasses.replace(result, validation_auc=auc, validation_log_loss=bce)
-    auc, bce = test(model, data.test, data.train)
+    scores = test(model, data.test, data.train)
     if options.parallel != "data":
         model.close()
-    return dataclasses.replace(result, auc=auc, log_loss=bce)
+    return dataclasses.replace(result, **scores._asdict())
 
 
 def train(
@@ -230,8 +241,8 @@ def train(
 
 
 @torch.no_grad()
-def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, float | None]:
-    """(AUC, log loss) over `rows` of all ranks, on rank 0; None elsewhere. Collective.
+def test(model: nn.Module, rows: Rows, others: Rows) -> Scores:
+    """Over `rows` of all ranks, on rank 0; of None elsewhere. Collective.
 
     The model is left in eval mode, in which nothing is added to it for what is new in `rows`.
     Sharded tables need as many rows on every rank: any of `others` do, and are cut off again.
@@ -246,12 +257,14 @@ def test(model: nn.Module, rows: Rows, others: Rows) -> tuple[float | None, floa
         logits.append(model(batch.ints, batch.ids))
     probability = torch.sigmoid(torch.cat(logits)[: len(rows)].double())
     gathered = gather_rows(torch.stack([rows.labels, probability], dim=1).numpy())
-    return (None, None) if gathered is None else score(gathered[:, 0], gathered[:, 1])
+    return Scores() if gathered is None else score(gathered[:, 0], gathered[:, 1])
 
 
-def score(labels: np.ndarray, probability: np.ndarray) -> tuple[float, float]:
-    """(AUC, log loss) of probabilities of label 1."""
-    return float(roc_auc_score(labels, probability)), float(log_loss(labels, probability))
+def score(labels: np.ndarray, probability: np.ndarray) -> Scores:
+    """Of probabilities of label 1."""
+    calibration = probability.mean() / labels.mean()
+    auc, loss = roc_auc_score(labels, probability), log_loss(labels, probability)
+    return Scores(float(auc), float(loss), float(calibration))
 
 
 def gather_rows(local: np.ndarray) -> np.ndarray | None:

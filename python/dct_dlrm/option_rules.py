@@ -41,6 +41,7 @@ RULES = (
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
     Rule("density refresh_every policy transport link", "modes", ("dct",)),
+    Rule("refresh_every", "policy", ("fixed",)),
     Rule("local_size", "modes", ("dct",), unless=(1,)),
     Rule("mp_density mp_format sync_density sync_dtype", "modes", ("dct",)),
     Rule("link", "transport", (AUTO,)),

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from . import files
-from .loop import Run
+from .loop import Run, Scores
 
 Runs = dict[str, list[Run]]  # by mode
-Bayes = tuple[float, float]  # AUC and log loss of the true probabilities
+Bayes = Scores  # of the true probabilities
 SHORT_STEPS = 300  # in fewer, much of what modes differ by is that gradients come late
 MEAN_BYTES, MAX_BYTES = "wire_bytes_per_step_per_rank", "wire_bytes_per_step_max_rank"
 
@@ -25,7 +25,7 @@ def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bay
     summary = {"config": config, "data": data}
     summary["modes"] = {mode: [run.summary() for run in of_mode] for mode, of_mode in runs.items()}
     if bayes is not None:
-        summary["bayes"] = {"auc": bayes[0], "log_loss": bayes[1]}
+        summary["bayes"] = bayes._asdict()
     _write(folder / "summary.json", summary)
 
 
@@ -75,7 +75,7 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
     tables are sharded goes to all ranks: with a mesh, gradients alone are compared.
     """
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
-    scores = {"auc": "AUC", "log_loss": "log loss"}
+    scores = {"auc": "AUC", "log_loss": "log loss", "calibration": "calibration"}
     if all("validation_auc" in run.summary() for of_mode in runs.values() for run in of_mode):
         scores |= {"validation_auc": "validation AUC", "validation_log_loss": "log loss"}
     uneven = any(_mean(runs, mode, MAX_BYTES) > _mean(runs, mode, MEAN_BYTES) for mode in runs)
@@ -97,7 +97,7 @@ def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: i
             f"{_mean(runs, mode, 'step_ms_median'):.1f}",
         )
     if bayes is not None:
-        table.add_row("Bayes", f"{bayes[0]:.4f}", f"{bayes[1]:.4f}")
+        table.add_row("Bayes", *(f"{score:.4f}" for score in bayes))
         table.caption = "Bayes: the true probabilities, which no model beats"
     console.print(table)
     steps = min(len(run.loss) for of_mode in runs.values() for run in of_mode)

@@ -1,8 +1,8 @@
 """One flat tensor, compressed: residual, thresholds and payload. Knows no network.
 
 Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899): what is large goes into
-the payload, the rest waits in the residual (error feedback), and the threshold between them is
-sampled once in thousands of steps.
+the payload, the rest waits in the residual (error feedback). The threshold between them is a
+sampled quantile; the paper samples it once in thousands of steps, here that is done in every step.
 """
 
 import functools
@@ -10,8 +10,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,75 +18,62 @@ from torch import Tensor
 
 import dct_kernels
 from dct_kernels import checks
-from dct_kernels.layout import HEADER_BYTES, VALUE_DTYPE_CODES, payload_layout
+from dct_kernels.layout import BLOCK, HEADER_BYTES, VALUE_DTYPE_CODES, payload_layout, range_bounds
 
-POLICIES = ("tracked", "fixed")
-HEADROOM = 1.25  # capacity over target; with less, the last segments of a bucket starve
-LAST_EARLY_REFRESH = 512
+POLICIES = ("fresh", "fixed")
+HEADROOM = 1.25  # capacity over what is to pass
+# Picks of a sample: at least so many, and so many that pass, which leaves 22 % of error (sqrt(1 /
+# 20)). On the tables in docs/benchmarks.md losses are those of the exact threshold.
+LEAST_PICKS, PICKS_THAT_PASS = 4096, 20
 
 _FLAGS_BYTE = 7  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
-_track_threshold = torch.ops.dct.track_threshold.default
 _mask_pack = torch.ops.dct.mask_pack.default
 _scatter_unpack: Callable[..., Tensor] = torch.ops.dct.scatter_unpack.default
 
 
-def default_capacity(numel: int, density: float, whole: int = 0) -> int:
-    """Entries of room for `numel` compressed elements, and `whole` of which everything is sent.
-
-    1.25 * density * numel, all at density 1, and room for each of the others.
-    """
-    return max(1, min(numel, math.ceil(HEADROOM * density * numel)) + whole)
+def default_capacity(numel: int, density: float) -> int:
+    """Entries of room for `numel` elements: 1.25 * density * numel, all at density 1."""
+    return max(1, min(numel, math.ceil(HEADROOM * density * numel)))
 
 
-def is_refresh_step(step: int, refresh_every: int) -> bool:
-    """Whether thresholds are sampled at this step: 0, 1, 2, 4, ... 512 and every `refresh_every`.
-
-    The early samples are there because a residual starts empty: a threshold found without one lets
-    10 times its density pass in the first thousand steps.
-    """
-    early = step <= LAST_EARLY_REFRESH and step & (step - 1) == 0
-    return early or step % refresh_every == 0
+def default_samples(density: float) -> int:
+    """Picks that a threshold is sampled from: 4,096, from 0.49 % down 20 / density."""
+    return max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density))
 
 
 class Compressor:
     """Packs a flat gradient into a payload of fixed size and keeps what was not sent.
 
-    A `pack` that samples no threshold costs one pass over memory, at most three launches and no
-    host synchronisation. Between samples policy "tracked" nudges each threshold to hold the
-    density, "fixed" leaves it (the paper's way; its overflow waits in the residual). A non-finite
-    sample is discarded and the old threshold stays. At threshold 0, before the first finite sample
-    or where the sample was 0, every non-zero passes, up to the capacity. At density 1 the threshold
-    is 0 for good: everything is sent.
+    A threshold is sampled from what is about to be packed, in every `pack` (policy "fresh") or in
+    every `refresh_every`-th ("fixed": the paper's way; gradients move on meanwhile, and what
+    overflows waits in the residual). No host synchronisation. A sample may be infinite, if more
+    than its share of what was picked is not finite: then only what is not finite passes; a "fixed"
+    threshold stays what it was. A sample is 0 if most of the elements are 0: then every non-zero
+    passes, up to the capacity. At density 1 the threshold is 0 for good: everything is sent.
 
     There is one payload, overwritten by the next `pack`: finish sending it first. A second one
     would buy nothing, as the next gradient cannot exist before this one was exchanged.
 
     Args:
         numel: elements of the flat tensor.
-        segments: S + 1 offsets ascending from 0 to numel, one segment per parameter; each has a
-            threshold of its own.
+        segments: S + 1 offsets ascending from 0 to numel; each segment has a threshold of its own.
+            One for a payload sends what is largest in all of it.
         density: fraction of each segment to send per step, in (0, 1].
-        refresh_every: steps between samples of the thresholds, after those at 0, 1, 2, 4, ... 512.
-        policy: "tracked" or "fixed".
+        refresh_every: steps between samples of policy "fixed"; the first is taken at once.
+        policy: "fresh" or "fixed".
         value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
-        skip: indices of segments that are not compressed (threshold -1: never read or written,
-            zeros after `unpack`).
-        whole: indices of segments of which everything is sent (threshold 0 for good).
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
-            the compressed numel, and all of the segments in `whole`.
+            numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
-        max_samples: samples per segment.
+        max_samples: picks per segment; default 4,096, from 0.49 % of density down 20 / density.
         device: of every tensor here.
 
     Attributes:
         residual: float32 [numel], what is still to be sent, in unscaled units.
-        threshold, reference, target: float32 [S]: magnitude that passes, its last sample, and how
-            many entries should pass.
-        seen: int32 [S], how many passed in the last `pack`.
-        sampled_at: int32 [S], the step at which each threshold was sampled; before that, at which
-            this started, or the segment was loaded.
+        threshold: float32 [S], the magnitudes that passed in the last `pack`.
+        seen: int32 [S], how many passed in it.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
         step: how many times `pack` was called.
 
@@ -110,33 +96,24 @@ class Compressor:
         density: float = 0.005,
         *,
         refresh_every: int = 1000,
-        policy: str = "tracked",
+        policy: str = "fresh",
         value_dtype: torch.dtype = torch.bfloat16,
-        skip: Collection[int] = (),
-        whole: Collection[int] = (),
         capacity: int | None = None,
         ranges: int = 1,
-        max_samples: int = 65536,
+        max_samples: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
+        if max_samples is None:
+            max_samples = default_samples(density)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
         bounds = _bounds(segments, numel)
-        sizes = [high - low for low, high in pairwise(bounds)]
-        for index in skip:
-            checks.require_int("Compressor", "skip", index, 0, len(sizes) - 1)
-        for index in whole:
-            checks.require_int("Compressor", "whole", index, 0, len(sizes) - 1)
-            if index in skip:
-                checks.fail("Compressor", "whole", "of segments that are not skipped", index)
         warn_of_eager(torch.device(device).type)
-        sampled = [index not in skip and index not in whole for index in range(len(sizes))]
         if capacity is None:
-            compressed = sum(size for size, own in zip(sizes, sampled, strict=True) if own)
-            everything = sum(sizes[index] for index in set(whole))
-            capacity = default_capacity(compressed, density, everything)
+            _, largest = range_bounds(numel, ranges, 0)
+            capacity = default_capacity(largest, density)
 
         self.density = density
         self.refresh_every = refresh_every
@@ -145,23 +122,14 @@ class Compressor:
         self.capacity = capacity
         self.max_samples = max_samples
         self.step = 0
-        self.bounds = bounds
         self.segments = torch.tensor(bounds, dtype=torch.int64, device=device)
-        start = [-1.0 if index in skip else 0.0 for index in range(len(sizes))]
-        self.threshold = torch.tensor(start, dtype=torch.float32, device=device)
-        self.reference = torch.zeros_like(self.threshold)
-        target = [size if i in whole else density * size for i, size in enumerate(sizes)]
-        self.target = torch.tensor(target, dtype=torch.float32, device=device)
-        self.seen = torch.zeros(len(sizes), dtype=torch.int32, device=device)
-        self.sampled_at = torch.zeros_like(self.seen)
+        self.threshold = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=device)
+        self.seen = torch.zeros(len(bounds) - 1, dtype=torch.int32, device=device)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes
-        shape = (ranges, nbytes) if ranges > 1 else (nbytes,)
+        self._layout = payload_layout(numel, capacity, value_dtype, ranges)
+        shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._host_target = self.target.cpu()
-        self._sampled = torch.tensor(sampled, device=device)
-        self._sampling = density < 1 and any(sampled)
-        self._sample_next = False
+        self._sampled = False  # yet
 
     def pack(
         self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
@@ -177,10 +145,7 @@ class Compressor:
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
             checks.fail("Compressor.pack", "grad", f"[{len(self.residual)}]", list(grad.shape))
-        refresh = self._sampling and (
-            self._sample_next or is_refresh_step(self.step, self.refresh_every)
-        )
-        if refresh:
+        if self.density < 1:
             self._sample(grad, inv_scale)
         _mask_pack(
             self.residual,
@@ -194,8 +159,6 @@ class Compressor:
             inv_scale,
             status,
         )
-        if self._sampling and not refresh and self.policy == "tracked":
-            _track_threshold(self.threshold, self.seen, self.target, self.reference)
         self.step += 1
         return self.payload
 
@@ -256,55 +219,44 @@ class Compressor:
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
 
-    def resample_if_flooded(self, seen: Tensor, threshold: Tensor) -> None:
-        """Sample at the next `pack` if a zero threshold lets more than 1.25 x its target pass.
+    def sent_of(self, bounds: Tensor) -> Tensor:
+        """Entries that the last payload holds of each part of the tensor, int64 [parts].
+
+        Reads positions alone, a few per cent of what `pack` moves, and does not wait for them.
 
         Args:
-            seen, threshold: copies on the host, of one of the last steps.
+            bounds: int64, ascending from 0 to numel, one more than there are parts.
         """
-        if self._sampling:
-            limit = HEADROOM * self._host_target
-            self._sample_next |= bool(((threshold == 0) & (seen > limit)).any())
-
-    def segment_state(self, index: int) -> dict[str, Tensor]:
-        """Copies, on the CPU, of what one segment must carry to go on elsewhere."""
-        self._require_segment("segment_state", index)
-        low, high = self.bounds[index], self.bounds[index + 1]
-        return {
-            "residual": self.residual[low:high].to("cpu", copy=True),
-            "threshold": self.threshold[index].to("cpu", copy=True),
-            "reference": self.reference[index].to("cpu", copy=True),
-            "sample_next": torch.tensor(float(self._sample_next)),
-        }
-
-    def load_segment(self, index: int, state: dict[str, Tensor]) -> None:
-        """Go on from a `segment_state` of the same size."""
-        self._require_segment("load_segment", index)
-        low, high = self.bounds[index], self.bounds[index + 1]
-        self.residual[low:high].copy_(state["residual"])
-        self.threshold[index].copy_(state["threshold"])
-        self.reference[index].copy_(state["reference"])
-        self.sampled_at[index] = self.step
-        self._sample_next |= bool(state.get("sample_next", False))  # which early states leave out
-
-    def _require_segment(self, op: str, index: int) -> None:
-        checks.require_int(f"Compressor.{op}", "index", index, 0, len(self.bounds) - 2)
+        rows = self.payload.view(-1, self._layout.nbytes)
+        entry = torch.arange(self.capacity, device=bounds.device)
+        counts = bounds.new_zeros(len(bounds) + 1)  # of what lies before, in and after the parts
+        for index, row in enumerate(rows):
+            low, high = range_bounds(len(self.residual), len(rows), index)
+            blocks = -(-(high - low) // BLOCK)
+            starts = row[HEADER_BYTES:].view(torch.int32)[: blocks + 1]
+            positions = row[self._layout.positions :].view(torch.int16)[: self.capacity]
+            block = torch.searchsorted(starts, entry, right=True) - 1
+            part = torch.searchsorted(bounds, low + block * BLOCK + positions, right=True)
+            counts.index_add_(0, part, (entry < starts[-1]).long())
+        return counts[1:-1]
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
+        """Find thresholds anew, where they are due."""
+        if self.policy == "fixed" and self._sampled and self.step % self.refresh_every:
+            return
         sampled = _sample_threshold(
             grad,
             self.residual,
             self.segments,
             self.density,
             self.max_samples,
-            self.step,  # as the seed: other picks at every refresh
+            self.step,  # as the seed: other picks in every sample
             inv_scale,
         )
-        usable = sampled.isfinite() & self._sampled
-        self.threshold.copy_(torch.where(usable, sampled, self.threshold))
-        self.reference.copy_(torch.where(usable, sampled, self.reference))
-        self.sampled_at.masked_fill_(usable, self.step)
-        self._sample_next = False
+        if self.policy == "fixed":
+            sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
+        self.threshold = sampled
+        self._sampled = True
 
 
 @functools.cache  # once per process
@@ -337,6 +289,5 @@ def check_settings(
     """What a Compressor and everything built on it demand of these four."""
     checks.require_density(owner, density)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
-    if policy not in POLICIES:
-        checks.fail(owner, "policy", "'tracked' or 'fixed'", repr(policy))
+    checks.require_choice(owner, "policy", policy, POLICIES)
     checks.require_dtype(owner, "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))

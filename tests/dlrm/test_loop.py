@@ -91,7 +91,9 @@ def test_score_against_its_definition():
 
 def test_scores_are_those_of_the_test_rows(monkeypatch):
     taken = []
-    monkeypatch.setattr(loop, "score", lambda y, p: taken.append((y, p)) or (0.5, 0.5))
+    monkeypatch.setattr(
+        loop, "score", lambda y, p: taken.append((y, p)) or loop.Scores(0.5, 0.5, 1.0)
+    )
     monkeypatch.setattr(loop, "TEST_BATCH", 7)
     options = arguments.parse(SMALL)
     data = dataset.load(options)
@@ -185,7 +187,9 @@ def test_the_split_is_stable_and_of_the_right_size():
 
 def test_validation_rows_are_neither_trained_on_nor_tested(monkeypatch):
     scored = []
-    monkeypatch.setattr(loop, "score", lambda y, p: scored.append(y) or (0.5 + len(scored), 0.4))
+    monkeypatch.setattr(
+        loop, "score", lambda y, p: scored.append(y) or loop.Scores(0.5 + len(scored), 0.4, 1)
+    )
     plain = dataset.load(arguments.parse(SMALL))
     options = arguments.parse([*SMALL, "--validation-fraction", "0.1"])
     data = dataset.load(options)

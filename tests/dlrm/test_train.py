@@ -76,13 +76,20 @@ def test_summary(results):
     assert set(summary) == {"config", "data", "modes", "bayes"}
     assert summary["config"]["ranks"] == 2 and summary["config"]["density"] == DENSITY
     assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 1500
-    assert set(summary["bayes"]) == {"auc", "log_loss"}
+    assert set(summary["bayes"]) == {"auc", "log_loss", "calibration"}
     assert list(summary["modes"]) == ["dense", "bf16", "powersgd", "dct"]
     for runs in summary["modes"].values():
         assert [run["seed"] for run in runs] == [0, 1]
         for run in runs:
             assert set(run) == {
-                *("seed", "auc", "log_loss", "step_ms_median", "wire_bytes_per_step_per_rank"),
+                *(
+                    "seed",
+                    "auc",
+                    "log_loss",
+                    "calibration",
+                    "step_ms_median",
+                    "wire_bytes_per_step_per_rank",
+                ),
                 *("wire_bytes_per_step_max_rank", "density_mean", "ranks_equal"),
                 "weights_sha256",
             }

@@ -33,7 +33,7 @@ def _disagreeing(rank):
     for key, value, other in [
         ("density", 0.1, 0.10001),
         ("value_dtype", torch.bfloat16, torch.float32),
-        ("policy", "tracked", "fixed"),
+        ("policy", "fresh", "fixed"),
         ("refresh_every", 1000, 999),
         ("start_step", 2, 4),
         ("grad_scaler", None, scaler),
@@ -66,7 +66,7 @@ def test_settings_that_differ_are_named_by_every_rank():
         for key, value, other in [
             ("density", 0.1, 0.10001),
             ("value_dtype", "bfloat16", "float32"),
-            ("policy", "tracked", "fixed"),
+            ("policy", "fresh", "fixed"),
             ("refresh_every", 1000, 999),
             ("start_step", 2, 4),
             ("grad_scaler", "none", "given"),

@@ -47,7 +47,7 @@ def test_the_fastest_by_formula_is_taken(link, ranks, numel, name):
 
 def test_times_are_bytes_over_the_link_and_passes_over_memory():
     link = Link(Cost(1.0, 2e-6), Cost(3.0, 4e-6), Cost(5.0, 6e-6), 7e-6, 8e-6, 9e-6)
-    settings, numel = Settings(0.01, 1000, "tracked", torch.bfloat16), 4 * 16_384
+    settings, numel = Settings(0.01, 1000, "fresh", torch.bfloat16), 4 * 16_384
     plan = Choice("auto", link).plan(("p",), (numel,), settings, 4)
     plans = {t.name: dataclasses.replace(plan, transport=t) for t in Choice.TRANSPORTS}
     seconds = {name: of.transport.seconds(of, link) for name, of in plans.items()}
@@ -103,7 +103,7 @@ def _mixed(rank):
     saved = state.state_dict()
     state.close()
     # What a bucket owed before it was one that is not compressed comes with its next gradient.
-    assert state.plan().count("  bf16  ") == 2
+    assert len(re.findall(r"^\d: .* -  +[\d,]+$", state.plan(), re.M)) == 1, state.plan()
     free = Link(Cost(1.0, 0.0), FREE, FREE, 0.0, 0.0, 0.0)
     model, state = _model(link=free)
     state.load_state_dict(saved)

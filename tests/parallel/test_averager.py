@@ -78,9 +78,7 @@ def _conserves(rank):
         averager.average_parameters()
     after = weights(model)
     assert all(torch.equal(after, other) for other in gathered(after))
-    small = after[3000:3040]
     saved = entry(averager.state_dict())["parameters"]
-    assert not saved["1"]["residual"].any() and small.any()  # sent whole
     residual = torch.cat([saved[name]["residual"] for name in ("0", "1", "2")])
     assert residual.count_nonzero() > 1000
     owed = sum(gathered(residual.double())) + 2 * after.double()
@@ -212,7 +210,7 @@ def _bytes(rank):
             averager.average_parameters()
         sent = meter.take()
     assert sent == 2 * averager.wire_bytes
-    assert averager.wire_bytes == payload_layout(5030, 125 + 30, torch.bfloat16).nbytes
+    assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 
 
 def test_bytes_are_counted():

@@ -222,6 +222,7 @@ def _copied(rank, how):
     with pytest.raises(ValueError, match="dct::state_dict: state must be bound to its DDP"):
         copied_state.state_dict()
     copied = ddp(copied.module)  # torch registers no hook with a copy
+    copied(batch(0, rank)[0]).sum().backward()  # DDP deals its buckets as it has by then
     gc.collect()
     copied.register_comm_hook(copied_state, dct_hook)
     copied_optimizer = torch.optim.SGD(copied.parameters(), lr=0.05)

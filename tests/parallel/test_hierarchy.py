@@ -72,7 +72,7 @@ def _conservation(rank, transport):
         left = owed_by_all(state.state_dict())
         if transport != "bf16":
             assert torch.equal(applied + left, sum_of_all(total) / ranks), (sizes, local_size)
-            assert bool(left.count_nonzero()) == (sum(sizes) > 256)
+            assert bool(left.count_nonzero()) == (sum(sizes) > 1)
         held = [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
         share = sum(residual.count_nonzero() for residual in held)
         assert share <= -(-sum(sizes) // (local_size or 1)) + 8

@@ -95,8 +95,7 @@ def test_what_is_owed_carries_over_to_more_nodes():
 
 
 def _of_part(rank, residual, low, high, owned=None):
-    parts = {"residual": torch.zeros(len(residual)), "threshold": torch.tensor(5.0)}
-    parts["reference"] = parts["threshold"]
+    parts = {"residual": torch.zeros(len(residual))}
     parts["residual"][low:high] = residual[low:high]
     if owned is not None:
         parts["owner_residual"] = owned
@@ -119,7 +118,6 @@ def test_merged_is_the_mean_of_what_nodes_owe():
         parts = entry(merge_states(states))["parameters"]["p"]
         expected = nodes.double().mean(0) + (owned.double().sum(0) if owners else 0)
         assert torch.equal(parts["residual"], expected.float())
-        assert parts["threshold"] == 0 and parts["sample_next"] == 1  # parts are others' now
         assert "local_size" not in entry(merge_states(states))
     states[1]["ranks"]["1"]["local_size"] = 4
     with pytest.raises(ValueError, match="local_size must be the same on every rank"):

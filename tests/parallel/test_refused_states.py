@@ -15,8 +15,6 @@ from ranks import batch, ddp, gathered, mlp, run_ranks, train_step
 
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
-# Early states leave these out; owners sample anew without theirs.
-OPTIONAL = {"sample_next", "owner_threshold", "owner_reference", "owner_sample_next"}
 
 INTEGER = r"an integer in \[0, 2147483647\], got "
 ENTRY = [  # (keys below a rank's entry, what is put there, what the error says)
@@ -64,9 +62,8 @@ def _of_tensors(saved, **gone):
         if good.dim() == 0:
             values["-1.0"] = -torch.ones(())
         texts = {got: f"{key} of {WEIGHT} must be .*, got {got}" for got in [*values, "nothing"]}
-        if key not in OPTIONAL or isinstance(good, DTensor):
-            values["nothing"] = GONE
-            texts["nothing"] = gone.get(key, texts["nothing"])
+        values["nothing"] = GONE
+        texts["nothing"] = gone.get(key, texts["nothing"])
         flaws += [(["parameters", WEIGHT, key], values[got], texts[got]) for got in values]
     return flaws
 
@@ -267,8 +264,7 @@ def test_load_merged(tmp_path):
 def _saved(rank):
     """A rank's state, made by hand."""
     residual = torch.full((1024,), float(rank))
-    level = torch.tensor(0.5)
-    parts = {"residual": residual, "threshold": level, "reference": level, "sample_next": level}
+    parts = {"residual": residual}
     recent = torch.full((100, 2), math.nan, dtype=torch.float64)
     numbers = {"run_id": "a", "world_size": 2, "step": 5, "density": 0.1, "recent": recent}
     entry = {**numbers, "parameters": {WEIGHT: parts}}

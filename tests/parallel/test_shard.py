@@ -239,8 +239,7 @@ def _load_own(rank, states, transport):
 
 
 def test_a_state_that_lost_what_owners_keep_is_refused():
-    level = torch.tensor(0.5)
-    parts = {"residual": torch.zeros(3), "threshold": level, "reference": level}
+    parts = {"residual": torch.zeros(3)}
     entry = {"run_id": "a", "world_size": 1, "step": 5, "density": 0.1, "parameters": {"p": parts}}
     text = "state of rank 0 must be with what owners keep: load into transport 'shard', or use"
     with pytest.raises(ValueError, match=text):

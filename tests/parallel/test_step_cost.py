@@ -38,7 +38,7 @@ class Counted(TorchDispatchMode):
 
 
 def _bucket(sizes, scaled, transport):
-    """(kernels, memsets, copies to the host, collectives) of a step without a refresh."""
+    """(kernels, memsets, copies to the host, collectives) of a step."""
     model = DistributedDataParallel(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
@@ -46,12 +46,10 @@ def _bucket(sizes, scaled, transport):
     numel = sum(sizes)
     scale = torch.full((1,), 8.0) if scaled else None
     inverse = None if scale is None else 1 / scale
-    for _ in range(3):  # refreshes thresholds each time, and at 4 again
-        bucket.reduce(torch.randn(numel), scale, inverse)
-        assert bucket.take_report() is not None
-    buffer = torch.randn(numel)
+    bucket.reduce(torch.randn(numel), scale, inverse)
+    assert bucket.take_report() is not None
     with Counted() as counted:
-        bucket.reduce(buffer, scale, inverse)
+        bucket.reduce(torch.randn(numel), scale, inverse)
     launches = TORCH | stated()
     kernels = memsets = copies = collectives = 0
     for name, times in counted.calls.items():
@@ -63,31 +61,29 @@ def _bucket(sizes, scaled, transport):
         elif name in COLLECTIVES:
             collectives += times
         else:
-            assert name in NOTHING, name
+            assert name in NOTHING | {"randn"}, name
     return kernels, memsets, copies, collectives
 
 
 def _counts(rank, transport):
     return [
         _bucket(sizes, scaled, transport)
-        for sizes in ([5000, 30_000], [5000, 100, 30_000], [100, 30])
+        for sizes in ([5000, 30_000], [100, 30])
         for scaled in (False, True)
     ]
 
 
-def test_a_step_of_a_bucket_is_4_kernels_2_memsets_1_copy_and_1_collective():
-    for counts in run_ranks(_counts, 2, "gather"):
-        # With a scaler or without, small parameters among large ones or not. Where all are small,
-        # there are no thresholds to track.
-        assert counts == [(4, 2, 1, 1)] * 4 + [(3, 2, 1, 1)] * 2
+def test_a_step_of_a_bucket_is_6_kernels_3_memsets_1_copy_and_1_collective():
+    for counts in run_ranks(_counts, 2, "gather"):  # with a scaler or without
+        assert counts == [(6, 3, 1, 1)] * 4
 
 
 def test_a_step_of_a_sharded_bucket():
     """Packed, summed, packed again, unpacked; nothing is copied but the notes for the host."""
     first, second = run_ranks(_counts, 2, "shard")
-    assert first == [(7, 4, 1, 2)] * 4 + [(5, 4, 1, 2)] * 2
+    assert first == [(11, 6, 1, 2)] * 4
     # Of the last bucket, all small, rank 1 owns nothing.
-    assert second == [(7, 4, 1, 2)] * 4 + [(4, 3, 1, 2)] * 2
+    assert second == [(11, 6, 1, 2)] * 2 + [(10, 5, 1, 2)] * 2
 
 
 def _short(rank):
@@ -95,7 +91,7 @@ def _short(rank):
 
 
 def test_a_short_range_is_put_together_from_pieces_of_rows():
-    assert run_ranks(_short, 2) == [(7, 4, 1, 2), (8, 4, 3, 2)]
+    assert run_ranks(_short, 2) == [(11, 6, 1, 2), (12, 6, 3, 2)]
 
 
 def _layouts(rank):

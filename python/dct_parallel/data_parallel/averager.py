@@ -63,13 +63,12 @@ class DCTAverager(ModelAverager):
         module: parameters on one CPU or CUDA device; those that require grad are averaged, and are
             float32. No DDP. All parameters of the first rank, frozen ones as well, replace the
             others'. Which of them require grad must stay the same.
-        density: fraction of each parameter's entries sent each time, in (0, 1]; everything of
-            parameters of less than 256 elements.
+        density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
-        refresh_every: averagings between samples of the thresholds (also at 0, 1, 2, 4, ... 512).
+        refresh_every: averagings between samples of the threshold, with policy "fixed".
         value_dtype: of the values sent, torch.bfloat16 or torch.float32.
         process_group: ranks to average over, this one among them; default all.
-        policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
+        policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
 
     Attributes:
         step: calls of `average_parameters`.
@@ -96,7 +95,7 @@ class DCTAverager(ModelAverager):
         refresh_every: int = 1000,
         value_dtype: torch.dtype = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
-        policy: str = "tracked",
+        policy: str = "fresh",
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
@@ -150,7 +149,7 @@ class DCTAverager(ModelAverager):
             self._average()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, thresholds and step, and the base. Copies, on the CPU.
+        """This rank's residuals and step, and the base. Copies, on the CPU.
 
         One file a rank, beside the rank's weights and optimizer, which differ between averagings.
 
@@ -175,6 +174,8 @@ class DCTAverager(ModelAverager):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
+
+        (With policy "fixed" a threshold is sampled anew, so that bits may differ.)
 
         A state that is refused changes nothing.
 

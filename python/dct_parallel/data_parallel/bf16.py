@@ -28,17 +28,16 @@ class Bf16:
 
     @staticmethod
     def wire_bytes(plan: BucketPlan) -> int:
-        return wire.all_reduce_bytes(2 * plan.bounds[-1], plan.ranks)
+        return wire.all_reduce_bytes(2 * plan.numel, plan.ranks)
 
     @staticmethod
     def seconds(plan: BucketPlan, link: Link) -> float:
-        return link.all_reduce.seconds(plan.wire_bytes) + plan.bounds[-1] * link.cast
+        return link.all_reduce.seconds(plan.wire_bytes) + plan.numel * link.cast
 
 
 def unpacked_report(overflowed: bool) -> Report:
     """Of a step in which nothing was packed."""
-    nothing = torch.zeros(0)
-    return Report(Receipt([], [], overflowed, [], 0, 0), nothing, nothing, nothing, 0, 0)
+    return Report(Receipt([], [], overflowed, [], 0, 0), 0)
 
 
 class Bf16Bucket:
@@ -59,7 +58,7 @@ class Bf16Bucket:
         self._group = group
         self._device = device
         sizes = zip(plan.names, plan.sizes, strict=True)
-        known = [states.get(name, checkpoint.fresh(numel)) for name, numel in sizes]
+        known = [states.get(name, {"residual": torch.zeros(numel)}) for name, numel in sizes]
         owed = torch.cat([torch.zeros(0), *(checkpoint.owed(s, plan.ranks) for s in known)])
         self._owed = owed.to(device) if owed.any() else None
         self._sent: Tensor | None = None
@@ -110,13 +109,17 @@ class Bf16Bucket:
         owed = self._zeros() if self._owed is None else self._owed
         parts = owed.cpu().split(self.plan.sizes)
         return {
-            name: checkpoint.fresh(part.numel()) | {"residual": part.clone()}
+            name: {"residual": part.clone()}
             for name, part in zip(self.plan.names, parts, strict=True)
         }
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+    def parameter_stats(self) -> dict[str, dict[str, float]]:
         """Empty: no threshold, and nothing kept back."""
         return {}
 
+    def silent(self) -> list[str]:
+        """None: everything is sent."""
+        return []
+
     def _zeros(self) -> Tensor:
-        return torch.zeros(self.plan.bounds[-1], device=self._device)
+        return torch.zeros(self.plan.numel, device=self._device)

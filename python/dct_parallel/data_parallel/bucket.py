@@ -8,22 +8,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..compressor import Compressor
 from ..readback import Readback
 from .bucket_plan import BucketPlan
 from .checkpoint import SegmentState
-from .transports import Receipt, Transport
+from .transports import Receipt, Transport, compressor_of
+
+# In one step of ten it is looked at whether anything is sent of a parameter; where for a thousand
+# steps nothing was found, it is named.
+LOOK_EVERY, SILENT_STEPS = 10, 1000
 
 
 class Report(NamedTuple):
-    """What the host learns of a bucket one step later; tensors have an item per parameter."""
+    """What the host learns of a bucket one step later."""
 
     receipt: Receipt
-    threshold: Tensor  # float32, for the next step
-    passed: Tensor  # int32: entries that passed the threshold on this rank
-    sent: Tensor  # int64: those of them that the payload had room for
-    compressed_sent: int  # in all, of the parameters that are compressed,
-    compressed: int  # of so many elements
+    numel: int  # that was compressed
 
 
 class AnyBucket(Protocol):
@@ -43,7 +42,9 @@ class AnyBucket(Protocol):
 
     def states(self) -> dict[str, SegmentState]: ...
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]: ...
+    def parameter_stats(self) -> dict[str, dict[str, float]]: ...
+
+    def silent(self) -> list[str]: ...
 
 
 class PartBucket(AnyBucket, Protocol):
@@ -74,18 +75,18 @@ class Bucket:
         states: dict[str, SegmentState],
     ) -> None:
         self.plan = plan
-        self.report: Report | None = None  # the last one taken
-        self.compressor = _compressor(plan, device, step)
+        self.compressor = compressor_of(plan, plan.range_bounds, step, device, plan.ranges)
         assert issubclass(plan.transport, Transport)  # else nothing is packed: plan.ranges is 0
         self._transport = plan.transport(plan, self.compressor, group, step)
         for index, name in enumerate(plan.names):
             if name in states:
                 self._load(index, states[name])
         self._readback = Readback()
-        self._own = [self.compressor.seen, self.compressor.threshold.view(torch.int32)]
-        self._whole = torch.tensor(sorted(plan.whole), dtype=torch.int64)
         self._notes: Sequence[Tensor] = ()  # of the last `reduce`
         self._fresh = False  # which has not been reported yet
+        self._first_step = step
+        self._bounds = torch.tensor(plan.bounds, device=device)
+        self._found = torch.full((len(plan.names),), step, device=device)  # when last sent
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -98,9 +99,12 @@ class Bucket:
         """
         with record_function("dct::pack"):
             self.compressor.pack(buffer, inv_scale)
+            if self.compressor.step % LOOK_EVERY == 0:
+                found = self.compressor.sent_of(self._bounds) > 0
+                self._found = torch.where(found, self.compressor.step, self._found)
         self._notes = self._transport.reduce(buffer, scale)
         with record_function("dct::read_back"):
-            self._readback.post(*self._own, *self._notes)
+            self._readback.post(*self._notes)
         self._fresh = True
 
     def alarms(self) -> Tensor:
@@ -123,57 +127,40 @@ class Bucket:
         if not self._fresh:
             return None
         self._fresh = False
-        passed, threshold, *notes = self._readback.wait()
-        threshold = threshold.view(torch.float32)
-        self.compressor.resample_if_flooded(passed, threshold)
-        receipt = self._transport.receipt(notes)
-        sent = self._sent(passed, receipt.counts)
-        compressed = sent.sum() - sent[self._whole].sum()
-        self.report = Report(
-            receipt, threshold, passed, sent, int(compressed), self.plan.compressed_numel
-        )
-        return self.report
-
-    def _sent(self, passed: Tensor, counts: list[int]) -> Tensor:
-        """Of what passed, how much there was room for, by parameter."""
-        if len(counts) == 1:  # packed in order, as long as there is room
-            room = self.compressor.capacity - (passed.cumsum(0) - passed)
-            return torch.minimum(passed, room.clamp(min=0))
-        # Which range a parameter's entries lie in is not known: what is late is every one's.
-        return (passed * (sum(counts) / max(int(passed.sum()), 1))).round().long()
+        receipt = self._transport.receipt(self._readback.wait())
+        return Report(receipt, self.plan.numel)
 
     def take_back(self) -> None:
         """Return what the last `reduce` sent to the residual, for a step that was not applied."""
         self._transport.take_back()
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: copies of what each of its parameters must carry to go on elsewhere}."""
+        """{name: copies, on the CPU, of what each of its parameters must carry elsewhere}."""
+        residuals = self.compressor.residual.split(self.plan.sizes)
         return {
-            name: self.compressor.segment_state(index) | self._transport.segment_state(index)
-            for index, name in enumerate(self.plan.names)
+            name: {"residual": residual.to("cpu", copy=True)} | self._transport.segment_state(index)
+            for index, (name, residual) in enumerate(zip(self.plan.names, residuals, strict=True))
         }
 
     def _load(self, index: int, state: SegmentState) -> None:
-        self.compressor.load_segment(index, state)
+        residual = self.compressor.residual.split(self.plan.sizes)[index]
+        residual.copy_(state["residual"])
         owed = self._transport.load_segment(index, state)
         if owed is not None:  # to the mean, of which a rank makes 1 / P
-            low, high = self.compressor.bounds[index : index + 2]
-            self.compressor.residual[low:high] += (self.plan.ranks * owed).to(
-                self.compressor.residual.device
-            )
+            residual += (self.plan.ranks * owed).to(residual.device)
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
-        """{name: see `DCTState.parameter_stats`}, of the report taken last."""
-        if self.report is None or not self.plan.names:
+    def parameter_stats(self) -> dict[str, dict[str, float]]:
+        """{name: see `DCTState.parameter_stats`}, of the last `reduce`."""
+        if self.compressor.step == self._first_step or not self.plan.names:
             return {}
-        passed = self.report.passed
-        norms = torch._foreach_norm(self.compressor.residual.split(self.plan.sizes))
+        starts = torch.tensor(self.plan.range_bounds[1:], device=self._bounds.device)
+        ranges = torch.searchsorted(starts, self._bounds[:-1], right=True)
         columns = {
-            "density": self.report.sent / torch.tensor(self.plan.sizes).clamp(min=1),
-            "threshold": self.report.threshold,
-            "threshold_age": self.compressor.step - 1 - self.compressor.sampled_at,
-            "overflow": (passed - self.report.sent) / passed.clamp(min=1),
-            "residual_norm": torch.stack(norms),
+            "density": self.compressor.sent_of(self._bounds) / self._bounds.diff().clamp(min=1),
+            "threshold": self.compressor.threshold[ranges.clamp(max=self.plan.ranges - 1)],
+            "residual_norm": torch.stack(
+                torch._foreach_norm(self.compressor.residual.split(self.plan.sizes))
+            ),
         }
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         return {
@@ -181,20 +168,7 @@ class Bucket:
             for name, row in zip(self.plan.names, rows, strict=True)
         }
 
-
-def _compressor(plan: BucketPlan, device: torch.device, step: int) -> Compressor:
-    compressor = Compressor(
-        plan.bounds[-1],
-        plan.bounds,
-        plan.settings.density,
-        refresh_every=plan.settings.refresh_every,
-        policy=plan.settings.policy,
-        value_dtype=plan.settings.value_dtype,
-        whole=plan.whole,
-        capacity=plan.capacity,
-        ranges=plan.ranges,
-        device=device,
-    )
-    compressor.step = step
-    compressor.sampled_at.fill_(step)
-    return compressor
+    def silent(self) -> list[str]:
+        """Parameters of which nothing was found in the steps looked at, for 1,000 of all."""
+        silent = self.compressor.step - self._found >= SILENT_STEPS
+        return [name for name, is_so in zip(self.plan.names, silent.tolist(), strict=True) if is_so]

@@ -1,7 +1,6 @@
 """What will be sent: arithmetic on parameter sizes, no tensors."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,12 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dct_kernels import backend_of, payload_layout
-from dct_kernels.layout import BLOCK, range_blocks, range_bounds
+from dct_kernels.layout import range_bounds
 
 from .. import wire
 from ..compressor import HEADROOM, default_capacity
-
-WHOLE_BELOW = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +28,6 @@ class Settings:
         """What JSON can hold of them, for ranks to compare."""
         told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
         return told | {"density": float(self.density)}
-
-    def is_whole(self, numel: int) -> bool:
-        """Whether everything is sent of a parameter of this size: below 256 elements.
-
-        Biases and norms are a hundredth of the elements and would send a handful of entries each.
-        They travel in the payload with the others, all of them, as a collective of their own costs
-        more than their positions do. At density 1 all parameters are alike.
-        """
-        return numel < WHOLE_BELOW and self.density < 1
 
 
 class Slice(NamedTuple):
@@ -78,8 +66,6 @@ class BucketPlan:
     Attributes:
         transport: how payloads get to the other ranks.
         ranks: that take part.
-        parameter_sizes: of all of each parameter, where the bucket holds a part of some; else
-            `sizes`. They decide what is sent whole.
     """
 
     names: tuple[str, ...]
@@ -87,7 +73,6 @@ class BucketPlan:
     settings: Settings
     transport: type[TransportFormulas]
     ranks: int
-    parameter_sizes: tuple[int, ...] | None = None
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -95,18 +80,8 @@ class BucketPlan:
         return [0, *accumulate(self.sizes)]
 
     @cached_property
-    def whole(self) -> frozenset[int]:
-        """Indices of the parameters of which everything is sent."""
-        sizes = self.sizes if self.parameter_sizes is None else self.parameter_sizes
-        return frozenset(i for i, size in enumerate(sizes) if self.settings.is_whole(size))
-
-    @cached_property
-    def whole_numel(self) -> int:
-        return sum(self.sizes[index] for index in self.whole)
-
-    @cached_property
-    def compressed_numel(self) -> int:
-        return self.bounds[-1] - self.whole_numel
+    def numel(self) -> int:
+        return self.bounds[-1]
 
     @cached_property
     def ranges(self) -> int:
@@ -114,31 +89,25 @@ class BucketPlan:
         return self.transport.ranges(self.ranks)
 
     @cached_property
+    def range_bounds(self) -> list[int]:
+        """Offsets of the ranges in the bucket: one more than there are."""
+        return [0, *(range_bounds(self.numel, self.ranges, r)[1] for r in range(self.ranges))]
+
+    @cached_property
     def owners(self) -> int:
         """Ranges that are not empty: the first ones. A bucket of few blocks has no more of them."""
-        return -(-self.bounds[-1] // self._range_length) if self.bounds[-1] else 0
+        return sum(low < high for low, high in pairwise(self.range_bounds))
 
     @cached_property
     def capacity(self) -> int:
-        """Entries of room in the payload of each range: as many as the fullest needs."""
-        whole: Counter[int] = Counter()
-        for index in self.whole:
-            low, high = self.bounds[index], self.bounds[index + 1]
-            for r in range(low // self._range_length, -(-high // self._range_length)):
-                start, end = range_bounds(self.bounds[-1], self.ranges, r)
-                whole[r] += min(high, end) - max(low, start)
-        rooms = []
-        for r in range(max(1, self.owners)):
-            low, high = range_bounds(self.bounds[-1], self.ranges, r)
-            compressed = high - low - whole[r]
-            rooms.append(default_capacity(compressed, self.settings.density, whole[r]))
-        return max(rooms)
+        """Entries of room in the payload of each range: what the longest one needs, the first."""
+        return default_capacity(self.range_bounds[1], self.settings.density)
 
     @cached_property
     def payload_bytes(self) -> int:
         """Of the payload of one range."""
-        numel, dtype = self.bounds[-1], self.settings.value_dtype
-        return payload_layout(numel, self.capacity, dtype, self.ranges).nbytes
+        dtype = self.settings.value_dtype
+        return payload_layout(self.numel, self.capacity, dtype, self.ranges).nbytes
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -147,11 +116,7 @@ class BucketPlan:
 
     def slices(self, index: int) -> Iterator[Slice]:
         """What range `index` holds of each parameter, in the bucket's order."""
-        yield from slices(self.sizes, *range_bounds(self.bounds[-1], self.ranges, index))
-
-    @cached_property
-    def _range_length(self) -> int:
-        return max(1, range_blocks(self.bounds[-1], self.ranges)) * BLOCK
+        yield from slices(self.sizes, *self.range_bounds[index : index + 2])
 
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
@@ -160,7 +125,7 @@ def step_bytes(plans: Sequence[BucketPlan]) -> int:
 
 
 def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch.device) -> str:
-    """The plan as text, one line per parameter; bytes are what a rank sends in a step."""
+    """The plan as text, one line per bucket; bytes are what a rank sends in a step."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
     transports = ", ".join(dict.fromkeys(plan.transport.name for plan in plans))
@@ -169,26 +134,15 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch
         f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
         f"backend: {backend_of(device)}"
     )
-    entry_bytes = 2 + settings.value_dtype.itemsize
-    rows = [("parameter", "numel", "sent as", "capacity", "bytes/step")]
-    entries_bytes = 0
-    for plan in plans:
-        for index, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
-            whole = index in plan.whole
-            if plan.ranges:
-                capacity = size if whole else default_capacity(size, settings.density)
-                packed = plan.ranges * plan.payload_bytes
-                nbytes = capacity * entry_bytes * plan.wire_bytes // packed
-                sent_as, room = "whole" if whole else "DCT", f"{capacity:,}"
-            else:
-                nbytes = plan.wire_bytes * size // max(plan.bounds[-1], 1)
-                sent_as, room = plan.transport.name, ""
-            rows.append((name, f"{size:,}", sent_as, room, f"{nbytes:,}"))
-            entries_bytes += nbytes
+    rows = [("bucket", "parameters", "numel", "capacity", "bytes/step")]
+    for index, plan in enumerate(plans):
+        room = f"{plan.owners * plan.capacity:,}" if plan.ranges else "-"
+        count, nbytes = f"{len(plan.names):,}", f"{plan.wire_bytes:,}"
+        rows.append((_label(index, plan), count, f"{plan.numel:,}", room, nbytes))
     total = step_bytes(plans)
-    numel = sum(plan.bounds[-1] for plan in plans)
-    rows.append(("headers, rounding", "", "", "", f"{total - entries_bytes:,}"))
-    rows.append(("total", f"{numel:,}", "", "", f"{total:,}"))
+    numel = sum(plan.numel for plan in plans)
+    parameters = f"{sum(len(plan.names) for plan in plans):,}"
+    rows.append(("total", parameters, f"{numel:,}", "", f"{total:,}"))
     dense = wire.all_reduce_bytes(4 * numel, ranks)
     rows.append(("float32 ring all-reduce", "", "", "", f"{dense:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -198,8 +152,10 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
-    lines.append(
-        f"Capacity is {HEADROOM} x density x numel, shared by a bucket's parameters, and it"
-    )
-    lines.append("sets the bytes, whatever passes.")
+    lines.append(f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes.")
     return "\n".join(lines)
+
+
+def _label(index: int, plan: BucketPlan) -> str:
+    ends = dict.fromkeys([*plan.names[:1], *plan.names[-1:]])
+    return f"{index}: {' ... '.join(ends)}"

@@ -130,17 +130,16 @@ class Buckets:
         if self._buckets:
             return None
         (assumed,) = self.plans()
-        least = dataclasses.replace(assumed, names=("",), sizes=(1,), parameter_sizes=None)
+        least = dataclasses.replace(assumed, names=("",), sizes=(1,))
         return least.wire_bytes
 
     def states(self) -> dict[str, checkpoint.SegmentState]:
         """{name: copies of what its parameter must carry}; all parameters are there."""
-        parted = self._node.size > 1  # what is in another's part may come to this one's
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        states = {name: checkpoint.fresh(numel, parted) for name, numel in sizes.items()}
-        if self._choice.keeps_owners:
-            for name, numel in sizes.items():
-                states[name] |= checkpoint.fresh_owner(numel)
+        parts = ("residual", checkpoint.OWED) if self._choice.keeps_owners else ("residual",)
+        states = {
+            name: {part: torch.zeros(parameter.numel()) for part in parts}
+            for parameter, name in self._names.items()
+        }
         for name, state in self._parked.items():
             states[name] |= {part: value.clone() for part, value in state.items()}
         for bucket in self._buckets.values():
@@ -163,8 +162,7 @@ class Buckets:
         reordered = dict(states)
         for parameter, name in self._names.items():
             state = states.get(name, {})
-            parts = state.keys() & {"residual", checkpoint.OWED}
-            reordered[name] = state | {part: reorder(state[part], parameter) for part in parts}
+            reordered[name] = {part: reorder(value, parameter) for part, value in state.items()}
         return {name: reordered[name] for name in states}
 
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
@@ -192,7 +190,6 @@ class Buckets:
             tuple(piece.high - piece.low for piece in pieces),
             self._settings,
             self._group.size(),
-            tuple(sizes[piece.index] for piece in pieces),
         )
 
 

@@ -26,9 +26,10 @@ VERSION, OWNERS, PARTS = 2, 1, 2
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 RECENT_STEPS = 100
 
-SegmentState = dict[str, Tensor]  # see Compressor.segment_state
-OWNER = "owner_"  # begins the keys of what a rank keeps as the owner of a part of the parameter
-OWED = OWNER + "residual"  # as long as the parameter, 0 outside of that part; units of the mean
+SegmentState = dict[str, Tensor]  # of a parameter: see `_segment`
+# What a rank owes as the owner of a part of a parameter: as long as the parameter, 0 outside of the
+# part, in units of the mean.
+OWED = "owner_residual"
 
 
 class _OfMesh(TypedDict, total=False):
@@ -80,16 +81,10 @@ _STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks":
 
 
 def _segment(numel: int) -> dict[str, fields.Field]:
-    """Of one parameter; what begins with `OWNER`, and the base, is not in every state."""
+    """Of one parameter; thresholds, which earlier states have as well, are found anew."""
     return {
         "residual": fields.tensor([numel]),
-        "threshold": fields.from_zero(),
-        "reference": fields.from_zero(),
-        "sample_next": fields.from_zero(default=torch.zeros(())),  # early states leave it out
         OWED: fields.tensor([numel], default=None),
-        OWNER + "threshold": fields.from_zero(default=None),
-        OWNER + "reference": fields.from_zero(default=None),
-        OWNER + "sample_next": fields.from_zero(default=None),
         "base": fields.tensor([numel], default=None),
     }
 
@@ -99,25 +94,6 @@ def make(rank: int | str, entry: Entry) -> dict[str, Any]:
     owners = any(OWED in state for state in entry["parameters"].values())
     version = VERSION + OWNERS * owners + PARTS * ("local_size" in entry)
     return {"version": version, "ranks": {str(rank): entry}}
-
-
-def fresh(numel: int, sample_next: bool = False) -> SegmentState:
-    """What a parameter starts from: nothing owed, no threshold sampled.
-
-    Args:
-        sample_next: whether to sample as soon as there is something, rather than when it is time.
-    """
-    return {
-        "residual": torch.zeros(numel),
-        "threshold": torch.zeros(()),
-        "reference": torch.zeros(()),
-        "sample_next": torch.tensor(float(sample_next)),
-    }
-
-
-def fresh_owner(numel: int) -> SegmentState:
-    """The same of an owner's part."""
-    return {OWNER + key: value for key, value in fresh(numel, sample_next=True).items()}
 
 
 def owed(state: SegmentState, ranks: int) -> Tensor:
@@ -203,9 +179,7 @@ def find(
     why = ", as this state was made with"
     _require_same(op, "density", settings.density, entry["density"], why)
     _require_same(op, "period", period, entry.get("period", period), why)
-    # Of those sent whole little is owed, and early states of this version leave them out.
-    optional = {name for name, numel in sizes.items() if settings.is_whole(numel)}
-    difference = (parameters.keys() ^ sizes.keys()) - (optional - parameters.keys())
+    difference = parameters.keys() ^ sizes.keys()
     if parameters and difference:
         got = f"a difference in {', '.join(sorted(difference))}"
         checks.fail(op, "parameters", "those of this model", got)
@@ -214,7 +188,7 @@ def find(
     if not parameters and sizes:
         warnings.warn(
             f"DCT: the checkpoint of step {entry['step']} holds no residuals: what they owed to "
-            "the model is lost, and thresholds are found anew.",
+            "the model is lost.",
             stacklevel=3,
         )
     if MEAN in found and local_size > 1:

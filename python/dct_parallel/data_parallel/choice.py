@@ -84,11 +84,10 @@ class Choice:
         sizes: tuple[int, ...],
         settings: Settings,
         ranks: int,
-        parameter_sizes: tuple[int, ...] | None = None,
     ) -> BucketPlan:
         """The plan of a bucket; see there."""
         transport = TRANSPORTS.get(self.name, Gather)
-        plan = BucketPlan(names, sizes, settings, transport, ranks, parameter_sizes)
+        plan = BucketPlan(names, sizes, settings, transport, ranks)
         if self._link is None:
             return plan
         return min(self._timed(plan, self._link), key=lambda timed: timed[0])[1]

@@ -42,7 +42,7 @@ class Gather(Transport):
     @staticmethod
     def seconds(plan: BucketPlan, link: Link) -> float:
         sent = link.all_gather.seconds(plan.wire_bytes)
-        return sent + plan.bounds[-1] * (link.pack + link.unpack)
+        return sent + plan.numel * (link.pack + link.unpack)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         with record_function("dct::exchange"):

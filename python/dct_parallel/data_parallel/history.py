@@ -10,8 +10,8 @@ from torch import Tensor
 from .bucket import Report
 from .checkpoint import RECENT_STEPS
 
-# Gradients of one batch are now larger, now smaller, so that with tracked thresholds and a quarter
-# of headroom some 10 to 30 % of payloads overflow, for a step or two. Beyond half it is the rule.
+# A threshold is off by what its sample is, so that with a quarter of headroom some 10 to 15 % of
+# payloads overflow, by little, and others in the next step. Beyond half it is the rule.
 OVERFLOW_WARNING = 0.5
 
 
@@ -40,10 +40,10 @@ class History:
         reports = list(reports)
         payloads = sum(report.receipt.payloads for report in reports)
         if payloads:
-            compressed = sum(report.compressed for report in reports)
-            sent = sum(report.compressed_sent for report in reports)
+            sent = sum(sum(report.receipt.counts) for report in reports)
+            numel = sum(report.numel for report in reports)
             late = sum(report.receipt.overflowed for report in reports)
-            self.add(density=sent / max(compressed, 1), overflow=late / payloads)
+            self.add(density=sent / max(numel, 1), overflow=late / payloads)
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""
@@ -53,8 +53,8 @@ class History:
             self._warned = True
             warnings.warn(
                 f"DCT: {self.overflow:.0%} of the payloads of the last {RECENT_STEPS} steps were "
-                "too small for what passed the thresholds. The rest is sent late, latest at a "
-                "bucket's end: use policy 'tracked', a smaller refresh_every or a higher density.",
+                "too small for what passed the threshold. The rest is sent late, latest at a "
+                "bucket's end: use policy 'fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
             )
 

@@ -26,8 +26,7 @@ def merge_states(
     mean over ranks of what they send, any number of ranks that start from it owe the model what the
     old ones did, to float32 rounding (summed in float64). In a mesh the ranks of a node hold a part
     each of what it owes, and the mean is that of nodes. What owners of ranges owe (transport
-    "shard") is in units of the mean, and is added to that of every rank as it is. Thresholds and
-    their references are means, too; of owners and of parts they are sampled anew. Our
+    "shard") is in units of the mean, and is added to that of every rank as it is. Our
     reconstruction: the paper does not change the number of ranks.
 
     Args:
@@ -89,10 +88,8 @@ def merge_states(
 
 def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:
     """Of one parameter, from sums over ranks."""
-    mean = {k: v / ranks for k, v in total.items() if not k.startswith(checkpoint.OWNER)}
-    if local_size > 1:
-        residual = total["residual"] * local_size / ranks
-        mean = checkpoint.fresh(residual.numel(), sample_next=True) | {"residual": residual}
+    mean = {key: value / ranks for key, value in total.items() if key != checkpoint.OWED}
+    mean["residual"] = mean["residual"] * local_size
     if checkpoint.OWED in total:  # by one owner each, and to the mean
         mean["residual"] = mean["residual"] + total[checkpoint.OWED]
     return {key: value.float() for key, value in mean.items()}

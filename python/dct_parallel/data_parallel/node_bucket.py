@@ -54,7 +54,7 @@ class NodeBucket:
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None:
         """Replace this rank's gradients in `buffer` by their mean over all nodes' ranks."""
-        numel = self.plan.bounds[-1]
+        numel = self.plan.numel
         if self._others is not None:
             self._inner.owe(self._node.sum_part(self._others.to(buffer.device))[:numel])
             self._others = None
@@ -108,9 +108,13 @@ class NodeBucket:
             states[name] = state
         return states
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+    def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{name: see `DCTState.parameter_stats`} of what is in this rank's part."""
         return self._inner.parameter_stats()
+
+    def silent(self) -> list[str]:
+        """As of a `Bucket`, of what is in this rank's part."""
+        return self._inner.silent()
 
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
         """Of a state what belongs to this rank's part."""

@@ -13,16 +13,16 @@ from .. import wire
 from ..collectives import all_gather
 from ..compressor import Compressor
 from .bucket_plan import BucketPlan, Slice
-from .checkpoint import OWED, OWNER, SegmentState, fresh_owner
+from .checkpoint import OWED, SegmentState
 from .link import Link
-from .transports import Receipt, Transport, alarms_of, headers, read_headers
+from .transports import Receipt, Transport, alarms_of, compressor_of, headers, read_headers
 
 
 class Shard(Transport):
     """Every rank owns a range of the bucket, and compresses its mean once more.
 
     The payload has a range for each rank, and goes there. An owner sums its range in rank order,
-    adds its own residual, which is in units of the mean, and packs what passes its own thresholds;
+    adds its own residual, which is in units of the mean, and packs what passes its own threshold;
     all ranks gather that. So a rank sends two payloads of 1 / P of the bucket P - 1 times: bytes do
     not grow with P. Our reconstruction: the paper's parameter server compresses one way.
 
@@ -41,15 +41,20 @@ class Shard(Transport):
         super().__init__(plan, compressor, group, step)
         rank, ranks = group.rank(), group.size()
         self._sizes = plan.sizes
-        self._slices = {piece.index: (at, piece) for at, piece in enumerate(plan.slices(rank))}
-        self._owner = _owner(plan, rank, step, compressor.residual.device)
-        numel = self._owner.residual.numel()
+        self._owned: dict[int, tuple[int, Slice]] = {}  # where each parameter begins in the range
+        at = 0
+        for piece in plan.slices(rank):
+            self._owned[piece.index] = at, piece
+            at += piece.high - piece.low
+        low, high = plan.range_bounds[rank : rank + 2]
+        numel = high - low
+        self._owner = compressor_of(plan, [0, numel], step, compressor.residual.device)
         self._mean = torch.zeros_like(self._owner.residual)
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         # A short range has fewer blocks than the room for their starts in its row. Read or packed
         # by itself it has no more than it needs, and positions follow sooner.
         dtype = compressor.value_dtype
-        self._in_row = payload_layout(plan.bounds[-1], plan.capacity, dtype, ranks).positions
+        self._in_row = payload_layout(plan.numel, plan.capacity, dtype, ranks).positions
         self._alone = payload_layout(numel, plan.capacity, dtype).positions
         rows = compressor.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
@@ -74,8 +79,8 @@ class Shard(Transport):
     def seconds(plan: BucketPlan, link: Link) -> float:
         results = wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
         sent = link.all_to_all.seconds(plan.wire_bytes - results) + link.all_gather.seconds(results)
-        owned = plan.bounds[-1] / max(plan.owners, 1)
-        return sent + (plan.bounds[-1] + owned) * (link.pack + link.unpack)
+        owned = plan.numel / max(plan.owners, 1)
+        return sent + (plan.numel + owned) * (link.pack + link.unpack)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         self._to_owners()
@@ -90,12 +95,10 @@ class Shard(Transport):
         with record_function("dct::unpack"):
             results = self._results.unsqueeze(0)
             result = self._compressor.unpack(results, out, out_scale)
-        own = self._owner.seen, self._owner.threshold.view(torch.int32)
-        return status, result, *own, *self._headers
+        return status, result, *self._headers
 
     def receipt(self, notes: Sequence[Tensor]) -> Receipt:
-        status, result, seen, threshold, *words = notes
-        self._owner.resample_if_flooded(seen, threshold.view(torch.float32))
+        status, result, *words = notes
         codes = zip(self._ranks, status.tolist(), strict=True)
         damaged = [f"status {code} from rank {rank}" for rank, code in codes if code]
         (code,) = result.tolist()
@@ -117,7 +120,7 @@ class Shard(Transport):
         )
 
     def alarms(self, notes: Sequence[Tensor]) -> Tensor:
-        status, result, _, _, *words = notes
+        status, result, *words = notes
         results = words[self._group.size() :]
         return alarms_of(torch.cat([status, result]), results, result == 0, self._senders)
 
@@ -134,26 +137,21 @@ class Shard(Transport):
         self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)
 
     def segment_state(self, index: int) -> SegmentState:
-        """The owner's, its residual as long as the parameter: 0 outside of what is owned."""
-        if index not in self._slices:
+        """What the owner owes, as long as the parameter: 0 outside of what is owned."""
+        if index not in self._owned:
             return {}
-        at, piece = self._slices[index]
-        state = {OWNER + key: value for key, value in self._owner.segment_state(at).items()}
-        residual = torch.zeros(self._sizes[index])
-        residual[piece.low : piece.high] = state[OWED]
-        return state | {OWED: residual}
+        at, piece = self._owned[index]
+        owed = torch.zeros(self._sizes[index])
+        owed[piece.low : piece.high] = self._owner.residual[at:][: piece.high - piece.low].cpu()
+        return {OWED: owed}
 
     def load_segment(self, index: int, state: SegmentState) -> Tensor | None:
         owed = state.get(OWED)
-        if index in self._slices:
-            at, piece = self._slices[index]
-            full = fresh_owner(self._sizes[index]) | state
-            own = {key.removeprefix(OWNER): full[key] for key in full if key.startswith(OWNER)}
-            own["residual"] = own["residual"][piece.low : piece.high]
-            self._owner.load_segment(at, own)
-            if owed is not None:
-                owed = owed.clone()
-                owed[piece.low : piece.high] = 0
+        if owed is not None and index in self._owned:
+            at, piece = self._owned[index]
+            self._owner.residual[at:][: piece.high - piece.low].copy_(owed[piece.low : piece.high])
+            owed = owed.clone()
+            owed[piece.low : piece.high] = 0
         return owed
 
     def _to_owners(self) -> None:
@@ -176,25 +174,3 @@ class Shard(Transport):
         if self._alone == self._in_row:
             return rows
         return torch.cat([rows[:, : self._alone], rows[:, self._in_row :]], dim=1)
-
-
-def _owner(plan: BucketPlan, rank: int, step: int, device: torch.device) -> Compressor:
-    """The compressor of the range that a rank owns; a segment for every parameter in it."""
-    pieces: list[Slice] = list(plan.slices(rank))
-    bounds = [0]
-    for piece in pieces:
-        bounds.append(bounds[-1] + piece.high - piece.low)
-    owner = Compressor(
-        bounds[-1],
-        bounds,
-        plan.settings.density,
-        refresh_every=plan.settings.refresh_every,
-        policy=plan.settings.policy,
-        value_dtype=plan.settings.value_dtype,
-        whole=[at for at, piece in enumerate(pieces) if piece.index in plan.whole],
-        capacity=plan.capacity,
-        device=device,
-    )
-    owner.step = step
-    owner.sampled_at.fill_(step)
-    return owner

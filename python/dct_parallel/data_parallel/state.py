@@ -47,15 +47,17 @@ from .run import Run
 
 
 class DCTState:
-    """What `dct_hook` needs between steps: residuals, thresholds and where to send payloads.
+    """What `dct_hook` needs between steps: residuals and where to send payloads.
 
     Construct it on every rank of the group, register it once, and keep `state_dict()` in the
     checkpoint of every rank: residuals differ between ranks. `close()` ends the thread and the
     process groups that it made; a process may exit without.
 
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
-    in that time. Then parameters of 256 elements and more are compressed; of smaller ones, which
-    travel in the same payload, everything is sent. State belongs to parameters, by name: should the
+    in that time. Then each bucket sends what is largest in all of it: a payload has one threshold,
+    sampled from what is about to be packed, in every step. A parameter whose gradients are far
+    smaller than the others' waits long for that: `stats()` names those that are silent. State
+    belongs to parameters, by name: should the
     buckets change later, it moves along. Memory: 4 bytes per parameter, and each bucket's payload
     once per rank; with "shard" 8 / P bytes more, and three payloads in all.
 
@@ -66,8 +68,8 @@ class DCTState:
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
             None where there is none yet: `bind` it later, or let the first step find it.
-        density: fraction of each parameter's entries sent per step, in (0, 1].
-        refresh_every: steps between samples of the thresholds (also at 0, 1, 2, 4, ... 512).
+        density: fraction of each bucket's entries sent per step, in (0, 1].
+        refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent, torch.bfloat16 or torch.float32.
         transport: how payloads reach the other ranks. "gather": one all-gather, whose bytes grow
             with the ranks. "shard": each rank sums and compresses again one range of every bucket;
@@ -80,7 +82,8 @@ class DCTState:
             none. Residuals are kept in unscaled units, and what was packed for a step that the
             scaler skipped is taken back.
         start_step: steps before compression.
-        policy: of the thresholds between samples, "tracked" or "fixed"; see `Compressor`.
+        policy: of the thresholds: "fresh", sampled in every step, or "fixed", the paper's way: in
+            every `refresh_every`-th, and after a load; see `Compressor`.
         link: for "auto": "probe" to measure it when the state is bound, with 18 MiB a rank on 2
             ranks and 45 on 4, or the file that `dct-bench link` wrote for this number of ranks and
             one rate. All ranks go by the first one's. A probe may choose anew after a restart.
@@ -130,7 +133,7 @@ class DCTState:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
         start_step: int = 2,
-        policy: str = "tracked",
+        policy: str = "fresh",
         link: Link | str | os.PathLike[str] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -233,14 +236,16 @@ class DCTState:
             )
         return table
 
-    def stats(self) -> dict[str, float | int | None]:
+    def stats(self) -> dict[str, float | int | list[str] | None]:
         """How the last 100 steps went, and what a step costs. Waits for the last step.
 
-        `step`: steps taken; `density`: entries that this rank sent of the parameters that are
-        compressed, over their elements, a mean over steps (None before any is);
+        `step`: steps taken; `density`: entries that this rank sent over those that were compressed,
+        a mean over steps (None before any is);
         `overflow`: fraction of payloads, of all ranks, that were too small for what passed;
         `wire_bytes`: what a rank sends in a compressed step, in a mesh to other nodes. Messages
-        have a fixed size, so that is the same in every step, and on every rank of equal part.
+        have a fixed size, so that is the same in every step, and on every rank of equal part;
+        `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one step
+        in ten tells.
 
         Raises:
             RuntimeError: a payload was damaged.
@@ -252,23 +257,22 @@ class DCTState:
             "density": self._history.density,
             "overflow": self._history.overflow,
             "wire_bytes": step_bytes(self._buckets.plans()),
+            "silent": [name for bucket in self._buckets.in_order() for name in bucket.silent()],
         }
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
-        """{parameter: figures of the last step on this rank}, for any logger. Waits for that step.
+    def parameter_stats(self) -> dict[str, dict[str, float]]:
+        """{parameter: figures of the last step on this rank}, for any logger. Counted now.
 
-        `density`: entries sent over elements; `threshold`: for the next step; `threshold_age`:
-        steps since it was sampled, or since this parameter's state came here (the start, a load,
-        new buckets); `overflow`: fraction of what passed that there was no room for;
-        `residual_norm`: Euclidean, of what is still to be sent, in unscaled units. Empty before
-        compression starts, and after a load until the next step.
+        `density`: entries sent over elements; `threshold`: of the payload that its first entry
+        belongs to; `residual_norm`: Euclidean, of what is still to be sent, in unscaled units.
+        Empty before compression starts, and after a load until the next step.
 
         Raises:
             RuntimeError: a payload was damaged.
         """
         self._require_bound("parameter_stats")
         self._finish_last_step()
-        stats: dict[str, dict[str, float | int]] = {}
+        stats: dict[str, dict[str, float]] = {}
         for bucket in self._buckets.in_order():
             stats |= bucket.parameter_stats()
         return stats
@@ -299,7 +303,7 @@ class DCTState:
         self._buckets.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and thresholds by parameter name, the step, and the last steps'
+        """This rank's residuals by parameter name, the step, and the last steps'
         statistics. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next

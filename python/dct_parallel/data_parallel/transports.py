@@ -132,6 +132,25 @@ class Transport(ABC):
         return state.get(OWED)
 
 
+def compressor_of(
+    plan: BucketPlan, segments: Sequence[int], step: int, device: torch.device, ranges: int = 1
+) -> Compressor:
+    """By the plan's settings and capacity; compressed steps go on at `step`."""
+    compressor = Compressor(
+        segments[-1],
+        segments,
+        plan.settings.density,
+        refresh_every=plan.settings.refresh_every,
+        policy=plan.settings.policy,
+        value_dtype=plan.settings.value_dtype,
+        capacity=plan.capacity,
+        ranges=ranges,
+        device=device,
+    )
+    compressor.step = step
+    return compressor
+
+
 def headers(payload: Tensor) -> list[Tensor]:
     """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
     return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])

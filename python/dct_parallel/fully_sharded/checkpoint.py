@@ -5,8 +5,7 @@
 Below "replicas" stands whose it is, as replicas keep different residuals of the same parameters.
 Inside a replica everything is cut as its parameters are, in DTensors, which
 torch.distributed.checkpoint deals out anew to another number of shards: a residual has the shape of
-its parameter, and what is one number a shard, as a threshold, stands there once for each row of the
-dimension that is cut.
+its parameter, and the shard's number stands there once for each row of the dimension that is cut.
 """
 
 import os
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dct_kernels import checks
 
 from ..data_parallel import fields
-from ..data_parallel.checkpoint import ENTRY, OWED, OWNER, SegmentState, fresh_owner
+from ..data_parallel.checkpoint import ENTRY, OWED, SegmentState
 from ..data_parallel.shard import Shard as ByOwners
 from .units import Piece
 
@@ -83,41 +82,31 @@ def spread(piece: Piece, segment: SegmentState, transport: str, packed: int) -> 
     """
     parameter, local = piece.parameter, piece.local
     mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
-    owner = fresh_owner(piece.padded) if transport == ByOwners.name else {}
-    numbers = owner | segment | {"shard": torch.tensor(float(mesh.get_local_rank()))}
+    owner = {OWED: torch.zeros(piece.padded)} if transport == ByOwners.name else {}
     saved: dict[str, Tensor] = {"packed": torch.tensor(packed)}  # the same on all shards
-    for key, value in numbers.items():
-        if key in RESIDUALS:
-            value = value[: local.numel()].view(local)
-            cut, shape, stride = Shard(piece.dim), parameter.shape, parameter.stride()
-        else:
-            value = value.repeat(local[piece.dim])
-            cut, shape, stride = Shard(0), torch.Size([rows]), (1,)
+    for key, value in (owner | segment).items():
         saved[key] = DTensor.from_local(
-            value, mesh, [cut], run_check=False, shape=shape, stride=stride
+            value[: local.numel()].view(local),
+            mesh,
+            [Shard(piece.dim)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
+    number = torch.full((local[piece.dim],), float(mesh.get_local_rank()))
+    saved["shard"] = DTensor.from_local(
+        number, mesh, [Shard(0)], run_check=False, shape=torch.Size([rows]), stride=(1,)
+    )
     return saved
 
 
 def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
-    """What a shard goes on with; where its rows had several thresholds, it samples a new one."""
+    """What a shard goes on with."""
     segment: SegmentState = {}
-    several = False
-    for key, value in saved.items():
-        if key in ("packed", "shard"):
-            continue
-        local = _local(value).cpu()
-        if key in RESIDUALS:
-            segment[key] = torch.zeros(piece.padded)
-            segment[key][: local.numel()] = local.flatten()
-        elif local.numel() and (local == local[0]).all():
-            segment[key] = local[0].clone()
-        else:  # or none, if all is filling
-            segment[key] = local.sum() / max(local.numel(), 1)
-            several |= local.numel() > 0
-    if several:
-        for key in segment.keys() & {"sample_next", OWNER + "sample_next"}:
-            segment[key] = torch.ones(())
+    for key in saved.keys() & set(RESIDUALS):
+        local = _local(saved[key]).cpu()
+        segment[key] = torch.zeros(piece.padded)
+        segment[key][: local.numel()] = local.flatten()
     return segment
 
 
@@ -208,7 +197,7 @@ def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]
 
     Residuals are the mean over replicas: as a step applies the mean of what they send, any number
     of them owes the model what the old ones did, to float32 rounding (summed in float64). What
-    owners of ranges owe is in units of the mean, and is added. Thresholds are means, too.
+    owners of ranges owe is in units of the mean, and is added.
     """
     sums: dict[str, SegmentState] = {}
     replicas = 0
@@ -220,7 +209,6 @@ def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]
                 total[part] = total.get(part, 0) + value.double()
     merged = {}
     for name, total in sums.items():
-        parts = {k: v / replicas for k, v in total.items() if not k.startswith(OWNER)}
-        parts["residual"] = parts["residual"] + total.get(OWED, 0)
-        merged[name] = {part: value.float() for part, value in parts.items()}
+        residual = total["residual"] / replicas + total.get(OWED, 0)
+        merged[name] = {"residual": residual.float()}
     return merged

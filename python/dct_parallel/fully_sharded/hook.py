@@ -33,7 +33,7 @@ def dct_fully_shard_hook(
     transport: str = "gather",
     grad_scaler: GradScaler | None = None,
     start_step: int = 2,
-    policy: str = "tracked",
+    policy: str = "fresh",
 ) -> "FullyShardState":
     """Average the gradients of FSDP2 shards over replicas, compressed (hybrid sharding).
 
@@ -49,8 +49,8 @@ def dct_fully_shard_hook(
     message a wrapped module. The mean is bitwise the same on every replica. Keep the state's
     `state_dict()` in the checkpoint.
 
-    The first `start_step` steps are dense, in bfloat16. Parameters whose shard has 256 elements or
-    more are compressed, of smaller ones everything is sent. Memory: 4 bytes per parameter *of a
+    The first `start_step` steps are dense, in bfloat16. From then on a message has one threshold,
+    for all parameters of its module. Memory: 4 bytes per parameter *of a
     shard*, and each module's payload once per replica. Filling of uneven shards is never sent.
     Residuals are in units of the gradient that FSDP passes to its hook.
 
@@ -72,7 +72,7 @@ def dct_fully_shard_hook(
     Args:
         model: all of whose trainable parameters are in modules that `fully_shard` was applied to.
         mesh: of all ranks, with dimensions "replicate" and "shard".
-        density: fraction of each parameter's shard sent per step, in (0, 1].
+        density: fraction of a rank's part of each module sent per step, in (0, 1].
         refresh_every, value_dtype, policy: see `DCTState`.
         transport: between replicas. "gather": one all-gather, whose bytes grow with their number.
             "shard": each replica sums and compresses again one range of every message.

@@ -37,7 +37,7 @@ from .verdict import OP, reach
 
 
 class FullyShardState:
-    """What the hooks need between steps: residuals, thresholds and where to send payloads.
+    """What the hooks need between steps: residuals and where to send payloads.
 
     Made by `dct_fully_shard_hook`, which says what it does.
     """
@@ -121,7 +121,7 @@ class FullyShardState:
         """
         return plan_table([bucket.plan for bucket in self._buckets], "as asked", self._device)
 
-    def stats(self) -> dict[str, float | int | None]:
+    def stats(self) -> dict[str, float | int | list[str] | None]:
         """How the last 100 steps went on this rank, and what a step costs; see `DCTState.stats`.
 
         `wire_bytes` is what a rank sends to other replicas in a compressed step. Beside that are
@@ -137,9 +137,10 @@ class FullyShardState:
             "density": self._history.density,
             "overflow": self._history.overflow,
             "wire_bytes": step_bytes([bucket.plan for bucket in self._buckets]),
+            "silent": [name for bucket in self._buckets for name in bucket.silent()],
         }
 
-    def parameter_stats(self) -> dict[str, dict[str, float | int]]:
+    def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
 
         Raises:
@@ -147,7 +148,7 @@ class FullyShardState:
         """
         self._look()
         self._damage.require_none()
-        stats: dict[str, dict[str, float | int]] = {}
+        stats: dict[str, dict[str, float]] = {}
         for bucket in self._buckets:
             stats |= bucket.parameter_stats()
         return stats
@@ -165,7 +166,7 @@ class FullyShardState:
         self._return_sent()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of residuals and thresholds, by replica and parameter name. Copies.
+        """This rank's shard of residuals, by replica and parameter name. Copies.
 
         Called on every rank, between steps: after the optimizer's step (and the scaler's update).
         Its tensors are DTensors, cut as the parameters are: for torch.distributed.checkpoint, which
