@@ -148,6 +148,7 @@ def _record(name, rate, seed, loss, steps=600, problem="text-adamw"):
         "seed": seed,
         "steps": steps,
         "curve": curve,
+        "test_curve": [[20, 2 * loss], [40, loss]],
         "bytes_per_step": 100.0 if name == "dense" else 4.0,
     } | parts
 
@@ -167,8 +168,9 @@ def test_the_table_compares_seed_by_seed(tmp_path):
     records += [_record("dct:1%", 9, seed, 1.25 + seed) for seed in (0, 1, 3)]  # seed 2 to come
     lines = dp_density.tables(records).splitlines()
     assert lines[0] == "**text-adamw, 600 steps**"
-    assert lines[4].startswith("| dense | 2.0000 ± 1.0000 | +0.0000 ± 0.0000 | 100 | 1.0x | 3 |")
-    assert "| +0.2500 ± 0.0000 | 4 | 25.0x | 9 | 9 | 3 |" in lines[5]
+    dense = "| dense | 2.0000 ± 1.0000 | 3.0000 | +0.0000 ± 0.0000 | +0.0000 | 100 | 1.0x | 3 |"
+    assert lines[4].startswith(dense)
+    assert "| 4.2500 | +0.2500 ± 0.0000 | +0.2500 | 4 | 25.0x | 9 | 9 | 3 |" in lines[5]
     dp_density.plot(tmp_path, records)
     assert (tmp_path / "text-adamw-600.png").stat().st_size > 1000
 
@@ -206,7 +208,8 @@ def test_clicks_of_the_ranks_are_different_rows():
     batches = [list(itertools.islice(task.batches(0, rank, 2), 9)) for rank in range(2)]
     seen = torch.cat([batch.ints for own in batches for batch in own])
     assert len(seen) == 18 * 128
-    assert len(seen.unique(dim=0)) > 0.95 * len(seen)  # an epoch has each row once
+    # An epoch has each of 2,100 rows once, and has 8 batches of each rank.
+    assert len(seen.unique(dim=0)) > 0.85 * len(seen)
     scores = task.score(task.model(0), "test")
     assert 0 < scores["auc"] < 1 and scores["loss"] > 0
 

@@ -20,21 +20,25 @@ def test_only_sparse_methods_have_densities_and_seeds_come_first():
     assert len(names) == len(runs) and "shard_density0.001_seed1.json" in names
 
 
-def _record(method, density, seed, auc, nbytes):
-    summary = {"auc": auc, "log_loss": 0.5, "wire_bytes_per_step_max_rank": nbytes}
+def _record(method, density, seed, loss, nbytes):
+    summary = {"auc": 0.7, "log_loss": loss, "calibration": 1.1}
+    summary["wire_bytes_per_step_max_rank"] = nbytes
     return Run(method, density, seed)._asdict() | {"summary": summary}
 
 
 def test_the_table_compares_with_dense_seed_by_seed():
-    records = [_record("shard", 0.01, seed, 0.70 + seed / 100, 100) for seed in (1, 0)]
-    records += [_record("dense", None, seed, 0.71 + seed / 100, 4000) for seed in (0, 1, 2)]
+    records = [_record("shard", 0.01, seed, 0.50 + seed / 50, 100) for seed in (1, 0)]
+    records += [_record("shard before", 0.01, 0, 0.60, 100)]
+    records += [_record("dense", None, seed, 0.49 + seed / 100, 4000) for seed in (0, 1, 2)]
     head, rule, *rows = dp_transports.report(records).splitlines()
     assert head.count("|") == rule.count("|")
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert [row[0] for row in cells] == ["dense", "shard 1 %"]
+    assert [row[0] for row in cells] == ["dense", "shard 1 %", "shard before 1 %"]
     assert cells[0][1:4] == ["4,000", "1.0x", "3"]
     assert cells[1][1:4] == ["100", "40.0x", "2"]
-    assert cells[1][4].startswith("0.7050") and cells[1][6].startswith("-0.0100 ± 0.0000")
+    assert cells[1][5:8] == ["0.5100 ± 0.0141", "0.5200", "1.1000 ± 0.0000"]
+    assert cells[1][8:] == ["+0.0150 ± 0.0050", "+0.0200"]  # +0.01 and +0.02, and the error
+    assert cells[2][8:] == ["+0.1100 ± nan", "+0.1100"]
 
 
 @pytest.mark.large

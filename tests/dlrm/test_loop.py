@@ -86,7 +86,8 @@ def test_score_against_its_definition():
     labels, p = rng.integers(0, 2, 60), rng.random(60).round(1) * 0.98 + 0.01
     pairs = [(a > b) + 0.5 * (a == b) for a in p[labels == 1] for b in p[labels == 0]]
     loss = -np.mean(np.where(labels == 1, np.log(p), np.log(1 - p)))
-    assert loop.score(labels, p) == pytest.approx((np.mean(pairs), loss))
+    calibration = sum(p) / sum(labels)
+    assert loop.score(labels, p) == pytest.approx((np.mean(pairs), loss, calibration))
 
 
 def test_scores_are_those_of_the_test_rows(monkeypatch):

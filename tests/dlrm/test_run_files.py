@@ -77,6 +77,6 @@ def test_mean_and_standard_deviation():
 
 def test_a_run_that_diverged_is_in_no_table():
     runs = [dp_transports.Run("dense", None, seed)._asdict() for seed in range(2)]
-    summary = {"auc": 0.7, "log_loss": 0.5, "wire_bytes_per_step_max_rank": 8}
+    summary = {"auc": 0.7, "log_loss": 0.5, "calibration": 1.0, "wire_bytes_per_step_max_rank": 8}
     records = [runs[0] | {"summary": summary}, runs[1] | {"diverged": True}]
     assert "| dense | 8 | 1.0x | 1 |" in dp_transports.report(records)
