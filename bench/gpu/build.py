@@ -1,5 +1,6 @@
 """Builds what the other stages run: the extension, in place for the GPU at hand, what the bench
-compares with, and the program that the sanitizers watch. Asks the extension which backends it has.
+compares with, the variants, and the program that the sanitizers watch. Asks the extension which
+backends it has.
 
     python bench/gpu/build.py
 """
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+import variant_builds
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +36,7 @@ def build_extension() -> None:
     running = subprocess.Popen(command, cwd=ROOT)
     reason = native.missing()
     print(f"native.cu: {reason or 'built'}", flush=True)
+    variant_builds.build(architecture())
     if running.wait():
         raise SystemExit(running.returncode)  # its own last line says why
 

@@ -1,7 +1,10 @@
 """What the programs of this folder share: every op on known inputs, and comparison bit for bit."""
 
+import ctypes
+import json
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stopped at a stage's limit: the log then ends with what was done last.
@@ -21,6 +25,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 NUMEL = 2**20 + 3
 ROWS, WIDTH, K = 1000, 200, 9
 RANKS = 3
+BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets in float32
 
 
 def gpu_backends() -> dict[str, SimpleNamespace]:
@@ -150,6 +155,34 @@ def _bits(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
     return tensor.view(torch.uint8)
+
+
+def nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Launches and memory sets in a graph that was captured with keep_graph=True."""
+    count = ctypes.c_size_t()
+    handle = ctypes.c_void_p(graph.raw_cuda_graph())
+    error = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
+    if error:
+        raise RuntimeError(f"cuGraphGetNodes returned {error}")
+    return count.value
+
+
+def device_work(function: Callable[[], object]) -> list[tuple[str, float]]:
+    """(name, microseconds) of the kernels, memsets and copies that a call has the GPU do."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return work_in(json.loads(path.read_text()))
+
+
+def work_in(trace: dict) -> list[tuple[str, float]]:
+    """The same of a trace of torch.profiler, in the order in which it began."""
+    kinds = ("kernel", "gpu_memset", "gpu_memcpy")
+    found = [event for event in trace["traceEvents"] if event.get("cat") in kinds]
+    return [(event["name"], event["dur"]) for event in sorted(found, key=lambda e: e["ts"])]
 
 
 def report(failures: list[str], passed: str) -> None:

@@ -1,6 +1,8 @@
 """The conformance suite on one backend's CUDA tensors; where pytest cannot run it, comparison.py.
 
-python bench/gpu/conformance.py cuda OUT
+    python bench/gpu/conformance.py cuda OUT [WORD]
+
+WORD: of all tests, only those of which the name or the file has this word.
 """
 
 import importlib.util
@@ -14,23 +16,30 @@ NEEDED = ("pytest", "hypothesis", "numpy")
 WORKERS = {"cuda": 6, "triton": 12}
 
 
-def suite(name: str, out: str) -> list[str]:
+def suite(name: str, out: str, *only: str) -> list[str]:
     """The suite's command, in several processes if that can be done."""
     # Not what needs no GPU: PTX that is executed on the CPU.
-    command = ["-m", "pytest", "tests/conformance", "-k", f"{name} and not ptx"]
+    chosen = " and ".join((name, "not ptx", *only))
+    command = ["-m", "pytest", "tests/conformance", "-k", chosen]
     command += ["-p", "no:cacheprovider"]
-    command += ["-vv", "--durations", "5", "--junitxml", f"{out}/conformance_{name}.xml"]
+    command += [
+        "-vv",
+        "--durations",
+        "5",
+        "--junitxml",
+        f"{out}/conformance_{'_'.join((name, *only))}.xml",
+    ]
     if importlib.util.find_spec("xdist"):
         command += ["--numprocesses", str(min(WORKERS[name], len(os.sched_getaffinity(0))))]
     return command
 
 
 def main() -> None:
-    name, out = sys.argv[1:]
+    name, out, *only = sys.argv[1:]
     if name not in gpu_backends():
         raise SystemExit(f"no {name} backend for CUDA tensors: python -m dct_kernels says why")
     missing = [package for package in NEEDED if not importlib.util.find_spec(package)]
-    command = suite(name, out)
+    command = suite(name, out, *only)
     if missing:
         print(f"the small program, because these are missing: {', '.join(missing)}", flush=True)
         command = ["bench/gpu/comparison.py", "--backend", name]

@@ -4,10 +4,8 @@ waits for the device.
     python bench/gpu/graphs.py
 """
 
-import ctypes
-
 import torch
-from common import Call, calls, gpu_backends, report, same
+from common import Call, calls, gpu_backends, nodes, report, same
 
 REPLAYS = 3
 
@@ -31,16 +29,6 @@ def captured(call: Call, ops) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]
     with torch.cuda.graph(graph):
         results = call.run(ops)
     return graph, results
-
-
-def nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Launches and memory sets in the graph."""
-    count = ctypes.c_size_t()
-    handle = ctypes.c_void_p(graph.raw_cuda_graph())
-    error = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
-    if error:
-        raise RuntimeError(f"cuGraphGetNodes returned {error}")
-    return count.value
 
 
 def main() -> None:

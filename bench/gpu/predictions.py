@@ -1,4 +1,4 @@
-"""What counted instructions and sectors predict of what is measured here (tests/ptx, `report`)."""
+"""What counted instructions and sectors say of what is measured here (tests/ptx, `report`)."""
 
 import functools
 import re
@@ -10,24 +10,49 @@ sys.path.append(str(ROOT / "tests"))
 
 from ptx import costs, roofline
 
+PIPES = (
+    "issue",
+    "alu",
+)  # of roofline.Time, in seconds: what instructions take of it; where it has them
 
-def of_copy(result: dict, gpu: str | None) -> float | None:
-    """As a fraction of a copy; None where it was not counted, or the GPU's rates are unknown."""
-    known = next((known for known in roofline.GPUS if known.name in (gpu or "")), None)
-    detail = re.sub(r"^\[\d+, ", "[B, ", result["case"])
-    cost = next(
-        (
-            cost
-            for cost in _counted().values()
-            if (cost.op, cost.detail) == (result["op"], detail)
-            and cost.density in (None, result["density"])
-        ),
-        None,
-    )
+
+def floor_ms(result: dict, gpu: str | None, clock: float | None = None) -> float | None:
+    """What no launch can be faster than: its launches, and memory or the pipe that binds.
+
+    None where it was not counted, or the GPU's rates are unknown. `clock` in Hz, of the
+    multiprocessors while this was measured; by default the one that roofline assumes.
+    """
+    known, cost = _gpu(gpu), _cost(result)
     if known is None or cost is None:
         return None
-    per_call = cost.elements if cost.op == "sample_threshold" else result["numel"]
-    return roofline.time(cost, per_call, known).of_copy
+    time = roofline.time(cost, _elements(cost, result), known)
+    pipes = (
+        max(getattr(time, pipe, 0.0) for pipe in PIPES) * roofline.CLOCK / (clock or roofline.CLOCK)
+    )
+    return 1e3 * (time.launches + max(time.memory, pipes))
+
+
+def instructions(result: dict) -> float | None:
+    """Issue slots of a call, of warps: what Nsight Compute counts as executed instructions."""
+    cost = _cost(result)
+    return None if cost is None else cost.slots * _elements(cost, result) / costs.LANES
+
+
+def _gpu(name: str | None) -> roofline.Gpu | None:
+    return next((known for known in roofline.GPUS if known.name in (name or "")), None)
+
+
+def _elements(cost: costs.Cost, result: dict) -> int:
+    return cost.elements if cost.op == "sample_threshold" else result["numel"]
+
+
+def _cost(result: dict) -> costs.Cost | None:
+    detail = re.sub(r"^\[\d+, ", "[B, ", result["case"])
+    for cost in _counted().values():
+        same = (cost.op, cost.detail) == (result["op"], detail)
+        if same and cost.density in (None, result["density"]):
+            return cost
+    return None
 
 
 @functools.cache

@@ -21,6 +21,7 @@ COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again
 FIRST_LOOK_COLD_BYTES = 64 << 20  # little, as making buffers takes most of the time
 FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
 MOST_SETS = 64
+CLUSTER = 64  # elements of a row of which all or nothing is kept
 
 
 @dataclass
@@ -96,13 +97,22 @@ def mask_pack(
     with_peers: bool,
     num_segments: int = 1,
     cold: int | None = None,
+    clustered: bool = False,
+    misaligned: bool = False,
 ) -> Case:
+    """`clustered`: whole rows are kept, as of an embedding table; `misaligned`: by one element."""
     grad_size = grad_dtype.itemsize if grad_dtype else 0
     sets = _sets((8 + grad_size) * numel, cold)
     clean = _normal(sets, numel, device)
-    residual = [tensor.clone() for tensor in clean]
     grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)] if grad_dtype else None
     tau = _threshold(density, 2**0.5 if grad_dtype else 1.0, device).repeat(num_segments)
+    if clustered:
+        clean = [_in_rows(t, density) for t in clean]
+        grad = [t.mul_(0.01) for t in grad] if grad else None
+        tau.fill_(1.0)
+    residual = [_one_off(t) if misaligned else t.clone() for t in clean]
+    if misaligned and grad:
+        grad = [_one_off(t) for t in grad]
     segments = _segments(numel, num_segments, device)
     capacity = max(1, int(1.25 * density * numel))
     nbytes = payload_layout(numel, capacity, value_dtype).nbytes
@@ -118,14 +128,16 @@ def mask_pack(
     moved = (8 + grad_size + (2 + value_dtype.itemsize) * density) * numel
     if grad_dtype is None:  # the residual is written where an entry is kept, a line or sector each
         line = 32 if device == "cuda" else 64
-        written = 4 * (1 - (1 - density) ** (line / 4))
+        written = 4 * (density if clustered else 1 - (1 - density) ** (line / 4))
         moved = (4 + written + (2 + value_dtype.itemsize) * density) * numel
     others = {}
     if with_peers and grad_dtype == F32 and value_dtype == F32:
         others = peers.compaction(residual, grad, tau, density)
+    detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_segments(num_segments)}"
+    detail += ", clustered" * clustered + ", misaligned" * misaligned
     return Case(
         "mask_pack",
-        f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_segments(num_segments)}",
+        detail,
         numel,
         int(moved),
         sets,
@@ -280,6 +292,18 @@ def _sets(nbytes: int, cold: int | None = None) -> int:
 
 def _normal(sets: int, numel: int, device: str) -> list[Tensor]:
     return [torch.randn(numel, device=device) for _ in range(sets)]
+
+
+def _in_rows(tensor: Tensor, density: float) -> Tensor:
+    """Near zero, but for a fraction of rows in which every magnitude is at least 2."""
+    rows = tensor.view(-1, CLUSTER)
+    kept = torch.rand(len(rows), 1, device=tensor.device) < density
+    return torch.where(kept, rows + 2 * rows.sign(), 0.01 * rows).flatten()
+
+
+def _one_off(tensor: Tensor) -> Tensor:
+    """A copy that begins one element behind an aligned address."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].copy_(tensor)
 
 
 def _segments(numel: int, count: int, device: str) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from dct_dlrm.errors import UsageError
 
@@ -86,7 +87,7 @@ def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False
     """
     backends = cases.backends(options.device)
     _check(case, backends)
-    calls: dict[str, Callable] = _copies(case, options.device)
+    calls: dict[str, Callable] = copies(case, options.device)
     for name, ops in backends.items():
         if name != "eager" or not is_first_look or len(backends) == 1:
             calls[name] = lambda i, ops=ops: case.run(ops, i)
@@ -110,10 +111,9 @@ def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False
 def _check(case: Case, backends: dict) -> None:
     expected = None
     for name, ops in backends.items():
-        case.reset(0)
-        results = [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
-        expected = expected or results
-        for ours, theirs in zip(results, expected, strict=True):
+        got = results(case, ops)
+        expected = expected or got
+        for ours, theirs in zip(got, expected, strict=True):
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
                 raise SystemExit(f"{case.op} ({case.detail}): {name} differs from eager, not timed")
     for name, peer in case.peers.items():
@@ -124,7 +124,14 @@ def _check(case: Case, backends: dict) -> None:
             raise SystemExit(f"{case.op} ({case.detail}): {name} is wrong: {error}") from None
 
 
-def _copies(case: Case, device: str) -> dict[str, Callable]:
+def results(case: Case, ops) -> list[Tensor]:
+    """Of a call on the first set of buffers, as it was made."""
+    case.reset(0)
+    return [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
+
+
+def copies(case: Case, device: str) -> dict[str, Callable]:
+    """Of as many bytes: torch's, and on a GPU a kernel of our own."""
     nbytes = max(case.nbytes // 2 // 16 * 16, 16)
     source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
     target = [torch.empty_like(tensor) for tensor in source]
