@@ -65,6 +65,8 @@ def all_cases(device: str, scale: int = 1) -> Iterator[Case]:
 
 def short(kernel: str) -> str:
     """`name<arguments>` of what a profiler calls a kernel."""
+    if not is_kernel(kernel):
+        return kernel
     plain = re.sub(r"\((anonymous namespace|int|bool|unsigned int|long)\)(::)?", "", kernel)
     plain = re.sub(r"<unnamed>::|\bdct::(cuda::)?", "", plain.removeprefix("void "))
     return plain.partition("(")[0]
@@ -156,10 +158,12 @@ def watched(seconds: float) -> None:
 
 
 def joined(measured: list[dict], counted: list[dict[str, str | float]]) -> None:
-    """Give every kernel its counters. Both are in the order of launches, or nothing is given."""
+    """Give every kernel its counters: both are in the order of launches, or nothing is given."""
     kernels = [work for case in measured for work in case["work"] if is_kernel(work["name"])]
-    if len(kernels) != len(counted):
-        print(f"{len(kernels)} kernels were launched, {len(counted)} counted: not joined")
+    launched = [short(work["name"]).partition("<")[0] for work in kernels]
+    watched = [short(str(row["Kernel Name"])).partition("<")[0] for row in counted]
+    if launched != watched:
+        print(f"not joined: {launched} were launched, {watched} counted", flush=True)
         return
     for kernel, counters in zip(kernels, counted, strict=True):
         kernel["counters"] = counters
