@@ -13,7 +13,7 @@
 #          Tables are printed at the end, that of the targets last.
 # STAGE    run only these, in the order of the table below (a build must have gone before)
 #
-#   LIMIT=580         seconds after which the stage at work is stopped and no other begins
+#   LIMIT=575         seconds after which the stage at work is stopped and no other begins
 #   PYTHON=python3    the interpreter; torch >= 2.11 for CUDA. pytest, hypothesis, xdist, ninja and
 #                     rich are used where they are there
 #   CUDA_HOME         the toolkit; by default that of the nvcc on PATH, else where torch looks
@@ -118,7 +118,7 @@ fi
 failed=0
 while read -r stage limit command; do
   [[ -z $stage || ($# -gt 0 && " $* " != *" $stage "*) ]] && continue
-  left=$((${LIMIT:-580} - SECONDS))
+  left=$((${LIMIT:-575} - SECONDS))
   start=$EPOCHREALTIME rc=none
   if ((left > 0)); then
     limit=$((left < limit ? left : limit))

@@ -2,9 +2,10 @@
 
     python bench/gpu/counters.py OUT [--seconds 45]
 
-Times of every kernel by itself are torch.profiler's, medians of a few calls. The rest is Nsight
-Compute's (ncu), of one call, at the clocks that the GPU has; without it the times stand alone. The
-instructions that it counts stand beside those that tests/ptx counts in machine code.
+Times of every kernel by itself are torch.profiler's, medians of a few calls on buffers of their
+own. The rest is Nsight Compute's (ncu), of one call, at the clocks that the GPU has; without it the
+times stand alone. The instructions that it counts stand beside those that tests/ptx counts in
+machine code.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from dct_bench.kernels import cases
 from dct_bench.kernels.cases import Case
 
 NUMEL, ROWS = 2**26, 65536
-CALLS = 5
+ROUNDS, MOST_SETS = 2, 4
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
 SECTIONS += ("InstructionStats", "Occupancy", "LaunchStats")
 BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -78,18 +79,20 @@ def is_kernel(name: str) -> bool:
 
 def times(case: Case, ops) -> list[tuple[str, float]]:
     """(name, median microseconds) of what a call has the GPU do, in order."""
-
-    def once() -> list[tuple[str, float]]:
-        case.reset(0)
+    sets, calls = min(case.sets, MOST_SETS), []
+    for _ in range(ROUNDS):
+        for i in range(sets):
+            case.reset(i)
         torch.cuda.synchronize()
-        return device_work(lambda: case.run(ops, 0))
-
-    calls = [once() for _ in range(CALLS)]
-    usual = statistics.mode(len(call) for call in calls)
-    whole = [call for call in calls if len(call) == usual]
+        work = device_work(lambda: [case.run(ops, i) for i in range(sets)])
+        each = len(work) // sets
+        calls += [work[i * each : (i + 1) * each] for i in range(sets)]
+    names = [tuple(name for name, _ in call) for call in calls]
+    usual = statistics.mode(names)  # the profiler may miss an event
+    alike = [call for call, its_own in zip(calls, names, strict=True) if its_own == usual]
     return [
         (of_one[0][0], statistics.median(us for _, us in of_one))
-        for of_one in zip(*whole, strict=True)
+        for of_one in zip(*alike, strict=True)
     ]
 
 

@@ -21,6 +21,7 @@ TOOLS = {
     "nvcc": ("--version",),
     "c++": ("--version",),
     "compute-sanitizer": ("--version",),
+    "ncu": ("--version",),
     "git": ("rev-parse", "HEAD"),
 }
 PACKAGES = ("setuptools", "triton", "numpy", "ninja", "pytest", "hypothesis", "xdist", "rich")

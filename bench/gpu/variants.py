@@ -199,6 +199,15 @@ def keep_sources(out: Path) -> None:
             shutil.copyfile(log, to / log.name)
 
 
+def unbuilt() -> Iterator[str]:
+    for variant in variants():
+        asked = {path.stem for path in variant.built.glob("*.log")}
+        libraries = {path.stem for path in variant.built.glob("*.so")}
+        yield from (f"{variant.name} {op} is not built" for op in sorted(asked - libraries))
+        if not asked and variant.name != AS_IS:
+            yield f"{variant.name} was not built, or changes no op"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -209,7 +218,6 @@ def main() -> None:
     start, about = time.monotonic(), provenance.describe()
     keep_sources(args.out)
     names = [variant.name for variant in variants()]
-    missing = [name for name in names[1:] if not any((BUILD / name).glob("*.so"))]
     libraries = {op: {name: BUILD / name / f"{op}.so" for name in names} for op in OPS}
     found = {
         op: {name: load(path, op) for name, path in of_op.items() if path.exists()}
@@ -226,12 +234,13 @@ def main() -> None:
             results.append(result)
             told += lines(result)
             print(*lines(result), sep="\n", flush=True)
-        content = {"provenance": about, "results": results}
+        content = {"provenance": about, "variants": results}
         (args.out / "variants.json").write_text(json.dumps(content, indent=1))
         (args.out / "variants.md").write_text("\n".join(told) + "\n")
-    wrong = [f"{name} {op}" for op, names in competing.items() for name in names - set(found[op])]
-    failures = [*(f"{name} is not built" for name in missing), *wrong]
-    report(failures, f"{len(names)} variants, {len(results)} cases{said}")
+    wrong = [
+        f"{name} {op} differs" for op, names in competing.items() for name in names - set(found[op])
+    ]
+    report([*unbuilt(), *wrong], f"{len(names)} variants, {len(results)} cases{said}")
 
 
 if __name__ == "__main__":

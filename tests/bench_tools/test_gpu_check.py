@@ -209,6 +209,18 @@ def test_counters_are_read_and_joined(program):
     assert counters.table(measured) == alone
 
 
+def test_times_of_kernels_are_medians_over_calls(program, monkeypatch):
+    counters = program("counters")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    did = [[("a", 3.0), ("b", 9.0), ("b", 1.0)], [("a", 5.0), ("b", 2.0), ("a", 1.0), ("b", 6.0)]]
+    monkeypatch.setattr(counters, "device_work", lambda run: run() and did.pop(0))
+    called = []
+    case = SimpleNamespace(sets=2, reset=lambda i: called.append("reset"))
+    case.run = lambda ops, i: called.append(i)
+    assert counters.times(case, None) == [("a", 3.0), ("b", 4.0)]  # of 5 and 1, of 2 and 4
+    assert called == ["reset", "reset", 0, 1] * 2
+
+
 def test_what_the_gpu_did_is_read_from_a_trace(program):
     events = [("kernel", "b", 20, 3.5), ("gpu_memset", "Memset (Device)", 10, 1.0)]
     events += [("gpu_user_annotation", "dct::pack", 5, 30.0), ("cpu_op", "dct::mask_pack", 1, 2.0)]
