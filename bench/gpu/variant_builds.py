@@ -3,8 +3,9 @@
 A variant is a folder bench/gpu/variants/NAME: its files replace those of csrc/cuda of the same
 relative path. Of a file definitions.txt every line makes a variant of its own: a name, and what
 -D defines for nvcc (`four BLOCKS=4 PARTS=256`). `as_is` is csrc as it stands. What can be varied is
-an op that has a launcher in bench/gpu/launchers; those whose sources a variant changes are built,
-each a library: build/gpu/variants/NAME/OP.so, and beside it OP.log, what ptxas said.
+an op that has a launcher in bench/gpu/launchers: those of which the folder has the OP.cu, or, if it
+has none, all whose sources it changes. Each is built as a library, build/gpu/variants/NAME/OP.so;
+beside it is OP.log, what ptxas said. `as_is` is built of the ops that others vary.
 """
 
 import os
@@ -79,7 +80,10 @@ def unit(csrc: Path, op: str) -> str:
 
 
 def changed(variant: Variant, csrc: Path) -> list[str]:
-    """The ops of which this variant makes something else."""
+    """The ops that are varied: those of the folder's own, else all that its files are part of."""
+    own = [op for op in OPS if variant.folder and (variant.folder / f"{op}.cu").exists()]
+    if own:
+        return own
     names = {definition.partition("=")[0] for definition in variant.defined}
     found = []
     for op in OPS:

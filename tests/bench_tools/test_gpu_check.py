@@ -248,6 +248,11 @@ def test_a_variant_is_files_and_definitions(program, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "CSRC", csrc)
     assert builds.changed(builds.Variant("same"), csrc) == []
     assert builds.changed(builds.Variant("defined", None, ("MORE=3",)), csrc) == ["row_pack"]
+    warp = csrc / "cuda" / "detail" / "warp.cuh"
+    other = builds.sources(builds.Variant("of a header"), tmp_path / "other")
+    (other / "cuda" / "detail" / "warp.cuh").write_text(warp.read_text() + "// more\n")
+    assert {"mask_pack", "scatter_unpack"} <= set(builds.changed(found[1], other))
+    assert builds.changed(found[2], other) == ["row_pack"]  # its folder says so
     words = builds.command(found[3], csrc, "row_pack", "9.0", tmp_path / "x.so")[1:]
     assert {"-arch=sm_90", "-DMORE=2", "-DLESS", "-fmad=false", f"-I{csrc}"} <= set(map(str, words))
     assert words[-4:] == [
@@ -256,6 +261,19 @@ def test_a_variant_is_files_and_definitions(program, tmp_path, monkeypatch):
         "-o",
         tmp_path / "x.so",
     ]
+
+
+@pytest.mark.large
+def test_every_variant_builds(program, tmp_path, monkeypatch):
+    builds = program("variant_builds")
+    if builds.toolkit.nvcc() is None:
+        pytest.skip("no nvcc (CUDA_HOME or PATH says where)")
+    monkeypatch.setattr(builds, "BUILD", tmp_path)
+    builds.build("9.0")
+    made = {path.with_suffix("") for path in tmp_path.glob("*/*.so")}
+    assert {path.with_suffix("") for path in tmp_path.glob("*/*.log")} == made
+    names = {variant.name for variant in builds.variants()}
+    assert {path.parent.name for path in made} == (names if len(names) > 1 else set())
 
 
 def test_launchers_and_who_differs(program, monkeypatch):
