@@ -7,7 +7,7 @@ them changes are timed on the cases below, of which each is compared with eager 
 who differs is timed no more.
 
 variants.json and variants.md hold medians, 20 and 80 % quantiles, and shares of a copy of the same
-bytes and of `as_is`; variants/ holds each one's sources and what ptxas said of them.
+bytes; variants/ holds each one's sources and what ptxas said of them.
 """
 
 import argparse
@@ -168,25 +168,23 @@ def measure(case: Case, found: dict[str, SimpleNamespace], graph: bool, device: 
     }
 
 
-HEADER = (
-    "| op | case | variant | us (20-80 %) | of copy | of as_is |",
-    "|---|---|---|---|---|---|",
-)
-
-
-def lines(result: dict) -> Iterator[str]:
-    """The table's rows of one case: `of as_is` below 1 is faster than that."""
-    ms = {name: times["median"] for name, times in result["ms"].items()}
-    density = "" if result["density"] is None else f", {100 * result['density']:g} %"
-    graph = ", in a graph" if result["graphs"] else ""
-    case = f"{result['op']} | {result['numel']:,}: {result['case']}{density}{graph}"
-    for name, times in result["ms"].items():
-        if name in (kernels.COPY, kernels.COPY_KERNEL):
-            continue
-        spread = " ({:.1f}-{:.1f})".format(*(1e3 * times[q] for q in ("q20", "q80")))
-        of_as_is = f"{ms[name] / ms[AS_IS]:.3f}" if AS_IS in ms else ""
-        of_copy = f"{ms[kernels.COPY] / ms[name]:.3f}"
-        yield f"| {case} | {name} | {1e3 * ms[name]:.1f}{spread} | {of_copy} | {of_as_is} |"
+def table(results: list[dict], names: list[str]) -> list[str]:
+    """A line a case, a column a variant: microseconds (20-80 %), and the share of a copy."""
+    lines = [f"| op | case | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+    for result in results:
+        copy = result["ms"][kernels.COPY]["median"]
+        density = "" if result["density"] is None else f", {100 * result['density']:g} %"
+        graph = ", in a graph" if result["graphs"] else ""
+        cells = [result["op"], f"{result['numel']:,}: {result['case']}{density}{graph}"]
+        for name in names:
+            ms = result["ms"].get(name)
+            if ms is None:
+                cells.append("")
+                continue
+            median, least, most = (f"{1e3 * ms[key]:,.1f}" for key in ("median", "q20", "q80"))
+            cells.append(f"{median} ({least}-{most}) {copy / ms['median']:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def keep_sources(out: Path) -> None:
@@ -217,14 +215,15 @@ def main() -> None:
     torch.manual_seed(0)
     start, about = time.monotonic(), provenance.describe()
     keep_sources(args.out)
-    names = [variant.name for variant in variants()]
+    built = {path.parent.name for path in BUILD.glob("*/*.so")}
+    names = [variant.name for variant in variants() if variant.name in built]
     libraries = {op: {name: BUILD / name / f"{op}.so" for name in names} for op in OPS}
     found = {
         op: {name: load(path, op) for name, path in of_op.items() if path.exists()}
         for op, of_op in libraries.items()
     }
     competing = {op: set(of_op) for op, of_op in found.items() if len(of_op) > 1}
-    results, said, told = [], "", [*HEADER]
+    results, said = [], ""
     for case, graph in timed(set(competing)):
         if time.monotonic() - start > args.seconds:
             said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
@@ -232,11 +231,10 @@ def main() -> None:
         result = measure(case, found[case.op], graph, "cuda")
         if result is not None:
             results.append(result)
-            told += lines(result)
-            print(*lines(result), sep="\n", flush=True)
+            print(table([result], names)[-1], flush=True)
         content = {"provenance": about, "variants": results}
         (args.out / "variants.json").write_text(json.dumps(content, indent=1))
-        (args.out / "variants.md").write_text("\n".join(told) + "\n")
+        (args.out / "variants.md").write_text("\n".join(table(results, names)) + "\n")
     wrong = [
         f"{name} {op} differs" for op, names in competing.items() for name in names - set(found[op])
     ]

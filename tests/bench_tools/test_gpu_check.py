@@ -295,8 +295,10 @@ def test_launchers_and_who_differs(program, monkeypatch):
     for case, _ in made:
         result = variants.measure(case, found[case.op], False, "cpu")
         assert found[case.op].keys() == {"as_is"}, case
-        (line,) = variants.lines(result)
-        assert line.count("|") == variants.HEADER[0].count("|") and "1.000 |" in line
+        head, _, line = variants.table([result], ["as_is", "wrong"])
+        assert line.count("|") == head.count("|") and line.endswith(" |  |")
+        share = result["ms"]["copy"]["median"] / result["ms"]["as_is"]["median"]
+        assert f") {share:.3f} | " in line
     assert variants.measure(made[0][0], {}, False, "cpu") is None
 
 
