@@ -17,7 +17,7 @@ PIPES = (
 
 
 def floor_ms(result: dict, gpu: str | None, clock: float | None = None) -> float | None:
-    """What no launch can be faster than: its launches, and memory or the pipe that binds.
+    """What its launches and the pipe of instructions that binds take; a copy says what memory does.
 
     None where it was not counted, or the GPU's rates are unknown. `clock` in Hz, of the
     multiprocessors while this was measured; by default the one that roofline assumes.
@@ -26,10 +26,8 @@ def floor_ms(result: dict, gpu: str | None, clock: float | None = None) -> float
     if known is None or cost is None:
         return None
     time = roofline.time(cost, _elements(cost, result), known)
-    pipes = (
-        max(getattr(time, pipe, 0.0) for pipe in PIPES) * roofline.CLOCK / (clock or roofline.CLOCK)
-    )
-    return 1e3 * (time.launches + max(time.memory, pipes))
+    pipe = max(getattr(time, pipe, 0.0) for pipe in PIPES)
+    return 1e3 * (time.launches + pipe * roofline.CLOCK / (clock or roofline.CLOCK))
 
 
 def instructions(result: dict) -> float | None:

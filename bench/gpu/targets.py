@@ -3,9 +3,10 @@
     python bench/gpu/targets.py OUT
 
 A call is to take no longer than a copy of the bytes that it must move, measured in the same run, or
-than its floor, whichever is longer, over LEAST. The floor is computed: launches, and memory or the
-pipe of instructions that binds, at the clock that was seen while `bench` ran. It is known for what
-tests/ptx counts, on the GPUs of its roofline; elsewhere the copy alone is asked, of fewer ops.
+than its floor, whichever is longer, over LEAST. The floor is computed: launches, and the pipe of
+instructions that binds, at the clock that was seen while `bench` ran. It is known for what
+tests/ptx counts, on the GPUs of its roofline; elsewhere the copy alone counts, and less of it is
+asked.
 """
 
 import json
@@ -22,7 +23,8 @@ LEAST = 0.9
 # Of a copy's speed where no floor is known: many payloads are scattered writes, and row_pack is
 # bound by the search for a row's k-th magnitude.
 LEAST_OF_COPY = {"P=64": 0.75, "row_pack": 0.7}
-FASTER_THAN = {"topk": 20, "dgc": 5}  # if the floor allows it
+FASTER_THAN = {"topk": 20, "dgc": 5}  # at the largest size and this, if the floor allows it
+SMALL = 2**20
 IN_A_GRAPH = ("float32 grad, float32 values", "bfloat16 grad, bfloat16 values")
 SAMPLING = 0.03  # of mask_pack's time
 
@@ -79,7 +81,8 @@ def targets(
             yield of_floor(f"{_name(result)}, in a graph", result)
     whole = [result for result in called if result["case"] == IN_A_GRAPH[0]]
     for result in whole:
-        yield from faster(result)
+        if result["numel"] in (largest, SMALL):
+            yield from faster(result)
     for pack in whole:
         for result in results:
             same = (result["op"], result["numel"]) == ("sample_threshold", largest)

@@ -94,6 +94,7 @@ def test_a_sentence_of_the_first_look():
     )
 
 
+F32 = torch.float32
 TABLE_OPTIONS = ["--all", "--ops=row_pack", "--sizes=64", "--density=0.1", "--row-widths=8"]
 TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs", "--seconds=9"]
 
@@ -136,6 +137,22 @@ def test_bytes_that_must_move():
     assert case.nbytes == 10 * (64 * 4 + 4 * 4 + 4)
     case = cases.row_pack("cpu", 10, 64, 0.05, False, torch.bfloat16)
     assert case.nbytes == 10 * (64 * 2 + 4 * 2 + 4)
+
+
+def test_rows_that_are_kept_whole_and_buffers_off_alignment():
+    torch.manual_seed(0)
+    eager = cases.backends("cpu")["eager"]
+    case = cases.mask_pack("cpu", 64_000, 0.1, F32, F32, False, clustered=True, misaligned=True)
+    residual, _, seen = case.run(eager, 0)
+    kept = (residual == 0).view(-1, cases.CLUSTER)
+    assert residual.data_ptr() % 16 == 4 and kept.any(1).equal(kept.all(1))
+    assert seen.item() == kept.sum().item() == pytest.approx(6400, rel=0.2)
+    assert case.detail == "float32 grad, float32 values, clustered, misaligned"
+    again = residual.clone()
+    case.reset(0)
+    assert case.run(eager, 0)[0].equal(again)
+    case = cases.mask_pack("cpu", 64_000, 0.1, None, F32, False, clustered=True)
+    assert case.nbytes == int((4 + 0.1 * (4 + 6)) * 64_000)
 
 
 def test_a_backend_that_differs_is_not_timed():
