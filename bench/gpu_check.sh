@@ -84,8 +84,8 @@ esac
 keep() { tar -C "$RESULTS" -czf "$OUT/.results.tgz" . && mv "$OUT/.results.tgz" "$OUT/results.tgz"; }
 
 finish() {
-  [[ -z $POLLING ]] || kill "$POLLING" 2>/dev/null
-  rm -rf "$RESULTS"
+  [[ -z $POLLING ]] || { kill "$POLLING"; wait "$POLLING"; } 2>/dev/null
+  rm -rf "$RESULTS" "$RESULTS.clocks"
 }
 
 mkdir -p "$1" || exit 2
@@ -111,7 +111,7 @@ export PATH PYTHON RESULTS ${CUDA_HOME:+CUDA_HOME} PYTHONUNBUFFERED=1
 if command -v nvidia-smi >/dev/null; then
   FIELDS=$(sed -n 's/^FIELDS = "\(.*\)"$/\1/p' bench/gpu/clocks.py)
   stdbuf -oL nvidia-smi --id=0 --query-gpu="$FIELDS" --format=csv,noheader,nounits -lms 250 \
-    </dev/null >"$RESULTS/clocks.csv" 2>&1 &
+    </dev/null >"$RESULTS.clocks" 2>&1 &  # beside: tar refuses what grows meanwhile
   POLLING=$!
 fi
 
@@ -130,7 +130,10 @@ while read -r stage limit command; do
   keep
 done <<<"$STAGES"
 
-[[ -z $POLLING ]] || "$PYTHON" bench/gpu/clocks.py "$RESULTS"
+if [[ -n $POLLING ]]; then
+  cp "$RESULTS.clocks" "$RESULTS/clocks.csv"
+  "$PYTHON" bench/gpu/clocks.py "$RESULTS"
+fi
 for table in $TABLES; do
   [[ ! -e $RESULTS/$table ]] || { echo; cat "$RESULTS/$table"; }
 done

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import predictions
 import torch
-from common import BF16, BUCKET, F32, gpu_backends, report
+from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
 
 from dct_bench import provenance
 from dct_bench.kernels import cases
@@ -61,7 +61,8 @@ def all_cases(device: str, scale: int) -> Iterator[Case]:
 def one_dimensional(device: str, numel: int, density: float) -> Iterator[Case]:
     for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16)):
         yield cases.mask_pack(device, numel, density, grad, values, True)
-    yield cases.sample_threshold(device, numel, density)
+    for most in (PICKS, cases.SAMPLES):
+        yield cases.sample_threshold(device, numel, density, most=most)
     for ranks in (2, 8):
         yield cases.scatter_unpack(device, numel, density, ranks)
 

@@ -56,6 +56,8 @@ def build_sanitized() -> None:
 def main() -> None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architecture())
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    if cpp_extension.CUDA_HOME:
+        os.environ.setdefault("CUDA_HOME", cpp_extension.CUDA_HOME)
     build_extension()
     build_sanitized()
     done = subprocess.run(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import BF16, BUCKET, ROOT, device_work, gpu_backends, nodes, report
+from common import BF16, BUCKET, PICKS, ROOT, device_work, gpu_backends, nodes, report
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +43,7 @@ from dct_parallel import DCTState, dct_hook
 from dct_parallel.compressor import default_capacity
 
 NUMEL = 100_000_000
-DENSITIES, RANKS, PICKS = (0.01, 0.001), (2, 8, 64), 16384
+DENSITIES, RANKS = (0.01, 0.001), (2, 8, 64)
 RATES = (50, 100, 200, 400)  # of a link, in GB/s each way
 ALPHA = 10e-6  # seconds a message; assumed
 STEPS, ROUNDS = 10, 5  # of the ops

@@ -104,6 +104,8 @@ def command(variant: Variant, csrc: Path, op: str, architecture: str, to: Path) 
 def build(architecture: str, folders: Path = FOLDERS) -> None:
     """All, for such as "9.0": a compiler a core. What fails says so, and is not there after."""
     shutil.rmtree(BUILD, ignore_errors=True)
+    if toolkit.nvcc() is None:
+        return
     as_is, *others = variants(folders)
     asked = []
     for variant in others:

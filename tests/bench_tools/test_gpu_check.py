@@ -52,7 +52,7 @@ def test_every_stage_has_a_limit_and_a_program():
 # Instead of Python: what a stage runs is a word or two, and `build` does not end.
 RUNNER = """#!/bin/sh
 case $1 in
-  bench/gpu/summary.py) exec {python} "$@" ;;
+  bench/gpu/summary.py | bench/gpu/clocks.py) exec {python} "$@" ;;
   bench/gpu/build.py) echo compiling; sleep 60 ;;
   bench/gpu/targets.py) echo "| the targets |" ;;
   bench/gpu/environment.py) echo "| a table |" > "$2/variants.md"; echo a GPU ;;
@@ -60,11 +60,18 @@ case $1 in
 esac
 """
 
+POLLED = """#!/bin/sh
+echo $$ > {pid}
+while sleep 0.02; do echo "$(date '+%Y/%m/%d %H:%M:%S.%3N'), 1980, 2619, 99, 310.5, 41"; done
+"""
+
 
 def test_it_ends_in_time_with_what_there_is(tmp_path):
-    runner = tmp_path / "python"
+    runner, polled = tmp_path / "python", tmp_path / "nvidia-smi"
     runner.write_text(RUNNER.format(python=sys.executable))
+    polled.write_text(POLLED.format(pid=tmp_path / "pid"))
     runner.chmod(0o755)
+    polled.chmod(0o755)
     environment = os.environ | {"PYTHON": str(runner), "LIMIT": "2", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [CHECK, tmp_path / "out"], env=environment, capture_output=True, text=True, timeout=30
@@ -79,8 +86,12 @@ def test_it_ends_in_time_with_what_there_is(tmp_path):
     with tarfile.open(tmp_path / "out" / "results.tgz") as kept:
         assert {"./summary.json", "./build.log", "./variants.md"} <= set(kept.getnames())
         stages = json.load(kept.extractfile("./summary.json"))
+        clocks = json.load(kept.extractfile("./environment.json"))["clocks"]
     assert [stage["rc"] for stage in stages[:3]] == [0, 124, None]
+    assert clocks.keys() <= {"environment", "build"}
+    assert clocks["build"]["sm_mhz"] == {"least": 1980, "median": 1980, "most": 1980}
     assert not list(tmp_path.glob("tmp.*"))
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
 def test_clocks_of_a_stage(program):
@@ -285,7 +296,7 @@ def test_launchers_and_who_differs(program, monkeypatch):
         library = emulation.build.build(str(launchers / f"{op}.cpp"), [op], shared=True)
         ctypes.CDLL(str(library)).configure(ctypes.c_int64(1), ctypes.c_int64(3))
         wrong = SimpleNamespace(**vars(eager) | {op: lambda *a, op=op: spoilt(op, eager, *a)})
-        found[op] = {"as_is": variants.load(library, op), "wrong": wrong}
+        found[op] = {"wrong": wrong, "as_is": variants.load(library, op)}
     made = list(variants.timed(set(variants.OPS), 1 << 14, "cpu"))
     assert {case.op for case, _ in made} == set(variants.OPS)
     for case, _ in made:
@@ -300,6 +311,8 @@ def test_launchers_and_who_differs(program, monkeypatch):
 
 def spoilt(op, eager, *arguments):
     results = getattr(eager, op)(*arguments)
+    if op == "mask_pack":
+        arguments[4][-1] = 1  # of the payload
     first = arguments[0] if op == "mask_pack" else arguments[1] if op == "scatter_unpack" else None
     (first if first is not None else results[0] if op == "row_pack" else results)[..., 0] += 1
     return results

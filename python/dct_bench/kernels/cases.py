@@ -148,16 +148,18 @@ def mask_pack(
     )
 
 
-def sample_threshold(device: str, numel: int, density: float, num_segments: int = 1) -> Case:
+def sample_threshold(
+    device: str, numel: int, density: float, num_segments: int = 1, most: int = SAMPLES
+) -> Case:
     sets = _sets(8 * numel)
     x, residual = _normal(sets, numel, device), _normal(sets, numel, device)
     segments = _segments(numel, num_segments, device)
     line = 32 if device == "cuda" else 64
 
     def run(ops, i):
-        return (ops.sample_threshold(x[i], residual[i], segments, density, SAMPLES, i),)
+        return (ops.sample_threshold(x[i], residual[i], segments, density, most, i),)
 
-    samples = int(segments.diff().clamp(max=SAMPLES).sum())
+    samples = int(segments.diff().clamp(max=most).sum())
     moved = 2 * min(line * samples, 4 * numel)
     detail = f"{samples} samples{_in_segments(num_segments)}"
     return Case("sample_threshold", detail, numel, moved, sets, run, density=density)
