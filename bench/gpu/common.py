@@ -26,7 +26,7 @@ NUMEL = 2**20 + 3
 ROWS, WIDTH, K = 1000, 200, 9
 RANKS = 3
 BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets in float32
-PICKS = 16384  # of a payload that is sampled in every step
+PICKS = 4096  # of a payload that is sampled in every step
 
 
 def gpu_backends() -> dict[str, SimpleNamespace]:

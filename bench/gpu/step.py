@@ -3,12 +3,12 @@
     python bench/gpu/step.py OUT [--seconds 65]
 
 Two tables. The ops of a step: 100 M gradients in buckets of 25 MB; every bucket is sampled (one
-segment, 16,384 picks), packed, and unpacked from P payloads, copies of its own that stand for those
-of other ranks; called, and replayed from a CUDA graph. Beside it, computed by the model of
-`dct-bench scale`: what a bfloat16 all-reduce of these gradients takes on links of 50 to 400 GB/s,
-and what the all-gather of these payloads does. The backward pass: of a transformer and of DLRM with
-100 M parameters, in DDP on one rank, with the hook and without. What the hook adds is what is
-exposed of it; no bytes travel on one rank.
+segment, as many picks as the hook takes), packed, and unpacked from P payloads, copies of its own
+that stand for those of other ranks; called, and replayed from a CUDA graph. Beside it, computed by
+the model of `dct-bench scale`: what a bfloat16 all-reduce of these gradients takes on links of 50
+to 400 GB/s, and what the all-gather of these payloads does. The backward pass: of a transformer and
+of DLRM with 100 M parameters, in DDP on one rank, with the hook and without. What the hook adds is
+what is exposed of it; no bytes travel on one rank.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import BF16, BUCKET, PICKS, ROOT, device_work, gpu_backends, nodes, report
+from common import BF16, BUCKET, ROOT, device_work, gpu_backends, nodes, report
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ from dct_dlrm.data.features import INTS, table_rows
 from dct_dlrm.models.dlrm import DLRM
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.compressor import default_capacity
+from dct_parallel.compressor import default_capacity, default_samples
 
 NUMEL = 100_000_000
 DENSITIES, RANKS = (0.01, 0.001), (2, 8, 64)
@@ -86,12 +86,13 @@ class Bucket:
         self.segments = torch.tensor([0, numel], device=device)
         self.seen = torch.zeros(1, dtype=torch.int32, device=device)
         self.density, self.capacity = density, default_capacity(numel, density)
+        self.picks = default_samples(density)
         nbytes = payload_layout(numel, self.capacity, BF16).nbytes
         self.payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
         self.own = self.payloads[0]
 
     def step(self) -> None:
-        threshold = _sample(self.grad, self.residual, self.segments, self.density, PICKS, 7)
+        threshold = _sample(self.grad, self.residual, self.segments, self.density, self.picks, 7)
         tensors = (self.residual, self.grad, self.segments, threshold, self.own, self.seen)
         _pack(*tensors, self.capacity, BF16)
         _unpack(self.payloads, self.out, self.capacity, BF16, 1 / len(self.payloads))
