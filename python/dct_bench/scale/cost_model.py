@@ -154,7 +154,7 @@ class Model:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
         key = transport, ranks, density or self.density
         if key not in self._plans:
-            settings = Settings(key[2], 1000, "tracked", torch.bfloat16)
+            settings = Settings(key[2], 1000, "fresh", torch.bfloat16)
             names = tuple(str(number) for number in range(len(self.shapes)))
             self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
         return self._plans[key]
