@@ -129,17 +129,18 @@ def calls(seed: int, numel: int = NUMEL, rows: int = ROWS) -> list[Call]:
         ),
         Call(
             "step",
-            pack | track | {"out": normal(numel)},
-            (*WRITTEN["mask_pack"], "threshold", "out"),
+            pack | {"out": normal(numel)},
+            (*WRITTEN["mask_pack"], "out"),
             step,
         ),
     ]
 
 
-def step(ops: SimpleNamespace, target: Tensor, reference: Tensor, out: Tensor, **pack) -> Tensor:
-    """What a rank does between samples: mask_pack, track_threshold, scatter_unpack."""
-    ops.mask_pack(**pack)
-    ops.track_threshold(pack["threshold"], pack["seen"], target, reference)
+def step(ops: SimpleNamespace, out: Tensor, **pack) -> Tensor:
+    """What a rank does in a step: sample_threshold, mask_pack, scatter_unpack."""
+    owed = pack["grad"], pack["residual"], pack["segments"]
+    threshold = ops.sample_threshold(*owed, 0.01, PICKS, 7)
+    ops.mask_pack(**pack | {"threshold": threshold})
     payloads = pack["payload"].unsqueeze(0)
     return ops.scatter_unpack(payloads, out, pack["capacity"], pack["value_dtype"], 0.5)
 
