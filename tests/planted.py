@@ -198,9 +198,9 @@ FAULTS = {
     ),
     "no barrier before the histogram's digit is looked for": _edit(
         "row_pack",
-        "detail/row_pack_wide.cuh",
-        "    }\n    __syncthreads();\n    Selected selected;",
-        "    }\n    Selected selected;",
+        "detail/radix_select.cuh",
+        "    });\n    __syncthreads();\n    Selected selected;",
+        "    });\n    Selected selected;",
     ),
     "a column at the end of the row accepted": _edit(
         "row_gather", "detail/positions.cuh", "if (column >= width)", "if (column > width)"

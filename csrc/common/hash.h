@@ -31,12 +31,16 @@ DCT_HOST_DEVICE inline int64_t pick_offset(uint64_t length, uint32_t seed, uint3
   return ((hash >> 16) * length + (((hash & 0xffff) * length) >> 16)) >> 16;
 }
 
-// The element that stratum `index` of a segment of `numel` elements contributes.
+// The element that stratum `index` of a segment of `numel` elements contributes. The stratum ends
+// where the next begins: the remainders say whether it is one longer, without another division.
 DCT_HOST_DEVICE inline int64_t stratified_pick(int64_t index, int64_t numel, int64_t picks,
                                                uint32_t seed, uint32_t segment) {
-  const int64_t start = stratum_start(index, numel, picks);
-  const uint64_t length = stratum_start(index + 1, numel, picks) - start;
-  return start + pick_offset(length, seed, segment, static_cast<uint32_t>(index));
+  const int64_t length = numel / picks, rest = numel % picks;
+  const int64_t longer_before = index * rest / picks;
+  const int64_t remainder = index * rest - longer_before * picks;
+  return index * length + longer_before +
+         pick_offset(length + (remainder + rest >= picks), seed, segment,
+                     static_cast<uint32_t>(index));
 }
 
 }  // namespace dct

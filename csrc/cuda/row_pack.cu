@@ -229,7 +229,7 @@ cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
     if (args.width <= 2048) return run_narrow<T, 32, 2 * kWords>(args, stream);
   }
   if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
-  return launch(row_pack_wide_kernel<T>, dim3(static_cast<unsigned>(args.rows)), kSelectThreads, 0,
+  return launch(row_pack_wide_kernel<T>, dim3(static_cast<unsigned>(args.rows)), kWideThreads, 0,
                 stream, args);
 }
 

@@ -1,10 +1,11 @@
 // sample_threshold.cu -- a radix select over the picks of every segment, three digits of the 31-bit
 // magnitude, the highest first.
 //
-// Each pass is one kernel: the blocks of a segment count the current digit of the picks whose
-// higher digits are those found so far; the last of them to finish finds the digit that the k-th
-// largest has. Picks are read again in each pass rather than kept: they are few, and in the cache
-// by then.
+// Few picks, as of a step: one kernel notes their keys, and in a second a block for each segment
+// has them all in registers and finds all three digits. No memory needs to be cleared before. Many:
+// each digit is a kernel. The blocks of a segment count the digit of the picks whose higher digits
+// are those found so far; the last of them to finish finds the digit that the k-th largest has.
+// Picks are read again in each pass rather than kept: they are in the cache by then.
 #include <algorithm>
 #include <cmath>
 
@@ -19,12 +20,20 @@ namespace dct::cuda {
 namespace {
 
 struct Policy {
-  static constexpr int kThreads = kSelectThreads, kMinBlocks = 4;
+  static constexpr int kThreads = 256, kMinBlocks = 4;
   static constexpr int kInFlight = 4;  // picks that a thread reads before it counts them
   // Blocks of a segment: one for so many picks, but not more than fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerSegment = 8;
+  // Few: as many keys of a segment as a block's registers hold, and of all segments 4 MB.
+  static constexpr int kFewThreads = 512, kThreadKeys = 32;
+  static constexpr int64_t kFewPicks = kFewThreads * kThreadKeys, kFewKeys = 1 << 20;
 };
+
+bool are_few(const SampleThresholdArgs& args) {
+  return args.max_samples <= Policy::kFewPicks &&
+         args.num_segments <= Policy::kFewKeys / args.max_samples;
+}
 
 using MagnitudeDigits = Digits<31>;
 constexpr int kPasses = MagnitudeDigits::kPasses;
@@ -38,25 +47,21 @@ struct SegmentState {
 
 struct Shared {
   uint32_t histogram[kBins];
-  SelectStorage select;
+  SelectStorage<Policy::kThreads> select;
   bool last;
 };
 
 struct Segment {
   int64_t index, begin, numel, picks;
-  int64_t blocks, block;  // that count it, and which of them this is
 };
 
-__device__ Segment find_segment(const SampleThresholdArgs& args, int64_t numel, int per_segment) {
+__device__ Segment find_segment(const SampleThresholdArgs& args, int64_t numel, int64_t index) {
   Segment segment;
-  segment.index = blockIdx.x / per_segment;
-  segment.block = blockIdx.x % per_segment;
-  segment.begin = min(max(args.segments[segment.index], int64_t{0}), numel);
-  const int64_t end = min(args.segments[segment.index + 1], numel);
+  segment.index = index;
+  segment.begin = min(max(args.segments[index], int64_t{0}), numel);
+  const int64_t end = min(args.segments[index + 1], numel);
   segment.numel = max(end, segment.begin) - segment.begin;
   segment.picks = min(segment.numel, args.max_samples);
-  segment.blocks = (segment.picks + Policy::kPicks - 1) / Policy::kPicks;
-  segment.blocks = min(max(segment.blocks, int64_t{1}), int64_t{per_segment});
   return segment;
 }
 
@@ -66,14 +71,63 @@ __device__ int64_t place_of(const SampleThresholdArgs& args, const Segment& segm
                                          static_cast<uint32_t>(segment.index));
 }
 
+__device__ float scale_of(const SampleThresholdArgs& args) {
+  return args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+}
+
+__device__ uint32_t first_rank(double density, int64_t picks) {
+  const double wanted = ceil(__dmul_rn(density, static_cast<double>(picks)));
+  return static_cast<uint32_t>(min(max(wanted, 1.0), static_cast<double>(picks)));
+}
+
+// A thread for each pick: the keys of segment s are noted from s * args.max_samples on.
+template <typename T>
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
+    gather_keys_kernel(SampleThresholdArgs args, int64_t numel, int per_segment, uint32_t* keys) {
+  const Segment segment = find_segment(args, numel, blockIdx.x / per_segment);
+  const int64_t pick = int64_t{blockIdx.x % per_segment} * Policy::kThreads + thread_index();
+  if (pick >= segment.picks) return;
+  const int64_t place = place_of(args, segment, pick);
+  const T x = static_cast<const T*>(args.x)[place];
+  const float residual = args.residual != nullptr ? args.residual[place] : 0.0f;
+  const float acc = accumulate(residual, x, scale_of(args));
+  keys[segment.index * args.max_samples + pick] = magnitude_key(acc);
+}
+
+__global__ void __launch_bounds__(Policy::kFewThreads)
+    select_key_kernel(SampleThresholdArgs args, int64_t numel, const uint32_t* keys) {
+  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
+  const Segment segment = find_segment(args, numel, blockIdx.x);
+  const int picks = static_cast<int>(segment.picks);
+  uint32_t key = kFloat32Infinity;
+  if (picks > 0) {
+    keys += segment.index * args.max_samples;
+    // All are asked for before the first is used. Zeros past the end come after all others.
+    uint32_t own[Policy::kThreadKeys];
+#pragma unroll
+    for (int i = 0; i < Policy::kThreadKeys; ++i) {
+      const int pick = i * Policy::kFewThreads + thread_index();
+      own[i] = pick < picks ? keys[pick] : 0;
+    }
+    key = select_key<31>(first_rank(args.density, picks), shared, [&](auto visit) {
+#pragma unroll
+            for (int i = 0; i < Policy::kThreadKeys; ++i) {
+              if (i % 4 == 0 && i * Policy::kFewThreads >= picks) break;
+              visit(own[i]);
+            }
+          }).digit;
+  }
+  if (thread_index() == 0) args.threshold[segment.index] = bits_to_float(key);
+}
+
 // All places are known before the first is read, and all are read before the first key is made.
 // Past the end the last pick is read again.
 template <typename T>
-__device__ void count(const SampleThresholdArgs& args, const Segment& segment, Digit digit,
-                      uint32_t prefix, uint32_t* histogram) {
-  const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
-  const int64_t stride = segment.blocks * Policy::kThreads;
-  const int64_t first = segment.block * Policy::kThreads + thread_index();
+__device__ void count(const SampleThresholdArgs& args, const Segment& segment, int64_t blocks,
+                      int64_t block, Digit digit, uint32_t prefix, uint32_t* histogram) {
+  const float scale = scale_of(args);
+  const int64_t stride = blocks * Policy::kThreads;
+  const int64_t first = block * Policy::kThreads + thread_index();
   for (int64_t pick = first; pick < segment.picks; pick += stride * Policy::kInFlight) {
     int64_t place[Policy::kInFlight];
     T x[Policy::kInFlight];
@@ -97,18 +151,16 @@ __device__ void count(const SampleThresholdArgs& args, const Segment& segment, D
   }
 }
 
-__device__ uint32_t first_rank(double density, int64_t picks) {
-  const double wanted = ceil(__dmul_rn(density, static_cast<double>(picks)));
-  return static_cast<uint32_t>(min(max(wanted, 1.0), static_cast<double>(picks)));
-}
-
 template <typename T>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     sample_threshold_kernel(SampleThresholdArgs args, int64_t numel, int per_segment,
                             SegmentState* states, int pass) {
   DCT_SHARED(Shared, shared);
-  const Segment segment = find_segment(args, numel, per_segment);
-  if (segment.block >= segment.blocks) return;
+  const Segment segment = find_segment(args, numel, blockIdx.x / per_segment);
+  const int64_t wanted = (segment.picks + Policy::kPicks - 1) / Policy::kPicks;
+  const int64_t blocks = min(max(wanted, int64_t{1}), int64_t{per_segment});
+  const int64_t block = blockIdx.x % per_segment;
+  if (block >= blocks) return;
   if (segment.picks == 0) {
     if (thread_index() == 0) args.threshold[segment.index] = bits_to_float(kFloat32Infinity);
     return;
@@ -120,14 +172,13 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
 
   for (int b = thread_index(); b < kBins; b += Policy::kThreads) shared.histogram[b] = 0;
   __syncthreads();
-  count<T>(args, segment, digit, prefix, shared.histogram);
+  count<T>(args, segment, blocks, block, digit, prefix, shared.histogram);
   __syncthreads();
   for (int b = thread_index(); b < kBins; b += Policy::kThreads) {
     if (shared.histogram[b] > 0) atomicAdd(&state.histogram[b], shared.histogram[b]);
   }
   __syncthreads();
   if (thread_index() == 0) {
-    const unsigned blocks = static_cast<unsigned>(segment.blocks);
     shared.last = add_acquire_release(&state.done[pass], 1) == blocks - 1;
   }
   __syncthreads();
@@ -141,8 +192,26 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
 }
 
 template <typename T>
-cudaError_t run(const SampleThresholdArgs& args, int64_t numel, SegmentState* states,
-                cudaStream_t stream) {
+cudaError_t run_few(const SampleThresholdArgs& args, int64_t numel, uint32_t* keys,
+                    cudaStream_t stream) {
+  const int64_t picks = std::min(args.max_samples, numel);
+  const int64_t per_segment =
+      std::max<int64_t>((picks + Policy::kThreads - 1) / Policy::kThreads, 1);
+  const auto segments = static_cast<unsigned>(args.num_segments);
+  const cudaError_t gathered =
+      launch(gather_keys_kernel<T>, dim3(segments * static_cast<unsigned>(per_segment)),
+             Policy::kThreads, 0, stream, args, numel, static_cast<int>(per_segment), keys);
+  if (gathered != cudaSuccess) return gathered;
+  return launch(select_key_kernel, dim3(segments), Policy::kFewThreads, 0, stream, args, numel,
+                keys);
+}
+
+template <typename T>
+cudaError_t run_many(const SampleThresholdArgs& args, int64_t numel, SegmentState* states,
+                     cudaStream_t stream) {
+  const cudaError_t cleared =
+      cudaMemsetAsync(states, 0, sizeof(SegmentState) * args.num_segments, stream);
+  if (cleared != cudaSuccess) return cleared;
   const int64_t picks = std::min(args.max_samples, numel);
   const int64_t wanted = (picks + Policy::kPicks - 1) / Policy::kPicks;
   const int64_t most =
@@ -162,17 +231,18 @@ cudaError_t run(const SampleThresholdArgs& args, int64_t numel, SegmentState* st
 }  // namespace
 
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args) {
+  if (are_few(args))
+    return static_cast<int64_t>(sizeof(uint32_t)) * args.num_segments * args.max_samples;
   return static_cast<int64_t>(sizeof(SegmentState)) * args.num_segments;
 }
 
 cudaError_t sample_threshold(const SampleThresholdArgs& args, int64_t numel, void* scratch,
                              cudaStream_t stream) {
   if (args.num_segments == 0) return cudaSuccess;
-  const cudaError_t cleared =
-      cudaMemsetAsync(scratch, 0, sample_threshold_scratch_bytes(args), stream);
-  if (cleared != cudaSuccess) return cleared;
   return dispatch(args.x_dtype, [&](auto x) {
-    return run<decltype(x)>(args, numel, static_cast<SegmentState*>(scratch), stream);
+    using T = decltype(x);
+    if (are_few(args)) return run_few<T>(args, numel, static_cast<uint32_t*>(scratch), stream);
+    return run_many<T>(args, numel, static_cast<SegmentState*>(scratch), stream);
   });
 }
 

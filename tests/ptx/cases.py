@@ -23,7 +23,6 @@ F32, BF16 = torch.float32, torch.bfloat16
 SIZES = (2**20, 2**24, 2**28)
 NUMEL = 2**17  # of what is executed
 ROW_NUMEL = 2**16
-SAMPLES = 65536
 SEGMENTS = 300
 ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
 
@@ -96,16 +95,15 @@ def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch
     return Case("mask_pack", detail, NUMEL, moved, _sizes(density), run, density)
 
 
-def sample_threshold() -> Case:
+def sample_threshold(picks: int) -> Case:
     """An element is a pick here."""
-    numel = 32 * SAMPLES  # picks far enough apart not to share sectors
+    numel = 32 * picks  # picks far enough apart not to share sectors
     x, residual, segments = torch.randn(numel), torch.randn(numel), torch.tensor([0, numel])
 
     def run(ops, executor):
-        ops.sample_threshold(x, residual, segments, 0.01, SAMPLES)
+        ops.sample_threshold(x, residual, segments, 0.01, picks)
 
-    detail = f"{SAMPLES} samples"
-    return Case("sample_threshold", detail, SAMPLES, 64, (SAMPLES,), run, 0.01)
+    return Case("sample_threshold", f"{picks} samples", picks, 64, (picks,), run, 0.01)
 
 
 def track_threshold() -> Case:
@@ -211,7 +209,7 @@ CASES = [
     for function, *arguments in (
         (add,),
         *((mask_pack, density, *dtypes) for density in (0.01, 0.001) for dtypes in _GRADIENTS),
-        (sample_threshold,),
+        *((sample_threshold, picks) for picks in (4096, 8192, 16384, 65536)),
         (track_threshold,),
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
         (scatter_unpack, 0.001, 8),

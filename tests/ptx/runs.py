@@ -58,8 +58,11 @@ def scatter_unpack(backend):
 
 
 def sample_threshold(backend):
-    x = samples.normal(30000)
-    return (backend.sample_threshold(x, None, torch.tensor([0, 30000]), 0.01, 20000),)
+    """More picks than one block takes, and as many as one does."""
+    x, segments = samples.normal(30000), torch.tensor([0, 30000])
+    return tuple(
+        backend.sample_threshold(x, None, segments, 0.01, picks) for picks in (20000, 5000)
+    )
 
 
 def track_threshold(backend):

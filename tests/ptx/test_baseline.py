@@ -14,7 +14,7 @@ TOLERANCE = 0.02
 BY_DEFAULT = {
     "mask_pack 0.01 float32 bfloat16",
     "mask_pack 0.01 None bfloat16",
-    "sample_threshold",
+    "sample_threshold 16384",
     "track_threshold",
     "scatter_unpack 0.01 8",
     "row_pack 256 float32",

@@ -1,12 +1,12 @@
 #pragma once
 
-// One step of a radix select from the largest: which digit the rank-th largest has.
+// Radix select from the largest: one step, which digit the rank-th largest key has; and all steps
+// by one block.
 
 #include "warp.cuh"
 
 namespace dct::cuda {
 
-constexpr int kSelectThreads = 256;
 constexpr int kBins = 2048;
 
 struct Digit {
@@ -26,19 +26,21 @@ struct Digits {
 };
 
 struct Selected {
-  uint32_t digit;
-  uint32_t rank;  // what is looked for is the rank-th largest of those with this digit
+  uint32_t digit;  // or the whole key
+  uint32_t rank;   // what is looked for is the rank-th largest of those that have it
 };
 
+template <int kThreads>
 struct SelectStorage {
-  uint32_t warp_count[kSelectThreads / kWarpSize];
+  uint32_t warp_count[kThreads / kWarpSize];
 };
 
-// By a block of kSelectThreads: true in the one thread that finds the digit. Clears the histogram,
-// [kBins], of which each thread reads only what it clears.
-__device__ inline bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage& storage,
-                                    Selected& selected) {
-  constexpr int kThreadBins = kBins / kSelectThreads;
+// By a block: true in the one thread that finds the digit. Clears the histogram, [kBins], of which
+// each thread reads only what it clears.
+template <int kThreads>
+__device__ bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage<kThreads>& storage,
+                             Selected& selected) {
+  constexpr int kThreadBins = kBins / kThreads;
   // Thread 0 has the highest bins, so that ranks count from the largest.
   const int highest = kBins - 1 - thread_index() * kThreadBins;
   uint32_t bins[kThreadBins], own = 0;
@@ -61,6 +63,38 @@ __device__ inline bool select_digit(uint32_t* histogram, uint32_t rank, SelectSt
     selected.rank -= bins[b];
   }
   return true;
+}
+
+template <int kThreads>
+struct RadixSelectShared {
+  uint32_t histogram[kBins];
+  SelectStorage<kThreads> storage;
+  Selected selected;
+};
+
+// The rank-th largest of a block's keys, and its rank among those equal to it. each_key(visit)
+// calls visit(key) for every key of the thread, the same ones each time.
+template <int kKeyBits, int kThreads, typename EachKey>
+__device__ Selected select_key(uint32_t rank, RadixSelectShared<kThreads>& shared,
+                               EachKey each_key) {
+  using KeyDigits = Digits<kKeyBits>;
+  uint32_t prefix = 0;
+  for (int b = thread_index(); b < kBins; b += kThreads) shared.histogram[b] = 0;
+  for (int pass = 0; pass < KeyDigits::kPasses; ++pass) {
+    const Digit digit = KeyDigits::at(pass);
+    __syncthreads();
+    each_key([&](uint32_t key) {
+      if (key >> (digit.shift + digit.bits) != prefix) return;
+      atomicAdd(&shared.histogram[key >> digit.shift & ((1u << digit.bits) - 1)], 1u);
+    });
+    __syncthreads();
+    Selected selected;
+    if (select_digit(shared.histogram, rank, shared.storage, selected)) shared.selected = selected;
+    __syncthreads();
+    prefix = prefix << digit.bits | shared.selected.digit;
+    rank = shared.selected.rank;
+  }
+  return {prefix, rank};
 }
 
 }  // namespace dct::cuda

@@ -10,11 +10,11 @@
 
 namespace dct::cuda {
 
+constexpr int kWideThreads = 256;
+
 struct RowPackWideShared {
-  uint32_t histogram[kBins];
-  SelectStorage select;
-  Selected selected;
-  ScanStorage<kSelectThreads> scan;
+  RadixSelectShared<kWideThreads> select;
+  ScanStorage<kWideThreads> scan;
 };
 
 // The key of one column; of a NaN, that of infinity.
@@ -25,43 +25,32 @@ __device__ int row_key(const T* row, int64_t column) {
 }
 
 template <typename T>
-__device__ Choice choose_wide(const T* row, int64_t width, int64_t k, RowPackWideShared& shared) {
-  using KeyDigits = Digits<RowKeys<T>::kBits>;
-  uint32_t prefix = 0, rank = static_cast<uint32_t>(k);
-  for (int b = thread_index(); b < kBins; b += kSelectThreads) shared.histogram[b] = 0;
-  for (int pass = 0; pass < KeyDigits::kPasses; ++pass) {
-    const Digit digit = KeyDigits::at(pass);
-    __syncthreads();
-    for (int64_t column = thread_index(); column < width; column += kSelectThreads) {
-      const auto key = static_cast<uint32_t>(row_key(row, column));
-      if (key >> (digit.shift + digit.bits) != prefix) continue;
-      atomicAdd(&shared.histogram[key >> digit.shift & ((1u << digit.bits) - 1)], 1u);
-    }
-    __syncthreads();
-    Selected selected;
-    if (select_digit(shared.histogram, rank, shared.select, selected)) shared.selected = selected;
-    __syncthreads();
-    prefix = prefix << digit.bits | shared.selected.digit;
-    rank = shared.selected.rank;
-  }
-  return {static_cast<int>(prefix), rank};
+__device__ Choice choose_wide(const T* row, int64_t width, int64_t k,
+                              RadixSelectShared<kWideThreads>& shared) {
+  const Selected selected =
+      select_key<RowKeys<T>::kBits>(static_cast<uint32_t>(k), shared, [&](auto visit) {
+        for (int64_t column = thread_index(); column < width; column += kWideThreads) {
+          visit(static_cast<uint32_t>(row_key(row, column)));
+        }
+      });
+  return {static_cast<int>(selected.digit), selected.rank};
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kSelectThreads) row_pack_wide_kernel(RowPackArgs args) {
+__global__ void __launch_bounds__(kWideThreads) row_pack_wide_kernel(RowPackArgs args) {
   DCT_SHARED(RowPackWideShared, shared);
   const int64_t index = blockIdx.x;
   const T* row = static_cast<const T*>(args.x) + index * args.width;
   const PackedRow packed(args, index);
-  const Choice choice = choose_wide(row, args.width, args.k, shared);
+  const Choice choice = choose_wide(row, args.width, args.k, shared.select);
 
   int64_t above = 0, equal = 0;  // in the columns before
-  for (int64_t begin = 0; begin < args.width; begin += kSelectThreads) {
+  for (int64_t begin = 0; begin < args.width; begin += kWideThreads) {
     const int64_t column = begin + thread_index();
     const int key = column < args.width ? row_key(row, column) : -1;
     const bool is_above = key > choice.cut, is_equal = key == choice.cut;
     // At most 256 of either: two counts in one scan.
-    const Scanned both = scan<kSelectThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
+    const Scanned both = scan<kWideThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
     const int64_t above_before = above + (both.before & 0xffff);
     const int64_t equal_before = equal + (both.before >> 16);
     const bool chosen = is_above || (is_equal && equal_before < choice.ties);
