@@ -88,38 +88,42 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
 template <typename T, int kLanes, int kWords>
 __device__ Choice choose(const uint32_t (&words)[kWords], int k) {
   using Keys = RowKeys<T>;
-  int largest = 0, second = 0;  // of a lane
+  int largest[kKeyGroups];  // of each group of a lane's keys
+  Keys::largest(words, largest);
+  // count(keys >= low) >= k and count(keys >= high) == above < k. Of the keys in all groups of all
+  // lanes, one a group reaches the smallest of the groups' largest. So the larger the groups, the
+  // higher this is; they must be more than k, since a low that k keys reach would be met only at
+  // the end.
+  int least = 0;
 #pragma unroll
-  for (int j = 0; j < kWords; ++j) {
+  for (int groups = kKeyGroups; groups > 0; groups /= 2) {
+    if (groups < kKeyGroups) {
 #pragma unroll
-    for (int e = 0; e < Keys::kPerWord; ++e) {
-      const int key = Keys::key(words[j], e);
-      second = max(second, min(largest, key));
-      largest = max(largest, key);
+      for (int g = 0; g < groups; ++g) largest[g] = max(largest[g], largest[groups + g]);
+    }
+    if (k < groups * kLanes) {
+      least = largest[0];
+#pragma unroll
+      for (int g = 1; g < groups; ++g) least = min(least, largest[g]);
     }
   }
-  // count(keys >= low) >= k and count(keys >= high) == above < k. Each lane has a key that is at
-  // least the smallest of the lanes' largest, so kLanes keys are; and two at least the smallest of
-  // their second largest. More than k: a low that k keys reach would be met only at the end.
   const auto smaller = [](int a, int b) { return min(a, b); };
   const auto larger = [](int a, int b) { return max(a, b); };
-  const int reached_by_all = k < kLanes ? largest : k < 2 * kLanes ? second : 0;
-  int low = min(Group<kLanes>::reduce(reached_by_all, smaller), Keys::kInfinity);
-  int high = min(Group<kLanes>::reduce(largest, larger), Keys::kInfinity) + 1;
-  int above = 0, reached = -1;  // reached: count(keys >= low), once known
-  while (__any_sync(kFullWarp, reached != k && high - low > 1)) {
+  int low = min(Group<kLanes>::reduce(least, smaller), Keys::kInfinity);
+  int high = min(Group<kLanes>::reduce(largest[0], larger), Keys::kInfinity) + 1;
+  int above = 0;
+  for (bool open; open = high - low > 1, __any_sync(kFullWarp, open);) {
     const int middle = low + (high - low) / 2;
     const int count = Group<kLanes>::sum(Keys::count(words, middle));
-    if (reached == k || high - low <= 1) continue;  // waiting for the other rows of the warp
-    if (count >= k) {
+    if (!open) continue;  // waiting for the other rows of the warp
+    if (count > k) {
       low = middle;
-      reached = count;
     } else {
       high = middle;
       above = count;
+      if (count == k) low = middle - 1;  // found: nothing of what is not above is chosen
     }
   }
-  if (reached == k) return {low - 1, 0};
   return {low, k - above};
 }
 

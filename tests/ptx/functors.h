@@ -126,6 +126,9 @@ struct Extreme {
 using Min = Extreme<true>;
 using Max = Extreme<false>;
 
+struct MinAboveZero {
+  int16_t operator()(int16_t a, int16_t b) const { return std::max<int16_t>(std::min(a, b), 0); }
+};
 struct MaxAndZero {
   int32_t operator()(int32_t a, int32_t b) const { return std::max({a, b, 0}); }
 };

@@ -88,6 +88,8 @@ void add_halves(Forms& forms) {
   forms["abs.f16"] = form<Magnitude, uint16_t, uint16_t>();
   forms["abs.f16x2"] = form<Magnitudes, uint32_t, uint32_t>();
   forms["add.s16x2"] = form<Both<Add, int16_t>, uint32_t, uint32_t, uint32_t>();
+  forms["max.u16x2"] = form<Both<Max, uint16_t>, uint32_t, uint32_t, uint32_t>();
+  forms["min.s16x2.relu"] = form<Both<MinAboveZero, int16_t>, uint32_t, uint32_t, uint32_t>();
   forms["min.u16x2"] = form<Both<Min, uint16_t>, uint32_t, uint32_t, uint32_t>();
 }
 

@@ -122,6 +122,9 @@ class Parser {
       entry_->name = name;
       return;
     }
+    // Of inline assembly: registers of its own, which no value outlives.
+    if (line.size() > 1 && line[0] == '{') line = trimmed(line.substr(1));
+    if (line.size() > 1 && line.back() == '}') line = trimmed(line.substr(0, line.size() - 1));
     if (line == "{" || line == "}" || line == ")") {
       if (line == "}") entry_ = nullptr;
       return;

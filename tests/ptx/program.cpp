@@ -254,7 +254,7 @@ class Decoder {
 
   Operand operand(const std::string& text, int bytes) {
     if (text == "_") return allocate(bytes);
-    if (text[0] == '%') return reg(text);
+    if (text[0] == '%' || named_.count(text) != 0) return reg(text);
     uint64_t value = 0;
     const auto variable = addresses_.find(text);
     if (variable != addresses_.end()) {

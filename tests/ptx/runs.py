@@ -75,7 +75,7 @@ def row_pack(backend):
     """Ties; a narrow kernel, and that of rows too wide for a warp."""
     narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))
     return (
-        *backend.row_pack(narrow, 5, torch.float32),
+        *backend.row_pack(narrow, 20, torch.float32),
         *backend.row_pack(wide, 200, torch.float32),
     )
 

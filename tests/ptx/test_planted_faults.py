@@ -41,6 +41,10 @@ CAUGHT = {
     "last block does not acquire what the others counted": (runs.sample_threshold, "data race"),
     "one thread more than segments": (runs.track_threshold, "out of bounds"),
     "one tie too many": (runs.row_pack, "wrong|out of bounds|data race"),
+    "the search begins where fewer than k keys reach": (
+        runs.row_pack,
+        "wrong|out of bounds|data race",
+    ),
     "no barrier before the histogram's digit is looked for": (runs.row_pack, "data race"),
     "a column at the end of the row accepted": (runs.row_gather, "out of bounds"),
     "no bar.warp.sync between clearing a row and filling it": (runs.row_unpack, "data race"),

@@ -15,6 +15,8 @@ namespace dct::cuda {
 template <typename T>
 struct RowKeys;
 
+constexpr int kKeyGroups = 8;  // into which a lane's keys can be parted
+
 // A bit for each of N keys, the first in the lowest.
 template <int N>
 using KeyMask = std::conditional_t<(N > 32), uint64_t, uint32_t>;
@@ -35,6 +37,14 @@ struct RowKeys<float> {
     return word(left > 0 ? float_to_bits(*at) : 0);
   }
   __device__ static int key(uint32_t word, int) { return static_cast<int>(word); }
+  template <int N>
+  __device__ static void largest(const uint32_t (&words)[N], int (&largest)[kKeyGroups]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      int& group = largest[j % kKeyGroups];
+      group = j < kKeyGroups ? key(words[j], 0) : max(group, key(words[j], 0));
+    }
+  }
   // How many keys are >= threshold, for 0 < threshold <= kInfinity.
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
@@ -56,11 +66,9 @@ struct RowKeys<float> {
 template <int kInfinityBits>
 struct HalfKeys {
   static constexpr int kBits = 15, kPerWord = 2, kInfinity = kInfinityBits;
-  // Above each key, where the sign was: a subtraction from one half then never borrows from the
-  // other, and leaves the guard where the key is not below what is subtracted.
-  static constexpr uint32_t kGuards = 0x80008000;
+  static constexpr uint32_t kMagnitudes = 0x7fff7fff, kOnes = 0x10001;
 
-  __device__ static uint32_t word(uint32_t bits) { return bits | kGuards; }
+  __device__ static uint32_t word(uint32_t bits) { return bits & kMagnitudes; }
   template <typename T>
   __device__ static uint32_t load(const T* at, int left) {
     uint32_t bits = left > 0 ? at[0].bits : 0;
@@ -70,12 +78,40 @@ struct HalfKeys {
   __device__ static int key(uint32_t word, int element) {
     return static_cast<int>(word >> (16 * element) & 0x7fff);
   }
+  // The top bit of each half is set where the key is >= threshold. No half overflows into the
+  // other.
+  __device__ static uint32_t compared(uint32_t word, uint32_t threshold) {
+    return word + (0x8000 - threshold) * kOnes;
+  }
+  // The same as 1 or 0 in each half, for 0 < threshold <= kInfinity.
+  __device__ static uint32_t reached(uint32_t word, uint32_t threshold) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return compared(word, threshold) >> 15 & kOnes;
+#else
+    // One instruction for both: 1 + key - threshold, kept within 0 and 1.
+    return __viaddmin_s16x2_relu(word, ((1 - threshold) & 0xffff) * kOnes, kOnes);
+#endif
+  }
+  template <int N>
+  __device__ static void largest(const uint32_t (&words)[N], int (&largest)[kKeyGroups]) {
+    constexpr int kPairs = kKeyGroups / 2;
+    uint32_t both[kPairs];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      uint32_t& pair = both[j % kPairs];
+      pair = j < kPairs ? words[j] : __vmaxu2(pair, words[j]);
+    }
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      largest[p] = key(both[p], 0);
+      largest[kPairs + p] = key(both[p], 1);
+    }
+  }
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
-    const uint32_t both = static_cast<uint32_t>(threshold) * 0x10001;
     uint32_t counts = 0;  // 16 bits each
 #pragma unroll
-    for (int j = 0; j < N; ++j) counts += ((words[j] - both) & kGuards) >> 15;
+    for (int j = 0; j < N; ++j) counts += reached(words[j], static_cast<uint32_t>(threshold));
     return static_cast<int>((counts & 0xffff) + (counts >> 16));
   }
   template <int N>
@@ -83,8 +119,8 @@ struct HalfKeys {
     KeyMask<2 * N> mask = 0;
 #pragma unroll
     for (int j = N - 1; j >= 0; --j) {
-      const uint32_t guards = words[j] - threshold * 0x10001;
-      mask = append_sign(append_sign(mask, guards), guards << 16);
+      const uint32_t both = compared(words[j], threshold);
+      mask = append_sign(append_sign(mask, both), both << 16);
     }
     return mask;
   }

@@ -20,6 +20,18 @@ inline int __clz(int x) { return x != 0 ? __builtin_clz(static_cast<unsigned>(x)
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>(((uint64_t{high} << 32 | low) << (shift & 31)) >> 32);
 }
+// Of both halves of a word.
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  const unsigned low = std::max(a & 0xffff, b & 0xffff);
+  return std::max(a >> 16, b >> 16) << 16 | low;
+}
+inline unsigned __viaddmin_s16x2_relu(unsigned a, unsigned b, unsigned c) {
+  const auto half = [](unsigned a, unsigned b, unsigned c) {
+    const auto sum = static_cast<int16_t>(a + b);
+    return static_cast<unsigned>(std::clamp<int>(sum, 0, static_cast<int16_t>(c)));
+  };
+  return half(a >> 16, b >> 16, c >> 16) << 16 | half(a, b, c);
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 // Compiled with -ffp-contract=off, so each of these rounds once, as on a GPU.
