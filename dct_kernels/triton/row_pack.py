@@ -1,8 +1,9 @@
 """row_pack: exact top-k of every row.
 
-A program holds a few narrow rows in registers as keys and finds each row's k-th largest key bit by
-bit, from the highest; it stops as soon as every row has a cut that exactly k keys reach. Only equal
-keys can prevent that, and then the first of them are taken. A wide row is read tile by tile, once
+A program holds a few narrow rows in registers as keys and finds each row's k-th largest key by
+bisection, between the least of the largest keys of more than k groups and the largest of all; it
+stops as soon as every row has a cut that exactly k keys reach. Only equal keys can prevent that,
+and then the first of them are taken. A wide row is read tile by tile, once
 for every 8 bits of its keys, and once more to store what was chosen.
 """
 
@@ -62,22 +63,29 @@ def _store_chosen(
 def _narrow_kernel(
     x, values, positions, rows, width, k,
     COLUMN_BYTES: tl.constexpr, LOWEST_BIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = _rows.rows_of_program(ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     elements, keys = _load_keys(x, row, rows, column, width)
-    # The largest cut that at least k keys reach, and how many do.
+    # At least k keys reach `cut`, and `above`, fewer than k, reach `high`.
+    UNIT: tl.constexpr = 1 << LOWEST_BIT
     cut = tl.zeros([ROWS, 1], tl.int32)
-    reached = tl.where(row < rows, width, 0)
-    bit = 30
-    while (bit >= LOWEST_BIT) & (tl.max(reached) > k):
-        candidate = cut | (1 << bit)
-        count = tl.sum((keys >= candidate).to(tl.int32), 1)[:, None]
-        enough = count >= k
-        cut = tl.where(enough, candidate, cut)
-        reached = tl.where(enough, count, reached)
-        bit -= 1
-    ties = k - tl.sum((keys > cut).to(tl.int32), 1)[:, None]
+    if GROUPS < BLOCK:  # a group past the row's end, or past the last row, says nothing
+        of_groups = tl.max(tl.reshape(keys, [ROWS, BLOCK // GROUPS, GROUPS]), 1)
+        cut = tl.maximum(cut, tl.min(of_groups, 1)[:, None])
+    high = tl.max(keys, 1)[:, None] + UNIT
+    above = tl.zeros([ROWS, 1], tl.int32)
+    while tl.max(high - cut) > UNIT:
+        open = high - cut > UNIT
+        middle = cut + (high - cut >> LOWEST_BIT + 1 << LOWEST_BIT)
+        count = tl.sum((keys >= middle).to(tl.int32), 1)[:, None]
+        cut = tl.where(open & (count > k), middle, cut)
+        # Found: nothing of what is not above is chosen.
+        cut = tl.where(open & (count == k), middle - UNIT, cut)
+        above = tl.where(open & (count <= k), count, above)
+        high = tl.where(open & (count <= k), middle, high)
+    ties = k - above
     none = tl.zeros([ROWS, 1], tl.int32)
     _store_chosen(
         values, positions, elements, keys, cut, ties, none, none,
@@ -130,7 +138,8 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     columns = positions.view(torch.uint16) if encoding is Encoding.UINT16 else positions
     tiles = _rows.tiles(width)
     if tiles.count == 1:
-        kernel, constants = _narrow_kernel, {"ROWS": tiles.rows}
+        groups = triton.next_power_of_2(k + 1)  # a cut that just k keys reach is found last
+        kernel, constants = _narrow_kernel, {"ROWS": tiles.rows, "GROUPS": groups}
     else:
         kernel, constants = _wide_kernel, {"TILES": tiles.count}
     launch(

@@ -125,6 +125,40 @@ def _finish(
         tl.store(out + element, result, mask=mask)
 
 
+@triton.jit
+def _look_up(
+    payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
+):  # fmt: skip
+    """Of a rank's entries for a block: the message, the first of them, and the verdict; past the
+    last rank, none."""
+    row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
+    verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
+    message = payloads + row * nbytes
+    starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32))
+    first = tl.load(starts + block, mask=rank < ranks, other=0)
+    return message, first.to(tl.int64), verdict
+
+
+@triton.jit
+def _load_entries(
+    message, first, verdict, at, positions_at, values_at,
+    VALUE: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Entries from `at` on: positions, values and whether they are there."""
+    entry = at + tl.arange(0, ENTRIES)
+    inside = entry < (verdict & (_POISON - 1))
+    positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
+    values = (message + values_at).to(tl.pointer_type(VALUE)) + first
+    position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
+    return position, tl.load(values + entry, mask=inside), inside
+
+
+@triton.jit
+def _add_entries(sums, position, value, inside):
+    sum_so_far = tl.load(sums + position, mask=inside)
+    tl.store(sums + position, sum_so_far + to_float(value), mask=inside)
+
+
 @triton.jit(do_not_specialize=[
     "numel", "ranks", "ranges", "range_blocks", "nbytes", "positions_at", "values_at", "scale_bits",
 ])  # fmt: skip
@@ -147,27 +181,39 @@ def _add_kernel(
         _clear(sums, length, False, ELEMENTS)
     tl.debug_barrier()
 
+    # Of the next rank the first entries, and of the one after it verdict and start, are asked for
+    # before this one's sums are waited for: one trip to memory a rank where there were three.
     poisoned = block * 0
     rank = ranks * 0
+    message, first, verdict = _look_up(
+        payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
+    )
+    next_message, next_first, next_verdict = _look_up(
+        payloads, verdicts, rank + 1, ranks, ranges, range_index, range_blocks, block, nbytes
+    )
+    position, value, inside = _load_entries(
+        message, first, verdict, 0, positions_at, values_at, VALUE, ENTRIES
+    )
     while rank < ranks:
-        row = rank.to(tl.int64) * ranges + range_index
-        verdict = tl.load(verdicts + row * range_blocks + block)
-        entries = verdict & (_POISON - 1)
+        next_position, next_value, next_inside = _load_entries(
+            next_message, next_first, next_verdict, 0, positions_at, values_at, VALUE, ENTRIES
+        )
+        later_message, later_first, later_verdict = _look_up(
+            payloads, verdicts, rank + 2, ranks, ranges, range_index, range_blocks, block, nbytes
+        )
         poisoned |= verdict & _POISON
-        message = payloads + row * nbytes
-        first, _ = _entries_bounds(message, block, length)
-        positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
-        values = (message + values_at).to(tl.pointer_type(VALUE)) + first
-        at = entries * 0
-        while at < entries:
-            entry = at + tl.arange(0, ENTRIES)
-            inside = entry < entries
-            position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
-            value = to_float(tl.load(values + entry, mask=inside))
-            sum_so_far = tl.load(sums + position, mask=inside)
-            tl.store(sums + position, sum_so_far + value, mask=inside)
+        _add_entries(sums, position, value, inside)
+        at = rank * 0 + ENTRIES
+        while at < (verdict & (_POISON - 1)):
+            position, value, inside = _load_entries(
+                message, first, verdict, at, positions_at, values_at, VALUE, ENTRIES
+            )
+            _add_entries(sums, position, value, inside)
             at += ENTRIES
         tl.debug_barrier()  # the next rank adds to what this one wrote
+        message, first, verdict = next_message, next_first, next_verdict
+        position, value, inside = next_position, next_value, next_inside
+        next_message, next_first, next_verdict = later_message, later_first, later_verdict
         rank += 1
 
     factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)

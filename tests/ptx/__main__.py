@@ -25,6 +25,7 @@ Columns, of one element (a pick of sample_threshold, a segment of track_threshol
   moves       bytes in whole 32-byte sectors, each once: what memory sees behind a large cache
   asks for    bytes in whole sectors, once for each instruction of a warp: what the cache sees
   issue slots instructions of machine code that warps issue, times 32 lanes
+  half rate   those of them that a pipe takes at half that rate: integers, comparisons, moves
   PTX         the same of PTX
   active      lanes that did something in it
   conflicts   passes through shared memory beyond the first of each access, times 32
@@ -32,7 +33,7 @@ Columns, of one element (a pick of sample_threshold, a segment of track_threshol
   loads       of a thread in flight, at most, in machine code, of each kernel
   blocks      that fit a multiprocessor, of each kernel
 Times are in microseconds; "of copy" is the time of a copy of the bytes that must move over the
-longest of memory, issue and latency, launches added to both.
+longest of memory, issue, half rate and latency, launches added to both.
 """
 
 

@@ -20,6 +20,7 @@ class KernelCost:
     in_flight: int  # loads of a thread before the first of them is used, in machine code
     trips: float  # to memory that a block waits for, one after the other
     slots: float  # issue slots of machine code
+    half_rate: float  # those of them that take two clocks: integers, comparisons, moves
     classes: dict[str, int]  # instructions of PTX that warps issued, by class
     threads: int  # the same of their threads: what lanes were active
     sectors: int  # asked for by warps, each once an instruction
@@ -54,6 +55,11 @@ class Cost:
     def slots(self) -> float:
         """Thread-instructions an element: issue slots times the 32 lanes that could use each."""
         return LANES * sum(kernel.slots for kernel in self.kernels) / self.elements
+
+    @property
+    def half_rate(self) -> float:
+        """Those of half rate, likewise."""
+        return LANES * sum(kernel.half_rate for kernel in self.kernels) / self.elements
 
 
 def load() -> tuple[str, dict[str, Cost]]:

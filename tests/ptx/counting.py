@@ -52,6 +52,7 @@ def _kernel(symbol: str, blocks: int, shared: int, trips: float, rows) -> Kernel
         code.resources.in_flight("LDG"),
         round(trips / blocks, 3),
         round(code.slots(issues), 1),
+        round(code.half_rate_slots(issues), 1),
         dict(sorted(classes.items())),
         *sums,
     )

@@ -127,7 +127,10 @@ using Min = Extreme<true>;
 using Max = Extreme<false>;
 
 struct MinAboveZero {
-  int16_t operator()(int16_t a, int16_t b) const { return std::max<int16_t>(std::min(a, b), 0); }
+  template <typename T>
+  T operator()(T a, T b) const {
+    return std::max<T>(std::min(a, b), 0);
+  }
 };
 struct MaxAndZero {
   int32_t operator()(int32_t a, int32_t b) const { return std::max({a, b, 0}); }

@@ -10,7 +10,7 @@ import re
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,12 @@ ARCHITECTURE = 90
 _LINE = re.compile(r"//## File .*, line (\d+)")
 _LABEL = re.compile(r"(\S+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+# What the pipe of 64 lanes a clock takes: a warp every other clock. Sums and products of floats,
+# and IMAD, have pipes of their own.
+_HALF_RATE = re.compile(
+    r"(IADD3?|V?IADDMNMX|VIADD|V?IMNMX3?|LEA|LOP3?|SHF|SHL|SHR|PRMT|BMSK|SGXT|IABS|VABSDIFF|[IFH]SETP2?"
+    r"|[FH]SET2?|[FH]MNMX2?|F?SEL|PLOP3|P2R|R2P|MOV|CS2R|VOTE|I2FP|F2FP)\b"
+)
 _ENDS_BLOCK = re.compile(r"BRA|BRX|EXIT|RET")
 # One in machine code for one in PTX: how many there are says how often a loop was unrolled.
 _ONE_FOR_ONE = re.compile(r"(LDG|STG|LD|ST|LDS|STS|SHFL|VOTE|REDUX|BAR)\b")
@@ -54,20 +60,27 @@ class MachineCode:
 
     resources: kernels.Kernel
     blocks: list[Block]
-    subroutines: dict[str, int]  # their instructions, by name
+    subroutines: dict[str, list[Instruction]]  # by name
     copies: Counter  # by line: how often the loop around it was unrolled
 
     def slots(self, issues: Mapping[int, int]) -> float:
-        """Issue slots, where warps ran lines of PTX so often.
+        """Issue slots, where warps ran lines of PTX so often."""
+        return self._issued(issues, len)
 
-        All of a block are issued equally often: as often as the median of their lines, since some
-        have been moved here from elsewhere, or are predicated where PTX branches.
-        """
+    def half_rate_slots(self, issues: Mapping[int, int]) -> float:
+        """Those of instructions of which a scheduler issues one every other clock."""
+        return self._issued(issues, lambda code: sum(bool(_HALF_RATE.match(i.plain)) for i in code))
+
+    def _issued(
+        self, issues: Mapping[int, int], count: Callable[[list[Instruction]], int]
+    ) -> float:
+        """All of a block are issued equally often: as often as the median of their lines, since
+        some have been moved here from elsewhere, or are predicated where PTX branches."""
         total = 0.0
         for code in filter(None, (block.code for block in self.blocks)):
             runs = statistics.median(issues.get(i.line, 0) / self.copies[i.line] for i in code)
             called = (name for i in code for name in self.subroutines if f"`({name})" in i.text)
-            total += runs * (len(code) + sum(map(self.subroutines.get, called)))
+            total += runs * (count(code) + sum(count(self.subroutines[name]) for name in called))
         return total
 
 
@@ -120,25 +133,26 @@ def nvcc_version() -> str:
     return re.search(r"V([\d.]+)", _run(toolkit.nvcc(), "--version"))[1]
 
 
-def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, int]]:
-    """Of one kernel: what runs in lock-step, and the sizes of its subroutines."""
+def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instruction]]]:
+    """Of one kernel: what runs in lock-step, and its subroutines."""
     blocks = [Block(None, [])]
-    subroutines: dict[str, int] = {}
+    subroutines: dict[str, list[Instruction]] = {}
     line = 0
     for text in listing.splitlines():
         if found := _LINE.search(text):
             line = int(found[1])
         elif found := _LABEL.match(text.strip()):
             if found[1].startswith("$__internal"):
-                subroutines[found[1]] = 0
+                subroutines[found[1]] = []
             blocks.append(Block(found[1], []))
         elif found := _INSTRUCTION.search(text):
             if found[1] == f"BRA `({blocks[-1].label})":
                 break  # to itself: padding
+            instruction = Instruction(found[1], line)
             if subroutines:  # they come last
-                subroutines[list(subroutines)[-1]] += 1
+                subroutines[list(subroutines)[-1]].append(instruction)
                 continue
-            blocks[-1].code.append(Instruction(found[1], line))
+            blocks[-1].code.append(instruction)
             if _ENDS_BLOCK.match(blocks[-1].code[-1].plain):
                 blocks.append(Block(None, []))
     return _run_in_lock_step(blocks), subroutines

@@ -64,6 +64,7 @@ class Table {
     each_float<Divide>("div.rn.");
     each_float<Min>("min.");
     each_float<Max>("max.");
+    forms["min.relu.s32"] = form<MinAboveZero, int32_t, int32_t, int32_t>();
     forms["max.relu.s32"] = form<MaxAndZero, int32_t, int32_t, int32_t>();
     one_of_each<Absolute, int16_t, int32_t, int64_t, float, double>("abs.");
     one_of_each<Negate, int16_t, int32_t, int64_t, float, double>("neg.");

@@ -143,6 +143,8 @@ def test_a_loop_is_issued_so_often():
     many, _ = cost("loops", out, 30)
     (body,) = [block for block in code.blocks if any("SHFL" in i.text for i in block.code)]
     assert many.slots - few.slots == 20 * len(body.code)
+    # Two additions and a comparison; not the shuffle and the branch.
+    assert many.half_rate - few.half_rate == 20 * 3
 
 
 def test_an_unrolled_loop_is_not_counted_as_often_as_it_was_unrolled():
