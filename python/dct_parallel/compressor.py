@@ -22,9 +22,9 @@ from dct_kernels.layout import BLOCK, HEADER_BYTES, VALUE_DTYPE_CODES, payload_l
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity over what is to pass
-# Picks of a sample: at least so many, and so many that pass, which leaves 22 % of error (sqrt(1 /
-# 20)). On the tables in docs/benchmarks.md losses are those of the exact threshold.
-LEAST_PICKS, PICKS_THAT_PASS = 4096, 20
+# Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
+# quarter (1 / sqrt(16)). Losses are those of the exact threshold: docs/benchmarks.md, Thresholds.
+LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _FLAGS_BYTE = 7  # of the payload's header
 
@@ -39,7 +39,7 @@ def default_capacity(numel: int, density: float) -> int:
 
 
 def default_samples(density: float) -> int:
-    """Picks that a threshold is sampled from: 4,096, from 0.49 % down 20 / density."""
+    """Picks that a threshold is sampled from: 4,096, from 0.39 % down 16 / density."""
     return max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density))
 
 
@@ -67,7 +67,7 @@ class Compressor:
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
-        max_samples: picks per segment; default 4,096, from 0.49 % of density down 20 / density.
+        max_samples: picks per segment; default 4,096, from 0.39 % of density down 16 / density.
         device: of every tensor here.
 
     Attributes:
