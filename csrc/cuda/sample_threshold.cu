@@ -1,11 +1,12 @@
 // sample_threshold.cu -- a radix select over the picks of every segment, three digits of the 31-bit
 // magnitude, the highest first.
 //
-// Few picks, as of a step: one kernel notes their keys, and in a second a block for each segment
-// has them all in registers and finds all three digits. No memory needs to be cleared before. Many:
-// each digit is a kernel. The blocks of a segment count the digit of the picks whose higher digits
-// are those found so far; the last of them to finish finds the digit that the k-th largest has.
-// Picks are read again in each pass rather than kept: they are in the cache by then.
+// Few picks: a block for each segment has their keys in registers and finds all three digits. As of
+// a step, so few that the block reads them itself: one kernel. Of more, a kernel before it notes
+// the keys, with all multiprocessors. No memory needs to be cleared. Many: each digit is a kernel.
+// The blocks of a segment count the digit of the picks whose higher digits are those found so far;
+// the last of them to finish finds the digit that the k-th largest has. Picks are read again in
+// each pass rather than kept: they are in the cache by then.
 #include <algorithm>
 #include <cmath>
 
@@ -25,15 +26,19 @@ struct Policy {
   // Blocks of a segment: one for so many picks, but not more than fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerSegment = 8;
-  // Few: as many keys of a segment as a block's registers hold, and of all segments 4 MB.
-  static constexpr int kFewThreads = 512, kThreadKeys = 32;
+  // Few: as many keys of a segment as a block's registers hold, and of all segments 4 MB. So few
+  // that a block reads them itself: 16 sectors a thread, all at once.
+  static constexpr int kFewThreads = 512, kThreadKeys = 32, kOwnKeys = 8;
   static constexpr int64_t kFewPicks = kFewThreads * kThreadKeys, kFewKeys = 1 << 20;
+  static constexpr int64_t kOwnPicks = kFewThreads * kOwnKeys;
 };
 
 bool are_few(const SampleThresholdArgs& args) {
   return args.max_samples <= Policy::kFewPicks &&
          args.num_segments <= Policy::kFewKeys / args.max_samples;
 }
+
+bool are_own(const SampleThresholdArgs& args) { return args.max_samples <= Policy::kOwnPicks; }
 
 using MagnitudeDigits = Digits<31>;
 constexpr int kPasses = MagnitudeDigits::kPasses;
@@ -94,30 +99,66 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   keys[segment.index * args.max_samples + pick] = magnitude_key(acc);
 }
 
-__global__ void __launch_bounds__(Policy::kFewThreads)
-    select_key_kernel(SampleThresholdArgs args, int64_t numel, const uint32_t* keys) {
-  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
-  const Segment segment = find_segment(args, numel, blockIdx.x);
+// Writes the threshold of a segment, of which this block has the keys, zeros past the last one:
+// they come after all others.
+template <int kKeys>
+__device__ void select_threshold(const SampleThresholdArgs& args, const Segment& segment,
+                                 const uint32_t (&own)[kKeys],
+                                 RadixSelectShared<Policy::kFewThreads>& shared) {
   const int picks = static_cast<int>(segment.picks);
   uint32_t key = kFloat32Infinity;
   if (picks > 0) {
-    keys += segment.index * args.max_samples;
-    // All are asked for before the first is used. Zeros past the end come after all others.
-    uint32_t own[Policy::kThreadKeys];
-#pragma unroll
-    for (int i = 0; i < Policy::kThreadKeys; ++i) {
-      const int pick = i * Policy::kFewThreads + thread_index();
-      own[i] = pick < picks ? keys[pick] : 0;
-    }
     key = select_key<31>(first_rank(args.density, picks), shared, [&](auto visit) {
 #pragma unroll
-            for (int i = 0; i < Policy::kThreadKeys; ++i) {
+            for (int i = 0; i < kKeys; ++i) {
               if (i % 4 == 0 && i * Policy::kFewThreads >= picks) break;
               visit(own[i]);
             }
           }).digit;
   }
   if (thread_index() == 0) args.threshold[segment.index] = bits_to_float(key);
+}
+
+// All of a thread's keys are asked for before the first is used, here and below.
+__global__ void __launch_bounds__(Policy::kFewThreads)
+    select_key_kernel(SampleThresholdArgs args, int64_t numel, const uint32_t* keys) {
+  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
+  const Segment segment = find_segment(args, numel, blockIdx.x);
+  keys += segment.index * args.max_samples;
+  uint32_t own[Policy::kThreadKeys];
+#pragma unroll
+  for (int i = 0; i < Policy::kThreadKeys; ++i) {
+    const int pick = i * Policy::kFewThreads + thread_index();
+    own[i] = pick < segment.picks ? keys[pick] : 0;
+  }
+  select_threshold(args, segment, own, shared);
+}
+
+// Past the end the last pick is read again, and counts as none.
+template <typename T>
+__global__ void __launch_bounds__(Policy::kFewThreads)
+    select_pick_kernel(SampleThresholdArgs args, int64_t numel) {
+  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
+  const Segment segment = find_segment(args, numel, blockIdx.x);
+  uint32_t own[Policy::kOwnKeys] = {};
+  if (segment.picks > 0) {
+    T x[Policy::kOwnKeys];
+    float residual[Policy::kOwnKeys] = {};
+#pragma unroll
+    for (int i = 0; i < Policy::kOwnKeys; ++i) {
+      const int64_t pick = i * Policy::kFewThreads + thread_index();
+      const int64_t place = place_of(args, segment, min(pick, segment.picks - 1));
+      x[i] = static_cast<const T*>(args.x)[place];
+      if (args.residual != nullptr) residual[i] = args.residual[place];
+    }
+    const float scale = scale_of(args);
+#pragma unroll
+    for (int i = 0; i < Policy::kOwnKeys; ++i) {
+      const int64_t pick = i * Policy::kFewThreads + thread_index();
+      if (pick < segment.picks) own[i] = magnitude_key(accumulate(residual[i], x[i], scale));
+    }
+  }
+  select_threshold(args, segment, own, shared);
 }
 
 // All places are known before the first is read, and all are read before the first key is made.
@@ -194,10 +235,14 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
 template <typename T>
 cudaError_t run_few(const SampleThresholdArgs& args, int64_t numel, uint32_t* keys,
                     cudaStream_t stream) {
+  const auto segments = static_cast<unsigned>(args.num_segments);
+  if (are_own(args)) {
+    return launch(select_pick_kernel<T>, dim3(segments), Policy::kFewThreads, 0, stream, args,
+                  numel);
+  }
   const int64_t picks = std::min(args.max_samples, numel);
   const int64_t per_segment =
       std::max<int64_t>((picks + Policy::kThreads - 1) / Policy::kThreads, 1);
-  const auto segments = static_cast<unsigned>(args.num_segments);
   const cudaError_t gathered =
       launch(gather_keys_kernel<T>, dim3(segments * static_cast<unsigned>(per_segment)),
              Policy::kThreads, 0, stream, args, numel, static_cast<int>(per_segment), keys);
@@ -231,8 +276,10 @@ cudaError_t run_many(const SampleThresholdArgs& args, int64_t numel, SegmentStat
 }  // namespace
 
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args) {
-  if (are_few(args))
+  if (are_few(args)) {
+    if (are_own(args)) return 0;
     return static_cast<int64_t>(sizeof(uint32_t)) * args.num_segments * args.max_samples;
+  }
   return static_cast<int64_t>(sizeof(SegmentState)) * args.num_segments;
 }
 

@@ -23,7 +23,9 @@ def _arguments():
     rows = torch.ops.dct.row_quantize(x, "int8")
     packed = (residual, grad, segments, threshold, payload, seen, CAPACITY, F32)
     return {
-        "sample_threshold": [(grad, residual, segments, 0.01, 1000), (grad, None, segments, 0.01)],
+        "sample_threshold": [
+            (grad, r, segments, 0.01, n) for r in (residual, None) for n in (9, 4096)
+        ],
         "track_threshold": [(threshold, seen, torch.ones(2), torch.ones(2))],
         "mask_pack": [packed, (*packed, torch.ones(1), status), (residual, None, *packed[2:])],
         "scatter_unpack": [(payload.expand(3, -1).contiguous(), grad, CAPACITY, F32)],
@@ -43,3 +45,12 @@ def test_an_op_launches_what_the_docs_state(op):
         after = Launches(*backend.counted())
         made = Launches(after.kernels - before.kernels, after.memsets - before.memsets)
         assert made == stated()[op]
+
+
+@pytest.mark.parametrize("picks, made", [(16_384, (2, 0)), (16_385, (3, 1))])
+def test_a_sample_of_more_picks_launches_more(picks, made):
+    grad, residual, segments, *_ = _arguments()["sample_threshold"][0]
+    before = Launches(*backend.counted())
+    backend.BACKEND.sample_threshold(grad, residual, segments, 0.01, picks)
+    after = Launches(*backend.counted())
+    assert (after.kernels - before.kernels, after.memsets - before.memsets) == made

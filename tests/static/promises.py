@@ -75,6 +75,10 @@ PROMISES = {
     "sample_threshold_kernel<Float16>": Promise(
         in_flight={HALVES: 4, WORDS: 4}, between_blocks=LAST_BLOCK, in_order=True
     ),
+    # All eight picks of a thread.
+    "select_pick_kernel<float>": Promise(in_flight={WORDS: 16}, in_order=True),
+    "select_pick_kernel<BFloat16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
+    "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
     "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
     "select_key_kernel": Promise(in_flight={WORDS: 32}),
     "track_threshold_kernel": Promise(in_flight={LOADS: 2}, divides=True),

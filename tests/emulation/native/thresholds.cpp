@@ -23,7 +23,7 @@ uint32_t hash(uint32_t seed, uint32_t s, uint32_t j) {
 void sample(Random& random) {
   const int64_t numel = random.pick<int64_t>({0, 1, 33, 5000, 20000});
   const int64_t count = random.pick<int64_t>({1, 3, 20});
-  const int64_t max_samples = random.pick<int64_t>({1, 100, 3000, 65536});
+  const int64_t max_samples = random.pick<int64_t>({1, 100, 4096, 4097, 65536});
   const double density = random.pick({1.0, 0.5, 0.01, 0.07});
   const uint32_t seed = random.generator();
   const bool has_residual = random.chance(0.5);
