@@ -14,12 +14,19 @@ struct NoGrad {};
 template <int N>
 __device__ void stream_in(const NoGrad*, NoGrad (&)[N]) {}
 
+// As NoGrad; mask_pack's second kernel reads by fewer vectors.
+struct NoGradAgain : NoGrad {};
+
+template <int N>
+__device__ void stream_in(const NoGradAgain*, NoGradAgain (&)[N]) {}
+
 // residual + grad * scale, product and sum rounded apart: never a fused multiply-add.
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
 }
 __device__ inline float accumulate(float residual, NoGrad, float) { return residual; }
+__device__ inline float accumulate(float residual, NoGradAgain, float) { return residual; }
 
 // What a payload of this dtype makes of x.
 __device__ inline float through_payload(float x, DType value_dtype) {

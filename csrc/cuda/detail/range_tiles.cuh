@@ -35,6 +35,16 @@ struct RangeTiles {
     short_tiles = static_cast<unsigned>(in_short);
   }
 
+  // The first tile of a range, and how many it has.
+  __device__ unsigned first_of(unsigned range) const {
+    if (range <= full_ranges) return range * tiles_per_full;
+    return full_ranges * tiles_per_full + short_tiles + (range - full_ranges - (short_tiles > 0));
+  }
+  __device__ unsigned count_of(unsigned range) const {
+    if (range < full_ranges) return tiles_per_full;
+    return range == full_ranges && short_tiles > 0 ? short_tiles : 1;
+  }
+
   __device__ Tile locate(unsigned work) const {
     const unsigned in_full = full_ranges * tiles_per_full;
     unsigned range, index;
