@@ -6,7 +6,7 @@
 
 namespace dct::cuda {
 
-constexpr int kPlaceMinBlocks = 3;  // a multiprocessor: at most 64 registers a thread
+constexpr int kPlaceMinBlocks = 3;  // a multiprocessor: at most 80 registers a thread
 
 // What some tiles hold.
 struct Holding {
@@ -14,7 +14,7 @@ struct Holding {
   bool non_finite;   // of any of them
 };
 
-// A block places some neighbouring tiles of a range, a warp one at a time.
+// A block places neighbouring tiles of a range, a warp one at a time.
 template <typename Grad>
 class TilePlacer {
  public:
@@ -22,6 +22,7 @@ class TilePlacer {
     Holding holding[kWarps];
   };
 
+  // Tiles [first, last) of the range.
   __device__ TilePlacer(const MaskPackArgs& args, const RangeTiles& tiles,
                         const PayloadLayout& layout, const Staging& staging, unsigned range,
                         unsigned first, unsigned last, bool aligned)
@@ -29,56 +30,84 @@ class TilePlacer {
         layout_(layout),
         staging_(staging),
         payload_(args.payload + range * layout.nbytes),
-        bounds_(range_bounds(args.numel, args.ranges, range)),
-        base_(tiles.first_of(range)),
-        first_(first),
-        last_(last),
-        aligned_(aligned) {}
+        tile_(tiles.first_of(range) + first),
+        count_(last - first),
+        aligned_(aligned) {
+    const Range bounds = range_bounds(args.numel, args.ranges, range);
+    begin_ = bounds.begin + (int64_t{first} << staging.tile_bits);
+    length_ = min(bounds.end - begin_, int64_t{count_} << staging.tile_bits);
+  }
 
-  __device__ void run(bool ends_range, Shared& shared) {
-    const int lane = lane_index();
-    uint32_t word = word_of(first_ + warp_index()), total = total_of(first_ + lane);
-    const Holding holding = sum_totals(shared);
+  __device__ void run(const RangeTiles& tiles, unsigned range, Shared& shared) {
+    const Holding holding = sum_totals(tiles.first_of(range), shared);
     // Who has the range's last tile has seen all of its totals.
-    if (ends_range && warp_index() == kWarps - 1) write_header(holding);
-
-    const Segments span = find_segments(args_, begin_of(first_), begin_of(last_));
+    const bool ends = tile_ + count_ == tiles.first_of(range) + tiles.count_of(range);
+    if (ends && warp_index() == kWarps - 1) {
+      write_header(range_bounds(args_.numel, args_.ranges, range), holding);
+    }
+    const Segments span = find_segments(args_, begin_, begin_ + length_);
     if (span.count == 1 && thread_index() == 0) {
-      add_to_segment(args_, staging_.segments, span.first, holding.own, last_ - first_,
+      add_to_segment(args_, staging_.segments, span.first, holding.own, count_,
                      staging_.tile_bits);
     }
-    Word before = holding.before;
-    for (unsigned chunk = first_; chunk < last_; chunk += kWarps) {
-      const unsigned tile = chunk + warp_index();
-      const Word place = before + __reduce_add_sync(kFullWarp, lane < warp_index() ? total : 0);
-      before += __reduce_add_sync(kFullWarp, total);
-      const uint32_t words = word;
-      word = word_of(tile + kWarps);  // the next ones are on their way
-      total = total_of(chunk + kWarps + lane);
-      if (tile < last_) place_tile(tile, place, words, span);
-    }
+    bool deferred = false;
+    for_each_tile(holding.before, [&](const Tile& tile) { deferred |= place(tile, span); });
+    if (deferred) for_each_tile(holding.before, [&](const Tile& tile) { redo(tile, span); });
   }
 
  private:
-  __device__ int64_t begin_of(unsigned tile) const {
-    return min(bounds_.end, bounds_.begin + (int64_t{tile} << staging_.tile_bits));
-  }
-  // A lane's warp's word of a tile, and the total of a lane's tile of a chunk.
-  __device__ uint32_t word_of(unsigned tile) const {
-    const bool there = tile < last_ && lane_index() < kWarps;
-    return there ? staging_.words[int64_t{base_ + tile} * kWarps + lane_index()] : 0;
-  }
-  __device__ uint32_t total_of(unsigned tile) const {
-    return lane_index() < kWarps && tile < last_ ? staging_.totals[base_ + tile] & 0xffff : 0;
+  // A tile of a warp, and what each lane below kWarps knows of one of its warp tiles.
+  struct Tile {
+    int64_t begin;
+    int64_t slot;       // of its first warp tile
+    int length;
+    uint32_t room;      // entries of the payload that are free for it and those behind it
+    WarpWord word;      // of the lane's warp tile
+    uint32_t before;    // kept in the warp tiles before that
+    uint32_t kept;      // in the tile
+  };
+
+  // Calls function(tile) for each of a warp's tiles.
+  template <typename Function>
+  __device__ void for_each_tile(Word before, Function function) const {
+    const int lane = lane_index(), warp = warp_index();
+    const auto word_of = [&](unsigned tile) {
+      const bool there = tile < count_ && lane < kWarps;
+      return there ? staging_.words[int64_t{tile_ + tile} * kWarps + lane] : 0;
+    };
+    const auto total_of = [&](unsigned tile) {
+      return tile < count_ && lane < kWarps ? staging_.totals[tile_ + tile] & 0xffff : 0;
+    };
+    const auto capacity = static_cast<Word>(args_.capacity);
+    auto room = static_cast<uint32_t>(capacity - min(before, capacity));
+    uint32_t word = word_of(warp), total = total_of(lane);
+    for (unsigned chunk = 0; chunk < count_; chunk += kWarps) {
+      const unsigned index = chunk + warp;
+      const WarpWord own(word);
+      const uint32_t below = __reduce_add_sync(kFullWarp, lane < warp ? total : 0);
+      const uint32_t of_chunk = __reduce_add_sync(kFullWarp, total);
+      word = word_of(index + kWarps);  // the next ones are on their way
+      total = total_of(chunk + kWarps + lane);
+      if (index < count_) {
+        const int64_t offset = int64_t{index} << staging_.tile_bits;
+        const int64_t length = min(length_ - offset, int64_t{1} << staging_.tile_bits);
+        const uint32_t up_to = warp_inclusive_sum(own.kept);
+        function(Tile{begin_ + offset, int64_t{tile_ + index} * kWarps, static_cast<int>(length),
+                      room - min(room, below), own, up_to - own.kept,
+                      __shfl_sync(kFullWarp, up_to, kWarpSize - 1)});
+      }
+      room -= min(room, of_chunk);
+    }
   }
 
-  // By the block. 4 bytes a tile, all from the cache: 64 KB for 2^28 elements.
-  __device__ Holding sum_totals(Shared& shared) const {
+  // By the block. 4 bytes for each tile of the range up to these, most from the cache: 64 KB at
+  // most for 2^28 elements.
+  __device__ Holding sum_totals(unsigned range_begin, Shared& shared) const {
     Holding sum = {0, 0, false};
 #pragma unroll 8
-    for (unsigned tile = thread_index(); tile < last_; tile += kThreads) {
-      const uint32_t total = staging_.totals[base_ + tile];
-      (tile < first_ ? sum.before : sum.own) += total & 0xffff;
+    for (unsigned t = range_begin + thread_index(); t < tile_ + count_; t += kThreads) {
+      const uint32_t total = staging_.totals[t];
+      (t < tile_ ? sum.before : sum.own) += total & 0xffff;
       sum.non_finite |= total >> 31 != 0;
     }
 #pragma unroll
@@ -98,7 +127,8 @@ class TilePlacer {
     return sum;
   }
 
-  __device__ void write_header(const Holding& holding) const {
+  // By one warp, of the range's last block.
+  __device__ void write_header(const Range& range, const Holding& holding) const {
     bool damage = false;
     for (int64_t i = lane_index(); i < args_.num_status; i += kWarpSize) {
       damage |= args_.status[i] != 0;
@@ -112,76 +142,34 @@ class TilePlacer {
     header.value_dtype = static_cast<uint8_t>(args_.value_dtype);
     header.flags = (total > capacity ? kFlagOverflow : 0) |
                    (holding.non_finite ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
-    header.numel = static_cast<uint64_t>(bounds_.end - bounds_.begin);
+    header.numel = static_cast<uint64_t>(range.end - range.begin);
     header.capacity = static_cast<uint32_t>(capacity);
     header.count = static_cast<uint32_t>(min(total, capacity));
     *reinterpret_cast<PayloadHeader*>(payload_) = header;
     // Of an empty range the only start: its tile has no payload block.
-    starts()[num_blocks(bounds_.end - bounds_.begin)] = header.count;
+    starts()[num_blocks(range.end - range.begin)] = header.count;
   }
 
-  // Of a tile: where its entries go, by their number in it, and their payload block's residuals.
-  struct Sink {
-    uint16_t* positions;
-    uint8_t* values;
-    uint32_t room;  // entries; those beyond stay in the residual
-    float* residual;
-    uint32_t first;  // of the tile's elements in the payload block
-  };
-
-  // By one warp, whose lanes below kWarps have the words of the tile's warps.
-  __device__ void place_tile(unsigned tile, Word place, uint32_t mine, const Segments& span) const {
-    const int lane = lane_index();
-    const int64_t begin = begin_of(tile);
-    const auto length = static_cast<int>(begin_of(tile + 1) - begin);
-    const auto capacity = static_cast<Word>(args_.capacity), from = min(place, capacity);
-    const auto first = static_cast<uint32_t>(begin % kBlock);
-    if (lane == 0 && length > 0 && first == 0) {
-      starts()[(begin - bounds_.begin) / kBlock] = static_cast<uint32_t>(from);
+  // The staged entries of a tile, those of several slots side by side. Returns whether there are
+  // others.
+  __device__ bool place(const Tile& tile, const Segments& span) const {
+    if (lane_index() == 0 && tile.length > 0 && tile.begin % kBlock == 0) {
+      const int64_t range_length = range_blocks(args_.numel, args_.ranges) * kBlock;
+      starts()[tile.begin % range_length / kBlock] = number(tile, 0);
     }
-    const Sink sink = {reinterpret_cast<uint16_t*>(payload_ + layout_.positions) + from,
-                       payload_ + layout_.values + from * itemsize(args_.value_dtype),
-                       static_cast<uint32_t>(min(capacity - from, Word{kBlock})),
-                       args_.residual + (begin - first), first};
-    const Segments segments = span.one() ? span : find_segments(args_, begin, begin + length);
-    const WarpWord word(mine);
-    const uint32_t up_to = warp_inclusive_sum(word.kept);
-    const uint32_t kept = __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
-    place_staged(sink, int64_t{base_ + tile} * kWarps, up_to - word.kept, word.staged, segments);
-
-    const int warp_tile = staging_.warp_tile(), of_warp = min(length - lane * warp_tile, warp_tile);
-    const bool deferred = lane < kWarps && static_cast<int>(word.rows) * kRow < of_warp;
-    for (unsigned left = __ballot_sync(kFullWarp, deferred); left != 0; left &= left - 1) {
-      const int w = __ffs(static_cast<int>(left)) - 1;
-      redo(sink, w * warp_tile, __shfl_sync(kFullWarp, of_warp, w),
-           __shfl_sync(kFullWarp, word.rows, w),
-           __shfl_sync(kFullWarp, up_to - word.kept + word.staged, w), segments);
-    }
-
-    if (span.one()) return;
-    __syncwarp();  // all entries of a segment are counted before the tile is
-    for (int s = lane; s < segments.count; s += kWarpSize) {
-      const int64_t segment = segments.first + s;
-      if (segment_begin(args_, segment) >= segment_begin(args_, segment + 1)) continue;
-      add_to_segment(args_, staging_.segments, segment, segments.one() ? kept : 0, 1,
-                     staging_.tile_bits);
-    }
-  }
-
-  // The staged entries of a tile, those of several slots side by side. Lane w knows how many there
-  // are in slot w, and how many of the tile are kept before them.
-  __device__ void place_staged(const Sink& sink, int64_t slot, uint32_t before, uint32_t staged,
-                               const Segments& segments) const {
+    const Segments segments =
+        span.one() ? span : find_segments(args_, tile.begin, tile.begin + tile.length);
+    const int64_t block = tile.begin & ~(kBlock - 1);
     constexpr int kAhead = 4;
     for (int first = 0; first < kWarps; first += kAhead) {
       uint32_t at[kAhead], count[kAhead], most = 0;
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        at[a] = __shfl_sync(kFullWarp, before, first + a);
-        count[a] = __shfl_sync(kFullWarp, staged, first + a);
+        at[a] = __shfl_sync(kFullWarp, tile.before, first + a);
+        count[a] = __shfl_sync(kFullWarp, tile.word.staged, first + a);
         most = max(most, count[a]);
       }
-      const uint8_t* slots = staging_.slot(slot + first);
+      const uint8_t* slots = staging_.slot(tile.slot + first);
       for (uint32_t i = lane_index(); i < most; i += kWarpSize) {
         uint32_t position[kAhead], bits[kAhead];
 #pragma unroll
@@ -194,70 +182,104 @@ class TilePlacer {
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           if (i >= count[a]) continue;
-          put(sink, at[a] + i, position[a], bits[a]);
-          count_seen(sink, segments, position[a]);
+          const int64_t element = block + position[a];
+          if (at[a] + i < tile.room) {
+            put(number(tile, at[a] + i), position[a], bits[a]);
+          } else if (is_finite(payload_value(bits[a], args_.value_dtype))) {
+            float& left = args_.residual[element];  // of what is not finite nothing was taken
+            left = restore(left, bits[a], args_.value_dtype);
+          }
+          count_seen(segments, element);
         }
       }
     }
+    const bool deferred = deferred_of(tile) != 0;
+    if (!span.one() && (segments.one() || !deferred)) count_tile(tile, segments);
+    return deferred;
   }
 
-  // A staged entry into the payload; one beyond the capacity back into the residual. What is not
-  // finite was left there already.
-  __device__ void put(const Sink& sink, uint32_t entry, uint32_t position, uint32_t bits) const {
-    if (entry < sink.room) {
-      sink.positions[entry] = static_cast<uint16_t>(position);
-      store_value(sink.values, entry, bits, args_.value_dtype);
-    } else if (is_finite(payload_value(bits, args_.value_dtype))) {
-      sink.residual[position] = restore(sink.residual[position], bits, args_.value_dtype);
+  // A bit for each warp tile of which something was not staged.
+  __device__ unsigned deferred_of(const Tile& tile) const {
+    const int done = lane_index() * staging_.warp_tile() + static_cast<int>(tile.word.rows) * kRow;
+    return __ballot_sync(kFullWarp, lane_index() < kWarps && done < end_of(tile, lane_index()) );
+  }
+  __device__ int end_of(const Tile& tile, int w) const {
+    return min(tile.length, (w + 1) * staging_.warp_tile());
+  }
+
+  // Once all entries of a tile are counted.
+  __device__ void count_tile(const Tile& tile, const Segments& segments) const {
+    __syncwarp();
+    for (int s = lane_index(); s < segments.count; s += kWarpSize) {
+      const int64_t segment = segments.first + s;
+      if (segment_begin(args_, segment) >= segment_begin(args_, segment + 1)) continue;
+      add_to_segment(args_, staging_.segments, segment, segments.one() ? tile.kept : 0, 1,
+                     staging_.tile_bits);
     }
   }
 
+  // The number in the payload of a tile's entry for which there is room, or of its end.
+  __device__ uint32_t number(const Tile& tile, uint32_t entry) const {
+    return static_cast<uint32_t>(args_.capacity) - tile.room + entry;
+  }
+  __device__ void put(uint32_t at, uint32_t position, uint32_t bits) const {
+    reinterpret_cast<uint16_t*>(payload_ + layout_.positions)[at] = static_cast<uint16_t>(position);
+    store_value(payload_ + layout_.values, at, bits, args_.value_dtype);
+  }
+
   // Where segments share the tile, each entry is counted by itself.
-  __device__ void count_seen(const Sink& sink, const Segments& segments, uint32_t position) const {
+  __device__ void count_seen(const Segments& segments, int64_t element) const {
     if (segments.one()) return;
-    const int64_t element = sink.residual - args_.residual + position;
     add_to_segment(args_, staging_.segments, segment_of(args_, segments, element), 1, 0,
                    staging_.tile_bits);
   }
 
-  // What the first kernel counted and left as it was, from a row of a warp's tile on. Grad and
-  // residual have not changed since, and the segments are found for the same elements, so the same
-  // entries are kept.
-  __device__ void redo(const Sink& sink, int tile, int length, int row, uint32_t entry,
-                       const Segments& of_tile) const {
-    const uint32_t first = sink.first + tile;
-    float* residual = sink.residual + first;
-    const int64_t begin = residual - args_.residual;
-    const Segments segments = find_segments(args_, begin, begin + length);
-    for_each_row<Grad>(args_, segments, begin, length, row, aligned_, [&](Row& own) {
-      const uint32_t up_to = warp_inclusive_sum(__popc(own.kept));
-      uint32_t at = entry + up_to - __popc(own.kept);
-      entry += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
+  // What the first kernel counted and left as it was. Grad and residual have not changed since, and
+  // the segments are found for the same elements, so the same entries are kept.
+  __device__ void redo(const Tile& tile, const Segments& span) const {
+    const unsigned deferred = deferred_of(tile);
+    if (deferred == 0) return;
+    const Segments of_tile =
+        span.one() ? span : find_segments(args_, tile.begin, tile.begin + tile.length);
+    for (unsigned left = deferred; left != 0; left &= left - 1) {
+      const int w = __ffs(static_cast<int>(left)) - 1;
+      const int64_t begin = tile.begin + w * staging_.warp_tile();
+      const int length = end_of(tile, w) - w * staging_.warp_tile();
+      const Segments segments = find_segments(args_, begin, begin + length);
+      uint32_t entry = __shfl_sync(kFullWarp, tile.before + tile.word.staged, w);
+      const int row = __shfl_sync(kFullWarp, tile.word.rows, w);
+      for_each_row<Grad>(args_, segments, begin, length, row, aligned_, [&](Row& own) {
+        float* residual = args_.residual + begin + own.offset;
+        const uint32_t up_to = warp_inclusive_sum(__popc(own.kept));
+        uint32_t at = entry + up_to - __popc(own.kept);
+        entry += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
 #pragma unroll
-      for (int e = 0; e < kVectorElements; ++e) {
-        if (!(own.kept >> e & 1)) continue;
-        float& sum = own.sums[0][e];
-        const uint32_t position = first + own.offset + e;
-        const Taken taken = take(sum, args_.value_dtype);
-        if (at < sink.room) put(sink, at, position, taken.bits);
-        if (!is_finite(sum)) {
-          sum = finite_or_zero(sink.residual[position]);
-        } else if (at < sink.room) {
-          sum = taken.left;
+        for (int e = 0; e < kVectorElements; ++e) {
+          if (!(own.kept >> e & 1)) continue;
+          float& sum = own.sums[0][e];
+          const Taken taken = take(sum, args_.value_dtype);
+          const bool fits = at < tile.room;
+          if (fits) put(number(tile, at), (begin + own.offset + e) % kBlock, taken.bits);
+          if (!is_finite(sum)) {
+            sum = finite_or_zero(residual[e]);
+          } else if (fits) {
+            sum = taken.left;
+          }
+          count_seen(of_tile, begin + own.offset + e);
+          ++at;
         }
-        count_seen(sink, of_tile, position);
-        ++at;
-      }
-      if (!kHasGrad<Grad> && own.kept == 0) return;
-      if (own.whole && own.owned == 15) {
-        stream_out(residual + own.offset, own.sums[0]);
-        return;
-      }
+        if (!kHasGrad<Grad> && own.kept == 0) return;
+        if (own.whole && own.owned == 15) {
+          stream_out(residual, own.sums[0]);
+          return;
+        }
 #pragma unroll
-      for (int e = 0; e < kVectorElements; ++e) {
-        if (own.owned >> e & 1) residual[own.offset + e] = own.sums[0][e];
-      }
-    });
+        for (int e = 0; e < kVectorElements; ++e) {
+          if (own.owned >> e & 1) residual[e] = own.sums[0][e];
+        }
+      });
+    }
+    if (!of_tile.one()) count_tile(tile, of_tile);
   }
 
   __device__ uint32_t* starts() const {
@@ -268,9 +290,9 @@ class TilePlacer {
   const PayloadLayout& layout_;
   const Staging& staging_;
   uint8_t* const payload_;
-  const Range bounds_;
-  const unsigned base_, first_, last_;
+  const unsigned tile_, count_;  // the first, of all tiles
   const bool aligned_;
+  int64_t begin_, length_;  // in elements
 };
 
 template <typename Grad>
@@ -278,11 +300,11 @@ __global__ void __launch_bounds__(kThreads, kPlaceMinBlocks)
     mask_pack_place_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
                            Staging staging, unsigned parts, unsigned per_part, bool aligned) {
   DCT_SHARED(typename TilePlacer<Grad>::Shared, shared);
-  const unsigned range = blockIdx.x / parts, of_range = tiles.count_of(range);
-  const unsigned first = blockIdx.x % parts * per_part, last = min(first + per_part, of_range);
+  const unsigned range = blockIdx.x / parts, first = blockIdx.x % parts * per_part;
+  const unsigned last = min(first + per_part, tiles.count_of(range));
   if (first >= last) return;
   TilePlacer<Grad>(args, tiles, layout, staging, range, first, last, aligned)
-      .run(last == of_range, shared);
+      .run(tiles, range, shared);
 }
 
 }  // namespace dct::cuda
