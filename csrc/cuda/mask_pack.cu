@@ -1,20 +1,19 @@
-// mask_pack.cu -- error feedback, threshold and ordered compaction in two kernels, of which no block
-// waits for another.
+// mask_pack.cu -- error feedback, threshold and ordered compaction in two kernels, of which no
+// block waits for another.
 //
 // The first streams: every warp adds gradients to residuals, marks what passes, takes from it what
-// will be packed, and puts that aside in a slot of its own, counted. The second knows all counts: it
-// moves the slots' entries, 1 % of the elements, to their place in the payload. What did not fit a
-// slot, or is irregular, the first has only counted, and the second does it.
-#include "mask_pack.cuh"
-
+// will be packed, and puts that aside in a slot of its own, counted. The second knows all counts:
+// it moves the slots' entries, 1 % of the elements, to their place in the payload. What did not fit
+// a slot, or is irregular, the first has only counted, and the second does it.
 #include "detail/launch.cuh"
 #include "detail/mask_pack_place.cuh"
 #include "detail/mask_pack_stage.cuh"
+#include "mask_pack.cuh"
 
 namespace dct::cuda {
 namespace {
 
-constexpr int64_t kMostParts = 512;  // blocks that place a range: about as many as are resident
+constexpr int64_t kMostParts = 256;  // blocks that place a range: about as many as are resident
 
 RangeTiles tiles_of(const MaskPackArgs& args, const Staging& staging) {
   return {args.numel, args.ranges, int64_t{1} << staging.tile_bits};

@@ -21,10 +21,10 @@ __device__ float accumulate(float residual, Grad grad, float scale) {
 }
 __device__ inline float accumulate(float residual, NoGrad, float) { return residual; }
 
-// What a payload takes of a sum, in its low bits, and what it leaves in the residual: value + left is
-// the sum. Whatever rounds values rounds them here. Exact: of float32 nothing is left, and the sum
-// less its bfloat16 has at most 16 significant bits, also where it saturates or is subnormal, so
-// that `restore` gives back every bit.
+// What a payload takes of a sum, in its low bits, and what it leaves in the residual: value + left
+// is the sum. Whatever rounds values rounds them here. Exact: of float32 nothing is left, and the
+// sum less its bfloat16 has at most 16 significant bits, also where it saturates or is subnormal,
+// so that `restore` gives back every bit.
 struct Taken {
   uint32_t bits;
   float left;

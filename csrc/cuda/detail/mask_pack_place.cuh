@@ -6,7 +6,7 @@
 
 namespace dct::cuda {
 
-constexpr int kPlaceMinBlocks = 3;  // a multiprocessor: at most 80 registers a thread
+constexpr int kPlaceMinBlocks = 2;  // a multiprocessor: at most 128 registers a thread
 
 // What some tiles hold.
 struct Holding {
@@ -35,7 +35,7 @@ class TilePlacer {
         aligned_(aligned) {
     const Range bounds = range_bounds(args.numel, args.ranges, range);
     begin_ = bounds.begin + (int64_t{first} << staging.tile_bits);
-    length_ = min(bounds.end - begin_, int64_t{count_} << staging.tile_bits);
+    length_ = static_cast<int>(min(bounds.end - begin_, int64_t{count_} << staging.tile_bits));
   }
 
   __device__ void run(const RangeTiles& tiles, unsigned range, Shared& shared) {
@@ -47,29 +47,31 @@ class TilePlacer {
     }
     const Segments span = find_segments(args_, begin_, begin_ + length_);
     if (span.count == 1 && thread_index() == 0) {
-      add_to_segment(args_, staging_.segments, span.first, holding.own, count_,
-                     staging_.tile_bits);
+      add_to_segment(args_, staging_.segments, span.first, holding.own, count_, staging_.tile_bits);
     }
+    const auto capacity = static_cast<Word>(args_.capacity);
+    const auto room = static_cast<uint32_t>(capacity - min(holding.before, capacity));
+    const bool one = span.one();
     bool deferred = false;
-    for_each_tile(holding.before, [&](const Tile& tile) { deferred |= place(tile, span); });
-    if (deferred) for_each_tile(holding.before, [&](const Tile& tile) { redo(tile, span); });
+    for_each_tile(room, [&](const Tile& tile) { deferred |= place(tile, one); });
+    if (deferred) for_each_tile(room, [&](const Tile& tile) { redo(tile, one); });
   }
 
  private:
   // A tile of a warp, and what each lane below kWarps knows of one of its warp tiles.
   struct Tile {
+    unsigned number;  // of all tiles
     int64_t begin;
-    int64_t slot;       // of its first warp tile
     int length;
-    uint32_t room;      // entries of the payload that are free for it and those behind it
-    WarpWord word;      // of the lane's warp tile
-    uint32_t before;    // kept in the warp tiles before that
-    uint32_t kept;      // in the tile
+    uint32_t room;    // entries of the payload that are free for it and those behind it
+    WarpWord word;    // of the lane's warp tile
+    uint32_t before;  // kept in the warp tiles before that
+    uint32_t kept;    // in the tile
   };
 
   // Calls function(tile) for each of a warp's tiles.
   template <typename Function>
-  __device__ void for_each_tile(Word before, Function function) const {
+  __device__ void for_each_tile(uint32_t room, Function function) const {
     const int lane = lane_index(), warp = warp_index();
     const auto word_of = [&](unsigned tile) {
       const bool there = tile < count_ && lane < kWarps;
@@ -78,8 +80,6 @@ class TilePlacer {
     const auto total_of = [&](unsigned tile) {
       return tile < count_ && lane < kWarps ? staging_.totals[tile_ + tile] & 0xffff : 0;
     };
-    const auto capacity = static_cast<Word>(args_.capacity);
-    auto room = static_cast<uint32_t>(capacity - min(before, capacity));
     uint32_t word = word_of(warp), total = total_of(lane);
     for (unsigned chunk = 0; chunk < count_; chunk += kWarps) {
       const unsigned index = chunk + warp;
@@ -89,12 +89,11 @@ class TilePlacer {
       word = word_of(index + kWarps);  // the next ones are on their way
       total = total_of(chunk + kWarps + lane);
       if (index < count_) {
-        const int64_t offset = int64_t{index} << staging_.tile_bits;
-        const int64_t length = min(length_ - offset, int64_t{1} << staging_.tile_bits);
+        const int offset = index << staging_.tile_bits;
+        const int length = min(length_ - offset, 1 << staging_.tile_bits);
         const uint32_t up_to = warp_inclusive_sum(own.kept);
-        function(Tile{begin_ + offset, int64_t{tile_ + index} * kWarps, static_cast<int>(length),
-                      room - min(room, below), own, up_to - own.kept,
-                      __shfl_sync(kFullWarp, up_to, kWarpSize - 1)});
+        function(Tile{tile_ + index, begin_ + offset, length, room - min(room, below), own,
+                      up_to - own.kept, __shfl_sync(kFullWarp, up_to, kWarpSize - 1)});
       }
       room -= min(room, of_chunk);
     }
@@ -152,13 +151,13 @@ class TilePlacer {
 
   // The staged entries of a tile, those of several slots side by side. Returns whether there are
   // others.
-  __device__ bool place(const Tile& tile, const Segments& span) const {
+  __device__ bool place(const Tile& tile, bool one) const {
     if (lane_index() == 0 && tile.length > 0 && tile.begin % kBlock == 0) {
       const int64_t range_length = range_blocks(args_.numel, args_.ranges) * kBlock;
       starts()[tile.begin % range_length / kBlock] = number(tile, 0);
     }
     const Segments segments =
-        span.one() ? span : find_segments(args_, tile.begin, tile.begin + tile.length);
+        one ? Segments{} : find_segments(args_, tile.begin, tile.begin + tile.length);
     const int64_t block = tile.begin & ~(kBlock - 1);
     constexpr int kAhead = 4;
     for (int first = 0; first < kWarps; first += kAhead) {
@@ -169,7 +168,7 @@ class TilePlacer {
         count[a] = __shfl_sync(kFullWarp, tile.word.staged, first + a);
         most = max(most, count[a]);
       }
-      const uint8_t* slots = staging_.slot(tile.slot + first);
+      const uint8_t* slots = staging_.slot(int64_t{tile.number} * kWarps + first);
       for (uint32_t i = lane_index(); i < most; i += kWarpSize) {
         uint32_t position[kAhead], bits[kAhead];
 #pragma unroll
@@ -189,19 +188,19 @@ class TilePlacer {
             float& left = args_.residual[element];  // of what is not finite nothing was taken
             left = restore(left, bits[a], args_.value_dtype);
           }
-          count_seen(segments, element);
+          if (!segments.one()) count_entry(segments, element);
         }
       }
     }
     const bool deferred = deferred_of(tile) != 0;
-    if (!span.one() && (segments.one() || !deferred)) count_tile(tile, segments);
+    if (!one && (segments.one() || !deferred)) count_tile(tile, segments);
     return deferred;
   }
 
   // A bit for each warp tile of which something was not staged.
   __device__ unsigned deferred_of(const Tile& tile) const {
     const int done = lane_index() * staging_.warp_tile() + static_cast<int>(tile.word.rows) * kRow;
-    return __ballot_sync(kFullWarp, lane_index() < kWarps && done < end_of(tile, lane_index()) );
+    return __ballot_sync(kFullWarp, lane_index() < kWarps && done < end_of(tile, lane_index()));
   }
   __device__ int end_of(const Tile& tile, int w) const {
     return min(tile.length, (w + 1) * staging_.warp_tile());
@@ -227,26 +226,27 @@ class TilePlacer {
     store_value(payload_ + layout_.values, at, bits, args_.value_dtype);
   }
 
-  // Where segments share the tile, each entry is counted by itself.
-  __device__ void count_seen(const Segments& segments, int64_t element) const {
-    if (segments.one()) return;
+  // Where segments share a tile, each of its entries is counted by itself.
+  __device__ void count_entry(const Segments& segments, int64_t element) const {
     add_to_segment(args_, staging_.segments, segment_of(args_, segments, element), 1, 0,
                    staging_.tile_bits);
   }
 
   // What the first kernel counted and left as it was. Grad and residual have not changed since, and
   // the segments are found for the same elements, so the same entries are kept.
-  __device__ void redo(const Tile& tile, const Segments& span) const {
+  __device__ void redo(const Tile& tile, bool one) const {
     const unsigned deferred = deferred_of(tile);
     if (deferred == 0) return;
     const Segments of_tile =
-        span.one() ? span : find_segments(args_, tile.begin, tile.begin + tile.length);
+        one ? Segments{} : find_segments(args_, tile.begin, tile.begin + tile.length);
     for (unsigned left = deferred; left != 0; left &= left - 1) {
       const int w = __ffs(static_cast<int>(left)) - 1;
       const int64_t begin = tile.begin + w * staging_.warp_tile();
       const int length = end_of(tile, w) - w * staging_.warp_tile();
       const Segments segments = find_segments(args_, begin, begin + length);
       uint32_t entry = __shfl_sync(kFullWarp, tile.before + tile.word.staged, w);
+      // No further than what was counted, whatever the offsets are: others' entries are behind it.
+      const uint32_t counted = __shfl_sync(kFullWarp, tile.before + tile.word.kept, w);
       const int row = __shfl_sync(kFullWarp, tile.word.rows, w);
       for_each_row<Grad>(args_, segments, begin, length, row, aligned_, [&](Row& own) {
         float* residual = args_.residual + begin + own.offset;
@@ -258,14 +258,14 @@ class TilePlacer {
           if (!(own.kept >> e & 1)) continue;
           float& sum = own.sums[0][e];
           const Taken taken = take(sum, args_.value_dtype);
-          const bool fits = at < tile.room;
+          const bool fits = at < min(tile.room, counted);
           if (fits) put(number(tile, at), (begin + own.offset + e) % kBlock, taken.bits);
           if (!is_finite(sum)) {
             sum = finite_or_zero(residual[e]);
           } else if (fits) {
             sum = taken.left;
           }
-          count_seen(of_tile, begin + own.offset + e);
+          if (!of_tile.one()) count_entry(of_tile, begin + own.offset + e);
           ++at;
         }
         if (!kHasGrad<Grad> && own.kept == 0) return;
@@ -292,7 +292,8 @@ class TilePlacer {
   uint8_t* const payload_;
   const unsigned tile_, count_;  // the first, of all tiles
   const bool aligned_;
-  int64_t begin_, length_;  // in elements
+  int64_t begin_;  // in elements
+  int length_;     // below 2^30, of tensors below 2^38
 };
 
 template <typename Grad>

@@ -60,8 +60,9 @@ __device__ inline int64_t segment_of(const MaskPackArgs& args, const Segments& i
 template <int kVectors>
 constexpr uint32_t kAllBits = 0xffffffff >> (32 - kVectors * kVectorElements);
 
-// Which sums pass the one threshold: those of which |sum| - tau has no sign, at one addition and one
-// shift each. A NaN has none. Needs gradual underflow, or what differs by a subnormal would pass.
+// Which sums pass the one threshold: those of which |sum| - tau has no sign, at one addition and
+// one shift each. A NaN has none. Needs gradual underflow, or what differs by a subnormal would
+// pass.
 template <int kVectors>
 __device__ uint32_t mark(const float (&sums)[kVectors][kVectorElements], float tau) {
   uint32_t below = 0;

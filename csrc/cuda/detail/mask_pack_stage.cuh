@@ -10,10 +10,13 @@ namespace dct::cuda {
 // any memory so far. More, or segments that are found behind the first loads, would spill.
 template <typename Grad>
 constexpr int kPassVectors = kHasGrad<Grad> ? 4 : 8;
-constexpr int kStageMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
+template <typename Grad>
+constexpr int kStageMinBlocks =
+    kHasGrad<Grad> ? 4 : 3;  // a multiprocessor: 64 or 80 registers a thread
 
-// Vectors of which something is kept, in order of their elements.
-constexpr int kRecords = 128;
+// Vectors of which something is kept, in order of their elements. They leave before a pass is read,
+// when its registers are free, and full warps of them if there are many.
+constexpr uint32_t kRecords = 128, kFlushFrom = 48;
 struct Records {
   alignas(16) float sums[kRecords][kVectorElements];
   uint32_t which[kRecords];  // offset in the warp's tile << 2 | which of the four are kept
@@ -26,20 +29,21 @@ template <typename Grad>
 class WarpStager {
  public:
   __device__ WarpStager(const MaskPackArgs& args, const Staging& staging, int64_t begin, int length,
-                        Records& records)
+                        unsigned slot, Records& records)
       : args_(args),
         staging_(staging),
         records_(records),
         begin_(begin),
         length_(length),
-        segments_(find_segments(args, begin, begin + length)) {}
+        slot_(slot) {}
 
   // Returns the WarpWord, and whether an entry is not finite.
-  __device__ uint32_t run(uint8_t* slot, bool aligned, bool& non_finite) {
+  __device__ uint32_t run(bool aligned, bool& non_finite) {
     int rows = staging_.warp_tile() / kRow;
-    if (!segments_.skipped()) {
-      rows = stage(slot, aligned ? length_ / (kRow * kVectors) * kVectors : 0);
-      flush(slot);
+    const Segments segments = find_segments(args_, begin_, begin_ + length_);
+    if (!segments.skipped()) {
+      rows = stage(segments, aligned ? length_ / (kRow * kVectors) * kVectors : 0);
+      flush();
       if (rows * kRow < length_) count(rows, aligned);
     }
     non_finite = __any_sync(kFullWarp, non_finite_) != 0;
@@ -51,13 +55,20 @@ class WarpStager {
 
   // Stages passes of whole vectors, as long as there is room. How many are kept is known before
   // anything of a pass is written, and the second kernel finds all of those left out as they were.
-  __device__ int stage(uint8_t* slot, int rows) {
+  __device__ int stage(Segments segments, int rows) {
+    const bool whole = segments.plain();
     float* residual = args_.residual + begin_;
     const Grad* grad = static_cast<const Grad*>(args_.grad) + (kHasGrad<Grad> ? begin_ : 0);
     const float scale = args_.inv_scale != nullptr ? *args_.inv_scale : 1.0f;
-    int row = 0;
-    for (; row < rows; row += kVectors) {
-      const int offset = row * kRow + lane_index() * kVectorElements;
+    const int lane = lane_index() * kVectorElements;
+    int offset = lane;
+    for (; offset < rows * kRow; offset += kVectors * kRow) {
+      if (waiting_ >= kFlushFrom) flush();
+      if (!whole) {
+        const int64_t begin = begin_ + offset - lane;
+        segments = find_segments(args_, begin, begin + kVectors * kRow);
+        if (segments.skipped()) break;
+      }
       float sums[kVectors][kVectorElements];
       Grad gradient[kVectors][kVectorElements];
 #pragma unroll
@@ -71,19 +82,16 @@ class WarpStager {
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
       uint32_t kept, skipped = 0;
-      if (segments_.plain()) {
-        kept = mark(sums, segments_.tau);
+      if (segments.plain()) {
+        kept = mark(sums, segments.tau);
       } else {
-        kept = mark_across(args_, segments_, begin_ + offset, sums, skipped);
+        kept = mark_across(args_, segments, begin_ + offset, sums, skipped);
         if (__any_sync(kFullWarp, skipped != 0)) break;
       }
       const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(kept));
-      if (of_pass > kRecords || kept_ + of_pass > static_cast<uint32_t>(staging_.room)) break;
+      if (waiting_ + of_pass > kRecords || kept_ + of_pass > staging_.room) break;
       kept_ += of_pass;
-      if (of_pass != 0) {
-        if (waiting_ + of_pass > kRecords) flush(slot);
-        collect(sums, kept, offset);
-      }
+      if (of_pass != 0) collect(sums, kept, offset);
       if constexpr (kHasGrad<Grad>) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -91,7 +99,7 @@ class WarpStager {
         }
       }
     }
-    return row;
+    return offset / kRow;
   }
 
   __device__ void collect(const float (&sums)[kVectors][kVectorElements], uint32_t kept,
@@ -111,7 +119,8 @@ class WarpStager {
   }
 
   // Moves what has been collected to the slot and to the residual.
-  __device__ void flush(uint8_t* slot) {
+  __device__ void flush() {
+    uint8_t* slot = staging_.slot(slot_);
     auto* positions = reinterpret_cast<uint16_t*>(slot);
     float* residual = args_.residual + begin_;
     uint8_t* values = slot + 2 * staging_.room;
@@ -127,7 +136,8 @@ class WarpStager {
         const float sum = records_.sums[at][e];
         const Taken taken = take(sum, args_.value_dtype);
         // The tile lies in one payload block.
-        positions[entry] = static_cast<uint16_t>(static_cast<uint32_t>(begin_) % kBlock + offset + e);
+        positions[entry] =
+            static_cast<uint16_t>(static_cast<uint32_t>(begin_) % kBlock + offset + e);
         store_value(values, entry, taken.bits, args_.value_dtype);
         records_.sums[at][e] = taken.left;
         if (!is_finite(sum)) {
@@ -150,7 +160,8 @@ class WarpStager {
   // the entries behind these their place.
   __device__ void count(int rows, bool aligned) {
     uint32_t kept = 0;
-    for_each_row<Grad>(args_, segments_, begin_, length_, rows, aligned, [&](const Row& row) {
+    const Segments segments = find_segments(args_, begin_, begin_ + length_);
+    for_each_row<Grad>(args_, segments, begin_, length_, rows, aligned, [&](const Row& row) {
       kept += __popc(row.kept);
 #pragma unroll
       for (int e = 0; e < kVectorElements; ++e) {
@@ -165,13 +176,13 @@ class WarpStager {
   Records& records_;
   const int64_t begin_;
   const int length_;
-  const Segments segments_;
+  const unsigned slot_;
   uint32_t kept_ = 0, staged_ = 0, waiting_ = 0;
   bool non_finite_ = false;
 };
 
 template <typename Grad>
-__global__ void __launch_bounds__(kThreads, kStageMinBlocks)
+__global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     mask_pack_stage_kernel(MaskPackArgs args, RangeTiles tiles, Staging staging, bool aligned) {
   struct Shared {
     Records records[kWarps];
@@ -188,14 +199,14 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
   __syncthreads();
 
   const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
-  const int64_t slot = int64_t{tile.work} * kWarps + warp_index();
+  const unsigned slot = blockIdx.x * kWarps + warp_index();
   const int64_t begin = tile.bounds.begin + warp_index() * staging.warp_tile();
-  const auto length = static_cast<int>(min(tile.bounds.end - begin, int64_t{staging.warp_tile()}));
+  const auto length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile());
   bool non_finite = false;
   uint32_t word = 0;
   if (length > 0) {
-    word = WarpStager<Grad>(args, staging, begin, length, shared.records[warp_index()])
-               .run(staging.slot(slot), aligned, non_finite);
+    word = WarpStager<Grad>(args, staging, begin, length, slot, shared.records[warp_index()])
+               .run(aligned, non_finite);
   }
   if (lane_index() != 0) return;
   staging.words[slot] = word;
@@ -203,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks)
   const uint32_t own = WarpWord(word).kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&shared.sum, own) + own;
   if ((sum >> 16 & 255) == kWarps) {
-    staging.totals[tile.work] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
+    staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
   }
 }
 

@@ -15,8 +15,8 @@ constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
 // A block's tile is that of its kWarps warps. Every word is written before it is read: nothing need
 // be cleared before the call.
 struct Staging {
-  int tile_bits;     // log2 of a block's tile, which divides a payload block
-  int room;          // entries of a warp, a multiple of 8
+  int tile_bits;  // log2 of a block's tile, which divides a payload block
+  uint32_t room;  // entries of a warp, a multiple of 8
   int64_t slot_bytes;
   Word* segments;    // [num_segments] of mask_pack_segments.cuh
   uint32_t* totals;  // [tiles]: kept | whether one of them is not finite << 31
@@ -48,8 +48,8 @@ struct Row {
   uint32_t owned, kept;
 };
 
-// By one warp: calls function(row) for the rows from `row` on of a tile of any length and alignment,
-// the next being on its way. What is regular mask_pack_stage.cuh does faster.
+// By one warp: calls function(row) for the rows from `row` on of a tile of any length and
+// alignment, the next being on its way. What is regular mask_pack_stage.cuh does faster.
 template <typename Grad, typename Function>
 __device__ void for_each_row(const MaskPackArgs& args, const Segments& segments, int64_t tile,
                              int length, int row, bool aligned, Function function) {
@@ -85,9 +85,8 @@ __device__ void for_each_row(const MaskPackArgs& args, const Segments& segments,
     offset += kRow;
     load(offset);
     uint32_t skipped = 0;
-    own.kept = segments.plain()
-                   ? mark(own.sums, segments.tau)
-                   : mark_across(args, segments, tile + own.offset, own.sums, skipped);
+    own.kept = segments.plain() ? mark(own.sums, segments.tau)
+                                : mark_across(args, segments, tile + own.offset, own.sums, skipped);
     own.owned &= ~skipped;
     own.kept &= own.owned;
     function(own);
