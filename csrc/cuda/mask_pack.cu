@@ -15,18 +15,16 @@ namespace {
 
 constexpr int64_t kMostParts = 256;  // blocks that place a range: about as many as are resident
 
-RangeTiles tiles_of(const MaskPackArgs& args, const Staging& staging) {
-  return {args.numel, args.ranges, int64_t{1} << staging.tile_bits};
+RangeTiles tiles_of(const MaskPackArgs& args, const MaskPackSizes& sizes) {
+  return {args.numel, args.ranges, int64_t{sizes.warp_tile} * kWarps};
 }
 
 // The scratch at `memory`, and its bytes.
 int64_t lay_out(const MaskPackArgs& args, const MaskPackSizes& sizes, uint8_t* memory,
                 Staging& staging) {
-  staging.tile_bits = 0;
-  while (1 << staging.tile_bits < sizes.warp_tile * kWarps) ++staging.tile_bits;
+  staging.warp_tile_bits = sizes.warp_tile == 512 ? 9 : sizes.warp_tile == 1024 ? 10 : 11;
   staging.room = sizes.room;
-  staging.slot_bytes = int64_t{sizes.room} * (2 + itemsize(args.value_dtype));
-  const int64_t tiles = tiles_of(args, staging).total;
+  const int64_t tiles = tiles_of(args, sizes).total;
   int64_t bytes = 0;
   const auto take = [&](int64_t size) {
     uint8_t* const part = memory + bytes;
@@ -35,29 +33,29 @@ int64_t lay_out(const MaskPackArgs& args, const MaskPackSizes& sizes, uint8_t* m
   };
   staging.segments = reinterpret_cast<Word*>(take(sizeof(Word) * args.num_segments));
   staging.totals = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * tiles));
-  staging.words = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * tiles * kWarps));
-  staging.slots = take(tiles * kWarps * staging.slot_bytes);
+  staging.counts = reinterpret_cast<WarpCount*>(take(sizeof(WarpCount) * tiles * kWarps));
+  staging.slots = take(tiles * kWarps * sizes.room * (2 + itemsize(args.value_dtype)));
   return bytes;
 }
 
 template <typename Grad>
-cudaError_t run(const MaskPackArgs& args, const Staging& staging, cudaStream_t stream) {
-  const RangeTiles tiles = tiles_of(args, staging);
-  if (tiles.total > kMaxGrid) return cudaErrorInvalidValue;
+cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging& staging,
+                cudaStream_t stream) {
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
                        is_aligned(args.grad, kVectorElements * sizeof(Grad));
   const cudaError_t staged =
       launch(mask_pack_stage_kernel<Grad>, dim3(static_cast<unsigned>(tiles.total)), kThreads, 0,
              stream, args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
-  const int64_t of_range = max(int64_t{tiles.tiles_per_full}, int64_t{1});
+  const int64_t of_range =
+      max(int64_t{tiles.tiles_per_full}, max(int64_t{tiles.short_tiles}, int64_t{1}));
   const int64_t per_part = max(ceil_div(of_range, kMostParts), int64_t{kWarps});
   const int64_t parts = ceil_div(of_range, per_part);
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(mask_pack_place_kernel<Grad>, dim3(static_cast<unsigned>(parts * args.ranges)),
                 kThreads, 0, stream, args, tiles, layout, staging, static_cast<unsigned>(parts),
-                static_cast<unsigned>(per_part), aligned);
+                static_cast<unsigned>(per_part));
 }
 
 }  // namespace
@@ -67,7 +65,7 @@ MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
   const int64_t wanted = args.numel < int64_t{1} << 22   ? 512
                          : args.numel < int64_t{1} << 23 ? 1024
                                                          : 2048;
-  const int least = kRow * (args.grad == nullptr ? kPassVectors<NoGrad> : kPassVectors<float>);
+  const int least = kRow * (args.grad == nullptr ? kVectors<NoGrad> : kVectors<float>);
   MaskPackSizes sizes;
   sizes.warp_tile = max(static_cast<int>(wanted), least);
   // Half as many again as the capacity gives a warp, and some; at 256 it leaves the rest.
@@ -84,11 +82,13 @@ int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes& s
 
 cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void* scratch,
                       cudaStream_t stream) {
+  const RangeTiles tiles = tiles_of(args, sizes);
+  if (tiles.total > kMaxGrid / kWarps) return cudaErrorInvalidValue;
   Staging staging;
   lay_out(args, sizes, static_cast<uint8_t*>(scratch), staging);
-  if (args.grad == nullptr) return run<NoGrad>(args, staging, stream);
+  if (args.grad == nullptr) return run<NoGrad>(args, tiles, staging, stream);
   return dispatch(args.grad_dtype,
-                  [&](auto grad) { return run<decltype(grad)>(args, staging, stream); });
+                  [&](auto grad) { return run<decltype(grad)>(args, tiles, staging, stream); });
 }
 
 }  // namespace dct::cuda

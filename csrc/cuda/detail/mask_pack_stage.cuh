@@ -2,183 +2,177 @@
 
 // The first kernel of mask_pack: every element once, and nobody waits for anybody.
 
-#include "mask_pack_staging.cuh"
+#include "mask_pack_tile.cuh"
 
 namespace dct::cuda {
 
-// A warp reads 16 KB of float32 at a time: enough in flight, with four blocks a multiprocessor, for
-// any memory so far. More, or segments that are found behind the first loads, would spill.
+// Of four elements, that a lane reads at once: 16 KB a warp in flight, of float32. More spills, and
+// so do segments that are looked for while these are on their way.
 template <typename Grad>
-constexpr int kPassVectors = kHasGrad<Grad> ? 4 : 8;
+constexpr int kVectors = kHasGrad<Grad> ? 4 : 8;
 template <typename Grad>
-constexpr int kStageMinBlocks =
-    kHasGrad<Grad> ? 4 : 3;  // a multiprocessor: 64 or 80 registers a thread
+constexpr int kStageMinBlocks = kHasGrad<Grad> ? 4 : 3;  // a multiprocessor: 64 or 80 registers
 
-// Vectors of which something is kept, in order of their elements. They leave before a pass is read,
-// when its registers are free, and full warps of them if there are many.
+// Vectors of which something is kept, in order of their elements, until full warps can take them.
+// They leave before a pass is read, when its registers are free.
 constexpr uint32_t kRecords = 128, kFlushFrom = 48;
 struct Records {
   alignas(16) float sums[kRecords][kVectorElements];
   uint32_t which[kRecords];  // offset in the warp's tile << 2 | which of the four are kept
 };
 
-// A warp stages its tile pass by pass: reads, marks, collects what it keeps in shared memory, where
-// full warps then find it, and writes the sums to the residual. An entry's vector is written with
-// it: until then the residual has what was there, which is what it keeps if a sum is not finite.
+// A warp stages its tile pass by pass: it reads, adds, marks what passes, collects that, and writes
+// the rest. A vector with an entry is written with the entry: until then the residual has what was
+// there, which is what it keeps if the sum is not finite.
 template <typename Grad>
-class WarpStager {
- public:
-  __device__ WarpStager(const MaskPackArgs& args, const Staging& staging, int64_t begin, int length,
-                        unsigned slot, Records& records)
-      : args_(args),
-        staging_(staging),
-        records_(records),
-        begin_(begin),
-        length_(length),
-        slot_(slot) {}
+struct WarpStager {
+  const MaskPackArgs& args;
+  const Staging& staging;
+  Records& records;
+  int64_t begin;
+  int length;
+  unsigned slot;
+  uint32_t kept = 0, staged = 0, waiting = 0;
+  bool non_finite = false;
 
-  // Returns the WarpWord, and whether an entry is not finite.
-  __device__ uint32_t run(bool aligned, bool& non_finite) {
-    int rows = staging_.warp_tile() / kRow;
-    const Segments segments = find_segments(args_, begin_, begin_ + length_);
+  __device__ WarpCount run(bool aligned) {
+    uint32_t rows = staging.warp_tile() / kRow;
+    const Segments segments = find_segments(args, begin, begin + length);
     if (!segments.skipped()) {
-      rows = stage(segments, aligned ? length_ / (kRow * kVectors) * kVectors : 0);
+      constexpr int kPass = kRow * kVectors<Grad>;
+      rows = stage(segments, aligned ? length / kPass * kPass : 0) / kRow;
       flush();
-      if (rows * kRow < length_) count(rows, aligned);
+      count(rows);
     }
-    non_finite = __any_sync(kFullWarp, non_finite_) != 0;
-    return WarpWord::of(kept_, staged_, rows);
+    return {kept, staged, rows};
   }
 
- private:
-  static constexpr int kVectors = kPassVectors<Grad>;
-
-  // Stages passes of whole vectors, as long as there is room. How many are kept is known before
-  // anything of a pass is written, and the second kernel finds all of those left out as they were.
-  __device__ int stage(Segments segments, int rows) {
-    const bool whole = segments.plain();
-    float* residual = args_.residual + begin_;
-    const Grad* grad = static_cast<const Grad*>(args_.grad) + (kHasGrad<Grad> ? begin_ : 0);
-    const float scale = args_.inv_scale != nullptr ? *args_.inv_scale : 1.0f;
+  // Stages whole passes up to `end`, as long as there is room. How much a pass keeps is known
+  // before anything of it is written: the second kernel must find what is left out as it was.
+  __device__ int stage(Segments segments, int end) {
+    // Where one threshold holds, |sum| - tau has no sign if the sum passes: one addition and one
+    // shift each. A NaN has none. Needs gradual underflow. inf - inf is a NaN of either sign.
+    const auto plain = [&] {
+      return segments.one() && segments.tau < kInfinity;
+    };
+    const bool shared = !plain();
+    float* residual = args.residual + begin;
+    const Grad* grad = static_cast<const Grad*>(args.grad) + (kHasGrad<Grad> ? begin : 0);
+    const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+    constexpr int kOwn = kVectors<Grad> * kVectorElements;  // bit 4 * v + e of keeps
+    constexpr int64_t kPass = kWarpSize * kOwn;
     const int lane = lane_index() * kVectorElements;
     int offset = lane;
-    for (; offset < rows * kRow; offset += kVectors * kRow) {
-      if (waiting_ >= kFlushFrom) flush();
-      if (!whole) {
-        const int64_t begin = begin_ + offset - lane;
-        segments = find_segments(args_, begin, begin + kVectors * kRow);
-        if (segments.skipped()) break;
+    for (; offset < end; offset += kWarpSize * kOwn) {
+      if (waiting >= kFlushFrom) flush();
+      if (shared) {
+        const int64_t pass = begin + offset - lane;
+        segments = find_segments(args, pass, pass + kWarpSize * kOwn);
       }
-      float sums[kVectors][kVectorElements];
-      Grad gradient[kVectors][kVectorElements];
+      float sums[kVectors<Grad>][kVectorElements];
+      Grad gradient[kVectors<Grad>][kVectorElements];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors<Grad>; ++v) {
         stream_in(residual + offset + v * kRow, sums[v]);
         stream_in(grad + offset + v * kRow, gradient[v]);
       }
 #pragma unroll
-      for (int i = 0; i < kVectors * kVectorElements; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         float& sum = sums[i / kVectorElements][i % kVectorElements];
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
-      uint32_t kept, skipped = 0;
-      if (segments.plain()) {
-        kept = mark(sums, segments.tau);
+      uint32_t keeps = 0;
+      bool skipped = segments.skipped();
+      if (plain()) {
+#pragma unroll
+        for (int i = kOwn - 1; i >= 0; --i) {
+          const float sum = sums[i / kVectorElements][i % kVectorElements];
+          keeps = __funnelshift_l(float_to_bits(__fsub_rn(fabsf(sum), segments.tau)), keeps, 1);
+        }
+        keeps = ~keeps & 0xffffffff >> (32 - kOwn);
       } else {
-        kept = mark_across(args_, segments, begin_ + offset, sums, skipped);
-        if (__any_sync(kFullWarp, skipped != 0)) break;
+        for (int s = 0, from = -kRow, to; s < segments.count; ++s, from = to) {
+          const float tau = effective(args.threshold[segments.first + s]);
+          const int64_t next = segment_begin(args, segments.first + s + 1) - begin - offset;
+          to = s + 1 < segments.count ? static_cast<int>(min(max(next, int64_t{-kRow}), kPass))
+                                      : static_cast<int>(kPass);
+          skipped |= tau < 0.0f;
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            const int v = i / kVectorElements, e = i % kVectorElements, at = v * kRow + e;
+            if (from <= at && at < to && passes(sums[v][e], tau)) keeps |= 1u << i;
+          }
+        }
       }
-      const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(kept));
-      if (waiting_ + of_pass > kRecords || kept_ + of_pass > staging_.room) break;
-      kept_ += of_pass;
-      if (of_pass != 0) collect(sums, kept, offset);
+      const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(keeps));
+      if (waiting + of_pass > kRecords || kept + of_pass > staging.room) break;
+      if (shared && __any_sync(kFullWarp, skipped)) break;
+      kept += of_pass;
+      if (of_pass != 0) collect(sums, keeps, offset);
       if constexpr (kHasGrad<Grad>) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          if ((kept >> (4 * v) & 15) == 0) stream_out(residual + offset + v * kRow, sums[v]);
+        for (int v = 0; v < kVectors<Grad>; ++v) {
+          if ((keeps >> (4 * v) & 15) == 0) stream_out(residual + offset + v * kRow, sums[v]);
         }
       }
     }
-    return offset / kRow;
+    return offset;
   }
 
-  __device__ void collect(const float (&sums)[kVectors][kVectorElements], uint32_t kept,
+  __device__ void collect(const float (&sums)[kVectors<Grad>][kVectorElements], uint32_t keeps,
                           int offset) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint32_t of_vector = kept >> (4 * v) & 15;
+    for (int v = 0; v < kVectors<Grad>; ++v) {
+      const uint32_t of_vector = keeps >> (4 * v) & 15;
       const uint32_t lanes = __ballot_sync(kFullWarp, of_vector != 0);
       if (of_vector != 0) {
-        const uint32_t at = waiting_ + __popc(lanes & below);
-        memcpy(records_.sums[at], sums[v], sizeof(sums[v]));
-        records_.which[at] = (offset + v * kRow) << 2 | of_vector;
+        const uint32_t at = waiting + __popc(lanes & below);
+        memcpy(records.sums[at], sums[v], sizeof(sums[v]));
+        records.which[at] = (offset + v * kRow) << 2 | of_vector;
       }
-      waiting_ += __popc(lanes);
+      waiting += __popc(lanes);
     }
   }
 
-  // Moves what has been collected to the slot and to the residual.
+  // Moves what has been collected to the slot, and what that leaves to the residual.
   __device__ void flush() {
-    uint8_t* slot = staging_.slot(slot_);
-    auto* positions = reinterpret_cast<uint16_t*>(slot);
-    float* residual = args_.residual + begin_;
-    uint8_t* values = slot + 2 * staging_.room;
+    uint8_t* entries = staging.slot(slot, args.value_dtype);
     __syncwarp();
-    for (uint32_t first = 0; first < waiting_; first += kWarpSize) {
+    for (uint32_t first = 0; first < waiting; first += kWarpSize) {
       const uint32_t at = first + lane_index();
-      const uint32_t which = at < waiting_ ? records_.which[at] : 0;
-      const uint32_t offset = which >> 4 << 2, up_to = warp_inclusive_sum(__popc(which & 15));
-      uint32_t entry = staged_ + up_to - __popc(which & 15);
-      staged_ += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
-      for (uint32_t kept = which & 15; kept != 0; kept &= kept - 1) {
-        const int e = __ffs(static_cast<int>(kept)) - 1;
-        const float sum = records_.sums[at][e];
-        const Taken taken = take(sum, args_.value_dtype);
-        // The tile lies in one payload block.
-        positions[entry] =
-            static_cast<uint16_t>(static_cast<uint32_t>(begin_) % kBlock + offset + e);
-        store_value(values, entry, taken.bits, args_.value_dtype);
-        records_.sums[at][e] = taken.left;
-        if (!is_finite(sum)) {
-          records_.sums[at][e] = finite_or_zero(residual[offset + e]);
-          non_finite_ = true;
-        }
+      const uint32_t which = at < waiting ? records.which[at] : 0, offset = which >> 4 << 2;
+      const uint32_t own = __popc(which & 15), up_to = warp_inclusive_sum(own);
+      uint32_t entry = staged + up_to - own;
+      staged += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
+      if (which == 0) continue;
+      float* residual = args.residual + begin + offset;
+      float (&sums)[kVectorElements] = records.sums[at];
+      for (uint32_t left = which & 15; left != 0; left &= left - 1) {
+        const int e = __ffs(static_cast<int>(left)) - 1;
+        const bool finite = is_finite(sums[e]);
+        const Taken taken = take(sums[e], args.value_dtype);
+        const auto position = static_cast<uint32_t>(begin) % kBlock + offset + e;
+        reinterpret_cast<uint16_t*>(entries)[entry] = static_cast<uint16_t>(position);
+        store_value(entries + 2 * staging.room, entry, taken.bits, args.value_dtype);
+        sums[e] = finite ? taken.left : finite_or_zero(residual[e]);
+        non_finite |= !finite;
         ++entry;
       }
-      if (which != 0) {
-        float left[kVectorElements];
-        memcpy(left, records_.sums[at], sizeof(left));
-        stream_out(residual + offset, left);
-      }
+      stream_out(residual, sums);
     }
     __syncwarp();
-    waiting_ = 0;
+    waiting = 0;
   }
 
-  // Counts the rest, which the second kernel will place: its header needs all counts and flags, and
-  // the entries behind these their place.
-  __device__ void count(int rows, bool aligned) {
-    uint32_t kept = 0;
-    const Segments segments = find_segments(args_, begin_, begin_ + length_);
-    for_each_row<Grad>(args_, segments, begin_, length_, rows, aligned, [&](const Row& row) {
-      kept += __popc(row.kept);
-#pragma unroll
-      for (int e = 0; e < kVectorElements; ++e) {
-        non_finite_ |= (row.kept >> e & 1) && !is_finite(row.sums[0][e]);
-      }
-    });
-    kept_ += __reduce_add_sync(kFullWarp, kept);
+  // The rest, which the second kernel places: entries behind it, and the header, need its count.
+  __device__ void count(int rows) {
+    const auto add = [&](int, float sum, bool, bool keeps) {
+      kept += __popc(__ballot_sync(kFullWarp, keeps));
+      non_finite |= keeps && !is_finite(sum);
+    };
+    for_each_element<Grad>(args, begin, length, rows, add);
   }
-
-  const MaskPackArgs& args_;
-  const Staging& staging_;
-  Records& records_;
-  const int64_t begin_;
-  const int length_;
-  const unsigned slot_;
-  uint32_t kept_ = 0, staged_ = 0, waiting_ = 0;
-  bool non_finite_ = false;
 };
 
 template <typename Grad>
@@ -190,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   };
   DCT_SHARED(Shared, shared);
   if (thread_index() == 0) shared.sum = 0;
-  // The words of the segments, for the second kernel, and those that are empty: no tile has them.
+  // The words of the segments, for the second kernel; and segments without elements, which lie in
+  // no tile.
   for (int64_t s = int64_t{blockIdx.x} * kThreads + thread_index(); s < args.num_segments;
        s += int64_t{gridDim.x} * kThreads) {
     staging.segments[s] = 0;
@@ -201,17 +196,14 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
   const unsigned slot = blockIdx.x * kWarps + warp_index();
   const int64_t begin = tile.bounds.begin + warp_index() * staging.warp_tile();
-  const auto length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile());
-  bool non_finite = false;
-  uint32_t word = 0;
-  if (length > 0) {
-    word = WarpStager<Grad>(args, staging, begin, length, slot, shared.records[warp_index()])
-               .run(aligned, non_finite);
-  }
+  const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile());
+  WarpStager<Grad> warp = {args, staging, shared.records[warp_index()], begin, length, slot};
+  const WarpCount counted = length > 0 ? warp.run(aligned) : WarpCount{};
+  const bool non_finite = __any_sync(kFullWarp, warp.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.words[slot] = word;
+  staging.counts[slot] = counted;
   // The last warp to arrive has the sum: nobody waits for the slowest.
-  const uint32_t own = WarpWord(word).kept | 1u << 16 | uint32_t{non_finite} << 24;
+  const uint32_t own = counted.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&shared.sum, own) + own;
   if ((sum >> 16 & 255) == kWarps) {
     staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;

@@ -1,0 +1,135 @@
+#pragma once
+
+// What the two kernels of mask_pack share: where the first leaves what it finds for the second, the
+// segments of a tile, and what both do with elements that are not staged.
+
+#include <limits>
+
+#include "../../common/ops.h"
+#include "elements.cuh"
+#include "range_tiles.cuh"
+#include "warp.cuh"
+
+namespace dct::cuda {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kVectorElements = 4;
+constexpr int kRow = kWarpSize * kVectorElements;  // what a warp reads at once
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+template <typename Grad>
+constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
+
+// Of a warp's tile: entries kept, and staged; and rows that are done. Of the rows behind, nothing
+// has been written, and what is staged is the first of what is kept.
+struct WarpCount {
+  uint32_t kept : 12, staged : 12, rows : 8;
+};
+
+// All of it is written before it is read: nothing need be cleared before a call.
+struct Staging {
+  int warp_tile_bits;  // log2 of a warp's tile; a block's is kWarps of them, and divides kBlock
+  uint32_t room;       // entries of a slot, a multiple of 8
+  Word* segments;      // [num_segments] of add_to_segment
+  uint32_t* totals;    // [tiles]: kept | whether one of them is not finite << 31
+  WarpCount* counts;   // [tiles, kWarps]
+  uint8_t* slots;      // [tiles, kWarps]: u16 positions[room], value[room]
+
+  __device__ int warp_tile() const { return 1 << warp_tile_bits; }
+  __device__ uint8_t* slot(int64_t index, DType value_dtype) const {
+    return slots + index * room * (2 + itemsize(value_dtype));
+  }
+};
+
+// Those of a tile.
+struct Segments {
+  int64_t first;
+  int count;  // that have elements in the tile, or lie in between; 0 where nothing is to be read
+  float tau;  // of the first
+  __device__ bool one() const { return count <= 1; }
+  __device__ bool skipped() const { return one() && tau < 0.0f; }
+};
+
+// Negative thresholds skip. Zeros never pass: no float but zero is below the smallest subnormal. A
+// NaN threshold passes all others, and a NaN passes any threshold.
+__device__ inline float effective(float tau) {
+  return tau < 0.0f ? tau : fmaxf(tau, bits_to_float(1));
+}
+__device__ inline bool passes(float sum, float tau) { return !(fabsf(sum) < tau); }
+
+// Where segment `index` begins, within the tensor whatever the offset is.
+__device__ inline int64_t segment_begin(const MaskPackArgs& args, int64_t index) {
+  return min(max(args.segments[index], int64_t{0}), args.numel);
+}
+
+// By one warp.
+__device__ inline Segments find_segments(const MaskPackArgs& args, int64_t begin, int64_t end) {
+  const int64_t highest = args.num_segments - 1;
+  if (begin >= end || highest < 0) return {0, 0, -1.0f};
+  const int64_t* ends = args.segments + 1;
+  const int64_t first =
+      highest == 0 ? 0 : min(warp_upper_bound(ends, args.num_segments, begin), highest);
+  int64_t last = first;
+  if (ends[first] < end) last = min(warp_upper_bound(ends, args.num_segments, end - 1), highest);
+  const int64_t count = max(min(last - first + 1, int64_t{1} << 30), int64_t{1});
+  return {first, static_cast<int>(count), effective(args.threshold[first])};
+}
+
+// The segment of an element, of those of its tile, and its threshold.
+__device__ inline int64_t segment_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
+  return in.first + upper_bound(args.segments + 1 + in.first, in.count - 1, index);
+}
+__device__ inline float threshold_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
+  return in.one() ? in.tau : effective(args.threshold[segment_of(args, in, index)]);
+}
+
+// By one warp, slowly: function(offset, sum, owned, kept) for the elements of a warp's tile from
+// row `row` on, one a lane, whatever their alignment and segments are. Lanes past the end, and
+// those of skipped segments, own nothing. Both kernels call it, and find the same kept.
+template <typename Grad, typename Function>
+__device__ void for_each_element(const MaskPackArgs& args, int64_t tile, int length, int row,
+                                 Function function) {
+  const auto* grad = static_cast<const Grad*>(args.grad);
+  const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  const Segments segments = find_segments(args, tile, tile + length);
+  constexpr int kAhead = 8;
+  for (int begin = row * kRow; begin < length; begin += kAhead * kWarpSize) {
+    float history[kAhead] = {};
+    Grad gradient[kAhead] = {};
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int offset = begin + a * kWarpSize + lane_index();
+      if (offset >= length) continue;
+      history[a] = args.residual[tile + offset];
+      if constexpr (kHasGrad<Grad>) gradient[a] = grad[tile + offset];
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int offset = begin + a * kWarpSize + lane_index();
+      const float sum = accumulate(history[a], gradient[a], scale);
+      const float tau = offset < length ? threshold_of(args, segments, tile + offset) : -1.0f;
+      function(offset, sum, tau >= 0.0f, tau >= 0.0f && passes(sum, tau));
+    }
+  }
+}
+
+// What the residual keeps of a sum that is not finite: what it had.
+__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
+
+// Counts kept entries and blocks' tiles of a segment in its word: kept << 26 | tiles. Who reaches
+// its number of tiles knows all that is kept, and writes `seen`. One does, whatever the offsets
+// are.
+__device__ inline void add_to_segment(const MaskPackArgs& args, const Staging& staging,
+                                      int64_t segment, Word kept, Word tiles) {
+  constexpr int kTileBits = 26;
+  const Word added = kept << kTileBits | tiles;
+  const Word now = atomicAdd(&staging.segments[segment], added) + added;
+  if (tiles == 0) return;
+  const int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
+  const int64_t tile = int64_t{kWarps} << staging.warp_tile_bits;
+  const Word total = (end - 1) / tile - begin / tile + 1;
+  const Word counted = now & ((Word{1} << kTileBits) - 1), seen = now >> kTileBits;
+  if (counted < total || counted - tiles >= total) return;
+  args.seen[segment] = static_cast<int32_t>(seen < 0x7fffffff ? seen : 0x7fffffff);
+}
+
+}  // namespace dct::cuda
