@@ -38,97 +38,72 @@ def _edit(op: str, *edit: str) -> Fault:
 
 
 FAULTS = {
-    # mask_pack: the look-back
-    "status and count in two relaxed words": Fault(
-        "mask_pack",
-        (
-            (
-                "detail/look_back.cuh",
-                "  store_relaxed(word, count.count << 3 | Word{count.non_finite} << 2 | status);",
-                "  store_relaxed(word + 4096 * status, count.count << 3 | count.non_finite * 4);\n"
-                "  store_relaxed(word, status);",
-            ),
-            (
-                "detail/look_back.cuh",
-                "seen[w] = tile >= 0 ? load_relaxed(&words[tile]) : kInclusive;",
-                "seen[w] = tile >= 0 ? load_relaxed(&words[tile]) : kInclusive;\n"
-                "      if (tile >= 0 && seen[w] != kNotYet) {\n"
-                "        seen[w] |= load_relaxed(&words[tile] + 4096 * seen[w]);\n"
-                "      }",
-            ),
-            (
-                "mask_pack.cu",
-                "(tiles + args.num_segments + 1)",
-                "(tiles + args.num_segments + 12288)",
-            ),
-        ),
-    ),
-    "status published before the count": _edit(
-        "mask_pack",
-        "detail/look_back.cuh",
-        "  store_relaxed(word, ",
-        "  store_relaxed(word, status);\n  store_relaxed(word, ",
-    ),
-    "inclusive status ignored": _edit(
-        "mask_pack",
-        "detail/look_back.cuh",
-        "__ballot_sync(kFullWarp, status == kInclusive)",
-        "__ballot_sync(kFullWarp, nearest - w * kWarpSize - lane < 0)",
-    ),
-    "look-back includes the tile beyond the nearest inclusive one": _edit(
-        "mask_pack",
-        "detail/look_back.cuh",
-        "(inclusive & -inclusive) * 2 - 1",
-        "(inclusive & -inclusive) * 4 - 1",
-    ),
-    "look-back leaves out a tile between two windows": _edit(
-        "mask_pack",
-        "detail/look_back.cuh",
-        "nearest -= kWarpSize;",
-        "nearest -= kWarpSize + 1;",
-    ),
-    "a tile never published": _edit(
-        "mask_pack",
-        "detail/look_back.cuh",
-        "if (lane == 0) publish(&words[index], own, index == 0 ? kInclusive : kOwn);",
-        "if (lane == 0 && index != 0) publish(&words[index], own, index == 0 ? kInclusive : kOwn);",
-    ),
-    # mask_pack: the rest
-    "tile numbered by blockIdx instead of a ticket": _edit(
-        "mask_pack",
-        "detail/mask_pack_tile.cuh",
-        "atomicAdd(ticket, 1u)",
-        "blockIdx.x + 0 * *ticket",
-    ),
-    "a tile takes the segments of the tile that its block's index names": _edit(
-        "mask_pack",
-        "detail/mask_pack_tile.cuh",
-        "segment[0] <= bounds.begin &&\n      bounds.end <= segment[1]",
-        "segment[0] <= segment[1]",
-    ),
+    # mask_pack
     "off by one at the edge of a tile": _edit(
         "mask_pack",
         "detail/range_tiles.cuh",
         "found.last ? range_end : found.bounds.begin + tile;",
         "found.last ? range_end : found.bounds.begin + tile - 1;",
     ),
-    "no barrier before the warps' counts are read": _edit(
+    "a range's entries behind those of the range before": _edit(
         "mask_pack",
-        "mask_pack.cu",
-        "count << 1 | non_finite;\n  __syncthreads();",
-        "count << 1 | non_finite;",
+        "detail/mask_pack_place.cuh",
+        "unsigned t = range_tile + thread_index()",
+        "unsigned t = thread_index()",
     ),
-    "no barrier before pack": _edit(
-        "mask_pack", "mask_pack.cu", "  __syncthreads();\n  pack(", "  pack("
-    ),
-    "no repair of the residual on overflow": _edit(
-        "mask_pack", "mask_pack.cu", "args.residual[begin + offset] = acc;", ";"
-    ),
-    "scratch not cleared": _edit(
+    "nothing given back on overflow": _edit(
         "mask_pack",
-        "mask_pack.cu",
-        "cudaMemsetAsync(scratch, 0, mask_pack_scratch_bytes(args), stream)",
-        "cudaMemsetAsync(scratch, 0, 8, stream)",
+        "detail/mask_pack_place.cuh",
+        "left = restore(left, bits[a], args.value_dtype);",
+        ";",
+    ),
+    "part of a pass written before it is left out": _edit(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "kept + of_pass > staging.room) break;",
+        "kept + of_pass > staging.room) {\n        if (kHasGrad<Grad>) stream_out(residual + offset, sums[0]);\n        break;\n      }",
+    ),
+    "what is left out not counted": _edit(
+        "mask_pack", "detail/mask_pack_stage.cuh", "      count(rows);\n", ""
+    ),
+    "a NaN in what is left out not told": _edit(
+        "mask_pack", "detail/mask_pack_stage.cuh", "non_finite |= keeps && !is_finite(sum);", ";"
+    ),
+    "a NaN left in the residual": _edit(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "finite ? taken.left : finite_or_zero(residual[e])",
+        "taken.left",
+    ),
+    "entries of a row in reverse": _edit(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "__popc(lanes & below)",
+        "__popc(lanes & ~below) - 1",
+    ),
+    "part of a skipped segment staged": _edit(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "if (shared && __any_sync(kFullWarp, skipped)) break;",
+        "",
+    ),
+    "a tile's total without its last warps": _edit(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "(sum >> 16 & 255) == kWarps",
+        "(sum >> 16 & 255) == 1",
+    ),
+    "words of segments not cleared": _edit(
+        "mask_pack", "detail/mask_pack_stage.cuh", "staging.segments[s] = 0;", ""
+    ),
+    "no barrier before warps add to a tile's total": _edit(
+        "mask_pack", "detail/mask_pack_stage.cuh", "  __syncthreads();\n", ""
+    ),
+    "no bar.warp.sync before records are read": _edit(
+        "mask_pack", "detail/mask_pack_stage.cuh", "    __syncwarp();\n    for (", "    for ("
+    ),
+    "no barrier before a block's totals are added": _edit(
+        "mask_pack", "detail/mask_pack_place.cuh", "    __syncthreads();\n", ""
     ),
     "128-bit accesses at an alignment of 8 bytes": _edit(
         "mask_pack",

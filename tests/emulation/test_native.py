@@ -17,7 +17,6 @@ PROGRAMS = {
     "thresholds": ["sample_threshold", "track_threshold"],
     "rows": ["row_pack", "row_gather", "row_unpack"],
     "quantized_rows": ["row_quantize", "row_dequantize"],
-    "look_back": [],
 }
 SEEDS = {"none": range(1, 6), "address": range(1, 3), "thread": range(1, 3)}
 MANY_SEEDS = range(1, 101)

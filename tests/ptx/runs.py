@@ -15,29 +15,29 @@ from .backend import Executor
 
 
 def mask_pack(backend):
-    """Ten tiles, the last one short and overflowing; the residual is aligned to 8 bytes only."""
-    numel, capacity = 9 * 4096 + 77, 6500
-    residual = samples.normal(numel + 2)[2:].clone()
-    grad = samples.normal(numel, seed=1)
-    segments, threshold = torch.tensor([0, 9000, numel]), torch.tensor([1.5, 2.0])
+    """Ten tiles, the last one short. Two segments share one, and few are kept of the first, which is
+    staged, and many of the second, for which there is no room."""
+    numel, capacity = 9 * 4096 + 77, 2500
+    residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
+    segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
     nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     seen = torch.zeros(2, dtype=torch.int32)
-    left = torch.zeros(numel + 2)[2:]
-    left.copy_(residual)
-    backend.mask_pack(left, grad, segments, threshold, payload, seen, capacity, torch.float32)
-    return left, payload, seen
-
-
-def mask_pack_of_many_tiles(backend):
-    """With all 140 resident, tiles look back over several windows of 32; every other is skipped."""
-    tiles, tile, capacity = 140, 4096, 2000
-    residual, segments = samples.normal(tiles * tile), torch.arange(tiles + 1) * tile
-    nbytes = payload_layout(tiles * tile, capacity, torch.float32, 1).nbytes
-    payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(tiles, dtype=torch.int32)
-    threshold = torch.tensor([3.0, -1.0]).repeat(tiles // 2)
-    backend.mask_pack(residual, None, segments, threshold, payload, seen, capacity, torch.float32)
+    backend.mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.float32)
     return residual, payload, seen
+
+
+def mask_pack_at_8_bytes(backend):
+    """The residual is aligned to 8 bytes only."""
+    numel, capacity = 4096, 500
+    left = samples.normal(numel + 2)[2:]
+    payload = torch.zeros(
+        payload_layout(numel, capacity, torch.float32, 1).nbytes, dtype=torch.uint8
+    )
+    seen = torch.zeros(1, dtype=torch.int32)
+    arguments = (torch.tensor([0, numel]), torch.tensor([2.0]), payload, seen, capacity)
+    backend.mask_pack(left, samples.normal(numel, seed=1), *arguments, torch.float32)
+    return left, payload, seen
 
 
 def scatter_unpack(backend):
@@ -113,12 +113,9 @@ def row_dequantize(backend):
     )
 
 
-RESIDENT_BLOCKS = {mask_pack_of_many_tiles: 140}  # else few: others wait until one of them ends
-
-
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
     """What shows that something is wrong, or ''."""
-    executor.configure(seed, RESIDENT_BLOCKS.get(run, 3))
+    executor.configure(seed)
     try:
         results = run(backend)
     except RuntimeError as error:

@@ -10,7 +10,6 @@ STREAMS = r"LDG\.E\.EF"
 VECTORS = r"LDG\.E\.128"
 WORDS = r"LDG\.E$"
 HALVES = r"LDG\.E\.U16"
-POLLS = r"LDG\.E\.64\.STRONG\.GPU"
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,8 @@ class Promise:
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# The ticket, the counts of segments that a tile shares, and those of whole segments, whose last
-# tile takes what it adds to; the words of the look-back, which carry all that they tell.
-LOOK_BACK = (
-    "ATOMG.E.ADD.STRONG.GPU",
-    "RED.E.ADD.64.STRONG.GPU",
-    "ATOMG.E.ADD.64.STRONG.GPU",
-    "STG.E.64.STRONG.GPU",
-    "LDG.E.64.STRONG.GPU",
-)
+# Counts of segments, whose last tile takes what it adds to.
+SEGMENTS = ("ATOMG.E.ADD.64.STRONG.GPU",)
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
 LAST_BLOCK = (
@@ -51,20 +43,11 @@ LAST_BLOCK = (
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
     # Four vectors of residual and four of gradient, all read before any is used; 16-bit gradients
-    # are read by 8 bytes. Without a gradient only what is kept is written. Four windows of the
-    # look-back are asked for at once.
-    "mask_pack_kernel<float>": Promise(
-        wide_loads=8, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
-    ),
-    "mask_pack_kernel<BFloat16>": Promise(
-        wide_loads=4, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
-    ),
-    "mask_pack_kernel<Float16>": Promise(
-        wide_loads=4, wide_stores=4, in_flight={STREAMS: 8, POLLS: 4}, between_blocks=LOOK_BACK
-    ),
-    "mask_pack_kernel<NoGrad>": Promise(
-        wide_loads=4, in_flight={STREAMS: 4, POLLS: 4}, between_blocks=LOOK_BACK
-    ),
+    # are read by 8 bytes. Without a gradient eight, and only what is kept is written. Nobody waits.
+    "mask_pack_stage_kernel<float>": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 8}),
+    "mask_pack_stage_kernel": Promise(wide_loads=4, wide_stores=4, in_flight={STREAMS: 8}),
+    "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
+    "mask_pack_place_kernel": Promise(in_flight={LOADS: 8}, between_blocks=SEGMENTS),
     # Four picks of x and of the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True

@@ -103,8 +103,8 @@ struct TilePlacer {
     header.magic = kPayloadMagic;
     header.version = kPayloadVersion;
     header.value_dtype = static_cast<uint8_t>(args.value_dtype);
-    header.flags = (total > capacity ? kFlagOverflow : 0) | (sums.non_finite != 0 ? kFlagNonFinite : 0) |
-                   (damage ? kFlagDamage : 0);
+    header.flags = (total > capacity ? kFlagOverflow : 0) |
+                   (sums.non_finite != 0 ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
     header.numel = static_cast<uint64_t>(range.end - range.begin);
     header.capacity = static_cast<uint32_t>(capacity);
     header.count = static_cast<uint32_t>(min(total, capacity));

@@ -52,9 +52,7 @@ struct WarpStager {
   __device__ int stage(Segments segments, int end) {
     // Where one threshold holds, |sum| - tau has no sign if the sum passes: one addition and one
     // shift each. A NaN has none. Needs gradual underflow. inf - inf is a NaN of either sign.
-    const auto plain = [&] {
-      return segments.one() && segments.tau < kInfinity;
-    };
+    const auto plain = [&] { return segments.one() && segments.tau < kInfinity; };
     const bool shared = !plain();
     float* residual = args.residual + begin;
     const Grad* grad = static_cast<const Grad*>(args.grad) + (kHasGrad<Grad> ? begin : 0);

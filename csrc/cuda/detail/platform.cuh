@@ -24,17 +24,6 @@ using Word = unsigned long long;  // what CUDA's 64-bit atomics take
 
 namespace dct::cuda {
 
-// Relaxed: no other memory is ordered by these, so what they carry must be in the word itself.
-__device__ inline void store_relaxed(Word* address, Word value) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ inline Word load_relaxed(const Word* address) {
-  Word value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // After it, the caller sees all that was written before earlier calls on the same address; after a
 // barrier, so does its block.
 __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value) {
@@ -45,8 +34,6 @@ __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value
                : "memory");
   return old;
 }
-
-__device__ inline void back_off() { __nanosleep(32); }
 
 }  // namespace dct::cuda
 

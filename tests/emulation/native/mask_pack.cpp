@@ -10,6 +10,18 @@ using dct::DType;
 using test::Floats;
 using test::Random;
 
+// As the tensor is cut up by itself, or in tiles of larger ones, of several passes, with little
+// room.
+void run(Random& random, const dct::MaskPackArgs& args) {
+  dct::cuda::MaskPackSizes sizes = dct::cuda::mask_pack_sizes(args);
+  if (random.chance(0.8)) {
+    sizes.warp_tile = random.pick({args.grad != nullptr ? 512 : 1024, 1024, 2048, 2048, 2048});
+    sizes.room = random.pick({8, 24, 64, 256, 256});
+  }
+  test::Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args, sizes));
+  test::expect(dct::cuda::mask_pack(args, sizes, scratch.data(), nullptr) == cudaSuccess, "launch");
+}
+
 void one_case(Random& random) {
   const int64_t numel = random.pick<int64_t>({0, 1, 4095, 4096, 4097, 12289, 16384, 20000, 36865});
   const int64_t ranges = random.pick<int64_t>({1, 1, 2, 3}),
@@ -22,7 +34,7 @@ void one_case(Random& random) {
   Floats grad = Floats::random(random, grad_dtype, has_grad ? numel : 0, true);
   std::vector<int64_t> segments = test::segments(random, numel, count);
   std::vector<float> tau(count);
-  for (float& t : tau) t = random.pick({-1.0f, 0.0f, 1.0f, 1.0f, 2.0f, 2.0f, NAN, INFINITY});
+  for (float& t : tau) t = random.pick({-1.0f, 0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 4.0f, NAN, INFINITY});
   const float inv_scale = random.chance(0.5) ? 1.0f : 1.0f / 3.0f;
   std::vector<int32_t> status(random.pick<size_t>({0, 1, 31, 32, 33, 100}), 0);
   const bool damage = !status.empty() && random.chance(0.5);
@@ -79,8 +91,7 @@ void one_case(Random& random) {
                                   &inv_scale,
                                   status.data(),
                                   static_cast<int64_t>(status.size())};
-  test::Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
-  test::expect(dct::cuda::mask_pack(args, scratch.data(), nullptr) == cudaSuccess, "launch");
+  run(random, args);
   test::expect_equal(residual.bytes, left.bytes, "residual, byte");
   test::expect_equal(packed, expected, "payload, byte");
   test::expect_equal(counted, seen, "seen, segment");
@@ -109,8 +120,7 @@ void garbage_segments(Random& random) {
                                   nullptr,
                                   nullptr,
                                   0};
-  test::Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
-  test::expect(dct::cuda::mask_pack(args, scratch.data(), nullptr) == cudaSuccess, "launch");
+  run(random, args);
 }
 
 }  // namespace

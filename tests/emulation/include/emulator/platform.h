@@ -10,23 +10,10 @@
 
 namespace dct::cuda {
 
-inline void store_relaxed(Word* address, Word value) {
-  const Word old = __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
-  emulator::stored(address, old, value);
-  emulator::schedule_point();  // others wait for it: what they see now matters
-}
-
-inline Word load_relaxed(const Word* address) {
-  emulator::schedule_point();
-  return emulator::loaded(address, __atomic_load_n(address, __ATOMIC_RELAXED));
-}
-
 inline unsigned add_acquire_release(unsigned* address, unsigned value) {
   emulator::schedule_point();
   emulator::released();
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
-
-inline void back_off() { emulator::pause(); }
 
 }  // namespace dct::cuda

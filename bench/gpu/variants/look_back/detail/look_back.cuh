@@ -10,6 +10,17 @@
 
 namespace dct::cuda {
 
+// Relaxed: no other memory is ordered by these, so what they carry must be in the word itself.
+__device__ inline void store_relaxed(Word* address, Word value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline Word load_relaxed(const Word* address) {
+  Word value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline void back_off() { __nanosleep(32); }
+
 struct TileCount {
   Word count;
   bool non_finite;

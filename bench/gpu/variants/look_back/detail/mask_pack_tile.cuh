@@ -13,6 +13,19 @@
 
 namespace dct::cuda {
 
+// What a payload of this dtype makes of x.
+__device__ inline float through_payload(float x, DType value_dtype) {
+  return value_dtype == DType::kBFloat16 ? to_float(round_saturating<BFloat16>(x)) : x;
+}
+
+__device__ inline void store_payload_value(uint8_t* values, int index, float x, DType value_dtype) {
+  if (value_dtype == DType::kBFloat16) {
+    reinterpret_cast<BFloat16*>(values)[index] = round_saturating<BFloat16>(x);
+  } else {
+    reinterpret_cast<float*>(values)[index] = round_saturating<float>(x);
+  }
+}
+
 struct MaskPackPolicy {
   static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 4;  // a multiprocessor: at most 64 registers a thread
