@@ -54,8 +54,8 @@ FAULTS = {
     "nothing given back on overflow": _edit(
         "mask_pack",
         "detail/mask_pack_place.cuh",
-        "left = restore(left, bits[a], args.value_dtype);",
-        ";",
+        "restore(left, bits[a], args.value_dtype)",
+        "restore(left, 0, args.value_dtype)",
     ),
     "part of a pass written before it is left out": _edit(
         "mask_pack",
@@ -67,7 +67,10 @@ FAULTS = {
         "mask_pack", "detail/mask_pack_stage.cuh", "      count(rows);\n", ""
     ),
     "a NaN in what is left out not told": _edit(
-        "mask_pack", "detail/mask_pack_stage.cuh", "non_finite |= keeps && !is_finite(sum);", ";"
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "keeps && !is_finite(sum);",
+        "keeps && sum == 0.0f;",
     ),
     "a NaN left in the residual": _edit(
         "mask_pack",

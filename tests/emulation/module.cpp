@@ -30,9 +30,13 @@ struct Scratch {
   ~Scratch() { cudaFree(data); }
 };
 
+int64_t times = 1;  // as large a tensor mask_pack is to cut up
+
 }  // namespace
 
 extern "C" {
+
+void mask_pack_as_of(int64_t times_as_large) { times = times_as_large; }
 
 int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t residual,
                          int64_t segments, int64_t num_segments, double density,
@@ -72,8 +76,12 @@ int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t nu
                                   at<float>(inv_scale),
                                   at<int32_t>(status),
                                   num_status};
-  const Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args));
-  return dct::cuda::mask_pack(args, scratch.data, nullptr);
+  dct::MaskPackArgs large = args;
+  large.numel *= times;
+  large.capacity *= times;
+  const dct::cuda::MaskPackSizes sizes = dct::cuda::mask_pack_sizes(large);
+  const Scratch scratch(dct::cuda::mask_pack_scratch_bytes(args, sizes));
+  return dct::cuda::mask_pack(args, sizes, scratch.data, nullptr);
 }
 
 int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t capacity,

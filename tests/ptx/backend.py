@@ -25,6 +25,10 @@ class Executor:
         """Call a launcher. Device memory is what the tensors among its arguments hold."""
         self._on_device(op, getattr(self._library, op), arguments)
 
+    def cut_as_of(self, times: int) -> None:
+        """Let mask_pack cut up tensors as it does those that are so many times as large."""
+        self._library.mask_pack_as_of(ctypes.c_int64(times))
+
     def load(self, text: str) -> None:
         """Add the kernels of a PTX text to those of the launchers."""
         self._check("load", self._library.ptx_load(text.encode()))

@@ -86,7 +86,11 @@ def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch
 
     def run(ops, executor):
         tensors = (residual.clone(), grad, segments, threshold, payload, seen)
-        ops.mask_pack(*tensors, capacity, value_dtype)
+        executor.cut_as_of(SIZES[-1] // NUMEL)
+        try:
+            ops.mask_pack(*tensors, capacity, value_dtype)
+        finally:
+            executor.cut_as_of(1)
 
     # Without a gradient a sector of the residual is written where an entry is kept.
     moved = 8 + grad_dtype.itemsize if grad_dtype else 4 + 4 * (1 - (1 - density) ** 8)
