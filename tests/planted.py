@@ -61,7 +61,10 @@ FAULTS = {
         "mask_pack",
         "detail/mask_pack_stage.cuh",
         "kept + of_pass > staging.room) break;",
-        "kept + of_pass > staging.room) {\n        if (kHasGrad<Grad>) stream_out(residual + offset, sums[0]);\n        break;\n      }",
+        "kept + of_pass > staging.room) {\n"
+        "        if (kHasGrad<Grad>) stream_out(residual + offset, sums[0]);\n"
+        "        break;\n"
+        "      }",
     ),
     "what is left out not counted": _edit(
         "mask_pack", "detail/mask_pack_stage.cuh", "      count(rows);\n", ""

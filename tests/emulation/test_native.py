@@ -18,7 +18,7 @@ PROGRAMS = {
     "rows": ["row_pack", "row_gather", "row_unpack"],
     "quantized_rows": ["row_quantize", "row_dequantize"],
 }
-SEEDS = {"none": range(1, 6), "address": range(1, 3), "thread": range(1, 3)}
+SEEDS = {"none": range(1, 7), "address": range(1, 3), "thread": range(1, 3)}
 MANY_SEEDS = range(1, 101)
 
 

@@ -15,8 +15,8 @@ from .backend import Executor
 
 
 def mask_pack(backend):
-    """Ten tiles, the last one short. Two segments share one, and few are kept of the first, which is
-    staged, and many of the second, for which there is no room."""
+    """Ten tiles, the last one short, and one that two segments share. There is room for what is kept
+    of the first, and none for all of the second."""
     numel, capacity = 9 * 4096 + 77, 2500
     residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
     segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])

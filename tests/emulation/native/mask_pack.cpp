@@ -126,5 +126,5 @@ void garbage_segments(Random& random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run(argc, argv, 20, one_case) | test::run(argc, argv, 4, garbage_segments);
+  return test::run(argc, argv, 12, one_case) | test::run(argc, argv, 4, garbage_segments);
 }
