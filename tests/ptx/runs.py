@@ -15,8 +15,9 @@ from .backend import Executor
 
 
 def mask_pack(backend):
-    """Ten tiles, the last one short, and one that two segments share. There is room for what is kept
-    of the first, and none for all of the second."""
+    """Ten tiles, the last one short, and one that two segments share. There is room for what is
+    kept of the first, and none for all of the second.
+    """
     numel, capacity = 9 * 4096 + 77, 2500
     residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
     segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
