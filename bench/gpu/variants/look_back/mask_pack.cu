@@ -241,12 +241,16 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Scratch
 
 }  // namespace
 
-int64_t mask_pack_scratch_bytes(const MaskPackArgs& args) {
+// Of one size, whatever is asked for.
+MaskPackSizes mask_pack_sizes(const MaskPackArgs&) { return {kWarpTile, kWarpTile}; }
+
+int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes&) {
   const int64_t tiles = RangeTiles(args.numel, args.ranges, kTile).total;
   return sizeof(Word) * (tiles + args.num_segments + 1);
 }
 
-cudaError_t mask_pack(const MaskPackArgs& args, void* scratch, cudaStream_t stream) {
+cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes&, void* scratch,
+                      cudaStream_t stream) {
   const RangeTiles tiles(args.numel, args.ranges, kTile);
   if (tiles.total > kMaxGrid) return cudaErrorInvalidValue;
   auto* words = static_cast<Word*>(scratch);
