@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/fully_sharded.py FOLDER 80
 
 Shards of one replica would be on one node. The first run stops after step 40 and saves, the second
-goes on to step 80. Prints what a rank sends for its part of each parameter; the loss; then the
+goes on to step 80. Prints what a rank sends for its part of each module; the loss; then the
 fraction of entries that was sent, the bytes that a rank sends to the other replica in a step, and
 the sum of the weights, to the last digit: one run of 80 steps, in another folder, ends the same.
 """

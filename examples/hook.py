@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hook.py
 
-Prints what is sent for each parameter; then the loss, which falls as in a dense run; then the
+Prints what each bucket sends; then the loss, which falls as in a dense run; then the
 fraction of entries that was sent, and the bytes that a rank sends in a step.
 """
 

@@ -26,7 +26,7 @@ from dct_parallel import DCTAverager, DCTState, all_to_all_rows, dct_fully_shard
 from ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
-STEPS, SCALE = 14, 8.0  # in a tenth compressed step it is looked at what is sent
+STEPS, SCALE = 26, 8.0  # in the 23rd compressed one it is looked at what was sent
 WIDTH = 96
 
 

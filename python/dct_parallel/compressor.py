@@ -26,7 +26,7 @@ HEADROOM = 1.25  # capacity over what is to pass
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold: docs/benchmarks.md, Thresholds.
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
-_FLAGS_BYTE = 7  # of the payload's header
+_FLAGS_BYTE, _COUNT_WORD = 7, 5  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
 _mask_pack = torch.ops.dct.mask_pack.default
@@ -40,7 +40,7 @@ def default_capacity(numel: int, density: float) -> int:
 
 def default_samples(density: float) -> int:
     """Picks that a threshold is sampled from: 4,096, from 0.39 % down 16 / density."""
-    return max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density))
+    return min(max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density)), 2**31 - 1)
 
 
 class Compressor:
@@ -50,7 +50,7 @@ class Compressor:
     every `refresh_every`-th ("fixed": the paper's way; gradients move on meanwhile, and what
     overflows waits in the residual). No host synchronisation. A sample may be infinite, if more
     than its share of what was picked is not finite: then only what is not finite passes; a "fixed"
-    threshold stays what it was. A sample is 0 if most of the elements are 0: then every non-zero
+    threshold stays what it was, infinite if there was none. A sample is 0 if most of the elements are 0: then every non-zero
     passes, up to the capacity. At density 1 the threshold is 0 for good: everything is sent.
 
     There is one payload, overwritten by the next `pack`: finish sending it first. A second one
@@ -123,7 +123,8 @@ class Compressor:
         self.max_samples = max_samples
         self.step = 0
         self.segments = torch.tensor(bounds, dtype=torch.int64, device=device)
-        self.threshold = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=device)
+        start = 0.0 if density == 1 else math.inf
+        self.threshold = torch.full((len(bounds) - 1,), start, device=device)
         self.seen = torch.zeros(len(bounds) - 1, dtype=torch.int32, device=device)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
@@ -218,11 +219,13 @@ class Compressor:
         self.unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
+        self._sampled = False  # what a fixed threshold was sampled from may have been infinite
 
     def sent_of(self, bounds: Tensor) -> Tensor:
         """Entries that the last payload holds of each part of the tensor, int64 [parts].
 
-        Reads positions alone, a few per cent of what `pack` moves, and does not wait for them.
+        Some 15 small ops on the device, for each range; 50 bytes of memory an entry meanwhile. Does
+        not wait for them.
 
         Args:
             bounds: int64, ascending from 0 to numel, one more than there are parts.
@@ -237,7 +240,8 @@ class Compressor:
             positions = row[self._layout.positions :].view(torch.int16)[: self.capacity]
             block = torch.searchsorted(starts, entry, right=True) - 1
             part = torch.searchsorted(bounds, low + block * BLOCK + positions, right=True)
-            counts.index_add_(0, part, (entry < starts[-1]).long())
+            count = row.view(torch.int32)[_COUNT_WORD]
+            counts.index_add_(0, part, (entry < count).long())
         return counts[1:-1]
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
@@ -255,7 +259,10 @@ class Compressor:
         )
         if self.policy == "fixed":
             sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
-        self.threshold = sampled
+            # In place: the old one, of another stream maybe, must not be freed while it is read.
+            self.threshold.copy_(sampled)
+        else:
+            self.threshold = sampled
         self._sampled = True
 
 

@@ -111,11 +111,8 @@ def test_bytes_by_formula(results):
     numel = sum(n * m for n, m in weights) + sum(biases)
     # PowerSGD compresses a matrix where its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + sum(biases)
-    # DCT: room for 1.25 x density of parameters of 256 elements and more, and for all of others;
-    # 4 bytes an entry.
-    sizes = [n * m for n, m in weights] + biases
-    large = sum(size for size in sizes if size >= 256)
-    capacity = -(-int(large * DENSITY * 125) // 100) + numel - large
+    # DCT: room for 1.25 x density, 4 bytes an entry.
+    capacity = -(-int(numel * DENSITY * 125) // 100)
     blocks = -(-numel // 16384)
 
     def aligned(nbytes):

@@ -23,7 +23,7 @@ SIZES = (20_000, 100, 100_000)  # 40 kB in bfloat16 and 200 kB: 0.4 and 2 ms on 
 
 
 def _chosen(link, ranks, numel, density=0.005):
-    settings = Settings(density, 1000, "tracked", torch.bfloat16)
+    settings = Settings(density, 1000, "fresh", torch.bfloat16)
     return Choice("auto", link).plan(("p",), (numel,), settings, ranks).transport.name
 
 

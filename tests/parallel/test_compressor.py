@@ -132,17 +132,24 @@ def test_where_most_is_not_finite_only_that_passes():
 
 
 def test_a_fixed_threshold_outlives_a_sample_that_is_not_finite():
-    c = Compressor(100, [0, 100], density=0.1, policy="fixed", refresh_every=2)
+    c = Compressor(100, [0, 100], density=0.1, policy="fixed", refresh_every=3)
+    first = grads(100, 0)
+    for step in range(8):
+        grad = torch.full((100,), math.inf) if step == 3 else grads(100, step)
+        c.pack(grad)
+        assert (c.threshold.item() == largest(first, 10)) == (step < 6)
+    assert c.residual.isfinite().all()
+
+
+def test_before_the_first_finite_sample_a_fixed_threshold_lets_nothing_finite_pass():
+    c = Compressor(100, [0, 100], density=0.1, policy="fixed", refresh_every=1000)
     c.pack(torch.full((100,), math.nan))
-    assert c.threshold.tolist() == [0.0]
-    assert c.residual.abs().max() == 0
-    c.step = 4
+    assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
-    tau = largest(grads(100, 0), 10)
-    assert c.threshold.tolist() == [tau]
-    c.step = 6
-    c.pack(torch.full((100,), math.inf))
-    assert c.threshold.tolist() == [tau]
+    assert c.seen.tolist() == [0] and torch.equal(c.residual, grads(100, 0))
+    c.take_back()  # as a scaler does whose step was skipped: the next sample is at once
+    c.pack(grads(100, 1))
+    assert c.threshold.tolist() == [largest(grads(100, 0) + grads(100, 1), 10)]
 
 
 def test_where_most_is_zero_every_other_entry_passes():
@@ -173,6 +180,8 @@ def test_what_was_sent_of_parts_is_counted_in_the_payload(ranges):
         sent = (sent_by(c) != 0).long()
         parts = [part.sum().item() for part in sent.split(bounds.diff().tolist())]
         assert c.sent_of(bounds).tolist() == parts and sum(parts) == sent.sum() > 500
+    c.take_back()
+    assert c.sent_of(bounds).tolist() == [0] * 10
     c.pack_damage()
     assert c.sent_of(bounds).tolist() == [0] * 10
 

@@ -147,6 +147,14 @@ def _ledger(rank, transport):
         sent = meter.take()
     assert transport == "shard" or sent == steps * state.stats()["wire_bytes"]
     stats = state.parameter_stats()
+    sent = sum(
+        own["density"] * p.to_local().numel()
+        for own, p in zip(
+            (stats[name] for name, _ in model.named_parameters()), model.parameters(), strict=True
+        )
+    )
+    numels = sum(p.to_local().numel() for p in model.parameters())
+    assert 0.02 < sent / numels < 0.0626
     for name, p in model.named_parameters():
         numel = p.to_local().numel()
         assert (numel == 0) == (rank % 2 == 1 and "p.1" in name)

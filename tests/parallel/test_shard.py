@@ -143,14 +143,11 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
     blocks = -(-numel // BLOCK)
     length = BLOCK * -(-blocks // world_size)
     owners = -(-numel // length)
-    # Room for what the fullest range needs: 1.25 x density, and all of small parameters.
-    small = sum(n for n in sizes if n < 256)
-    least = -(-length * 125 // 2000) if owners > 1 else 1
     counted = run_ranks(_counted, world_size, sizes, 0.05)
-    settings = Settings(0.05, 1000, "tracked", torch.bfloat16)
+    settings = Settings(0.05, 1000, "fresh", torch.bfloat16)
     names = tuple(map(str, range(len(sizes))))
     plan = BucketPlan(names, sizes[::-1], settings, Shard, world_size)
-    assert least <= plan.capacity <= -(-length * 125 // 2000) + small
+    assert plan.capacity == -(-min(length, numel) * 125 // 2000)  # of the longest range
     nbytes = payload_layout(numel, plan.capacity, torch.bfloat16, world_size).nbytes
     for rank, (sent, planned) in enumerate(counted):
         to_owners = owners - (rank < owners)
@@ -161,7 +158,7 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
 @pytest.mark.parametrize("numel", [2**22, 10**7])
 def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel):
     def ratio(transport, ranks, numel=numel):
-        settings = Settings(0.005, 1000, "tracked", torch.bfloat16)
+        settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
         plan = BucketPlan(("p",), (numel,), settings, transport, ranks)
         return 2 * (ranks - 1) / ranks * 4 * numel / plan.wire_bytes
 

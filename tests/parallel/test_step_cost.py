@@ -3,6 +3,7 @@
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 from launches import Launches, stated
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.data_parallel import bucket_plan
-from dct_parallel.data_parallel.bucket import Bucket
+from dct_parallel.data_parallel.bucket import LOOK_EVERY, Bucket
 from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
 
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
@@ -73,17 +74,17 @@ def _counts(rank, transport):
     ]
 
 
-def test_a_step_of_a_bucket_is_6_kernels_3_memsets_1_copy_and_1_collective():
+def test_a_step_of_a_bucket_is_5_kernels_1_memset_1_copy_and_1_collective():
     for counts in run_ranks(_counts, 2, "gather"):  # with a scaler or without
-        assert counts == [(6, 3, 1, 1)] * 4
+        assert counts == [(5, 1, 1, 1)] * 4
 
 
 def test_a_step_of_a_sharded_bucket():
     """Packed, summed, packed again, unpacked; nothing is copied but the notes for the host."""
     first, second = run_ranks(_counts, 2, "shard")
-    assert first == [(11, 6, 1, 2)] * 4
+    assert first == [(9, 2, 1, 2)] * 4
     # Of the last bucket, all small, rank 1 owns nothing.
-    assert second == [(11, 6, 1, 2)] * 2 + [(10, 5, 1, 2)] * 2
+    assert second == [(9, 2, 1, 2)] * 2 + [(8, 1, 1, 2)] * 2
 
 
 def _short(rank):
@@ -91,7 +92,29 @@ def _short(rank):
 
 
 def test_a_short_range_is_put_together_from_pieces_of_rows():
-    assert run_ranks(_short, 2) == [(11, 6, 1, 2), (12, 6, 3, 2)]
+    assert run_ranks(_short, 2) == [(9, 2, 1, 2), (10, 2, 3, 2)]
+
+
+def _looks(rank):
+    """Calls of a step in which it is looked at what was sent, beyond those of the one before."""
+    model = DistributedDataParallel(Dictated([5000, 30_000]))
+    plan = DCTState(model, density=0.01)._buckets.plans()[0]
+    bucket = Bucket(plan, dist.group.WORLD, torch.device("cpu"), LOOK_EVERY - 2, {})
+    calls = []
+    for _ in range(2):
+        with Counted() as counted:
+            bucket.reduce(torch.randn(35_000))
+        bucket.take_report()
+        calls.append(counted.calls)
+    return calls[1] - calls[0]
+
+
+def test_a_look_waits_for_nothing():
+    for more in run_ranks(_looks, 2):
+        launching = {name: n for name, n in more.items() if name not in NOTHING}
+        assert 10 < sum(launching.values()) < 20, launching
+        waiting = {"_local_scalar_dense", "nonzero", "item", "copy_", "masked_select"}
+        assert not waiting & more.keys()
 
 
 def _layouts(rank):

@@ -201,7 +201,9 @@ class DCTAverager(ModelAverager):
         checks.fail(_OP, "an averager", rule, "a copy", TypeError)
 
     def _start(self, averagings: int, states: dict[str, checkpoint.SegmentState]) -> None:
-        self._bucket = Bucket(self._plan, self.process_group, self._device, averagings, states)
+        self._bucket = Bucket(
+            self._plan, self.process_group, self._device, averagings, states, watches=False
+        )
         self._damage = Damage("average_parameters", "averaging")
 
     def _require_same_parameters(self) -> None:

@@ -13,9 +13,9 @@ from .bucket_plan import BucketPlan
 from .checkpoint import SegmentState
 from .transports import Receipt, Transport, compressor_of
 
-# In one step of ten it is looked at whether anything is sent of a parameter; where for a thousand
-# steps nothing was found, it is named.
-LOOK_EVERY, SILENT_STEPS = 10, 1000
+# In one step of 23 it is looked at whether anything is sent of a parameter, as that takes some small
+# kernels more; where for a thousand steps nothing was found, it is named.
+LOOK_EVERY, SILENT_STEPS = 23, 1000
 
 
 class Report(NamedTuple):
@@ -62,8 +62,9 @@ class Bucket:
         plan: names and sizes, in the bucket's order.
         group: the ranks to average over.
         device: of the gradients.
-        step: compressed steps taken so far, where the refresh schedule goes on.
+        step: compressed steps taken so far.
         states: {name: what `states` gave} to start from; missing names start from zero.
+        watches: whether somebody will ask for `silent`.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Bucket:
         device: torch.device,
         step: int,
         states: dict[str, SegmentState],
+        watches: bool = True,
     ) -> None:
         self.plan = plan
+        self._watches = watches and plan.settings.density < 1
         self.compressor = compressor_of(plan, plan.range_bounds, step, device, plan.ranges)
         assert issubclass(plan.transport, Transport)  # else nothing is packed: plan.ranges is 0
         self._transport = plan.transport(plan, self.compressor, group, step)
@@ -99,9 +102,9 @@ class Bucket:
         """
         with record_function("dct::pack"):
             self.compressor.pack(buffer, inv_scale)
-            if self.compressor.step % LOOK_EVERY == 0:
+            if self._watches and self.compressor.step % LOOK_EVERY == 0:
                 found = self.compressor.sent_of(self._bounds) > 0
-                self._found = torch.where(found, self.compressor.step, self._found)
+                self._found.masked_fill_(found, self.compressor.step)
         self._notes = self._transport.reduce(buffer, scale)
         with record_function("dct::read_back"):
             self._readback.post(*self._notes)
@@ -170,5 +173,8 @@ class Bucket:
 
     def silent(self) -> list[str]:
         """Parameters of which nothing was found in the steps looked at, for 1,000 of all."""
-        silent = self.compressor.step - self._found >= SILENT_STEPS
-        return [name for name, is_so in zip(self.plan.names, silent.tolist(), strict=True) if is_so]
+        if not self._watches:
+            return []
+        silent = (self.compressor.step - self._found >= SILENT_STEPS).tolist()
+        of_all = zip(self.plan.names, self.plan.sizes, silent, strict=True)
+        return [name for name, size, is_so in of_all if is_so and size]

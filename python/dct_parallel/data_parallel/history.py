@@ -10,7 +10,7 @@ from torch import Tensor
 from .bucket import Report
 from .checkpoint import RECENT_STEPS
 
-# A threshold is off by what its sample is, so that with a quarter of headroom some 10 to 15 % of
+# A threshold is off by what its sample is, so that with a quarter of headroom some 10 to 20 % of
 # payloads overflow, by little, and others in the next step. Beyond half it is the rule.
 OVERFLOW_WARNING = 0.5
 

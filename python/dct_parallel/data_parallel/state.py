@@ -245,7 +245,7 @@ class DCTState:
         `wire_bytes`: what a rank sends in a compressed step, in a mesh to other nodes. Messages
         have a fixed size, so that is the same in every step, and on every rank of equal part;
         `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one step
-        in ten tells.
+        in 23 tells.
 
         Raises:
             RuntimeError: a payload was damaged.

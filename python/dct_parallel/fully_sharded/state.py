@@ -132,12 +132,15 @@ class FullyShardState:
         """
         self._look()
         self._damage.require_none()
+        held = {piece.name for piece in self._pieces if piece.local.numel()}  # not filling alone
         return {
             "step": self.step,
             "density": self._history.density,
             "overflow": self._history.overflow,
             "wire_bytes": step_bytes([bucket.plan for bucket in self._buckets]),
-            "silent": [name for bucket in self._buckets for name in bucket.silent()],
+            "silent": [
+                name for bucket in self._buckets for name in bucket.silent() if name in held
+            ],
         }
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
@@ -182,8 +185,7 @@ class FullyShardState:
         """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
 
         From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
-        anew, and thresholds sampled where those of several shards meet. The next step compares
-        what was loaded. A state that is refused changes nothing.
+        anew. The next step compares what was loaded. A state that is refused changes nothing.
 
         Raises:
             ValueError: made with another version, density, transport or number of replicas, by
@@ -199,10 +201,9 @@ class FullyShardState:
 
         Every replica starts from the mean of their residuals: as a step applies the mean of what
         replicas send, as much is owed to the model as before, to float32 rounding (summed in
-        float64). Thresholds are means, too; owners of ranges (transport "shard") sample theirs
-        anew, and what they owe is added to every replica. Every rank calls it, and reads one
-        replica's shard at a time. Our reconstruction: the paper does not change the number of
-        ranks.
+        float64). What owners of ranges owe (transport "shard") is added to every replica. Every
+        rank calls it, and reads one replica's shard at a time. Our reconstruction: the paper does
+        not change the number of ranks.
 
         Args:
             folder: that `torch.distributed.checkpoint` wrote.
