@@ -50,8 +50,9 @@ class Compressor:
     every `refresh_every`-th ("fixed": the paper's way; gradients move on meanwhile, and what
     overflows waits in the residual). No host synchronisation. A sample may be infinite, if more
     than its share of what was picked is not finite: then only what is not finite passes; a "fixed"
-    threshold stays what it was, infinite if there was none. A sample is 0 if most of the elements are 0: then every non-zero
-    passes, up to the capacity. At density 1 the threshold is 0 for good: everything is sent.
+    threshold stays what it was, infinite if there was none. A sample is 0 if most of the elements
+    are 0: then every non-zero passes, up to the capacity. At density 1 the threshold is 0 for good:
+    everything is sent.
 
     There is one payload, overwritten by the next `pack`: finish sending it first. A second one
     would buy nothing, as the next gradient cannot exist before this one was exchanged.

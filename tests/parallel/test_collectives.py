@@ -165,8 +165,8 @@ def test_dlrm_sends_a_hundredth_of_the_bytes_of_a_float32_all_reduce(sizes):
     (sent, buckets), (same, _) = run_ranks(_bytes_of_one_step, 2, sizes, True)
     assert dense == 4 * sum(sizes)
     assert sent == same
-    # The formula: entries of 2 + 2 bytes; and per bucket a header, a start for every 16,384 elements
-    # and at most two roundings to 16 bytes.
+    # The formula: entries of 2 + 2 bytes; and per bucket a header, a start for every 16,384
+    # elements and at most two roundings to 16 bytes.
     least = 4 * 1.25 * 0.005 * sum(sizes)
     framing = 64 * buckets + 4 * (sum(sizes) / 16384 + 2 * buckets) + 3 * 16 * buckets
     assert least < sent <= least + framing + 4 * buckets

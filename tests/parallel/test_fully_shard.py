@@ -154,7 +154,7 @@ def _ledger(rank, transport):
         )
     )
     numels = sum(p.to_local().numel() for p in model.parameters())
-    assert 0.02 < sent / numels < 0.0626
+    assert 0.02 < sent / numels < 0.13, sent / numels  # capacity counts filling, too
     for name, p in model.named_parameters():
         numel = p.to_local().numel()
         assert (numel == 0) == (rank % 2 == 1 and "p.1" in name)

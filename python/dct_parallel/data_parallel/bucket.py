@@ -13,7 +13,7 @@ from .bucket_plan import BucketPlan
 from .checkpoint import SegmentState
 from .transports import Receipt, Transport, compressor_of
 
-# In one step of 23 it is looked at whether anything is sent of a parameter, as that takes some small
+# In one step of 23 it is looked at whether anything is sent of a parameter, as that takes some
 # kernels more; where for a thousand steps nothing was found, it is named.
 LOOK_EVERY, SILENT_STEPS = 23, 1000
 
