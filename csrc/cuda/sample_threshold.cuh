@@ -12,8 +12,9 @@ namespace dct::cuda {
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
 // A quantile of the magnitudes of each segment, exact or of a stratified sample, for all segments
-// together: two kernels where max_samples is few, else one memset and three kernels. Nothing of `scratch` need survive the call or be cleared
-// before it. `numel` is that of x: offsets in `segments` that pass it are cut.
+// together: one kernel or two where max_samples is few, else one memset and three kernels. Nothing
+// of `scratch` need survive the call or be cleared before it. `numel` is that of x: offsets in
+// `segments` that pass it are cut.
 cudaError_t sample_threshold(const SampleThresholdArgs& args, int64_t numel, void* scratch,
                              cudaStream_t stream);
 
