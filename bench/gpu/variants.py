@@ -68,7 +68,8 @@ def _checked(error: int) -> None:
 
 def _with_scratch(call, device: torch.device, *arguments) -> None:
     nbytes = call(*arguments, None)
-    _checked(call(*arguments, torch.empty(nbytes, dtype=torch.uint8, device=device)))
+    scratch = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)  # never at 0
+    _checked(call(*arguments, scratch))
 
 
 def _mask_pack(

@@ -158,6 +158,8 @@ def _mean(runs: Runs, mode: str, key: str) -> float:
 
 def _spread(runs: Runs, mode: str, key: str) -> str:
     values = _values(runs, mode, key)
+    if None in values:  # of a run that an earlier version finished
+        return "-"
     if len(values) == 1:
         return f"{values[0]:.4f}"
     return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"

@@ -77,9 +77,10 @@ def test_labels_are_drawn_with_the_true_probabilities():
     wrong_order = np.cumsum(p) - p  # expected ones among the rows ranked lower
     expected_auc = 1 - np.sum((1 - p) * wrong_order + 0.5 * p * (1 - p)) / (p.sum() * (1 - p).sum())
     expected_loss = -np.mean(p * np.log(p) + (1 - p) * np.log(1 - p))
-    auc, loss = score(BLOCK.labels, BLOCK.probability)
+    auc, loss, calibration = score(BLOCK.labels, BLOCK.probability)
     assert auc == pytest.approx(expected_auc, abs=0.008)
     assert loss == pytest.approx(expected_loss, abs=0.008)
+    assert calibration == pytest.approx(1, abs=0.02)
     for low in np.arange(0.05, 0.9, 0.1):
         within = (BLOCK.probability >= low) & (BLOCK.probability < low + 0.1)
         rate, expected = BLOCK.labels[within].mean(), BLOCK.probability[within].mean()
