@@ -310,8 +310,9 @@ def plot(folder: Path, records: Sequence[dict]) -> None:
         left, right, tested = figure.subplots(1, 3)
         right.sharey(left)
         for name, runs in methods.items():
-            test_curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
-            tested.plot(test_curves[:, 0], test_curves[:, 1], label=name, linewidth=1)
+            if all(map(_tail, runs)):
+                test_curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
+                tested.plot(test_curves[:, 0], test_curves[:, 1], label=name, linewidth=1)
             curves = torch.tensor([run["curve"] for run in runs]).mean(0)
             left.plot(curves[:, 0], curves[:, 2], label=name, linewidth=1)
             right.plot(curves[:, 1], curves[:, 2], label=name, linewidth=1)
@@ -321,17 +322,20 @@ def plot(folder: Path, records: Sequence[dict]) -> None:
         left.set_ylim(bottom=lowest - 0.05 * abs(start - lowest), top=max(start, lowest + 0.01))
         right.set(xlabel="bytes that a rank has sent", xscale="log")
         tails = [point[1] for runs in methods.values() for run in runs for point in _tail(run)]
-        tested.set(xlabel="step", ylabel="test loss", ylim=(0.998 * min(tails), 1.002 * max(tails)))
+        tested.set(xlabel="step", ylabel="test loss")
+        if tails:
+            tested.set_ylim(0.998 * min(tails), 1.002 * max(tails))
         for axes in (left, right, tested):
             axes.grid(alpha=0.3)
-        tested.legend(fontsize=7)
+        left.legend(fontsize=7)
         figure.suptitle(f"{problem}, means of {len(runs)} seeds")
         figure.savefig(folder / f"{problem}-{steps}.png", dpi=110)
 
 
 def _tail(run: dict) -> list:
-    """Its test curve without the first third, which is steep."""
-    return run["test_curve"][len(run["test_curve"]) // 3 :]
+    """Its test curve without the first third, which is steep; earlier versions noted none."""
+    curve = run.get("test_curve", [])
+    return curve[len(curve) // 3 :]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

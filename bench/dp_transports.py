@@ -105,7 +105,8 @@ def report(records: Sequence[dict]) -> str:
             spread([run["summary"]["auc"] for run in runs]),
             spread(list(losses.values())),
             f"{max(losses.values()):.4f}",
-            spread([run["summary"]["calibration"] for run in runs]),
+            # Which runs of earlier versions lack.
+            spread([r["summary"]["calibration"] for r in runs if "calibration" in r["summary"]]),
             "" if method == "dense" else with_error(over),
             "" if method == "dense" or not over else f"{max(over):+.4f}",
         ]

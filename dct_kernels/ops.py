@@ -68,6 +68,8 @@ def sample_threshold(
 def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     """Nudge each threshold so that the number of entries that pass stays near its target.
 
+    For loops that sample seldom; `dct_parallel` samples in every step instead.
+
     threshold *= 1 + clip(0.05 * (seen - target) / max(target, 1), -0.05, 0.25), then it is kept
     within [1/4, 64] x reference; float32, each operation rounded. A negative threshold (segment
     skipped) stays as it is, and so does zero at reference zero. Mutates `threshold`.

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "emulator/fiber.h"
-#include "emulator/relaxed.h"
 
 __thread uint3 threadIdx, blockIdx;
 __thread dim3 blockDim, gridDim;
@@ -32,8 +31,7 @@ Counts& counts() {
 
 namespace {
 
-constexpr uint64_t kMaxPauses = 1 << 20;  // of a launch, while none of its blocks finishes
-constexpr uint32_t kMostSteps = 8;        // of a block until another's turn, as a power of 2
+constexpr uint32_t kMostSteps = 8;  // of a block until another's turn, as a power of 2
 
 enum class State { kReady, kWaiting, kDone };
 
@@ -101,10 +99,8 @@ struct Launch {
   size_t dynamic_shared_bytes;
   const std::function<void()>* kernel;
   std::mt19937 random;
-  RelaxedWords words = {};
   Fiber scheduler = {};
   bool failed = false, turn_ends = false;
-  uint64_t pauses = 0;  // since a block has finished
 
   bool in_turn() const { return options().seed == 0; }
   void run();
@@ -270,11 +266,7 @@ void Launch::run() {
     if (resident.empty()) return;
     turn_of = in_turn() ? (turn_of + 1) % resident.size() : random() % resident.size();
     turn(*resident[turn_of]);
-    if (resident[turn_of]->live == 0) {
-      resident.erase(resident.begin() + turn_of);
-      pauses = 0;
-    }
-    if (pauses > kMaxPauses) fail("hang, waiting for another block");
+    if (resident[turn_of]->live == 0) resident.erase(resident.begin() + turn_of);
   }
 }
 
@@ -339,29 +331,6 @@ void schedule_point() {
   const uint32_t roll = running->random() % 64;
   running->turn_ends = roll < 4;
   if (roll < 16) leave();
-}
-
-void pause() {
-  running->pauses++;
-  leave();
-}
-
-void stored(const void* address, uint64_t old, uint64_t value) {
-  const Unwatched scope;
-  running->words.stored(active->number, address, old, value);
-}
-uint64_t loaded(const void* address, uint64_t current) {
-  if (running->in_turn()) return current;
-  const Unwatched scope;
-  return running->words.loaded(active->number, address, current, running->random);
-}
-void updated(const void* address) {
-  const Unwatched scope;
-  running->words.show(address);
-}
-void released() {
-  const Unwatched scope;
-  running->words.show_all();
 }
 
 void* shared_memory(const void* tag, size_t bytes, size_t alignment) {

@@ -104,6 +104,19 @@ def test_default_capacity_is_five_quarters_of_the_density_of_the_largest_range()
     assert Compressor(1000, [0, 1000], density=0.9).capacity == 1000
 
 
+def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
+    """At 0.5 % and with gradients that repeat: the law of docs/training.md."""
+    small, ratio = 40, 10
+    grad = grads(4000, 0)
+    grad[:small] /= ratio
+    c = Compressor(4000, [0, 4000], density=0.005, value_dtype=torch.float32)
+    owed = torch.zeros(small)
+    while torch.equal(c.residual[:small], owed) and c.step < 3000:
+        owed = c.residual[:small] + grad[:small]
+        c.pack(grad)
+    assert 50 * ratio < c.step < 100 * ratio
+
+
 def test_fresh_holds_the_density_when_gradients_shrink_and_fixed_starves():
     passed = {}
     for policy in ("fresh", "fixed"):

@@ -179,6 +179,28 @@ def test_buckets_that_ddp_leaves_out(unused):
     assert run_ranks(_left_out, 2, unused) == [expected] * 2
 
 
+def _two_densities(rank):
+    """Two parts of a model, each a DDP with a state of its own: one sends everything it has."""
+    model = nn.Sequential(ddp(mlp(depth=1)), ddp(nn.Linear(1, 1)))
+    states = [DCTState(part, density) for part, density in zip(model, (0.05, 1.0), strict=True)]
+    for part, state in zip(model, states, strict=True):
+        part.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(6):
+        train_step(model, optimizer, *batch(step, rank))
+    owed = [sum(int(p.count_nonzero()) for p in _residuals_of(state)) for state in states]
+    assert torch.equal(*gathered(weights(model)))
+    return owed[0] > 1000, states[1].stats()["density"]
+
+
+def _residuals_of(state):
+    return [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
+
+
+def test_parts_of_a_model_may_have_densities_of_their_own():
+    assert run_ranks(_two_densities, 2) == [(True, 1.0)] * 2
+
+
 def _disabled(rank):
     """GradScaler(enabled=False), so that one script serves with and without AMP."""
     results = []

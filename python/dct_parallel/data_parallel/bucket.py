@@ -153,7 +153,7 @@ class Bucket:
             residual += (self.plan.ranks * owed).to(residual.device)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `DCTState.parameter_stats`}, of the last `reduce`."""
+        """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
         if self.compressor.step == self._first_step or not self.plan.names:
             return {}
         starts = torch.tensor(self.plan.range_bounds[1:], device=self._bounds.device)
@@ -172,7 +172,8 @@ class Bucket:
         }
 
     def silent(self) -> list[str]:
-        """Parameters of which nothing was found in the steps looked at, for 1,000 of all."""
+        """Parameters of which nothing was found in the steps looked at, for 1,000 of all. Waits for
+        the device."""
         if not self._watches:
             return []
         silent = (self.compressor.step - self._found >= SILENT_STEPS).tolist()

@@ -10,10 +10,8 @@ from ..readback import Readback
 from . import checkpoint
 from .bf16 import unpacked_report
 from .bucket import PartBucket, Report
-from .checkpoint import OWED, SegmentState
+from .checkpoint import SegmentState
 from .node import Node
-
-_LONG = ("residual", OWED)  # of a state, as long as the parameter
 
 
 class NodeBucket:
@@ -101,11 +99,9 @@ class NodeBucket:
         states = {}
         for name, state in self._inner.states().items():
             piece = self._pieces[name]
-            for key in state.keys() & set(_LONG):
-                long = torch.zeros(self._sizes[name])
-                long[piece.low : piece.high] = state[key]
-                state[key] = long
-            states[name] = state
+            states[name] = {key: torch.zeros(self._sizes[name]) for key in state}
+            for key, part in state.items():
+                states[name][key][piece.low : piece.high] = part
         return states
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
@@ -119,7 +115,7 @@ class NodeBucket:
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
         """Of a state what belongs to this rank's part."""
         piece = self._pieces[name]
-        return state | {k: state[k][piece.low : piece.high] for k in state.keys() & set(_LONG)}
+        return {key: value[piece.low : piece.high] for key, value in state.items()}
 
     def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
         """What a state owes to the mean over nodes, of elements in other ranks' parts."""

@@ -1,9 +1,9 @@
 // emulator.h -- what the emulated CUDA headers need from the scheduler in emulator.cpp.
 //
 // One fiber per CUDA thread of the resident blocks, one of which runs at a time: until it meets a
-// barrier, a warp collective or a schedule point. Which fiber runs next, in which order blocks
-// start and what they see of each other's relaxed stores follows from a seed. A deadlock, a hang or
-// a misused collective fails the launch with a report on stderr.
+// barrier, a warp collective or a schedule point. Which fiber runs next and in which order blocks
+// start follows from a seed. A deadlock or a misused collective fails the launch with a report on
+// stderr.
 #pragma once
 
 #include <atomic>
@@ -73,16 +73,6 @@ uint64_t collective(uint32_t mask, Collective kind, Place place, uint64_t value,
 // Lets other threads run, of this block and of others, as a GPU may at any instruction that others
 // can observe. Does nothing without a seed.
 void schedule_point();
-
-// A wait loop's pause: lets other threads run; a launch in which nothing else happens has hung.
-void pause();
-
-// A relaxed store has been done; what a relaxed load sees where `current` is the last value; an
-// atomic has updated an address; something was released.
-void stored(const void* address, uint64_t old, uint64_t value);
-uint64_t loaded(const void* address, uint64_t current);
-void updated(const void* address);
-void released();
 
 // Memory of the block under `tag`, the same for all its threads, filled with 0xcd at first.
 void* shared_memory(const void* tag, size_t bytes, size_t alignment);

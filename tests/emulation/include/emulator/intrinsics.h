@@ -127,12 +127,10 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned value,
 template <typename T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
   emulator::schedule_point();
-  emulator::updated(address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicOr(T* address, std::common_type_t<T> value) {
   emulator::schedule_point();
-  emulator::updated(address);
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }

@@ -12,7 +12,6 @@ namespace dct::cuda {
 
 inline unsigned add_acquire_release(unsigned* address, unsigned value) {
   emulator::schedule_point();
-  emulator::released();
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
 
