@@ -1,11 +1,11 @@
 """DLRM's quality over ways of averaging gradients, and over densities: one-way and two-way DCT.
 
     python bench/dp_transports.py --data ROWS.tsv --epochs 5 --batch-size 64 --out runs/dp_kaggle
-    python bench/dp_transports.py --rows 400000 --methods dense,gather,shard --densities 0.01
+    python bench/dp_transports.py --rows 400000 --methods dense,all_gather --densities 0.01
 
 dense, bf16 and powersgd are dct-train's modes. topk is an exact top-k of all gradients with error
-feedback, gather and shard are DCT with these transports: each of the three at every density. All
-runs of a seed start from the same weights and see the same batches.
+feedback, all_gather and reduce_scatter are DCT with these transports: each of the three at every
+density. All runs of a seed start from the same weights and see the same batches.
 
 Each finished run is a file in --out. A run whose file is there is not repeated, so a command that
 was interrupted goes on where it was, and further methods, densities and seeds may be added. In the
@@ -35,7 +35,7 @@ from dct_dlrm.models.row_exchange import EXCHANGES
 from dct_dlrm.modes import MODES
 
 WHOLE = ("dense", "bf16", "powersgd")
-TRANSPORTS = ("gather", "shard")
+TRANSPORTS = ("all_gather", "reduce_scatter")
 SPARSE = ("topk", *TRANSPORTS)
 # What must be equal in all runs of a folder: everything but what a method or a run is.
 SETTINGS = ("rows", "test_fraction", "epochs", "batch_size", "lr", "embedding_lr", "hash_size")

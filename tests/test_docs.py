@@ -89,8 +89,10 @@ def test_methods_are_named(name):
     page = PAGES["api.md"].read_text()
     section = page[page.index(f"## {name}\n") :].split("\n## ")[0]
     public = getattr(importlib.import_module("dct_parallel"), name)
-    for method in (method for method in vars(public) if not method.startswith("_")):
-        assert f"`{method}(" in section, method
+    for name, member in vars(public).items():
+        if not name.startswith("_"):
+            named = f"`{name}`" if isinstance(member, property) else f"`{name}("
+            assert named in section or f"`{name}`," in section, name
 
 
 @pytest.mark.parametrize("page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md"])

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -94,8 +95,8 @@ def test_a_package_imports_only_those_below_it():
 
 def test_the_foundation_knows_none_of_the_folders_that_stand_on_it():
     # {folder: those it may know}
-    folders = {"data_parallel": set(), "rows": set()}
-    folders |= {"fully_sharded": {"data_parallel"}}
+    folders = {"exchange": set(), "rows": set()}
+    folders |= {door: {"exchange"} for door in ("data_parallel", "fully_sharded", "local_steps")}
     folders |= {"two_dimensional": {"rows"}, "substitution": {"rows"}}
     for name, targets in _edges().items():
         package, _, rest = name.partition(".")
@@ -105,6 +106,12 @@ def test_the_foundation_knows_none_of_the_folders_that_stand_on_it():
         known = {t.split(".")[1] for t in targets if t.startswith("dct_parallel.")}
         foreign = (known & folders.keys()) - {own} - folders.get(own, set())
         assert not foreign, f"{name} imports {foreign}"
+
+
+def test_the_exchange_has_no_word_of_what_stands_on_it():
+    for path in (ROOT / "python/dct_parallel/exchange").glob("*.py"):
+        words = {"ddp", "fsdp", "fully_shard", "distributeddataparallel"}
+        assert not words & set(re.findall(r"\w+", path.read_text().lower())), path
 
 
 def test_no_circles():

@@ -9,8 +9,9 @@ from programs import ROOT, blocks, in_forks, run
 
 from dct_dlrm.data.features import table_rows
 from dct_dlrm.models.dlrm import DLRM
-from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.gather import Gather
+from dct_parallel.exchange.all_gather import AllGather
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
 
 README = ROOT / "README.md"
 BLOCKS = blocks(README)
@@ -28,7 +29,7 @@ def _written(block, folder):
 
 def test_hook(tmp_path):
     printed = run(_written(BLOCKS[0], tmp_path), tmp_path)
-    assert "transport: gather" in printed
+    assert "transport: all_gather" in printed
 
 
 @pytest.mark.parametrize("index", [pytest.param(1, id="rows"), pytest.param(2, id="ops")])
@@ -55,7 +56,7 @@ def test_the_bytes_of_the_headline():
     model = DLRM(table_rows(4000), 16, [512, 256, 64], [512, 256])
     names, sizes = zip(*[(n, p.numel()) for n, p in model.named_parameters()], strict=True)
     settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
-    plan = BucketPlan(names, sizes, settings, Gather, ranks=2)
+    plan = BucketPlan(names, sizes, settings, AllGather, ranks=2)
     assert (4 * plan.numel, plan.wire_bytes) == (5_523_396, 34_944)  # of a float32 ring, and DCT's
     text = README.read_text()
     assert "| 5,523,396 |" in text and "| 34,944 |" in text and "158.1x" in text

@@ -136,7 +136,7 @@ def differing(on_gpu: list[list[Tensor]], on_cpu: list[list[Tensor]], exact: boo
 def cases() -> Iterator[tuple[str, Callable[..., list[Tensor]], int, str, bool]]:
     """(what, function, ranks, the backend on the GPU, whether all bits must agree)."""
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
-        for transport in ("gather", "shard", "auto"):
+        for transport in ("all_gather", "reduce_scatter"):
             for scaled in (False, True):
                 name = f"DDP {transport}{', scaled' if scaled else ''}"
                 yield (

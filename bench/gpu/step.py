@@ -228,7 +228,7 @@ def training(
     with torch.device(device):
         model = task.model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    state = DCTState(ddp, density=DENSITIES[0], transport="gather") if hooked else None
+    state = DCTState(ddp, density=DENSITIES[0], transport="all_gather") if hooked else None
     if state is not None:
         ddp.register_comm_hook(state, dct_hook)
     batch = task.batch()

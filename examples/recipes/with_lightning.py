@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/recipes/with_lightning.py
 
-Needs `pip install lightning`. The state is made before there is a DDP, and bound to it at the first
-step. Prints the loss of the first and the last step, and what was sent.
+Needs `pip install lightning`. The state is made before there is a DDP; a callback binds it.
+Prints the loss of the first and the last step, and what was sent.
 """
 
 import gc
@@ -11,6 +11,7 @@ import gc
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,11 +47,13 @@ def train():
     x = torch.randn(6400, 128)
     data = DataLoader(TensorDataset(x, x[:, :8].sum(1, keepdim=True).tanh()), batch_size=64)
     state = DCTState(density=0.01)
+    bind = LambdaCallback(on_train_start=lambda trainer, _: state.bind(trainer.strategy.model))
     strategy = DDPStrategy if torch.cuda.is_available() else OnTheCPU
     trainer = lightning.Trainer(
         devices=2,
         max_epochs=4,
         strategy=strategy(ddp_comm_state=state, ddp_comm_hook=dct_hook),
+        callbacks=[bind],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

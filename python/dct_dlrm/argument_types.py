@@ -2,10 +2,7 @@
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Collection
-
-from dct_parallel.data_parallel.choice import PROBE
 
 
 def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
@@ -26,13 +23,6 @@ def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
 count = number(int, lambda n: n >= 1, "an integer >= 1")
 positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
 density = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
-
-
-def link(text: str) -> str:
-    """An argparse type: what `DCTState` takes as a link."""
-    if text != PROBE and not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"must be {PROBE} or a file, got {text!r}")
-    return text
 
 
 def several(item: Callable, known: Collection[str] = ()) -> Callable:

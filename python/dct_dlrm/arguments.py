@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
-from dct_parallel.data_parallel.choice import AUTO, PROBE, TRANSPORTS
-from dct_parallel.data_parallel.link import read as read_link
+from dct_parallel.exchange.selection import TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
 from . import option_rules
-from .argument_types import count, density, link, number, pair, positive, several, widths
+from .argument_types import count, density, number, pair, positive, several, widths
 from .command_line import Formatter, Parser, add_out, add_version
 from .launch import under_torchrun
 from .models.factorised import FACTORISED
@@ -247,18 +246,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     exchange.add_argument(
         "--transport",
-        choices=(AUTO, *TRANSPORTS),
-        default=AUTO,
+        choices=tuple(TRANSPORTS),
         help="DCT: gradients by an all-gather of everything, or to owners of ranges, who sum and "
-        "compress once more; auto: the fastest for each bucket on --link, or an all-reduce in "
-        "bfloat16 where that is faster; without a link, gather",
-    )
-    exchange.add_argument(
-        "--link",
-        type=link,
-        metavar="FILE",
-        help="DCT, --transport auto: link.json of dct-bench link for as many ranks and one rate, "
-        f"or {PROBE} to measure the link at the start of a run",
+        "compress once more (default: by ranks and size of buckets, see DCTState)",
     )
     exchange.add_argument(
         "--local-size",
@@ -331,11 +321,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     said = option_rules.broken(given, options)
     if said is not None:
         parser.error(said)
-    if options.link not in (None, PROBE):
-        try:
-            read_link(options.link, ranks // options.local_size)
-        except ValueError as error:
-            parser.error(f"argument --link: {str(error).removeprefix('dct::DCTState: link ')}")
     if options.data is not None:
         options.rows = None  # as the summary is to have it
     return options

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from .data.dataset import Dataset, load
 from .data.features import table_rows
 from .loop import Run, gather_rows, run, score
 from .models.sharding import describe
-from .modes import START_STEP
 from .parallel import plan_tables
 from .progress import Step
 from .ranks import from_all_ranks
@@ -63,7 +61,7 @@ def compare(options: argparse.Namespace) -> None:
             if options.tensorboard and console is not None:
                 curves = options.out / "tensorboard" / f"{mode}-seed{seed}"
             title = f"{mode} seed {seed}"
-            with _told(console, title, steps, done, curves, options.link) as on_step:
+            with _told(console, title, steps, done, curves) as on_step:
                 result = run(mode, seed, data, options, on_step, training, save if saving else None)
             training = None
             runs.setdefault(mode, []).append(result)
@@ -87,22 +85,13 @@ def _told(
     steps: int,
     done: int,
     curves: Path | None,
-    link: str | None,
 ) -> Iterator[Callable[[Step], None]]:
-    """A function to be called after every step, for the bar, for TensorBoard, and once to say which
-    transports were chosen on the link."""
+    """A function to be called after every step, for the bar and for TensorBoard."""
     with contextlib.ExitStack() as stack:
         told = [stack.enter_context(progress.bar(console, title, steps, done))]
         if curves is not None:
             told.append(stack.enter_context(tensorboard.curves(curves, done)))
-        if link is not None and console is not None:
-            told.append(partial(_say_transports, console))
         yield lambda step: [tell(step) for tell in told]
-
-
-def _say_transports(console: Console, step: Step) -> None:
-    if step.dct is not None and step.number == START_STEP + 1:  # buckets are what they stay
-        console.print(step.dct.plan().splitlines()[0], markup=False, highlight=False)
 
 
 def _write(

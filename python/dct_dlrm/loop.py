@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_parallel import DCTState, DynamicFeatureRows
-from dct_parallel.data_parallel import RECENT_STEPS
+from dct_parallel.exchange import RECENT_STEPS
 
 from . import checkpoint
 from .data.dataset import Dataset

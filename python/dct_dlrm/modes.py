@@ -58,7 +58,6 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         start_step=START_STEP,
         policy=options.policy,
         transport=options.transport,
-        link=options.link,
         mesh=node_mesh(options.local_size, "cpu") if options.local_size > 1 else None,
     )
     ddp.register_comm_hook(state, dct_hook)

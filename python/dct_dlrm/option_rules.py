@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dct_parallel.data_parallel.choice import AUTO
-
 from .optimizers import EMBEDDING_OPTIMIZERS, SCALED
 
 TABLES_WHOLE = ("data", "des")  # --parallel that cut no table off the model
@@ -40,11 +38,10 @@ RULES = (
     Rule("mp_density mp_format dedup", "parallel", ("hybrid", "2d")),
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
-    Rule("density refresh_every policy transport link", "modes", ("dct",)),
+    Rule("density refresh_every policy transport", "modes", ("dct",)),
     Rule("refresh_every", "policy", ("fixed",)),
     Rule("local_size", "modes", ("dct",), unless=(1,)),
     Rule("mp_density mp_format sync_density sync_dtype", "modes", ("dct",)),
-    Rule("link", "transport", (AUTO,)),
     Rule("embedding_dim", "model", ("dlrm", "fm", "deepfm")),
     Rule("bottom", "model", ("dlrm",)),
     Rule("top", "model", ("dlrm", "deepfm")),

@@ -39,17 +39,19 @@ Or operators on them computed where their rows are, of which partial results cro
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
-A folder holds one idea: data_parallel (gradients of torch's DistributedDataParallel),
-fully_sharded (those of FSDP2), which uses it, rows (activations at a cut of a model),
+A folder holds one idea: exchange (a flat tensor into its mean over ranks), and the doors that stand
+on it side by side: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded
+(those of FSDP2) and local_steps (weights); rows (activations at a cut of a model), and on it
 two_dimensional (embedding tables in shards and replicas) and substitution (partial results of
-operators on shards), which use rows. All stand on what lies beside them here: compressor (one
-tensor, no network), agreement, collectives, groups, mesh, executors, readback, and wire, which
-counts bytes.
+operators on shards). All stand on what lies beside them here: compressor (one tensor, no network),
+agreement, collectives, groups, mesh, and wire, which counts bytes.
 """
 
 from .compressor import Compressor
-from .data_parallel import DCTAverager, DCTState, dct_hook, merge_states
+from .data_parallel import DCTState, dct_hook
+from .exchange import merge_states
 from .fully_sharded import dct_fully_shard_hook
+from .local_steps import DCTAverager
 from .mesh import node_mesh
 from .rows import (
     RowDequantize,

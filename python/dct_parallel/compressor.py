@@ -69,6 +69,8 @@ class Compressor:
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
         max_samples: picks per segment; default 4,096, from 0.39 % of density down 16 / density.
+        row_of: where this tensor is one range of several, the elements of the longest one: what is
+            sent and received then has the size of a row of theirs.
         device: of every tensor here.
 
     Attributes:
@@ -102,6 +104,7 @@ class Compressor:
         capacity: int | None = None,
         ranges: int = 1,
         max_samples: int | None = None,
+        row_of: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
@@ -131,6 +134,10 @@ class Compressor:
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
+        # A short range has fewer blocks than a row has room for, so that positions follow sooner.
+        row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
+        self._gap = slice(self._layout.positions, row.positions)
+        self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
         self._sampled = False  # yet
 
     def pack(
@@ -162,7 +169,7 @@ class Compressor:
             status,
         )
         self.step += 1
-        return self.payload
+        return self._to_send()
 
     def pack_damage(self) -> Tensor:
         """A payload without entries that tells all who receive it: what I received was damaged.
@@ -181,7 +188,7 @@ class Compressor:
             None,
             self.seen.new_ones(1),
         )
-        return self.payload
+        return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
         """Write the mean of P payloads into `out`, summed in the order given.
@@ -197,15 +204,10 @@ class Compressor:
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         if len(payloads) == 0:
             checks.fail("Compressor.unpack", "payloads", "one or more", "none")
-        return _scatter_unpack(
-            payloads,
-            out,
-            self.capacity,
-            self.value_dtype,
-            1 / payloads.shape[0],
-            False,
-            out_scale,
-        )
+        if self._row is not None:
+            parts = payloads[..., : self._gap.start], payloads[..., self._gap.stop :]
+            payloads = torch.cat(parts, dim=-1)
+        return self._unpack(payloads, out, out_scale)
 
     def take_back(self) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
@@ -217,7 +219,7 @@ class Compressor:
         # With both flags set, unpacking would put a NaN over element 0.
         self.payload[..., _FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
-        self.unpack(self.payload.unsqueeze(0), sent)
+        self._unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
         self._sampled = False  # what a fixed threshold was sampled from may have been infinite
@@ -244,6 +246,25 @@ class Compressor:
             count = row.view(torch.int32)[_COUNT_WORD]
             counts.index_add_(0, part, (entry < count).long())
         return counts[1:-1]
+
+    def _to_send(self) -> Tensor:
+        """The payload, in the form of a row where it is one of several."""
+        if self._row is None:
+            return self.payload
+        self._row[: self._gap.start] = self.payload[: self._gap.start]
+        self._row[self._gap.stop :] = self.payload[self._gap.start :]
+        return self._row
+
+    def _unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
+        return _scatter_unpack(
+            payloads,
+            out,
+            self.capacity,
+            self.value_dtype,
+            1 / payloads.shape[0],
+            False,
+            out_scale,
+        )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
         """Find thresholds anew, where they are due."""

@@ -23,8 +23,8 @@ from dct_bench.scale.cost_model import (
 from dct_dlrm.data.features import table_rows
 from dct_dlrm.models.dlrm import DLRM
 from dct_parallel import DCTAverager
-from dct_parallel.data_parallel.gather import Gather
-from dct_parallel.data_parallel.shard import Shard
+from dct_parallel.exchange.all_gather import AllGather
+from dct_parallel.exchange.reduce_scatter import ReduceScatter
 
 FREE = Kernels(math.inf, math.inf, math.inf, "free")
 NOWHERE = Link(0.0, math.inf)
@@ -83,7 +83,7 @@ def test_bytes_are_those_that_training_counts(method, sent):
 
 def test_bytes_of_shard_do_not_grow_with_ranks_but_those_of_gather_do():
     model = Model(shapes.transformer(), 0.0, FREE, 0.005)
-    few, many = (model.step("dct-shard", _flat(p, NOWHERE)).wire_bytes for p in (8, 64))
+    few, many = (model.step("dct-reduce-scatter", _flat(p, NOWHERE)).wire_bytes for p in (8, 64))
     assert many / few == pytest.approx((63 / 64) / (7 / 8), rel=0.03)
     few, many = (model.step("dct", _flat(p, NOWHERE)).wire_bytes for p in (8, 64))
     assert many / few == pytest.approx(63 / 7, rel=0.03)
@@ -92,20 +92,22 @@ def test_bytes_of_shard_do_not_grow_with_ranks_but_those_of_gather_do():
 def test_shard_sends_158_times_less_than_a_float32_ring():
     # 4 bytes an element, over 4 bytes an entry at 1.25 x 0.5 %, and the starts of blocks.
     model = Model([(10_000, 10_000)], 0.0, FREE, 0.005)
-    dense, shard = (model.step(m, _flat(8, NOWHERE)).wire_bytes for m in ("dense", "dct-shard"))
+    dense, shard = (
+        model.step(m, _flat(8, NOWHERE)).wire_bytes for m in ("dense", "dct-reduce-scatter")
+    )
     assert dense / shard == pytest.approx(158, rel=0.01)
 
 
 def test_one_owner_of_everything_gets_the_payload():
     model = Model(shapes.dlrm(), 0.0, FREE, 0.005)
-    assert model.plan(Shard, 1).payload_bytes == model.plan(Gather, 1).payload_bytes
+    assert model.plan(ReduceScatter, 1).payload_bytes == model.plan(AllGather, 1).payload_bytes
 
 
 def test_a_step_adds_up():
     kernels = Kernels(copy=1e9, mask_pack=2e9, scatter_unpack=4e9, source="")
     model = Model([(1000, 1000)], 0.5, kernels, 0.01)
     step = model.step("dct", _flat(2, Link(0.0, 1e6)))
-    payload = model.plan(Gather, 2).payload_bytes
+    payload = model.plan(AllGather, 2).payload_bytes
     assert step.pack == 12e6 / 2e9
     assert step.unpack == (4e6 + 2 * payload) / 4e9
     assert step.wire == pytest.approx(payload / 1e6)
@@ -166,7 +168,7 @@ def test_inside_a_node_everything_is_dense():
 def test_the_rate_at_which_dct_stops_paying():
     kernels = Kernels(math.inf, 1e9, math.inf, "")
     model = Model([(1000, 1000)], 0.0, kernels, 0.01)
-    sent = model.plan(Gather, 2).payload_bytes + 2
+    sent = model.plan(AllGather, 2).payload_bytes + 2
     ranges = paying_rates(model, lambda rate: _flat(2, Link(0.0, rate / 8)), "dct", "dense")
     # Dense takes 4 MB / rate, DCT 12 ms more than its payload's time, and that 1.05 times pays.
     exact = 8 * (4e6 - 1.05 * sent) / (1.05 * 12e-3)
@@ -179,7 +181,7 @@ def test_the_rate_at_which_dct_stops_paying():
 
 def test_powersgd_is_no_opponent_where_its_bytes_are_not_known():
     model = Model([(1000, 1000)], 0.1, FREE, 0.01)
-    known = ("dense", "bf16", "dct", "dct-shard", "local")
+    known = ("dense", "bf16", "dct", "dct-reduce-scatter", "local")
     faster = faster_by(model, lambda p, rate: _flat(p, Link(0.0, rate / 8)), [2], known)
     ((opponent, ratios),) = faster.items()
     assert opponent == "the better of dense and bf16"

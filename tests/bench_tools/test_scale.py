@@ -17,7 +17,7 @@ from dct_dlrm.errors import UsageError
 ROOT = Path(__file__).parents[2]
 SIZES = {"hash_size": 100, "embedding_dim": 8, "bottom": [16], "top": [16]}
 FREE = Kernels(math.inf, math.inf, math.inf, "free")
-MODES = ("dense", "bf16", "powersgd1", "dct", "dct-shard")
+MODES = ("dense", "bf16", "powersgd1", "dct", "dct-reduce-scatter")
 
 
 def _cell(mode, rate, wire_ms, compute_ms=4.0):
@@ -205,7 +205,7 @@ def _step(seconds):
 def test_the_method_to_take(seconds, taken, verdict):
     methods = ("dense", "bf16", "powersgd1", "dct", "local")
     steps = {method: _step(s) for method, s in zip(methods, seconds, strict=True)}
-    steps["dct-shard"] = _step(2.0)
+    steps["dct-reduce-scatter"] = _step(2.0)
     assert answer.best(steps) == taken
     names = {method: f"<{method}>" for method in steps}
     said = answer.sentence(2, 1e9, steps, names)
@@ -214,7 +214,12 @@ def test_the_method_to_take(seconds, taken, verdict):
 
 
 def test_a_slower_way_of_ours_is_named_beside_what_is_faster():
-    steps = {"dense": _step(1.0), "bf16": _step(0.2), "dct": _step(0.3), "dct-shard": _step(0.4)}
+    steps = {
+        "dense": _step(1.0),
+        "bf16": _step(0.2),
+        "dct": _step(0.3),
+        "dct-reduce-scatter": _step(0.4),
+    }
     said = answer.sentence(8, 1e8, steps | {"local": _step(2.0)}, {m: m for m in METHODS})
     assert said == (
         "It does not help: on 8 ranks at 100 Mbit/s a step with bf16 takes 200 ms and sends 50.0 "

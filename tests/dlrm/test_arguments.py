@@ -41,8 +41,6 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--max-malformed", "1.1", "must be a number in [0, 1], got '1.1'"),
         ("--policy", "loose", "invalid choice: 'loose'"),
         ("--transport", "ring", "invalid choice: 'ring'"),
-        ("--link", "none.json", "must be probe or a file, got 'none.json'"),
-        ("--link", "n" * 300, "must be probe or a file, got 'nnn"),
     ],
 )
 def test_a_wrong_argument(capsys, argument, value, rule):
@@ -72,13 +70,6 @@ def test_file_and_generated_rows_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         main(["--data", "rows.tsv", "--rows", "10"])
     assert "not allowed with argument --data" in capsys.readouterr().err
-
-
-def test_a_link_is_for_a_transport_that_is_chosen(capsys):
-    with pytest.raises(SystemExit):
-        main(["--transport", "shard", "--link", "probe"])
-    assert "--link must come with --transport auto, got shard" in capsys.readouterr().err
-    assert arguments.parse(["--link", "probe"]).transport == "auto"
 
 
 def test_nodes_are_of_equal_size_and_for_dct(capsys, monkeypatch):
@@ -145,19 +136,6 @@ def test_a_folder_that_is_no_place_for_results(tmp_path, prepare):
     options = arguments.parse(["--overwrite", "--out", str(prepare(tmp_path))])
     with pytest.raises(UsageError, match="--out must be a folder that can be written to, got"):
         _folder(options)
-
-
-@pytest.mark.parametrize(
-    "content, rule",
-    [("{}", "of dct-bench link --ranks 2, one rate"), ("not json", "'probe' or a JSON file")],
-)
-def test_another_file_is_no_link(tmp_path, capsys, content, rule):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(SystemExit):
-        arguments.parse(["--link", str(path), "--ranks", "4", "--local-size", "2"])
-    said = capsys.readouterr().err
-    assert f"argument --link: must be {rule}" in said and said.count("\n") == 1
 
 
 def test_values_of_the_paper_setup():

@@ -5,18 +5,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, node_mesh
-from dct_parallel.data_parallel.link import Cost, Link
 from ranks import Dictated, entry, gathered
 
 # Several blocks, in which parts of two or four ranks cut through large parameters.
 SIZES = (20_000, 100, 30_001)
 ALL_SIZES = (SIZES, (1001, 30, 300, 255), (5, 3), (17,))  # and parts that are short, or empty
-DENSE_LINK = Link(*[Cost(1.0, 0.0)] * 2, Cost(0.0, 0.0), 1.0, 1.0, 0.0)  # by which bf16 is best
-TRANSPORTS = {
-    "gather": {"transport": "gather"},
-    "shard": {"transport": "shard"},
-    "bf16": {"transport": "auto", "link": DENSE_LINK},
-}
+TRANSPORTS = ("all_gather", "reduce_scatter")
 
 
 def meshed_model(sizes, local_size, bucket_cap_mb=25, **options):

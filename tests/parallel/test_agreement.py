@@ -20,7 +20,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, 
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import Agreement, PeerError, refusing
 from dct_parallel.data_parallel import state as state_module
-from dct_parallel.data_parallel.run import Run
+from dct_parallel.exchange.run_guard import RunGuard
 from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
@@ -144,7 +144,7 @@ def _sharded():
 
 
 def _fails_in_every_bucket(rank):
-    run, asked = Run("test", dist.group.WORLD, torch.device("cpu"), {}), []
+    run, asked = RunGuard("test", dist.group.WORLD, torch.device("cpu"), {}), []
     run._agreement.waiting = lambda op: asked.append(op) or []
 
     def collective():
@@ -155,7 +155,7 @@ def _fails_in_every_bucket(rank):
             with pytest.raises(RuntimeError, match="the peer is gone"):
                 run.carry_out(collective)
         assert len(asked) == loads
-        run.load({"run_id": "r", "world_size": 1})
+        run.load("r", 1)
 
 
 def test_the_store_is_asked_once_why_a_step_failed():
@@ -191,13 +191,13 @@ def _loads_again(rank):
     if rank == 1:
         store.wait(["rank 0 waits"])
     else:
-        exchange = state._run._agreement.exchange
+        exchange = state._ledger._guard._agreement.exchange
 
         def late(*args):
             store.set("rank 0 waits", "")
             return exchange(*args)
 
-        state._run._agreement.exchange = late
+        state._ledger._guard._agreement.exchange = late
     state.load_state_dict(saved)
     step()
     return entry(state.state_dict())["step"]

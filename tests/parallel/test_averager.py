@@ -13,7 +13,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTAverager, DCTState, WireMeter, merge_states
-from dct_parallel.data_parallel import gather
+from dct_parallel.exchange import all_gather as by_all_gather
 from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 PERIOD = 3
@@ -94,7 +94,7 @@ def _equal_ranks(rank, period):
     model = nn.Linear(20, 20)
     averager = DCTAverager(model, density=0.1, period=period)
     reduce, averaged = averager._bucket.reduce, []
-    averager._bucket.reduce = lambda moved: averaged.append(averager.step) or reduce(moved)
+    averager._bucket.reduce = lambda *args: averaged.append(averager.step) or reduce(*args)
     generator = torch.Generator().manual_seed(rank)
     for step in range(1, 10_001):
         with torch.no_grad():
@@ -255,14 +255,14 @@ def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in():
 def _damaged(rank):
     model = nn.ParameterList([torch.zeros(5000)])
     averager = DCTAverager(model, density=0.1, period=1)
-    all_gather, number = gather.all_gather, 0
+    all_gather, number = by_all_gather.all_gather, 0
 
     def in_flight(output, tensor, group):
         all_gather(output, tensor, group)
         if number == 3 and rank == 0:
             output[1, 0] ^= 0xFF  # the magic of what rank 1 sent
 
-    gather.all_gather = in_flight
+    by_all_gather.all_gather = in_flight
     for number in range(1, 6):
         with torch.no_grad():
             model[0] += rank + 1

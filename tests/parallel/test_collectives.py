@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, WireMeter, collectives, dct_hook
-from dct_parallel.executors import ThreadExecutor
+from dct_parallel.data_parallel.executors import ThreadExecutor
 from ranks import Dictated, mlp, run_ranks
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import gather, shard
+from dct_parallel.exchange import all_gather as by_all_gather
+from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 
@@ -69,13 +70,13 @@ def _sleepy(rank, steps, transport):
         time.sleep(dice.random() * 0.004)
         return dct_hook(state, bucket)
 
-    all_gather = gather.all_gather
+    all_gather = by_all_gather.all_gather
 
     def slow_gather(*args):
         time.sleep(dice.random() * 0.004)
         all_gather(*args)
 
-    gather.all_gather = shard.all_gather = slow_gather
+    by_all_gather.all_gather = by_reduce_scatter.all_gather = slow_gather
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -87,7 +88,8 @@ def _sleepy(rank, steps, transport):
 
 
 @pytest.mark.parametrize(
-    "world_size, steps, transport", [(2, 100, "gather"), (4, 40, "gather"), (2, 60, "shard")]
+    "world_size, steps, transport",
+    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
 )
 def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps, transport):
     assert run_ranks(_sleepy, world_size, steps, transport) == [(True, True)] * world_size
@@ -172,7 +174,7 @@ def _together(rank, transport):
     return len(state._buckets.plans())
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_a_payload_sends_what_is_largest_in_all_of_it(transport):
     assert run_ranks(_together, 2, transport)[0] >= 2
 
@@ -315,7 +317,7 @@ def _beside(rank, transport):
             came.set()
         return future
 
-    all_gather = gather.all_gather
+    all_gather = by_all_gather.all_gather
 
     def waiting(*args):
         exchanged.append(came.wait(20))  # in vain, if the backward pass waited for this exchange
@@ -324,12 +326,12 @@ def _beside(rank, transport):
     model.register_comm_hook(state, hook)
     for step in range(4):
         if step == 2:  # compressed from here on, in DDP's last buckets
-            gather.all_gather = shard.all_gather = waiting
+            by_all_gather.all_gather = by_reduce_scatter.all_gather = waiting
         came.clear()
         model(batch(step, rank)[0]).sum().backward()
     return len(exchanged) == 2 * len(state._buckets.in_order()) >= 6 and all(exchanged)
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_exchanges_run_beside_the_backward_pass(transport):
     assert run_ranks(_beside, 2, transport) == [True, True]

@@ -62,7 +62,7 @@ def _resume(rank, transport):
     assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_a_checkpoint_goes_on_bit_equal(transport):
     run_ranks(_resume, 2, transport)
 
@@ -91,14 +91,14 @@ def _through_dcp(rank, folder, steps, transport):
     return moved, residual
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_dcp_gives_every_rank_its_own_bits(tmp_path, transport):
     (moved, ours), (_, theirs) = run_ranks(_through_dcp, 2, tmp_path / "later", 7, transport)
     assert moved > 1000 and not torch.equal(ours, theirs)
 
 
 def test_dcp_before_compression_starts(tmp_path):
-    results = run_ranks(_through_dcp, 2, tmp_path / "early", 1, "gather")
+    results = run_ranks(_through_dcp, 2, tmp_path / "early", 1, "all_gather")
     assert [moved for moved, _ in results] == [0, 0]
 
 
@@ -176,7 +176,7 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         with pytest.raises(ValueError, match=f"dct::merge_states: {text}"):
             merge_states(states)
     dcp.save({"dct": _state(0, 1)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(ValueError, match=r"key must be the name of a DCTState in .*, got 'other'"):
+    with pytest.raises(ValueError, match=r"key must be the name of a state in .*, got 'other'"):
         merge_states(tmp_path, key="other")
     assert merge_states(tmp_path)["ranks"]["mean"]["step"] == 5
     for states, text in [
@@ -229,7 +229,7 @@ def _early(rank, transport):
     now = entry(state.state_dict())
     level = torch.tensor(0.3)
     had = {"threshold": level, "reference": level, "sample_next": torch.zeros(())}
-    if transport == "shard":
+    if transport == "reduce_scatter":
         had |= {f"owner_{key}": value for key, value in had.items()}
     early = {name: p | had for name, p in now["parameters"].items()}
     rest = {key: value for key, value in now.items() if key != "recent"}
@@ -246,7 +246,7 @@ def _early(rank, transport):
         )
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_an_early_state_of_this_version_is_loaded(transport):
     run_ranks(_early, 2, transport)
 

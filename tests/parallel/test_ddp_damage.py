@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import gather
+from dct_parallel.exchange import all_gather as by_all_gather
 from ranks import Dictated, entry, gathered, run_ranks
 
 SIZES = (20_000, 100, 30_000)
@@ -34,14 +34,14 @@ class Run:
         self.state = DCTState(self.model, density=0.05, **options)
         self.model.register_comm_hook(self.state, dct_hook)
         self.step = 0
-        all_gather = gather.all_gather
+        all_gather = by_all_gather.all_gather
 
         def in_flight(output, tensor, group):
             all_gather(output, tensor, group)
             if self.step == STEP and rank in victims:
                 output[1, byte] ^= 0xFF
 
-        gather.all_gather = in_flight
+        by_all_gather.all_gather = in_flight
 
     def gradients(self, micro=0):
         seed = 100 * micro + 10 * self.step + self.rank
@@ -57,7 +57,7 @@ class Run:
             self.step += 1
 
     def residuals(self):
-        return [bucket.compressor.residual.clone() for bucket in self.state._buckets.in_order()]
+        return [bucket.codec.residual.clone() for bucket in self.state._buckets.in_order()]
 
     def assert_tells(self, text):
         """Whoever asks the state from now on is told."""

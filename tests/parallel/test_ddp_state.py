@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_info
 from dct_parallel import DCTState, WireMeter, dct_hook
-from dct_parallel.data_parallel.history import History
+from dct_parallel.exchange.recent_stats import RecentStats
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 SIZES = (2000, 30, 5000)
@@ -40,7 +40,7 @@ def _plan(rank):
 
 def test_plan_and_stats_tell_what_a_step_costs():
     for before, after, stats in run_ranks(_plan, 2):
-        assert "buckets: 1" in before and "transport: gather (auto: no link is known)" in before
+        assert "buckets: 1" in before and "transport: all_gather (up to 8 ranks)" in before
         buckets = int(re.search(r"buckets: (\d+),", after)[1])
         assert buckets > 1
         # A header of 64 bytes, two starts of 4, an entry of 2 + 2, all three rounded up to 16.
@@ -75,11 +75,11 @@ def _parameter_stats(rank):
         sum(round(stats[name]["density"] * residuals[name].numel()) for name in plan.names)
         for plan in state._buckets.plans()
     ]
-    headers = [payload_info(b.compressor.payload).count for b in state._buckets.in_order()]
+    headers = [payload_info(b.codec.payload).count for b in state._buckets.in_order()]
     assert sent == headers and all(map(int.__le__, sent, capacities))
     for bucket in state._buckets.in_order():
         thresholds = {stats[name]["threshold"] for name in bucket.plan.names}
-        assert thresholds == {bucket.compressor.threshold.item()} and min(thresholds) > 0
+        assert thresholds == {bucket.codec.threshold.item()} and min(thresholds) > 0
     for name, own in stats.items():
         assert list(own) == ["density", "threshold", "residual_norm"]
         assert own["residual_norm"] == pytest.approx(residuals[name].norm().item(), rel=1e-5)
@@ -94,11 +94,11 @@ def test_parameter_stats_tell_what_each_parameter_does():
 
 
 def test_overflow_as_a_rule_warns_once():
-    history = History()
+    history = RecentStats()
     for _ in range(300):
         history.add(0.01, 0.25)
     assert history.overflow == 0.25
-    history = History()
+    history = RecentStats()
     with pytest.warns(UserWarning, match="51% of the payloads of the last 100 steps") as caught:
         for step in range(300):
             history.add(0.01, float(step % 100 < 51))
@@ -113,7 +113,7 @@ def _mistakes(rank):
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
         ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got tracked"),
-        ({"transport": "ring"}, ValueError, "'auto' or 'gather' or 'shard', got 'ring'"),
+        ({"transport": "ring"}, ValueError, "None or 'all_gather' or 'reduce_scatter', got 'ring'"),
         ({"value_dtype": torch.int8}, TypeError, "value_dtype must be float32 or bfloat16"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"start_step": -1}, ValueError, "start_step must be in"),

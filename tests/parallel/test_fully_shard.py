@@ -145,7 +145,7 @@ def _ledger(rank, transport):
                     went[f"p.{index}"] += gradient / 4
                     went[f"inner.p.{index}"] += 2 * gradient / 4
         sent = meter.take()
-    assert transport == "shard" or sent == steps * state.stats()["wire_bytes"]
+    assert transport == "reduce_scatter" or sent == steps * state.stats()["wire_bytes"]
     stats = state.parameter_stats()
     sent = sum(
         own["density"] * p.to_local().numel()
@@ -165,7 +165,7 @@ def _ledger(rank, transport):
     return went, came, _owed(state, mesh)
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_what_is_not_delivered_waits(transport):
     for went, came, owed in run_ranks(_ledger, 4, transport):
         assert went.keys() == came.keys() == owed.keys()
@@ -195,7 +195,7 @@ def _train(rank):
     assert stats["step"] == 20 and 0.02 < stats["density"] < 0.07
     plan = state.plan()
     rows = {line.split()[0]: line.split() for line in plan.splitlines()}
-    assert "ranks: 2, buckets: 5, transport: gather" in plan
+    assert "ranks: 2, buckets: 5, transport: all_gather" in plan
     # Half of a layer: 1.25 * 0.05 * 2080 entries.
     assert "\n0: 0.weight ... 0.bias" in plan and rows["0:"][-4:-1] == ["2", "2,080", "130"]
     assert rows["total"][-1] == f"{stats['wire_bytes']:,}"

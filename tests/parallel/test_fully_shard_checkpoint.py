@@ -96,7 +96,7 @@ def _resume(rank, folder, transport):
         assert _assert_equal(resumed_state.state_dict(), state.state_dict()) > 1000
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
     run_ranks(_resume, 4, tmp_path / "dcp", transport)
 
@@ -208,11 +208,11 @@ def _load(rank, mesh, folder, transport, saved):
 @pytest.mark.parametrize(
     ("saved", "loaded", "transport"),
     [
-        ((2, 2), (2, 1), "gather"),
-        pytest.param((2, 1), (2, 2), "shard", marks=pytest.mark.large),
-        ((4, 1), (2, 1), "gather"),
-        ((2, 1), (1, 2), "shard"),
-        ((1, 2), (2, 1), "gather"),
+        ((2, 2), (2, 1), "all_gather"),
+        pytest.param((2, 1), (2, 2), "reduce_scatter", marks=pytest.mark.large),
+        ((4, 1), (2, 1), "all_gather"),
+        ((2, 1), (1, 2), "reduce_scatter"),
+        ((1, 2), (2, 1), "all_gather"),
     ],
 )
 def test_what_is_owed_carries_over_to_another_mesh(saved, loaded, transport, tmp_path):
@@ -241,7 +241,7 @@ def _refused(rank, folder):
             state.load_state_dict({"version": 1, "replicas": {str(rank): entry}})
 
     refuses("density must be 0.05, as this state was made with", lambda e: e.update(density=0.1))
-    refuses("transport must be gather", lambda e: e.update(transport="shard"))
+    refuses("transport must be all_gather", lambda e: e.update(transport="reduce_scatter"))
     refuses("reduction must be mean", lambda e: e.update(reduction="sum of 2"))
     refuses(r"replicas must be 2 as in this run \(load_merged", lambda e: e.update(replicas=4))
     other = {name.replace("p.1", "p.9"): p for name, p in _entry(saved)["parameters"].items()}

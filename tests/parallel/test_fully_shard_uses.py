@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
-from dct_parallel.data_parallel import gather
+from dct_parallel.exchange import all_gather as by_all_gather
 from ranks import Dictated, batch, gathered, mlp, run_ranks
 
 SIZES = (3000, 40, 5001)
@@ -43,14 +43,14 @@ def _step(model, step, rank):
 
 def _damaged(rank, ask):
     model, state = _dictated(_mesh())
-    all_gather, step = gather.all_gather, 0
+    all_gather, step = by_all_gather.all_gather, 0
 
     def in_flight(output, tensor, group):
         all_gather(output, tensor, group)
         if step == STEP and rank == 1:
             output[1, 0] ^= 0xFF
 
-    gather.all_gather = in_flight
+    by_all_gather.all_gather = in_flight
     for step in range(STEP + 1):
         _step(model, step, rank)
     if rank == 1:
@@ -241,7 +241,12 @@ def _refused(rank):
     refuses(
         ValueError, r"mesh must be of dimensions \('replicate', 'shard'\)", model, mesh["shard"]
     )
-    refuses(ValueError, "transport must be gather or shard, got auto", model, transport="auto")
+    refuses(
+        ValueError,
+        "transport must be None or 'all_gather' or 'reduce_scatter', got 'auto'",
+        model,
+        transport="auto",
+    )
     refuses(TypeError, "grad_scaler must be a torch.amp.GradScaler, got int", model, grad_scaler=1)
     refuses(ValueError, r"density must be in \(0, 1\]", model, density=0)
     refuses(ValueError, "start_step must be in", model, start_step=-1)

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, WireMeter, dct_hook, node_mesh
-from dct_parallel.data_parallel import gather, shard
-from dct_parallel.data_parallel.bucket_plan import Slice
 from dct_parallel.data_parallel.node import Node
+from dct_parallel.exchange import all_gather as by_all_gather
+from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
+from dct_parallel.exchange.plan import Slice
 from dct_parallel.groups import timeout_of
 from nodes import (
     ALL_SIZES,
@@ -39,7 +40,7 @@ from ranks import (
 
 
 def _density_one(rank):
-    for transport, sizes in itertools.product(("gather", "shard"), ALL_SIZES):
+    for transport, sizes in itertools.product(("all_gather", "reduce_scatter"), ALL_SIZES):
         model, _ = meshed_model(sizes, 2, transport=transport, density=1, value_dtype=torch.float32)
         for step in range(4):
             generator = torch.Generator().manual_seed(100 * step + rank)
@@ -61,7 +62,7 @@ def _conservation(rank, transport):
     ranks = dist.get_world_size()
     shapes = [(sizes, 2) for sizes in ALL_SIZES] + [(SIZES, 1), (SIZES, 4), (SIZES, None)]
     for sizes, local_size in shapes:
-        model, state = meshed_model(sizes, local_size, **TRANSPORTS[transport])
+        model, state = meshed_model(sizes, local_size, transport=transport)
         applied, total = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
         for step in range(6):
             grads = integers(sizes, step, rank)
@@ -70,16 +71,15 @@ def _conservation(rank, transport):
                 applied += mean
                 total += torch.cat(grads)
         left = owed_by_all(state.state_dict())
-        if transport != "bf16":
-            assert torch.equal(applied + left, sum_of_all(total) / ranks), (sizes, local_size)
-            assert bool(left.count_nonzero()) == (sum(sizes) > 1)
+        assert torch.equal(applied + left, sum_of_all(total) / ranks), (sizes, local_size)
+        assert bool(left.count_nonzero()) == (sum(sizes) > 1)
         held = [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
         share = sum(residual.count_nonzero() for residual in held)
         assert share <= -(-sum(sizes) // (local_size or 1)) + 8
         state.close()
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard", "bf16"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_was_applied_and_what_is_owed_is_every_gradient(transport):
     run_ranks(_conservation, 4, transport)
 
@@ -97,7 +97,7 @@ def _moved(rank, transport):
     return len(layouts)
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(transport):
     assert run_ranks(_moved, 4, transport) == [2] * 4
 
@@ -118,7 +118,7 @@ def _flat_and_nodes_of_one(rank, transport):
     assert state.plan() == parted.plan()
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(transport):
     run_ranks(_flat_and_nodes_of_one, 2, transport)
 
@@ -168,7 +168,7 @@ def test_uneven_inputs_and_accumulation():
 def _counted(rank):
     """Bytes of a step between nodes, as the formula has them, and those without a mesh."""
     model, state = meshed_model(SIZES, 2)
-    groups = state._ranks.between, state._ranks.node.group
+    groups = state._topology.between, state._topology.node.group
     for step in range(4):
         with WireMeter(groups[0]) as between, WireMeter(groups[1]) as inside:
             model(*integers(SIZES, step, rank)).backward()
@@ -190,7 +190,7 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh():
 def _skipped(rank, transport, poisoned):
     """A GradScaler skips a step on all ranks, which take back what they sent."""
     scaler = torch.amp.GradScaler("cpu", 64.0)
-    model, state = meshed_model(SIZES, 2, grad_scaler=scaler, **TRANSPORTS[transport])
+    model, state = meshed_model(SIZES, 2, grad_scaler=scaler, transport=transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total, bad = torch.zeros(sum(SIZES)), None
     for step in range(6):
@@ -205,8 +205,6 @@ def _skipped(rank, transport, poisoned):
             dist.all_reduce(bad := bad.int())
             if rank >= 2:  # of a node no rank's gradient counts there
                 own = torch.where(bad > 0, 0.0, own)
-            if transport == "bf16":  # which has no residual to keep the others in
-                own = torch.zeros_like(own)
         optimizer.zero_grad()
         scaler.scale(model(*grads)).backward()
         scaler.step(optimizer)
@@ -215,9 +213,7 @@ def _skipped(rank, transport, poisoned):
         assert torch.equal(weights(model), before) == (step == 4)
         assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
     left = owed_by_all(state.state_dict())
-    if transport == "bf16":
-        assert left.count_nonzero() == 0
-    elif transport == "gather":
+    if transport == "all_gather":
         assert torch.equal(left - weights(model), sum_of_all(total) / 4)
     else:  # an owner takes back to rounding
         assert (left - weights(model) - sum_of_all(total) / 4).abs().max() < 1e-3
@@ -230,10 +226,9 @@ FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last
 @pytest.mark.parametrize(
     "transport, poisoned",
     [
-        ("gather", FIRST_PART),
-        ("gather", LAST_PART),
-        ("shard", LAST_PART),
-        ("bf16", FIRST_PART),
+        ("all_gather", FIRST_PART),
+        ("all_gather", LAST_PART),
+        ("reduce_scatter", LAST_PART),
     ],
 )
 def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(transport, poisoned):
@@ -258,11 +253,13 @@ def _damage(module, name, is_victim, now):
 def _damaged(rank, transport, victims):
     """How many steps after the damaged one this rank raises."""
     step = 0
-    place = (gather, "all_gather") if transport == "gather" else (dist, "all_to_all_single")
-    if transport == "result":
-        place = (shard, "all_gather")
+    place = {
+        "all_gather": (by_all_gather, "all_gather"),
+        "sum": (dist, "all_to_all_single"),
+        "result": (by_reduce_scatter, "all_gather"),
+    }[transport]
     _damage(*place, rank in victims, lambda: step)
-    kind = "gather" if transport == "gather" else "shard"
+    kind = "all_gather" if transport == "all_gather" else "reduce_scatter"
     model, state = meshed_model(SIZES, 2, 0.1, transport=kind)
     for step in range(STEP + 1):
         model.zero_grad()
@@ -290,8 +287,8 @@ def _damaged(rank, transport, victims):
     "transport, victims, raised",
     [
         # The victim's node knows at the next step, and tells the other in that.
-        ("gather", (0,), [1, 1, 2, 2]),
-        ("gather", (0, 3), [1, 1, 1, 1]),
+        ("all_gather", (0,), [1, 1, 2, 2]),
+        ("all_gather", (0, 3), [1, 1, 1, 1]),
         ("result", (3,), [2, 2, 1, 1]),
         # An owner says so in the same step, to its like; these tell their nodes.
         ("sum", (0,), [1, 1, 1, 1]),
@@ -383,7 +380,7 @@ def _timeouts(rank):
     def of(mesh):
         """Of the groups of a mesh, and of those that a state makes from it."""
         state = DCTState(DistributedDataParallel(Dictated(SIZES)), mesh=mesh)
-        groups = [*mesh.get_all_groups(), state._ranks.between, state.node_group]
+        groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]
 
     of_torch = timeout_of(dist.new_group(), cpu)

@@ -47,7 +47,7 @@ def _through_a_checkpoint(rank, folder, transport):
     return sum(int(parts["residual"].count_nonzero()) for parts in final.values())
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
     assert min(run_ranks(_through_a_checkpoint, 4, tmp_path / "dcp", transport)) > 1000
 
@@ -67,7 +67,9 @@ def _run(rank, steps, saved, silent, *cases):
     return results
 
 
-@pytest.mark.parametrize("local_size, transport", [(2, "gather"), (2, "shard"), (None, "shard")])
+@pytest.mark.parametrize(
+    "local_size, transport", [(2, "all_gather"), (2, "reduce_scatter"), (None, "reduce_scatter")]
+)
 def test_what_is_owed_carries_over_to_other_nodes(local_size, transport):
     """4 ranks, as 2 nodes of 2 or without a mesh, to 2: two nodes, one node, and without."""
     results = run_ranks(_run, 4, 5, None, False, (local_size, transport))
@@ -77,20 +79,20 @@ def test_what_is_owed_carries_over_to_other_nodes(local_size, transport):
     assert torch.equal(applied + owed, total) and owed.count_nonzero() > 10_000
     merged = merge_states(state for ((_, state, _),) in results)
     assert merged["version"] == 2
-    cases = [(2, "gather"), (1, "gather"), (None, "shard")]
+    cases = [(2, "all_gather"), (1, "all_gather"), (None, "reduce_scatter")]
     for later, _, left in run_ranks(_run, 2, 3, merged, True, *cases)[0]:
         assert torch.equal(applied + later + left, total)
         assert later.count_nonzero() > 0
 
 
 def test_what_is_owed_carries_over_to_more_nodes():
-    results = run_ranks(_run, 2, 5, None, False, (None, "gather"), (2, "shard"))
+    results = run_ranks(_run, 2, 5, None, False, (None, "all_gather"), (2, "reduce_scatter"))
     every = [torch.cat(integers(SIZES, s, r)) for s in range(5) for r in range(2)]
     total = sum(grads.double() for grads in every) / 2
     for case in range(2):
         merged = merge_states(result[case][1] for result in results)
         applied = results[0][case][0]
-        ((later, _, left),) = run_ranks(_run, 4, 3, merged, True, (2, "gather"))[0]
+        ((later, _, left),) = run_ranks(_run, 4, 3, merged, True, (2, "all_gather"))[0]
         assert torch.equal(applied + later + left, total)
 
 

@@ -61,7 +61,12 @@ def _cases():
         ("DCTState", state, {"density": 0}, "density must be in (0, 1], got 0"),
         ("DCTState", state, {"mesh": 2}, "mesh must be a DeviceMesh, got int"),
         ("DCTAverager", lambda **a: DCTAverager(mlp(), **a), {"period": 0}, "period must be in"),
-        ("dct_fully_shard_hook", hook, {"transport": "auto"}, "transport must be gather or shard"),
+        (
+            "dct_fully_shard_hook",
+            hook,
+            {"transport": "auto"},
+            "transport must be None or 'all_gather'",
+        ),
         ("ShardedEmbeddingBags", lambda **a: _bags(mesh, **a), {"plan": []}, "plan must"),
         ("ReplicaSync", sync, {"every": 0}, "every must be in"),
         (

@@ -155,13 +155,13 @@ def _hook(rank, transport):
 
     def flaws(entry):
         saved = entry["parameters"][WEIGHT]
-        assert ("owner_residual" in saved) == (transport == "shard")
+        assert ("owner_residual" in saved) == (transport == "reduce_scatter")
         return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must be with what owners")
 
     _refuses_and_goes_on(rank, make, flaws)
 
 
-@pytest.mark.parametrize("transport", ["gather", "shard"])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 def test_the_hooks_state(transport):
     run_ranks(_hook, 2, transport)
 

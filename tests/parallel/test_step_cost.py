@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.data_parallel import bucket_plan
-from dct_parallel.data_parallel.bucket import LOOK_EVERY, Bucket
+from dct_parallel.exchange.bucket import LOOK_EVERY, Bucket
+from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
 
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
@@ -43,12 +43,12 @@ def _bucket(sizes, scaled, transport):
     model = DistributedDataParallel(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
-    bucket = Bucket(plan, state._ranks.between, torch.device("cpu"), 0, {})
+    bucket = Bucket(plan, state._topology.between, torch.device("cpu"), 0, {})
     numel = sum(sizes)
     scale = torch.full((1,), 8.0) if scaled else None
     inverse = None if scale is None else 1 / scale
     bucket.reduce(torch.randn(numel), scale, inverse)
-    assert bucket.take_report() is not None
+    assert bucket.take_result() is not None
     with Counted() as counted:
         bucket.reduce(torch.randn(numel), scale, inverse)
     launches = TORCH | stated()
@@ -75,20 +75,20 @@ def _counts(rank, transport):
 
 
 def test_a_step_of_a_bucket_is_5_kernels_1_memset_1_copy_and_1_collective():
-    for counts in run_ranks(_counts, 2, "gather"):  # with a scaler or without
+    for counts in run_ranks(_counts, 2, "all_gather"):  # with a scaler or without
         assert counts == [(5, 1, 1, 1)] * 4
 
 
 def test_a_step_of_a_sharded_bucket():
     """Packed, summed, packed again, unpacked; nothing is copied but the notes for the host."""
-    first, second = run_ranks(_counts, 2, "shard")
+    first, second = run_ranks(_counts, 2, "reduce_scatter")
     assert first == [(9, 2, 1, 2)] * 4
     # Of the last bucket, all small, rank 1 owns nothing.
     assert second == [(9, 2, 1, 2)] * 2 + [(8, 1, 1, 2)] * 2
 
 
 def _short(rank):
-    return _bucket([100_000], False, "shard")  # 7 blocks: 4 are rank 0's, 3 rank 1's
+    return _bucket([100_000], False, "reduce_scatter")  # 7 blocks: 4 are rank 0's, 3 rank 1's
 
 
 def test_a_short_range_is_put_together_from_pieces_of_rows():
@@ -104,7 +104,7 @@ def _looks(rank):
     for _ in range(2):
         with Counted() as counted:
             bucket.reduce(torch.randn(35_000))
-        bucket.take_report()
+        bucket.take_result()
         calls.append(counted.calls)
     return calls[1] - calls[0]
 
@@ -120,13 +120,13 @@ def test_a_look_waits_for_nothing():
 def _layouts(rank):
     """Plans are made when DDP deals its parameters out, and then no more."""
     made = []
-    originally = bucket_plan.BucketPlan.__init__
+    originally = BucketPlan.__init__
 
     def counting(self, *args, **kwargs):
         made.append(len(made))
         originally(self, *args, **kwargs)
 
-    bucket_plan.BucketPlan.__init__ = counting
+    BucketPlan.__init__ = counting
     model = ddp(mlp(depth=6))
     state = DCTState(model, density=0.1)
     model.register_comm_hook(state, dct_hook)

@@ -72,8 +72,8 @@ def _nan_on_one_rank(rank, transport, mesh):
 
 @pytest.mark.parametrize(
     ("transport", "mesh", "ranks"),
-    [("gather", False, 2), ("shard", False, 2), ("gather", True, 4)],
-    ids=["gather", "shard", "mesh"],
+    [("all_gather", False, 2), ("reduce_scatter", False, 2), ("all_gather", True, 4)],
+    ids=["all_gather", "reduce_scatter", "mesh"],
 )
 def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks):
     run_ranks(_nan_on_one_rank, ranks, transport, mesh)

@@ -33,9 +33,9 @@ examples:
   sudo $(which dct-bench) link --embedding-dim 64 --rates 1gbit --mp-format int4,ternary \
       --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
       rows in few bits, each distinct one once; where counts and ids of rows stand in a step
-  sudo $(which dct-bench) link --ranks 2 --rates 1gbit --modes bf16,dct,dct-shard
-      a file that DCTState(transport="auto", link=FILE) and dct-train --link take
-  sudo $(which dct-bench) link --ranks 4 --local-size 2 --modes dense,bf16,dct,dct-shard,dct-mesh
+  sudo $(which dct-bench) link --ranks 2 --rates 1gbit --modes bf16,dct,dct-reduce-scatter
+      the transports, on one link
+  sudo $(which dct-bench) link --ranks 4 --local-size 2 --modes dense,bf16,dct,dct-mesh
       2 nodes of 2 ranks, the links between them of these rates
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
@@ -83,8 +83,8 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         default=",".join(REPLICATED),
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
-        "feedback (values and int32 indices in one all-gather), DCT with the transports gather, "
-        "shard, and auto on a link that it probes; dct-mesh, dct-mesh-shard: the gradients of a "
+        "feedback (values and int32 indices in one all-gather), DCT with both transports; "
+        "dct-mesh, dct-mesh-reduce-scatter: the gradients of a "
         "node's ranks whole inside it, and DCT between nodes; with embedding tables sharded over "
         "the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on the "
         "MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows in "

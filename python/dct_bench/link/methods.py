@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_dlrm.models.row_exchange import Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel.collectives import all_gather, dense_mean
-from dct_parallel.data_parallel.choice import AUTO, PROBE
 
 
 class TopKState:
@@ -71,9 +70,9 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-def _dct_by(transport: str, link: str | None = None, mesh: bool = False) -> Callable:
+def _dct_by(transport: str, mesh: bool = False) -> Callable:
     def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> object:
-        chosen = {"transport": transport, "link": link}
+        chosen = {"transport": transport}
         if mesh:
             chosen["local_size"] = options.node_ranks
         return MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen))
@@ -141,8 +140,9 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
-    "dct-shard": Method("DCT, shard", _dct_by("shard"), leaving=_to_owners),
-    "dct-auto": Method("DCT, auto", _dct_by(AUTO, PROBE)),
+    "dct-reduce-scatter": Method(
+        "DCT, reduce-scatter", _dct_by("reduce_scatter"), leaving=_to_owners
+    ),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
@@ -153,7 +153,9 @@ HYBRID = {
     "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", MODES["dct"], _few_bits, True),
 }
 MESH = {
-    "dct-mesh": Method("DCT, mesh", _dct_by("gather", mesh=True), leaving=_everything),
-    "dct-mesh-shard": Method("DCT, mesh, shard", _dct_by("shard", mesh=True), leaving=_everything),
+    "dct-mesh": Method("DCT, mesh", _dct_by("all_gather", mesh=True), leaving=_everything),
+    "dct-mesh-reduce-scatter": Method(
+        "DCT, mesh, reduce-scatter", _dct_by("reduce_scatter", mesh=True), leaving=_everything
+    ),
 }
 METHODS = REPLICATED | HYBRID | MESH

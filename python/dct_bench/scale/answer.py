@@ -50,7 +50,7 @@ def print_answer(console: Console, steps: Steps, options: argparse.Namespace) ->
     """The methods as a table, and the sentence, with what it assumes."""
     (((ranks, rate), of_methods),) = steps.items()
     share = f"{100 * options.density:g} %"
-    names = TITLES | {m: f"{TITLES[m]}, {share}" for m in ("dct", "dct-shard")}
+    names = TITLES | {m: f"{TITLES[m]}, {share}" for m in ("dct", "dct-reduce-scatter")}
     table = new_table(f"{ranks:,} ranks, {describe_rate(rate)} (predicted)", "method")
     for heading in ("a step", "as fast as dense", "a rank sends"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.gather import Gather
-from dct_parallel.data_parallel.shard import Shard
-from dct_parallel.data_parallel.transports import Transport
+from dct_parallel.exchange.all_gather import AllGather
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
+from dct_parallel.exchange.reduce_scatter import ReduceScatter
+from dct_parallel.exchange.transport import Transport
 
 from .shapes import Shape
 
 DENSE = ("dense", "bf16")
-OURS = ("dct", "dct-shard", "local")
+OURS = ("dct", "dct-reduce-scatter", "local")
 METHODS = (*DENSE, "powersgd1", "powersgd2", *OURS)
 # Passes over float32 gradients that PowerSGD with error feedback makes, by its formulas: add the
 # error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
@@ -197,7 +198,7 @@ class Model:
         return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
 
     def _dct(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan(Gather, cluster.nodes)
+        nodes, plan = cluster.nodes, self.plan(AllGather, cluster.nodes)
         wire = all_gather(cluster.between, nodes, plan.payload_bytes)
         unpacked = 4 * self.numel + nodes * plan.payload_bytes
         return (
@@ -207,8 +208,8 @@ class Model:
             plan.wire_bytes,
         )
 
-    def _dct_shard(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan(Shard, cluster.nodes)
+    def _dct_reduce_scatter(self, cluster: Cluster) -> tuple[float, float, float, float]:
+        nodes, plan = cluster.nodes, self.plan(ReduceScatter, cluster.nodes)
         payload = plan.payload_bytes
         wire = all_to_all(cluster.between, nodes, payload * plan.owners / nodes)
         wire += all_gather(cluster.between, nodes, payload)
@@ -227,7 +228,7 @@ class Model:
         """All ranks average their weights, with no regard to nodes, once a period."""
         gpus = cluster.gpus_per_node
         ranks = cluster.nodes * gpus
-        payload = self.plan(Gather, ranks, LOCAL_DENSITY).payload_bytes
+        payload = self.plan(AllGather, ranks, LOCAL_DENSITY).payload_bytes
         # Those of other nodes come in by the node's link, then to each rank as its own node's do.
         sent = (ranks - gpus) * payload
         wire = _log2(ranks) * cluster.between.alpha + sent / cluster.between.bandwidth

@@ -24,15 +24,15 @@ TITLES = {
     "bf16": "bf16",
     "powersgd1": "PowerSGD, rank 1",
     "powersgd2": "PowerSGD, rank 2",
-    "dct": "DCT, gather",
-    "dct-shard": "DCT, shard",
+    "dct": "DCT, all-gather",
+    "dct-reduce-scatter": "DCT, reduce-scatter",
     "local": f"local steps, {100 * LOCAL_DENSITY:g} % every {LOCAL_PERIOD}",
 }
 _SHORT = {
     "powersgd1": "PowerSGD 1",
     "powersgd2": "PowerSGD 2",
-    "dct": "gather",
-    "dct-shard": "shard",
+    "dct": "all-gather",
+    "dct-reduce-scatter": "reduce-scatter",
     "local": "local",
 }
 _SHORT |= {"dense": "dense", "bf16": "bf16"}
@@ -48,7 +48,8 @@ def print_sources(console: Console, sources: dict[str, str]) -> None:
 def print_winners(console: Console, steps: Steps) -> None:
     """Ranks by rates: the fastest method, and by how much it beats the best of the other side."""
     rates = list(dict.fromkeys(rate for _, rate in steps))
-    title = "Fastest method (gather, shard, local: DCT's), and DCT's speed over the best other"
+    ours = ", ".join(_SHORT[method] for method in OURS)
+    title = f"Fastest method ({ours}: DCT's), and DCT's speed over the best other"
     table = new_table(title, "ranks")
     for rate in rates:
         table.add_column(describe_rate(rate), justify="right", no_wrap=True)

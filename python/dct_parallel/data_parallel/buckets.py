@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -13,14 +13,15 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
-from ..executors import Executor
-from . import checkpoint, memory_order
-from .bf16 import Bf16Bucket
-from .bucket import AnyBucket, Bucket, PartBucket, Report
-from .bucket_plan import BucketPlan, Settings
-from .choice import Choice
+from ..exchange import selection
+from ..exchange.bucket import AnyBucket, Bucket
+from ..exchange.codec import Settings
+from ..exchange.plan import BucketPlan
+from ..exchange.segment_state import SegmentState
+from . import layout
+from .executors import Executor
 from .node_bucket import NodeBucket
-from .ranks import Ranks
+from .topology import Topology
 
 
 class Buckets:
@@ -29,8 +30,8 @@ class Buckets:
     Args:
         names: {parameter: name} of what DDP averages.
         settings: what the user chose.
-        choice: of each bucket's transport.
-        ranks: to average over, opened.
+        transport: that was asked for, or None.
+        topology: of the ranks to average over, opened.
         device: of the gradients.
     """
 
@@ -38,23 +39,18 @@ class Buckets:
         self,
         names: dict[Parameter, str],
         settings: Settings,
-        choice: Choice,
-        ranks: Ranks,
+        transport: str | None,
+        topology: Topology,
         device: torch.device,
     ) -> None:
         self._names = names
         self._settings = settings
-        self._choice = choice
-        self._node, self._group = ranks.node, ranks.between
+        self._transport = transport
+        self._node, self._group = topology.node, topology.between
         self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, AnyBucket] = {}
-        self._parked: dict[str, checkpoint.SegmentState] = {}
-        self._sent: list[int] = []  # in this step, and not taken back
-
-    def begin_step(self) -> None:
-        """What was sent by now is applied, or was taken back."""
-        self._sent.clear()
+        self._parked: dict[str, SegmentState] = {}
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
         """What DDP's bucket sends: found once, and anew when it holds other parameters.
@@ -73,7 +69,6 @@ class Buckets:
         """The bucket of this plan, to be sent now: made anew, from its parameters' states, on a new
         layout.
         """
-        self._sent.append(index)
         known = self._buckets.get(index)
         if known is not None and known.plan is plan:
             return known
@@ -83,11 +78,8 @@ class Buckets:
             self._parked |= self._buckets.pop(later).states()
         sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
         states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
-        kind = Bucket if plan.ranges else Bf16Bucket
-        make: Callable[[dict[str, checkpoint.SegmentState]], PartBucket]
-        make = partial(kind, plan, self._group, self._device, step)
+        make = partial(Bucket, plan, self._group, self._device, step)
         single = self._node.size == 1
-        made: AnyBucket
         made = make(states) if single else NodeBucket(self._node, make, sizes, states)
         self._buckets[index] = made
         return made
@@ -100,19 +92,9 @@ class Buckets:
         """All of them; none before compression starts, and after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
-    def take_back(self) -> None:
-        """Return what was sent in this step to the residuals; called again, nothing."""
-        while self._sent:
-            self._buckets[self._sent.pop()].take_back()
-
-    def take_reports(self) -> dict[int, Report]:
-        """{index: report} of what the last step left to be known, once."""
-        taken = {index: bucket.take_report() for index, bucket in self._buckets.items()}
-        return {index: report for index, report in taken.items() if report is not None}
-
-    def tell_damage(self, executor: Executor) -> None:
+    def announce_damage(self, executor: Executor) -> None:
         """Take part in the others' step so far that they learn of the damage, and wait for it."""
-        said = [executor.submit(bucket.tell_damage) for bucket in self.in_order()]
+        said = [executor.submit(bucket.announce_damage) for bucket in self.in_order()]
         with contextlib.suppress(RuntimeError):  # of peers that are gone
             for word in said:
                 word.wait()
@@ -133,37 +115,33 @@ class Buckets:
         least = dataclasses.replace(assumed, names=("",), sizes=(1,))
         return least.wire_bytes
 
-    def states(self) -> dict[str, checkpoint.SegmentState]:
-        """{name: copies of what its parameter must carry}; all parameters are there."""
-        parts = ("residual", checkpoint.OWED) if self._choice.keeps_owners else ("residual",)
-        states = {
-            name: {part: torch.zeros(parameter.numel()) for part in parts}
-            for parameter, name in self._names.items()
-        }
-        for name, state in self._parked.items():
-            states[name] |= {part: value.clone() for part, value in state.items()}
-        for bucket in self._buckets.values():
-            for name, state in bucket.states().items():
-                states[name] |= state
-        return self._reordered(states, memory_order.leave)
+    def reason(self) -> str:
+        """Why buckets take the transports of `plans`."""
+        return selection.reason(self._transport, self.plans())
 
-    def load(self, states: dict[str, checkpoint.SegmentState]) -> None:
+    def states(self) -> dict[str, SegmentState]:
+        """{name: copies of what its parameter must carry}; all parameters are there."""
+        owners = selection.keeps_owners(self._transport, self._group.size())
+        known = dict(self._parked)
+        for bucket in self._buckets.values():
+            known |= bucket.states()
+        states = {}
+        for parameter, name in self._names.items():
+            nothing = SegmentState(torch.zeros(parameter.numel()))
+            state = known.get(name, nothing).map(torch.clone)
+            if owners and state.owner is None:
+                state = dataclasses.replace(state, owner=nothing)
+            states[name] = state.map(partial(layout.to_logical, parameter=parameter))
+        return states
+
+    def load(self, states: dict[str, SegmentState]) -> None:
         """Start from these, as soon as buckets come."""
         self._buckets.clear()
-        self._sent.clear()
-        self._parked = self._reordered(states, memory_order.enter)
-
-    def _reordered(
-        self,
-        states: dict[str, checkpoint.SegmentState],
-        reorder: Callable[[Tensor, Parameter], Tensor],
-    ) -> dict[str, checkpoint.SegmentState]:
-        """The same states, where what is as long as its parameter is in the other order."""
-        reordered = dict(states)
-        for parameter, name in self._names.items():
-            state = states.get(name, {})
-            reordered[name] = {part: reorder(value, parameter) for part, value in state.items()}
-        return {name: reordered[name] for name in states}
+        self._parked = {
+            name: states[name].map(partial(layout.to_physical, parameter=parameter))
+            for parameter, name in self._names.items()
+            if name in states
+        }
 
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
@@ -185,11 +163,15 @@ class Buckets:
     def _plan_of(self, parameters: Iterable[Parameter]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
         pieces = self._node.slices(sizes)
-        return self._choice.plan(
+        ranks, own = self._group.size(), tuple(piece.high - piece.low for piece in pieces)
+        # By the longest part, as all ranks of a node go by the same transport.
+        longest = -(-sum(sizes) // self._node.size)
+        return BucketPlan(
             tuple(names[piece.index] for piece in pieces),
-            tuple(piece.high - piece.low for piece in pieces),
+            own,
             self._settings,
-            self._group.size(),
+            selection.transport_for(self._transport, longest, ranks),
+            ranks,
         )
 
 

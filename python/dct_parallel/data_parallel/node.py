@@ -9,9 +9,9 @@ from torch.profiler import record_function
 
 from .. import wire
 from ..collectives import all_gather, reduce_scatter
-from .bucket_plan import Slice, slices
+from ..exchange.plan import Slice, slices
 
-ALARMS_BYTES = 12  # of what a rank tells its node's of an exchange
+FLAGS_BYTES = 12  # of what a rank tells its node's of an exchange
 _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
@@ -70,7 +70,7 @@ class Node:
         """Bytes that a rank sends inside the node for a bucket of so many elements, in a step."""
         part = self._length(numel) * itemsize
         summed = wire.reduce_scatter_bytes(self.size * part, self.size)
-        return summed + wire.all_gather_bytes(part + ALARMS_BYTES, self.size)
+        return summed + wire.all_gather_bytes(part + FLAGS_BYTES, self.size)
 
     def sentence(self, nbytes: int) -> str:
         """What a plan's table does not say: whose part it is of, and the bytes inside the node."""

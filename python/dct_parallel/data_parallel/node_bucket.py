@@ -1,16 +1,16 @@
 """One bucket of DDP's, of which the ranks of a node exchange a part each with other nodes."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..collectives import all_gather
-from ..readback import Readback
-from . import checkpoint
-from .bf16 import unpacked_report
-from .bucket import PartBucket, Report
-from .checkpoint import SegmentState
+from ..exchange.bucket import Bucket
+from ..exchange.readback import Readback
+from ..exchange.results import ExchangeResult, Verdict, join
+from ..exchange.segment_state import SegmentState
 from .node import Node
 
 
@@ -33,7 +33,7 @@ class NodeBucket:
     def __init__(
         self,
         node: Node,
-        make: Callable[[dict[str, SegmentState]], PartBucket],
+        make: Callable[[dict[str, SegmentState]], Bucket],
         sizes: dict[str, int],
         states: dict[str, SegmentState],
     ) -> None:
@@ -54,41 +54,39 @@ class NodeBucket:
         """Replace this rank's gradients in `buffer` by their mean over all nodes' ranks."""
         numel = self.plan.numel
         if self._others is not None:
-            self._inner.owe(self._node.sum_part(self._others.to(buffer.device))[:numel])
+            owed = self._node.sum_part(self._others.to(buffer.device))
+            self._inner.codec.residual += owed[:numel]
             self._others = None
         part = self._node.mean_part(buffer)
         self._inner.reduce(part[:numel], scale, inv_scale)
         self._node.gather(part, buffer)
-        own = self._inner.alarms()
-        alarms = own.new_empty(self._node.size * own.numel())
+        own = self._inner.fault_flags()
+        flags = own.new_empty(self._node.size * own.numel())
         assert self._node.group is not None  # else there is no NodeBucket
-        all_gather(alarms, own, self._node.group)
-        self._readback.post(alarms)
+        all_gather(flags, own, self._node.group)
+        self._readback.post(flags)
         self._fresh = True
 
-    def tell_damage(self) -> None:
+    def announce_damage(self) -> None:
         """Take part in a `reduce` of other nodes; all ranks of this one know, and do the same."""
-        self._inner.tell_damage()
+        self._inner.announce_damage()
 
-    def take_report(self) -> Report | None:
-        """What the last `reduce` left to be known, once, on any rank of the node."""
+    def take_result(self) -> ExchangeResult | None:
+        """How the last `reduce` went, once, on any rank of the node."""
         if not self._fresh:
             return None
         self._fresh = False
-        report = self._inner.take_report() or unpacked_report(overflowed=False)
-        (alarms,) = self._readback.wait()
-        receipt = report.receipt
+        own = self._inner.take_result()
+        assert own is not None  # of what was reduced with this
+        (flags,) = self._readback.wait()
+        verdicts = [own.verdict]
         for rank, (damaged, told, non_finite) in zip(
-            self._node.ranks, alarms.view(self._node.size, -1).tolist(), strict=True
+            self._node.ranks, flags.view(self._node.size, -1).tolist(), strict=True
         ):
             if rank != self._node.ranks[self._node.rank]:
-                word = f"damage that rank {rank}, of this node, received"
-                receipt = receipt._replace(
-                    damaged=receipt.damaged + [word] * damaged,
-                    told=receipt.told + [told - 1] * bool(told),
-                    non_finite=receipt.non_finite or bool(non_finite),
-                )
-        return report._replace(receipt=receipt)
+                words = [f"damage that rank {rank}, of this node, received"] * damaged
+                verdicts.append(Verdict(words, [told - 1] * bool(told), bool(non_finite)))
+        return own._replace(verdict=join(verdicts))
 
     def take_back(self) -> None:
         """Return what the last `reduce` sent to the residual, for a step that was not applied."""
@@ -96,13 +94,14 @@ class NodeBucket:
 
     def states(self) -> dict[str, SegmentState]:
         """{name: copies, as long as the parameter}, 0 outside of this rank's part."""
-        states = {}
-        for name, state in self._inner.states().items():
-            piece = self._pieces[name]
-            states[name] = {key: torch.zeros(self._sizes[name]) for key in state}
-            for key, part in state.items():
-                states[name][key][piece.low : piece.high] = part
-        return states
+
+        def placed(name: str, part: Tensor) -> Tensor:
+            piece, whole = self._pieces[name], torch.zeros(self._sizes[name])
+            whole[piece.low : piece.high] = part
+            return whole
+
+        states = self._inner.states().items()
+        return {name: state.map(partial(placed, name)) for name, state in states}
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{name: see `DCTState.parameter_stats`} of what is in this rank's part."""
@@ -115,13 +114,13 @@ class NodeBucket:
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
         """Of a state what belongs to this rank's part."""
         piece = self._pieces[name]
-        return {key: value[piece.low : piece.high] for key, value in state.items()}
+        return state.map(lambda whole: whole[piece.low : piece.high])
 
     def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
         """What a state owes to the mean over nodes, of elements in other ranks' parts."""
         if name not in states:
             return torch.zeros(self._sizes[name])
-        owed = checkpoint.owed(states[name], self.plan.ranks).clone()
+        owed = states[name].share(self.plan.ranks).clone()
         if name in self._pieces:
             piece = self._pieces[name]
             owed[piece.low : piece.high] = 0

@@ -8,9 +8,9 @@ on every rank, with one collective each. What came of it is looked at before the
 """
 
 import dataclasses
-import os
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -26,24 +26,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from dct_kernels import __version__, checks
 
 from ..agreement import refusing
-from ..compressor import check_settings, warn_of_eager
-from ..executors import Executor, executor_for
-from . import checkpoint, model
-from .bucket import AnyBucket
-from .bucket_plan import BucketPlan, Settings, plan_table, step_bytes
+from ..compressor import warn_of_eager
+from ..exchange import checkpoint
+from ..exchange.codec import Settings
+from ..exchange.ledger import StepLedger
+from ..exchange.loss_scale import LossScale
+from ..exchange.parameters import describe
+from ..exchange.plan import BucketPlan, plan_table
+from ..exchange.run_guard import RunGuard
+from ..exchange.segment_state import SegmentState
+from ..exchange.selection import require_transport
+from . import ddp_parameters
 from .buckets import Buckets
-from .choice import Choice
-from .damage import Damage
-from .history import History
-from .link import Link
-from .loss_scale import LossScale
-from .ranks import Ranks
-from .run import Run
+from .executors import Executor, executor_for
+from .topology import Topology
 
 
 class DCTState:
@@ -57,9 +57,9 @@ class DCTState:
     in that time. Then each bucket sends what is largest in all of it: a payload has one threshold,
     sampled from what is about to be packed, in every step. A parameter whose gradients are far
     smaller than the others' waits long for that: `stats()` names those that are silent. State
-    belongs to parameters, by name: should the
-    buckets change later, it moves along. Memory: 4 bytes per parameter, and each bucket's payload
-    once per rank; with "shard" 8 / P bytes more, and three payloads in all.
+    belongs to parameters, by name: should the buckets change later, it moves along. Memory: 4 bytes
+    per parameter, and each bucket's payload once per rank; by "reduce_scatter" 8 / P bytes more,
+    and three payloads in all.
 
     What has to be the same on all ranks is compared when the state is bound to its DDP, and at the
     first step after that or a load: every rank raises, naming all values. Waits for other ranks end
@@ -67,15 +67,15 @@ class DCTState:
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
-            None where there is none yet: `bind` it later, or let the first step find it.
+            None where there is none yet: `bind` it before the first step.
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent, torch.bfloat16 or torch.float32.
-        transport: how payloads reach the other ranks. "gather": one all-gather, whose bytes grow
-            with the ranks. "shard": each rank sums and compresses again one range of every bucket;
-            bytes do not grow with the ranks, as long as a bucket has a block of 16,384 elements for
-            each. "auto": of gather, shard and a plain all-reduce in bfloat16, for every bucket the
-            fastest by its formula on the `link`; gather where none is known.
+        transport: how payloads reach the other ranks. "all_gather": everybody gets all, so bytes
+            grow with the ranks. "reduce_scatter": each rank sums and compresses again one range of
+            every bucket; bytes do not grow with the ranks, as long as a bucket has a block of
+            16,384 elements for each. None: all-gather up to 8 ranks, and in buckets of fewer than
+            four blocks a rank; reduce-scatter beyond.
         process_group: ranks to average over, this one among them; default those of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): see `node_mesh`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
@@ -84,9 +84,6 @@ class DCTState:
         start_step: steps before compression.
         policy: of the thresholds: "fresh", sampled in every step, or "fixed", the paper's way: in
             every `refresh_every`-th, and after a load; see `Compressor`.
-        link: for "auto": "probe" to measure it when the state is bound, with 18 MiB a rank on 2
-            ranks and 45 on 4, or the file that `dct-bench link` wrote for this number of ranks and
-            one rate. All ranks go by the first one's. A probe may choose anew after a restart.
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
     a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
@@ -129,33 +126,28 @@ class DCTState:
         density: float = 0.005,
         refresh_every: int = 1000,
         value_dtype: torch.dtype = torch.bfloat16,
-        transport: str = "auto",
+        transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
         start_step: int = 2,
         policy: str = "fresh",
-        link: Link | str | os.PathLike[str] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._process_group, self._mesh = process_group, mesh
         with refusing("DCTState", self._group_with(ddp)):
-            check_settings("DCTState", density, refresh_every, policy, value_dtype)
+            self.settings = Settings(density, refresh_every, policy, value_dtype, "DCTState")
             checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
-            self.settings = Settings(density, refresh_every, policy, value_dtype)
-            self._choice = Choice(transport, link)
+            require_transport("DCTState", transport)
             if mesh is not None and process_group is not None:
                 checks.fail("DCTState", "process_group", "None with a mesh", process_group)
-            self._loss_scale = LossScale(grad_scaler)
-
-        self.step = 0
-        self.start_step = start_step
+            self._loss_scale = LossScale("DCTState", grad_scaler)
+        self.transport, self.start_step = transport, start_step
         self._next_index = 0
-        self._damage = Damage()
-        self._history = History()
 
         # Once bound to a DDP:
         self._names: dict[Parameter, str] = {}
-        self._ranks: Ranks
+        self._topology: Topology
+        self._ledger: StepLedger
         self.node_group: dist.ProcessGroup | None = None
         self._buckets: Buckets
         self._executor: Executor | None = None
@@ -168,32 +160,31 @@ class DCTState:
         """Attach a state that was made without its DDP; on every rank, like the constructor."""
         group = self._group_with(ddp)
         with refusing("DCTState", group):
-            names = model.named_parameters(ddp)
+            names = ddp_parameters.named_parameters(ddp)
             if self._names:
                 checks.fail("DCTState", "state", "of one DDP", "a second")
-            self._device = model.device_of(names)
-            ranks = Ranks("DCTState", group, self._mesh, self._device)
-        warn_of_eager(self._device.type)
-        self._run = Run(
+            device = ddp_parameters.device_of(names)
+            topology = Topology("DCTState", group, self._mesh, device)
+        warn_of_eager(device.type)
+        guard = RunGuard(
             "DCTState",
-            ranks.everyone,
-            self._device,
+            topology.everyone,
+            device,
             {
                 "version": __version__,
-                "model": model.describe(names),
+                "model": describe(names),
                 **self.settings.as_told(),
-                "transport": self._choice.name,
-                "link": self._choice.kind,
-                "mesh": ranks.layout,
+                "transport": self.transport,
+                "mesh": topology.layout,
                 "start_step": self.start_step,
-                "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
+                "grad_scaler": self._loss_scale.as_told(),
             },
         )
-        ranks.open(self._run.id)
-        self._choice.settle(self._run, ranks.between, self._device, self.settings)
-        self._buckets = Buckets(names, self.settings, self._choice, ranks, self._device)
-        self._ranks, self.node_group = ranks, ranks.node.group
-        self._executor = executor_for(self._device)
+        topology.open(guard.id)
+        self._ledger = StepLedger("dct_hook", guard, self._loss_scale, self.start_step)
+        self._buckets = Buckets(names, self.settings, self.transport, topology, device)
+        self._topology, self.node_group = topology, topology.node.group
+        self._executor = executor_for(device)
         self._names = names  # bound
         self._ddp = weakref.ref(ddp)
         if self._to_load is not None:
@@ -203,6 +194,10 @@ class DCTState:
         """The ranks to average over; None if that is not known, for want of a DDP."""
         of_ddp = getattr(ddp, "process_group", None)
         return of_ddp if self._process_group is None else self._process_group
+
+    @property
+    def step(self) -> int:
+        return self._ledger.step if self._names else 0
 
     def close(self) -> None:
         """End the thread and the process groups of this state; called again, nothing.
@@ -215,7 +210,7 @@ class DCTState:
         if self._executor is not None:
             self._executor.close()
             self._executor = None
-            self._ranks.close()
+            self._topology.close()
             self._finish_last_step()
 
     def plan(self) -> str:
@@ -225,9 +220,9 @@ class DCTState:
         says what each further one adds. From then on bytes are exact, as in `stats()`.
         """
         self._require_bound("plan")
-        plans = self._buckets.plans()
-        table = plan_table(plans, self._choice.reason(plans), self._device)
-        table += self._ranks.node.sentence(self._buckets.node_bytes())
+        device = ddp_parameters.device_of(self._names)
+        table = plan_table(self._buckets.plans(), self._buckets.reason(), device)
+        table += self._topology.node.sentence(self._buckets.node_bytes())
         another = self._buckets.bytes_of_another()
         if another is not None:
             table += (
@@ -252,13 +247,8 @@ class DCTState:
         """
         self._require_bound("stats")
         self._finish_last_step()
-        return {
-            "step": self.step,
-            "density": self._history.density,
-            "overflow": self._history.overflow,
-            "wire_bytes": step_bytes(self._buckets.plans()),
-            "silent": [name for bucket in self._buckets.in_order() for name in bucket.silent()],
-        }
+        silent = [name for bucket in self._buckets.in_order() for name in bucket.silent()]
+        return self._ledger.stats(self._buckets.plans(), silent)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of the last step on this rank}, for any logger. Counted now.
@@ -272,10 +262,7 @@ class DCTState:
         """
         self._require_bound("parameter_stats")
         self._finish_last_step()
-        stats: dict[str, dict[str, float]] = {}
-        for bucket in self._buckets.in_order():
-            stats |= bucket.parameter_stats()
-        return stats
+        return self._ledger.parameter_stats(self._buckets.in_order())
 
     def take_back(self) -> None:
         """Undo what the last step did to the residuals, for a step that you do not apply.
@@ -289,22 +276,21 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        Exact for finite gradients (what owners keep with "shard": to float32 rounding). NaN and Inf
-        are dropped, of a mesh with what else was in that entry of the node's mean. Of several
-        backward passes that were exchanged, as DDP adds them up, all is taken back. Steps before
-        compression send nothing of residuals. Called again, or after a GradScaler skipped the step,
-        it does nothing.
+        Exact for finite gradients (what owners keep by "reduce_scatter": to float32 rounding). NaN
+        and Inf are dropped, of a mesh with what else was in that entry of the node's mean. Of
+        several backward passes that were exchanged, as DDP adds them up, all is taken back. Steps
+        before compression send nothing of residuals. Called again, or after a GradScaler skipped
+        the step, it does nothing.
 
         Raises:
             RuntimeError: a payload was damaged.
         """
         self._require_bound("take_back")
         self._finish_last_step()
-        self._buckets.take_back()
+        self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, the step, and the last steps'
-        statistics. Copies, on the CPU.
+        """This rank's residuals by parameter name, the step, and statistics. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file a rank. torch.distributed.checkpoint takes the
@@ -317,13 +303,12 @@ class DCTState:
         """
         self._require_bound("state_dict")
         self._finish_last_step()
+        states = self._buckets.states().items()
         entry = {
-            **self._ranks.sizes(),
-            "run_id": self._run.id,
-            "step": self.step,
+            **self._topology.sizes(),
+            **self._ledger.saved(),
             "density": self.settings.density,
-            "recent": self._history.state(),
-            "parameters": self._buckets.states(),
+            "parameters": {name: state.as_dict() for name, state in states},
         }
         return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
 
@@ -342,21 +327,18 @@ class DCTState:
         """
         self._require_bound("load_state_dict")
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, **self._ranks.sizes())
-        self._run.load(entry)
-        self._damage = Damage()
-        self._loss_scale.saw(overflow=False)
+        ranks = self._topology.sizes()
+        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, **ranks)
+        self._ledger.load(entry)
         self._next_index = 0
-        self.step = entry["step"]
-        self._history.load(entry.get("recent"))  # which early states leave out
-        self._buckets.load(entry["parameters"])
+        parameters = entry["parameters"].items()
+        self._buckets.load({name: SegmentState.from_dict(saved) for name, saved in parameters})
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and residuals: neither DDP nor process group nor thread can be copied."""
         made = {
             **dataclasses.asdict(self.settings),
-            "transport": self._choice.name,
-            "link": self._choice.given,
+            "transport": self.transport,
             "grad_scaler": self._loss_scale,
             "start_step": self.start_step,
             "mesh": self._mesh,
@@ -371,14 +353,13 @@ class DCTState:
 
     def _require_bound(self, op: str) -> None:
         if not self._names:
-            checks.fail(op, "state", "bound to its DDP (bind, or the first step)", "none")
+            checks.fail(op, "state", "bound to its DDP: state.bind(ddp)", "one that is not")
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             got = f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
             checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
-        if not self._names:
-            self.bind(model.ddp_of(bucket.parameters()[0]))
+        self._require_bound("dct_hook")
         if self._executor is None:
             checks.fail("dct_hook", "state", "open", "one that was closed")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
@@ -387,53 +368,31 @@ class DCTState:
         # DDP goes through its buckets in order, and may leave some out: the first or last, too.
         if not 0 < self._next_index <= index:
             self._begin_step(index, plan)
-        if self.step <= self.start_step:
-            job = partial(self._ranks.dense_mean, buffer)
+        if self._ledger.compresses:
+            compressed = self._buckets.bucket(index, plan, self._ledger.packed)
+            job = self._ledger.reduction(index, compressed, buffer)
         else:
-            compressed = self._buckets.bucket(index, plan, self.step - self.start_step - 1)
-            job = partial(self._reduce_compressed, compressed, buffer)
-        result = self._executor.submit(partial(self._run.carry_out, job))
+            dense = partial(self._topology.dense_mean, buffer)
+            job = partial(self._ledger.carry_out, dense)
         self._next_index = 0 if bucket.is_last() else index + 1
-        return result
+        return self._executor.submit(job)
 
     def _begin_step(self, index: int, plan: BucketPlan) -> None:
-        self._finish_last_step((index, plan))
-        self._run.begin_step(self.step)
-        self._loss_scale.begin()
-        self._buckets.begin_step()
-        self.step += 1
+        # Others can be told of damage by this step, unless buckets have changed: theirs are not
+        # known here.
+        announce = None
+        if self._executor is not None and self._buckets.holds(index, plan):
+            announce = partial(self._buckets.announce_damage, self._executor)
+        self._finish_last_step(announce)
+        self._ledger.begin()
 
-    # On the executor:
-
-    def _reduce_compressed(self, bucket: AnyBucket, buffer: Tensor) -> Tensor:
-        bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
-        return buffer
-
-    # On the thread of the backward pass:
-
-    def _finish_last_step(self, first: tuple[int, BucketPlan] | None = None) -> None:
-        """Learn how the last step went; raise if a payload was damaged.
-
-        Args:
-            first: number and plan of the first bucket of the next step, where that begins. Then the
-                others can be told, unless buckets have changed: theirs are not known here.
-        """
+    def _finish_last_step(self, announce: Callable[[], None] | None = None) -> None:
         self._warn_if_unused()
-        self._look_at_last_step()
-        if (
-            first is not None
-            and self._executor is not None  # as a step begins
-            and self._damage.take_untold()
-            and self._buckets.holds(*first)
-        ):
-            self._buckets.tell_damage(self._executor)
-        self._damage.require_none()
-        if self._loss_scale.skipped():
-            self._buckets.take_back()
+        self._ledger.finish(announce)
 
     def _warn_if_unused(self) -> None:
         ddp = self._ddp()
-        if self._warned or ddp is None or model.has_hook(ddp):
+        if self._warned or ddp is None or ddp_parameters.has_hook(ddp):
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
@@ -442,16 +401,6 @@ class DCTState:
                 "they were not compressed. Register it, ddp.register_comm_hook(state, dct_hook).",
                 stacklevel=4,
             )
-
-    def _look_at_last_step(self) -> None:
-        with record_function("dct::wait"):
-            reports = self._buckets.take_reports()
-        if not reports:
-            return
-        receipts = {index: report.receipt for index, report in reports.items()}
-        self._damage.look(self.step - 1, receipts)
-        self._loss_scale.saw(overflow=any(r.non_finite for r in receipts.values()))
-        self._history.look(reports.values())
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
-from ..data_parallel import fields
-from ..data_parallel.checkpoint import ENTRY, OWED, SegmentState
-from ..data_parallel.shard import Shard as ByOwners
+from ..exchange import fields
+from ..exchange.checkpoint import ENTRY
+from ..exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
+from ..exchange.selection import name_of_today
 from .units import Piece
 
 VERSION = 1
-RESIDUALS = ("residual", OWED)
+RESIDUALS = (RESIDUAL, OWNER_RESIDUAL)
 
 
 class Entry(TypedDict):
@@ -73,18 +74,17 @@ def make(replica: int | str, entry: Entry) -> dict[str, Any]:
     return {"version": VERSION, "replicas": {str(replica): entry}}
 
 
-def spread(piece: Piece, segment: SegmentState, transport: str, packed: int) -> dict[str, Tensor]:
+def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor]:
     """A parameter's shard as it is saved.
 
     Args:
-        segment: all that its bucket keeps for it.
+        segment: what its bucket keeps for it.
         packed: how many times.
     """
     parameter, local = piece.parameter, piece.local
     mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
-    owner = {OWED: torch.zeros(piece.padded)} if transport == ByOwners.name else {}
     saved: dict[str, Tensor] = {"packed": torch.tensor(packed)}  # the same on all shards
-    for key, value in (owner | segment).items():
+    for key, value in segment.as_dict().items():
         saved[key] = DTensor.from_local(
             value[: local.numel()].view(local),
             mesh,
@@ -102,12 +102,13 @@ def spread(piece: Piece, segment: SegmentState, transport: str, packed: int) -> 
 
 def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     """What a shard goes on with."""
-    segment: SegmentState = {}
-    for key in saved.keys() & set(RESIDUALS):
-        local = _local(saved[key]).cpu()
-        segment[key] = torch.zeros(piece.padded)
-        segment[key][: local.numel()] = local.flatten()
-    return segment
+
+    def padded(value: Tensor) -> Tensor:
+        local, flat = _local(value).cpu(), torch.zeros(piece.padded)
+        flat[: local.numel()] = local.flatten()
+        return flat
+
+    return SegmentState.from_dict(saved).map(padded)
 
 
 def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
@@ -133,6 +134,7 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
 
 def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[Piece]) -> Entry:
     """The entry, once it is known to be sound, and of this run's settings and model."""
+    entry["transport"] = name_of_today(entry["transport"])
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
             checks.fail(op, key, f"{here[key]}, as this state was made with", entry[key])
@@ -199,16 +201,16 @@ def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]
     of them owes the model what the old ones did, to float32 rounding (summed in float64). What
     owners of ranges owe is in units of the mean, and is added.
     """
-    sums: dict[str, SegmentState] = {}
+    sums: dict[str, Tensor] = {}
+    owed: dict[str, Tensor] = {}
     replicas = 0
     for state in segments:
         replicas += 1
         for name, segment in state.items():
-            total = sums.setdefault(name, {})
-            for part, value in segment.items():
-                total[part] = total.get(part, 0) + value.double()
-    merged = {}
-    for name, total in sums.items():
-        residual = total["residual"] / replicas + total.get(OWED, 0)
-        merged[name] = {"residual": residual.float()}
-    return merged
+            sums[name] = sums.get(name, 0) + segment.residual.double()
+            if segment.owner is not None:
+                owed[name] = owed.get(name, 0) + segment.owner.residual.double()
+    return {
+        name: SegmentState((total / replicas + owed.get(name, 0)).float())
+        for name, total in sums.items()
+    }

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from ..agreement import refusing
-from ..compressor import check_settings
-from ..data_parallel.bucket_plan import Settings
-from ..data_parallel.choice import TRANSPORTS
+from ..exchange.codec import Settings
+from ..exchange.loss_scale import LossScale
+from ..exchange.selection import require_transport
 from ..groups import require_group
 from ..mesh import require_mesh
-from .verdict import OP
+from .step_consensus import OP
 
 if TYPE_CHECKING:
     from .state import FullyShardState
@@ -30,7 +30,7 @@ def dct_fully_shard_hook(
     density: float = 0.005,
     refresh_every: int = 1000,
     value_dtype: torch.dtype = torch.bfloat16,
-    transport: str = "gather",
+    transport: str | None = None,
     grad_scaler: GradScaler | None = None,
     start_step: int = 2,
     policy: str = "fresh",
@@ -74,8 +74,7 @@ def dct_fully_shard_hook(
         mesh: of all ranks, with dimensions "replicate" and "shard".
         density: fraction of a rank's part of each module sent per step, in (0, 1].
         refresh_every, value_dtype, policy: see `DCTState`.
-        transport: between replicas. "gather": one all-gather, whose bytes grow with their number.
-            "shard": each replica sums and compresses again one range of every message.
+        transport: between replicas, "all_gather", "reduce_scatter" or None: see `DCTState`.
         grad_scaler: the GradScaler that scales the loss, if one does. What was packed for a step
             that it skipped is taken back.
         start_step: steps before compression.
@@ -94,15 +93,12 @@ def dct_fully_shard_hook(
     from .units import units_of
 
     with refusing(OP, require_group(OP, None)):
-        check_settings(OP, density, refresh_every, policy, value_dtype)
+        settings = Settings(density, refresh_every, policy, value_dtype, OP)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
-        checks.require_choice(OP, "transport", transport, tuple(TRANSPORTS))
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            got = type(grad_scaler).__name__
-            checks.fail(OP, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+        require_transport(OP, transport)
+        loss_scale = LossScale(OP, grad_scaler)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
             checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
-        settings = Settings(density, refresh_every, policy, value_dtype)
         units = units_of(model, mesh)
-    return FullyShardState(units, mesh, settings, transport, grad_scaler, start_step)
+    return FullyShardState(units, mesh, settings, transport, loss_scale, start_step)

@@ -5,6 +5,7 @@ with what is this rank's. It is packed, exchanged with the ranks that hold the s
 replicas, and unpacked in place. What came of it is looked at before the next step.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
@@ -21,19 +21,20 @@ from dct_kernels import __version__
 
 from .. import groups
 from ..collectives import dense_mean
-from ..data_parallel import model
-from ..data_parallel.bucket import Bucket
-from ..data_parallel.bucket_plan import BucketPlan, Settings, plan_table, step_bytes
-from ..data_parallel.checkpoint import SegmentState
-from ..data_parallel.choice import TRANSPORTS
-from ..data_parallel.damage import Damage
-from ..data_parallel.history import History
-from ..data_parallel.loss_scale import LossScale
-from ..data_parallel.run import Run
-from ..data_parallel.transports import Receipt
+from ..exchange import selection
+from ..exchange.all_gather import AllGather
+from ..exchange.bucket import Bucket
+from ..exchange.codec import Settings
+from ..exchange.ledger import StepLedger
+from ..exchange.loss_scale import LossScale
+from ..exchange.parameters import describe
+from ..exchange.plan import BucketPlan, plan_table
+from ..exchange.reduce_scatter import ReduceScatter
+from ..exchange.run_guard import RunGuard
+from ..exchange.segment_state import SegmentState
 from . import checkpoint
+from .step_consensus import OP, agree
 from .units import Unit
-from .verdict import OP, reach
 
 
 class FullyShardState:
@@ -47,13 +48,12 @@ class FullyShardState:
         units: list[Unit],
         mesh: DeviceMesh,
         settings: Settings,
-        transport: str,
-        grad_scaler: GradScaler | None,
+        transport: str | None,
+        loss_scale: LossScale,
         start_step: int,
     ) -> None:
         self.settings = settings
         self.start_step = start_step
-        self.step = 0
         self._units = units
         self._pieces = [piece for unit in units for piece in unit.pieces]
         self._device = units[0].device
@@ -61,34 +61,29 @@ class FullyShardState:
         self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
-        self._loss_scale = LossScale(grad_scaler)
-        self._damage = Damage(OP)
-        self._history = History()
         self._open = True
-
         self._in_step = False  # a backward pass goes on
         self._order: list[int] = []  # units of the last step, until that is finished
-        self._sent: list[int] = []  # those that were compressed, until taken back
-        self._damaged = self._overflowed = False  # what this rank saw in it
 
         world = groups.require_group(OP, None)
-        self._run = Run(
+        guard = RunGuard(
             OP,
             world,
             self._device,
             {
                 "version": __version__,
-                "model": model.describe({piece.parameter: piece.name for piece in self._pieces}),
+                "model": describe({piece.parameter: piece.name for piece in self._pieces}),
                 "modules": ", ".join(unit.name for unit in units),
                 "mesh": str(mesh.mesh.tolist()),
                 **settings.as_told(),
                 "transport": transport,
                 "start_step": start_step,
-                "grad_scaler": "none" if self._loss_scale.scaler is None else "given",
+                "grad_scaler": loss_scale.as_told(),
             },
         )
         timeout = groups.timeout_of(world, self._device)
-        self._verdicts = groups.separate_group(world, self._run.id, timeout)
+        self._verdicts = groups.separate_group(world, guard.id, timeout)
+        self._ledger = StepLedger(OP, guard, loss_scale, start_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
@@ -96,9 +91,19 @@ class FullyShardState:
     def _bucket(self, unit: Unit, packed: int, states: dict[str, SegmentState]) -> Bucket:
         names = tuple(piece.name for piece in unit.pieces)
         sizes = tuple(piece.padded for piece in unit.pieces)
-        ranks, transport = self._group.size(), TRANSPORTS[self._transport]
+        ranks = self._group.size()
+        transport = selection.transport_for(self._transport, sum(sizes), ranks)
         plan = BucketPlan(names, sizes, self.settings, transport, ranks)
         return Bucket(plan, self._group, self._device, packed, states)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._ledger.step
+
+    @property
+    def _plans(self) -> list[BucketPlan]:
+        return [bucket.plan for bucket in self._buckets]
 
     def close(self) -> None:
         """End the process group of this state; called again, nothing. It takes no further step.
@@ -111,15 +116,15 @@ class FullyShardState:
             for unit in self._units:
                 unit.close()
             groups.end_group(self._verdicts)
-            self._look()
-            self._damage.require_none()
+            self._ledger.finish()
 
     def plan(self) -> str:
         """What a rank sends for its part of each parameter in a compressed step, as a table.
 
         A bucket is a module that was wrapped by itself; sizes are a shard's.
         """
-        return plan_table([bucket.plan for bucket in self._buckets], "as asked", self._device)
+        why = selection.reason(self._transport, self._plans)
+        return plan_table(self._plans, why, self._device)
 
     def stats(self) -> dict[str, float | int | list[str] | None]:
         """How the last 100 steps went on this rank, and what a step costs; see `DCTState.stats`.
@@ -130,18 +135,10 @@ class FullyShardState:
         Raises:
             RuntimeError: a payload was damaged, as far as this rank knows.
         """
-        self._look()
-        self._damage.require_none()
+        self._ledger.finish()
         held = {piece.name for piece in self._pieces if piece.local.numel()}  # not filling alone
-        return {
-            "step": self.step,
-            "density": self._history.density,
-            "overflow": self._history.overflow,
-            "wire_bytes": step_bytes([bucket.plan for bucket in self._buckets]),
-            "silent": [
-                name for bucket in self._buckets for name in bucket.silent() if name in held
-            ],
-        }
+        silent = [name for bucket in self._buckets for name in bucket.silent() if name in held]
+        return self._ledger.stats(self._plans, silent)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
@@ -149,12 +146,8 @@ class FullyShardState:
         Raises:
             RuntimeError: a payload was damaged, as far as this rank knows.
         """
-        self._look()
-        self._damage.require_none()
-        stats: dict[str, dict[str, float]] = {}
-        for bucket in self._buckets:
-            stats |= bucket.parameter_stats()
-        return stats
+        self._ledger.finish()
+        return self._ledger.parameter_stats(self._buckets)
 
     def take_back(self) -> None:
         """Undo what the last step did to the residuals, for a step that is not applied; see
@@ -166,7 +159,7 @@ class FullyShardState:
             RuntimeError: a payload was damaged, on any rank.
         """
         self._finish_last_step()
-        self._return_sent()
+        self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of residuals, by replica and parameter name. Copies.
@@ -201,9 +194,9 @@ class FullyShardState:
 
         Every replica starts from the mean of their residuals: as a step applies the mean of what
         replicas send, as much is owed to the model as before, to float32 rounding (summed in
-        float64). What owners of ranges owe (transport "shard") is added to every replica. Every
-        rank calls it, and reads one replica's shard at a time. Our reconstruction: the paper does
-        not change the number of ranks.
+        float64). What owners of ranges owe (transport "reduce_scatter") is added to every replica.
+        Every rank calls it, and reads one replica's shard at a time. Our reconstruction: the paper
+        does not change the number of ranks.
 
         Args:
             folder: that `torch.distributed.checkpoint` wrote.
@@ -224,21 +217,24 @@ class FullyShardState:
 
     def _entry(self) -> checkpoint.Entry:
         """What goes into a checkpoint now."""
+        owners = selection.keeps_owners(self._transport, self._group.size())
         parameters = {}
         for bucket, unit in zip(self._buckets, self._units, strict=True):
-            states, packed = bucket.states(), bucket.compressor.step
+            states, packed = bucket.states(), bucket.codec.step
             for piece in unit.pieces:
-                parameters[piece.name] = checkpoint.spread(
-                    piece, states[piece.name], self._transport, packed
-                )
+                state = states[piece.name]
+                if owners and state.owner is None:
+                    nothing = SegmentState(torch.zeros(piece.padded))
+                    state = dataclasses.replace(state, owner=nothing)
+                parameters[piece.name] = checkpoint.spread(piece, state, packed)
         return checkpoint.Entry(
-            run_id=self._run.id,
+            run_id=self._ledger.run_id,
             world_size=self._group.size() * self._shards,
             replicas=self._group.size(),
             shards=self._shards,
             step=self.step,
             density=self.settings.density,
-            transport=self._transport,
+            transport=(ReduceScatter if owners else AllGather).name,
             reduction=", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
             parameters=parameters,
         )
@@ -248,13 +244,8 @@ class FullyShardState:
         return {p.name: checkpoint.gather_up(p, parameters[p.name]) for p in self._pieces}
 
     def _go_on(self, entry: checkpoint.Entry, segments: dict[str, SegmentState]) -> None:
-        self._run.load(entry)
-        self._damage = Damage(OP)
-        self._history = History()
-        self._loss_scale.saw(overflow=False)
-        self._in_step, self._order, self._damaged, self._overflowed = False, [], False, False
-        self._sent = []
-        self.step = entry["step"]
+        self._ledger.load(entry)
+        self._in_step, self._order = False, []
         parameters = entry["parameters"]
         for index, unit in enumerate(self._units):
             own = {piece.name: segments[piece.name] for piece in unit.pieces}
@@ -271,21 +262,16 @@ class FullyShardState:
         self._order.append(index)
         if flat.is_cuda:  # FSDP calls this on another stream than the memory is of
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if self.step <= self.start_step:
+        if self._ledger.compresses:
+            self._ledger.reduction(index, self._buckets[index], flat)()
+        else:
             with record_function("dct::exchange_dense"):
                 mean = partial(dense_mean, flat, torch.bfloat16, self._group)
-                flat.copy_(self._run.carry_out(mean))
-        else:
-            self._sent.append(index)
-            scale = self._loss_scale.value, self._loss_scale.inverse
-            self._run.carry_out(partial(self._buckets[index].reduce, flat, *scale))
+                flat.copy_(self._ledger.carry_out(mean))
 
     def _begin_step(self) -> None:
         self._finish_last_step()
-        self._sent = []
-        self._run.begin_step(self.step)
-        self._loss_scale.begin()
-        self.step += 1
+        self._ledger.begin()
         self._in_step = True
         # As FSDP does, which may reduce gradients there: the last to be queued by then come first.
         queue = Variable._execution_engine.queue_callback
@@ -295,42 +281,16 @@ class FullyShardState:
         # Reentrant checkpointing goes backward within a backward pass: this may be the end of that.
         self._in_step = any(unit.in_backward for unit in self._units)
 
-    # Between steps:
-
-    def _look(self) -> None:
-        """Learn how the last step went on this rank."""
-        with record_function("dct::wait"):
-            taken = {index: bucket.take_report() for index, bucket in enumerate(self._buckets)}
-        reports = {index: report for index, report in taken.items() if report is not None}
-        if not reports:
-            return
-        receipts = {index: report.receipt for index, report in reports.items()}
-        self._damaged = any(r.damaged or r.told for r in receipts.values())
-        self._overflowed = any(r.non_finite for r in receipts.values())
-        self._damage.look(self.step - 1, receipts)
-        self._history.look(reports.values())
-
     def _finish_last_step(self) -> None:
         """Learn how it went on every rank; all of them come here, after as many steps.
 
         Raises:
             RuntimeError: a payload was damaged on some rank: on all of them.
         """
-        self._look()
+        self._ledger.look()
         self._in_step = False
         if self._order:
             order, self._order = self._order, []
-            seen = self._damaged, self._overflowed
-            told = self._run.carry_out(partial(reach, *seen, order, self._verdicts))
-            if told.damaged is not None and not self._damaged:
-                received = Receipt([], [told.damaged], told.overflowed, [], 0, 0)
-                self._damage.look(self.step - 1, {0: received})
-            self._damaged = self._overflowed = False
-            self._loss_scale.saw(told.overflowed)
-            if self._loss_scale.skipped():
-                self._return_sent()
-        self._damage.require_none()
-
-    def _return_sent(self) -> None:
-        while self._sent:
-            self._buckets[self._sent.pop()].take_back()
+            agreed = partial(agree, self._ledger.verdict, order, self._verdicts)
+            self._ledger.hear(self._ledger.carry_out(agreed))
+        self._ledger.finish()

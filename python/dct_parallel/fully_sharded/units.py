@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
-from ..data_parallel.model import WRAPPERS
-from .verdict import OP
+from ..exchange.parameters import unwrapped
+from .step_consensus import OP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +144,7 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
         checks.fail(OP, "model", rule, type(model).__name__, TypeError)
     for _, module in modules:
         module.reshard()
-    names = {
-        parameter: ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        for name, parameter in model.named_parameters()
-    }
+    names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
     units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules wrapped together share one
     for name, module in modules:
         groups = _groups(module)

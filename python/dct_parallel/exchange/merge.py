@@ -12,7 +12,8 @@ from dct_kernels import checks
 
 from ..agreement import require_same
 from . import checkpoint
-from .history import History
+from .recent_stats import RecentStats
+from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 _OP = "merge_states"
 
@@ -26,7 +27,7 @@ def merge_states(
     mean over ranks of what they send, any number of ranks that start from it owe the model what the
     old ones did, to float32 rounding (summed in float64). In a mesh the ranks of a node hold a part
     each of what it owes, and the mean is that of nodes. What owners of ranges owe (transport
-    "shard") is in units of the mean, and is added to that of every rank as it is. Our
+    "reduce_scatter") is in units of the mean, and is added to that of every rank as it is. Our
     reconstruction: the paper does not change the number of ranks.
 
     Args:
@@ -54,7 +55,7 @@ def merge_states(
         rule = "the states of all ranks, or a folder of them"
         checks.fail(_OP, "states", rule, type(states).__name__, TypeError)
     told: dict[str, dict[str, Any]] = {}  # {rank: its numbers}
-    sums: dict[str, checkpoint.SegmentState] = {}
+    sums: dict[str, dict[str, Tensor]] = {}
     sizes: dict[str, int] = {}  # of the parameters that were seen
     for state in states:
         version, ranks = checkpoint.opened(_OP, state)
@@ -68,7 +69,7 @@ def merge_states(
                 for name, segment in entry["parameters"].items()
             )
             for name, segment in entry["parameters"].items():
-                sizes[name] = segment["residual"].numel()
+                sizes[name] = segment[RESIDUAL].numel()
                 total = sums.setdefault(name, {})
                 for part, value in segment.items():
                     total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
@@ -81,17 +82,17 @@ def merge_states(
         checks.fail(_OP, "states", f"those of all {world_size} ranks", f"rank {', '.join(told)}")
     local_size = numbers.pop("local_size", 1)
     mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
-    recent = History().state()  # each rank has its own: they begin anew
+    recent = RecentStats().state()  # each rank has its own: they begin anew
     entry = cast(checkpoint.Entry, {**numbers, "recent": recent, "parameters": mean})
     return checkpoint.make(checkpoint.MEAN, entry)
 
 
-def _mean(total: checkpoint.SegmentState, ranks: int, local_size: int) -> checkpoint.SegmentState:
+def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Tensor]:
     """Of one parameter, from sums over ranks."""
-    mean = {key: value / ranks for key, value in total.items() if key != checkpoint.OWED}
-    mean["residual"] = mean["residual"] * local_size
-    if checkpoint.OWED in total:  # by one owner each, and to the mean
-        mean["residual"] = mean["residual"] + total[checkpoint.OWED]
+    mean = {key: value / ranks for key, value in total.items() if key != OWNER_RESIDUAL}
+    mean[RESIDUAL] = mean[RESIDUAL] * local_size
+    if OWNER_RESIDUAL in total:  # by one owner each, and to the mean
+        mean[RESIDUAL] = mean[RESIDUAL] + total[OWNER_RESIDUAL]
     return {key: value.float() for key, value in mean.items()}
 
 
@@ -111,7 +112,7 @@ def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str,
                 place = torch.empty(stored.size, dtype=stored.properties.dtype)
             ranks.setdefault(path[len(prefix) + 1], {(*prefix, "version"): None})[path] = place
     if not ranks:
-        checks.fail(_OP, "key", f"the name of a DCTState in {folder}", repr(key))
+        checks.fail(_OP, "key", f"the name of a state in {folder}", repr(key))
     for places in ranks.values():
         tree: dict[str, Any] = {}
         for path, place in places.items():

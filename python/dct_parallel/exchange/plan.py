@@ -8,26 +8,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dct_kernels import backend_of, payload_layout
+from dct_kernels import backend_of
 from dct_kernels.layout import range_bounds
 
 from .. import wire
-from ..compressor import HEADROOM, default_capacity
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a user chose, for every bucket alike."""
-
-    density: float
-    refresh_every: int
-    policy: str
-    value_dtype: torch.dtype
-
-    def as_told(self) -> dict[str, str | float]:
-        """What JSON can hold of them, for ranks to compare."""
-        told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
-        return told | {"density": float(self.density)}
+from ..compressor import HEADROOM
+from .codec import Settings
 
 
 class Slice(NamedTuple):
@@ -52,7 +38,7 @@ class TransportFormulas(Protocol):
 
     @staticmethod
     def ranges(ranks: int) -> int:
-        """How many payloads a rank packs, each of an equal range; 0 if nothing is compressed."""
+        """How many payloads a rank packs, each of an equal range."""
 
     @staticmethod
     def wire_bytes(plan: "BucketPlan") -> int:
@@ -85,7 +71,7 @@ class BucketPlan:
 
     @cached_property
     def ranges(self) -> int:
-        """How many payloads a rank packs, each of an equal range of whole blocks; 0 if none."""
+        """How many payloads a rank packs, each of an equal range of whole blocks."""
         return self.transport.ranges(self.ranks)
 
     @cached_property
@@ -101,13 +87,12 @@ class BucketPlan:
     @cached_property
     def capacity(self) -> int:
         """Entries of room in the payload of each range: what the longest one needs, the first."""
-        return default_capacity(self.range_bounds[1], self.settings.density)
+        return self.settings.capacity(self.range_bounds[1])
 
     @cached_property
     def payload_bytes(self) -> int:
         """Of the payload of one range."""
-        dtype = self.settings.value_dtype
-        return payload_layout(self.numel, self.capacity, dtype, self.ranges).nbytes
+        return self.settings.payload_bytes(self.numel, self.ranges, self.range_bounds[1])
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -134,11 +119,10 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch
         f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
         f"backend: {backend_of(device)}"
     )
-    rows = [("bucket", "parameters", "numel", "capacity", "bytes/step")]
+    rows: list[tuple[str, ...]] = [("bucket", "parameters", "numel", "capacity", "bytes/step")]
     for index, plan in enumerate(plans):
-        room = f"{plan.owners * plan.capacity:,}" if plan.ranges else "-"
-        count, nbytes = f"{len(plan.names):,}", f"{plan.wire_bytes:,}"
-        rows.append((_label(index, plan), count, f"{plan.numel:,}", room, nbytes))
+        numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
+        rows.append((_label(index, plan), *(f"{number:,}" for number in numbers)))
     total = step_bytes(plans)
     numel = sum(plan.numel for plan in plans)
     parameters = f"{sum(len(plan.names) for plan in plans):,}"

@@ -1,4 +1,4 @@
-"""Transport "shard": owners sum ranges of a bucket and compress the mean once more."""
+"""Transport "reduce_scatter": owners sum ranges of a bucket and compress the mean once more."""
 
 import pytest
 import torch
@@ -7,10 +7,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, WireMeter, dct_hook, merge_states
-from dct_parallel.data_parallel import shard
-from dct_parallel.data_parallel.bucket_plan import BucketPlan, Settings
-from dct_parallel.data_parallel.gather import Gather
-from dct_parallel.data_parallel.shard import Shard
+from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
+from dct_parallel.exchange.all_gather import AllGather
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
+from dct_parallel.exchange.reduce_scatter import ReduceScatter
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, owed, run_ranks, train_step, weights
 
 BLOCK = 16_384
@@ -23,7 +24,7 @@ THREE_OF_FOUR = (40_000,)  # blocks: on 4 ranks the last owns nothing
 
 def _model(sizes, **options):
     model = DistributedDataParallel(Dictated(sizes))
-    state = DCTState(model, **{"density": 0.05, "transport": "shard"} | options)
+    state = DCTState(model, **{"density": 0.05, "transport": "reduce_scatter"} | options)
     model.register_comm_hook(state, dct_hook)
     return model, state
 
@@ -47,7 +48,7 @@ def _density_one(rank, sizes):
     ranks = dist.get_world_size()
     lossless = {"density": 1, "value_dtype": torch.float32}
     sharded, _ = _model(sizes, **lossless)
-    gathering, _ = _model(sizes, transport="gather", **lossless)
+    gathering, _ = _model(sizes, transport="all_gather", **lossless)
     for step in range(5):
         generator = torch.Generator().manual_seed(100 * step + rank)
         grads = [torch.randn(n, generator=generator) for n in sizes]
@@ -105,7 +106,7 @@ def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(
 def _moved(rank):
     """DDP deals its buckets anew after the first step, which was compressed already."""
     model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, transport="shard", start_step=0)
+    state = DCTState(model, density=0.05, transport="reduce_scatter", start_step=0)
     model.register_comm_hook(state, dct_hook)
     layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
     for step in range(6):
@@ -146,7 +147,7 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
     counted = run_ranks(_counted, world_size, sizes, 0.05)
     settings = Settings(0.05, 1000, "fresh", torch.bfloat16)
     names = tuple(map(str, range(len(sizes))))
-    plan = BucketPlan(names, sizes[::-1], settings, Shard, world_size)
+    plan = BucketPlan(names, sizes[::-1], settings, ReduceScatter, world_size)
     assert plan.capacity == -(-min(length, numel) * 125 // 2000)  # of the longest range
     nbytes = payload_layout(numel, plan.capacity, torch.bfloat16, world_size).nbytes
     for rank, (sent, planned) in enumerate(counted):
@@ -162,10 +163,10 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
         plan = BucketPlan(("p",), (numel,), settings, transport, ranks)
         return 2 * (ranks - 1) / ranks * 4 * numel / plan.wire_bytes
 
-    ratios = [ratio(Shard, ranks) for ranks in (2, 4, 8)]
+    ratios = [ratio(ReduceScatter, ranks) for ranks in (2, 4, 8)]
     assert max(ratios) < 1.05 * min(ratios) and min(ratios) > 150
-    assert ratio(Gather, 2) / ratio(Gather, 8) == pytest.approx(4)
-    assert ratio(Shard, 2, 2**22) == pytest.approx(ratio(Gather, 2, 2**22), rel=0.01)
+    assert ratio(AllGather, 2) / ratio(AllGather, 8) == pytest.approx(4)
+    assert ratio(ReduceScatter, 2, 2**22) == pytest.approx(ratio(AllGather, 2, 2**22), rel=0.01)
 
 
 def _resume(rank, sizes):
@@ -206,10 +207,10 @@ def _run(rank, steps, saved, silent, transport):
 
 @pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (4, 2)])
 def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
-    results = run_ranks(_run, world_size, 6, None, False, "shard")
+    results = run_ranks(_run, world_size, 6, None, False, "reduce_scatter")
     merged = merge_states(state for _, state in results)
     assert merged["version"] == 2  # owners begin anew: what they owed is in every rank's residual
-    later = run_ranks(_run, ranks, 6, merged, True, "shard")
+    later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
     left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
     every = [_integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
     total = sum(torch.cat(grads) for grads in every) / world_size
@@ -218,9 +219,9 @@ def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
 
 
 def test_what_is_owed_carries_over_to_another_transport():
-    results = run_ranks(_run, 2, 6, None, False, "shard")
+    results = run_ranks(_run, 2, 6, None, False, "reduce_scatter")
     applied, lefts = [applied for applied, _ in results], []
-    for transport in ("gather", "shard"):
+    for transport in ("all_gather", "reduce_scatter"):
         states = [state for _, state in results]
         results = run_ranks(_load_own, 2, states, transport)
         lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
@@ -238,7 +239,7 @@ def _load_own(rank, states, transport):
 def test_a_state_that_lost_what_owners_keep_is_refused():
     parts = {"residual": torch.zeros(3)}
     entry = {"run_id": "a", "world_size": 1, "step": 5, "density": 0.1, "parameters": {"p": parts}}
-    text = "state of rank 0 must be with what owners keep: load into transport 'shard', or use"
+    text = "state of rank 0 must be with what owners keep: load into transport 'reduce_scatter', or"
     with pytest.raises(ValueError, match=text):
         merge_states([{"version": 3, "ranks": {"0": entry}}])
 
@@ -282,14 +283,14 @@ def test_damage_of_what_an_owner_sums_raises_on_every_rank_at_the_next_step(byte
 def _damaged_result(rank, sizes, victim):
     """The victim receives rank 0's result damaged; nobody else does."""
     model, _ = _model(sizes)
-    all_gather, step = shard.all_gather, 0
+    all_gather, step = by_reduce_scatter.all_gather, 0
 
     def in_flight(output, *args):
         all_gather(output, *args)
         if step == STEP and rank == victim:
             output[0, 0] ^= 0xFF
 
-    shard.all_gather = in_flight
+    by_reduce_scatter.all_gather = in_flight
     for step in range(STEP + 1):
         _step(model, _integers(sizes, step, rank))
     own = rank == victim
@@ -350,7 +351,7 @@ def test_a_skipped_step_is_taken_back_from_both_residuals(poison):
 
 def _long(rank, steps):
     model = DistributedDataParallel(mlp(width=160), bucket_cap_mb=0.2)
-    state = DCTState(model, density=0.01, transport="shard")
+    state = DCTState(model, density=0.01, transport="reduce_scatter")
     model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = [

@@ -10,14 +10,14 @@ from dct_kernels import checks
 
 from .. import groups
 from ..collectives import dense_mean
+from ..exchange.checkpoint import Sizes
 from ..mesh import NODES, require_mesh
-from .checkpoint import Sizes
 from .node import Node
 
 _CPU = torch.device("cpu")
 
 
-class Ranks:
+class Topology:
     """The groups of a state: of a mesh, or of one dimension.
 
     Args:

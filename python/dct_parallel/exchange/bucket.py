@@ -1,32 +1,26 @@
-"""One bucket of DDP's: packed, exchanged and unpacked in place."""
+"""One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..readback import Readback
-from .bucket_plan import BucketPlan
-from .checkpoint import SegmentState
-from .transports import Receipt, Transport, compressor_of
+from .plan import BucketPlan
+from .readback import Readback
+from .results import ExchangeResult
+from .segment_state import SegmentState
+from .transport import Transport
 
 # In one step of 23 it is looked at whether anything is sent of a parameter, as that takes some
 # kernels more; where for a thousand steps nothing was found, it is named.
 LOOK_EVERY, SILENT_STEPS = 23, 1000
 
 
-class Report(NamedTuple):
-    """What the host learns of a bucket one step later."""
-
-    receipt: Receipt
-    numel: int  # that was compressed
-
-
 class AnyBucket(Protocol):
-    """What a state asks of a bucket, however it is sent; `Bucket` says what each of these does."""
+    """What a step asks of a bucket; `Bucket` says what each of these does."""
 
     plan: BucketPlan
 
@@ -34,9 +28,9 @@ class AnyBucket(Protocol):
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
     ) -> None: ...
 
-    def tell_damage(self) -> None: ...
+    def announce_damage(self) -> None: ...
 
-    def take_report(self) -> Report | None: ...
+    def take_result(self) -> ExchangeResult | None: ...
 
     def take_back(self) -> None: ...
 
@@ -47,16 +41,8 @@ class AnyBucket(Protocol):
     def silent(self) -> list[str]: ...
 
 
-class PartBucket(AnyBucket, Protocol):
-    """And what a node's rank asks of the bucket of its part."""
-
-    def alarms(self) -> Tensor: ...
-
-    def owe(self, more: Tensor) -> None: ...
-
-
 class Bucket:
-    """The compressor and the transport of one bucket.
+    """The codec and the transport of one bucket.
 
     Args:
         plan: names and sizes, in the bucket's order.
@@ -78,15 +64,15 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self._watches = watches and plan.settings.density < 1
-        self.compressor = compressor_of(plan, plan.range_bounds, step, device, plan.ranges)
-        assert issubclass(plan.transport, Transport)  # else nothing is packed: plan.ranges is 0
-        self._transport = plan.transport(plan, self.compressor, group, step)
+        self.codec = plan.settings.codec(plan.range_bounds, device, step)
+        assert issubclass(plan.transport, Transport)
+        self._transport = plan.transport(plan, self.codec, group)
         for index, name in enumerate(plan.names):
             if name in states:
                 self._load(index, states[name])
         self._readback = Readback()
-        self._notes: Sequence[Tensor] = ()  # of the last `reduce`
-        self._fresh = False  # which has not been reported yet
+        self._raw_status: Sequence[Tensor] = ()  # of the last `reduce`
+        self._fresh = False  # which nobody has asked for yet
         self._first_step = step
         self._bounds = torch.tensor(plan.bounds, device=device)
         self._found = torch.full((len(plan.names),), step, device=device)  # when last sent
@@ -101,37 +87,32 @@ class Bucket:
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
         """
         with record_function("dct::pack"):
-            self.compressor.pack(buffer, inv_scale)
-            if self._watches and self.compressor.step % LOOK_EVERY == 0:
-                found = self.compressor.sent_of(self._bounds) > 0
-                self._found.masked_fill_(found, self.compressor.step)
-        self._notes = self._transport.reduce(buffer, scale)
+            self.codec.pack(buffer, inv_scale)
+            if self._watches and self.codec.step % LOOK_EVERY == 0:
+                found = self.codec.sent_of(self._bounds) > 0
+                self._found.masked_fill_(found, self.codec.step)
+        self._raw_status = self._transport.reduce(buffer, scale)
         with record_function("dct::read_back"):
-            self._readback.post(*self._notes)
+            self._readback.post(*self._raw_status)
         self._fresh = True
 
-    def alarms(self) -> Tensor:
-        """What is wrong with the last `reduce`, on the device: see `Transport.alarms`."""
-        return self._transport.alarms(self._notes)
+    def fault_flags(self) -> Tensor:
+        """What is wrong with the last `reduce`, on the device: see `Transport.fault_flags`."""
+        return self._transport.fault_flags(self._raw_status)
 
-    def owe(self, more: Tensor) -> None:
-        """Add `more`, float32 [numel], to what this rank owes."""
-        self.compressor.residual += more
-
-    def tell_damage(self) -> None:
+    def announce_damage(self) -> None:
         """Take part in a `reduce` of the others with no gradient, only to tell them of damage."""
-        self._transport.tell_damage()
+        self._transport.announce_damage()
 
-    def take_report(self) -> Report | None:
-        """What the last `reduce` left to be known, once; None if there is nothing new.
+    def take_result(self) -> ExchangeResult | None:
+        """How the last `reduce` went, once; None if there is nothing new.
 
         To be called before the next `reduce`, which overwrites what is read here.
         """
         if not self._fresh:
             return None
         self._fresh = False
-        receipt = self._transport.receipt(self._readback.wait())
-        return Report(receipt, self.plan.numel)
+        return self._transport.result(self._readback.wait())
 
     def take_back(self) -> None:
         """Return what the last `reduce` sent to the residual, for a step that was not applied."""
@@ -139,30 +120,30 @@ class Bucket:
 
     def states(self) -> dict[str, SegmentState]:
         """{name: copies, on the CPU, of what each of its parameters must carry elsewhere}."""
-        residuals = self.compressor.residual.split(self.plan.sizes)
+        residuals = self.codec.residual.split(self.plan.sizes)
         return {
-            name: {"residual": residual.to("cpu", copy=True)} | self._transport.segment_state(index)
+            name: SegmentState(residual.to("cpu", copy=True), self._transport.owner_state(index))
             for index, (name, residual) in enumerate(zip(self.plan.names, residuals, strict=True))
         }
 
     def _load(self, index: int, state: SegmentState) -> None:
-        residual = self.compressor.residual.split(self.plan.sizes)[index]
-        residual.copy_(state["residual"])
-        owed = self._transport.load_segment(index, state)
-        if owed is not None:  # to the mean, of which a rank makes 1 / P
-            residual += (self.plan.ranks * owed).to(residual.device)
+        residual = self.codec.residual.split(self.plan.sizes)[index]
+        residual.copy_(state.residual)
+        if state.owner is not None:
+            others = self._transport.load_owner(index, state.owner)
+            residual += (self.plan.ranks * others).to(residual.device)  # a rank makes 1 / P
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
-        if self.compressor.step == self._first_step or not self.plan.names:
+        """{name: see `StepLedger.parameter_stats`}, of the last `reduce`. Waits for the device."""
+        if self.codec.step == self._first_step or not self.plan.names:
             return {}
         starts = torch.tensor(self.plan.range_bounds[1:], device=self._bounds.device)
         ranges = torch.searchsorted(starts, self._bounds[:-1], right=True)
         columns = {
-            "density": self.compressor.sent_of(self._bounds) / self._bounds.diff().clamp(min=1),
-            "threshold": self.compressor.threshold[ranges.clamp(max=self.plan.ranges - 1)],
+            "density": self.codec.sent_of(self._bounds) / self._bounds.diff().clamp(min=1),
+            "threshold": self.codec.threshold[ranges.clamp(max=self.plan.ranges - 1)],
             "residual_norm": torch.stack(
-                torch._foreach_norm(self.compressor.residual.split(self.plan.sizes))
+                torch._foreach_norm(self.codec.residual.split(self.plan.sizes))
             ),
         }
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
@@ -176,6 +157,6 @@ class Bucket:
         the device."""
         if not self._watches:
             return []
-        silent = (self.compressor.step - self._found >= SILENT_STEPS).tolist()
+        silent = (self.codec.step - self._found >= SILENT_STEPS).tolist()
         of_all = zip(self.plan.names, self.plan.sizes, silent, strict=True)
         return [name for name, size, is_so in of_all if is_so and size]

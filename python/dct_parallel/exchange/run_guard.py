@@ -4,7 +4,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,7 @@ _LOAD = "load_state_dict"
 _Result = TypeVar("_Result")
 
 
-class Saved(TypedDict):
-    """What a run asks of a checkpoint's entry."""
-
-    run_id: str
-    world_size: int
-
-
-class Run:
+class RunGuard:
     """Settings are compared when it is made, step and checkpoint before the first step after that.
 
     Args:
@@ -54,7 +47,7 @@ class Run:
         self._agreement, self._timeout = Agreement(group), timeout_of(group, device)
         own = {**settings, "run_id": uuid.uuid4().hex}
         told = self._agreement.exchange(op, own, self._timeout)
-        self.id = next(iter(told.values()))["run_id"]
+        self.id: str = next(iter(told.values()))["run_id"]
         for values in told.values():
             del values["run_id"]
         require_same(op, told)
@@ -62,15 +55,11 @@ class Run:
         self._compared = False  # whether ranks know that they go on from the same step
         self._asked = False  # the store, for the reason of an error
 
-    def of_first_rank(self, op: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first rank tells; all ranks of the group call this alike."""
-        return next(iter(self._agreement.exchange(op, values, self._timeout).values()))
-
-    def load(self, entry: Saved) -> None:
+    def load(self, run_id: str, world_size: int) -> None:
         """Go on with the run that a checkpoint is of. All ranks do, each in its own time."""
         self._compared = self._asked = False
-        self._checkpoint = f"one of {entry['world_size']} ranks"
-        self.id = entry["run_id"]
+        self._checkpoint = f"one of {world_size} ranks"
+        self.id = run_id
 
     def begin_step(self, step: int) -> None:
         """Raise on every rank if they do not go on from the same step of the same run.

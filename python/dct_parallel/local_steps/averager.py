@@ -1,27 +1,28 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
 from collections.abc import Iterable
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import __version__, checks
 
 from .. import groups
 from ..agreement import refusing
-from ..compressor import check_settings
-from . import checkpoint, model
-from .bucket import Bucket
-from .bucket_plan import BucketPlan, Settings
-from .damage import Damage
-from .gather import Gather
-from .history import History
-from .run import Run
+from ..exchange import checkpoint
+from ..exchange.all_gather import AllGather
+from ..exchange.bucket import Bucket
+from ..exchange.codec import Settings
+from ..exchange.ledger import StepLedger
+from ..exchange.parameters import describe
+from ..exchange.plan import BucketPlan
+from ..exchange.run_guard import RunGuard
+from ..exchange.segment_state import SegmentState
 
 _OP = "DCTAverager"
 
@@ -100,32 +101,33 @@ class DCTAverager(ModelAverager):
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
-            check_settings(_OP, density, refresh_every, policy, value_dtype)
+            self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
             checks.require_int(_OP, "period", period, 1, 2**63 - 1)
             self._names, frozen = _parameters(module)
         self.period = period
         self._module = module
-        self._device = model.device_of(self._names)
-        self._settings = Settings(density, refresh_every, policy, value_dtype)
+        self._device = next(iter(self._names)).device
         sizes = tuple(parameter.numel() for parameter in self._names)
         names = tuple(self._names.values())
-        self._plan = BucketPlan(names, sizes, self._settings, Gather, group.size())
+        self._plan = BucketPlan(names, sizes, self._settings, AllGather, group.size())
         self.wire_bytes = self._plan.wire_bytes
-        self._run = Run(
+        guard = RunGuard(
             _OP,
             group,
             self._device,
             {
                 "version": __version__,
-                "model": model.describe(self._names),
-                "frozen": model.describe(frozen),
+                "model": describe(self._names),
+                "frozen": describe(frozen),
                 "period": period,
                 **self._settings.as_told(),
             },
         )
+        # Its steps are averagings.
+        self._ledger = StepLedger("average_parameters", guard, step_name="averaging")
         self._take_those_of_first_rank()
         self._base = self._weights()
-        self._start(0, {})
+        self._bucket = self._new_bucket({})
 
     def average_parameters(
         self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
@@ -156,21 +158,22 @@ class DCTAverager(ModelAverager):
         Raises:
             RuntimeError: a payload was damaged.
         """
-        self._damage.require_none()
-        parameters = self._bucket.states()
-        parts = self._base.split(self._plan.sizes)
-        for state, part in zip(parameters.values(), parts, strict=True):
-            state["base"] = part.to("cpu", copy=True)
-        entry = checkpoint.Entry(
-            run_id=self._run.id,
-            world_size=self.process_group.size(),
-            step=self.step,
-            density=self._settings.density,
-            period=self.period,
-            recent=History().state(),
-            parameters=parameters,
-        )
-        return checkpoint.make(dist.get_rank(), entry)
+        self._ledger.finish()
+        states = self._bucket.states().items()
+        bases = self._base.split(self._plan.sizes)
+        parameters = {
+            name: state.as_dict() | {"base": base.to("cpu", copy=True)}
+            for (name, state), base in zip(states, bases, strict=True)
+        }
+        entry = {
+            **self._ledger.saved(),
+            "step": self.step,
+            "world_size": self.process_group.size(),
+            "density": self._settings.density,
+            "period": self.period,
+            "parameters": parameters,
+        }
+        return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
@@ -191,8 +194,8 @@ class DCTAverager(ModelAverager):
             state, dist.get_rank(), self._settings, sizes, ranks, period=self.period
         )
         saved = entry["parameters"]
-        self._start(entry["step"] // self.period, saved)
-        self._run.load(entry)
+        self._ledger.load(entry, entry["step"] // self.period)
+        self._bucket = self._new_bucket(saved)
         self.step = entry["step"]
         self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
 
@@ -200,11 +203,10 @@ class DCTAverager(ModelAverager):
         rule = "kept apart from what is copied or pickled (save its state_dict())"
         checks.fail(_OP, "an averager", rule, "a copy", TypeError)
 
-    def _start(self, averagings: int, states: dict[str, checkpoint.SegmentState]) -> None:
-        self._bucket = Bucket(
-            self._plan, self.process_group, self._device, averagings, states, watches=False
-        )
-        self._damage = Damage("average_parameters", "averaging")
+    def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
+        states = {name: SegmentState.from_dict(state) for name, state in saved.items()}
+        group, averagings = self.process_group, self._ledger.step
+        return Bucket(self._plan, group, self._device, averagings, states, watches=False)
 
     def _require_same_parameters(self) -> None:
         """Raise if others require grad than at the start: ranks would train those each alone."""
@@ -218,16 +220,11 @@ class DCTAverager(ModelAverager):
 
     @torch.no_grad()
     def _average(self) -> None:
-        if self._damage.take_untold():
-            self._bucket.tell_damage()
-        self._damage.require_none()
-        number = self.step // self.period
-        self._run.begin_step(number)
+        self._ledger.finish(self._bucket.announce_damage)
+        self._ledger.begin(self.step // self.period)
         moved = self._weights().sub_(self._base)
-        self._run.carry_out(partial(self._bucket.reduce, moved))
-        report = self._bucket.take_report()
-        assert report is not None  # of what was reduced just now
-        self._damage.look(number, {0: report.receipt})
+        self._ledger.reduction(0, self._bucket, moved)()
+        self._ledger.look()
         self._base += moved
         self._go_on_from_base()
 
@@ -252,7 +249,7 @@ def _parameters(module: nn.Module) -> tuple[dict[Parameter, str], dict[Parameter
     """{parameter: name} of those that require grad, and of the others."""
     if not isinstance(module, nn.Module):
         checks.fail(_OP, "module", "an nn.Module", type(module).__name__, TypeError)
-    if model.holds_ddp(module):
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         rule = "without DistributedDataParallel, which averages all gradients in every step"
         checks.fail(_OP, "module", rule, type(module).__name__, TypeError)
     trained, frozen = _named(module, trained=True), _named(module, trained=False)

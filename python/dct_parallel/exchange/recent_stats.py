@@ -2,20 +2,21 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .bucket import Report
-from .checkpoint import RECENT_STEPS
+from .results import Traffic
+
+RECENT_STEPS = 100
 
 # A threshold is off by what its sample is, so that with a quarter of headroom some 10 to 20 % of
 # payloads overflow, by little, and others in the next step. Beyond half it is the rule.
 OVERFLOW_WARNING = 0.5
 
 
-class History:
+class RecentStats:
     """Density and overflow of the last 100 steps; warns once if most payloads overflowed."""
 
     def __init__(self) -> None:
@@ -35,15 +36,15 @@ class History:
         if state is not None:
             self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
 
-    def look(self, reports: Iterable[Report]) -> None:
-        """Note what the reports of a step say; nothing if no payload was sent in it."""
-        reports = list(reports)
-        payloads = sum(report.receipt.payloads for report in reports)
-        if payloads:
-            sent = sum(sum(report.receipt.counts) for report in reports)
-            numel = sum(report.numel for report in reports)
-            late = sum(report.receipt.overflowed for report in reports)
-            self.add(density=sent / max(numel, 1), overflow=late / payloads)
+    def note(self, traffic: Sequence[Traffic]) -> None:
+        """Note a step, by what each of its buckets sent."""
+        sent = sum(sum(one.counts) for one in traffic)
+        numel = sum(one.numel for one in traffic)
+        late, payloads = (
+            sum(one.overflowed for one in traffic),
+            sum(one.payloads for one in traffic),
+        )
+        self.add(density=sent / max(numel, 1), overflow=late / max(payloads, 1))
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""

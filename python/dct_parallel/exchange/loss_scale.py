@@ -1,4 +1,4 @@
-"""A GradScaler as the hook sees it: its scale, and whether it skipped the last step."""
+"""A GradScaler as gradients see it: its scale, and whether it skipped the last step."""
 
 from typing import Any
 
@@ -11,10 +11,11 @@ from dct_kernels import checks
 class LossScale:
     """The scale of each step, on the device; none without a scaler, or with a disabled one."""
 
-    def __init__(self, scaler: GradScaler | None) -> None:
+    def __init__(self, op: str, scaler: GradScaler | None) -> None:
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
-            checks.fail("DCTState", "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+            checks.fail(op, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+        self._op = op
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value: Tensor | None = None
         self.inverse: Tensor | None = None
@@ -23,12 +24,12 @@ class LossScale:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LossScale":
         """One of the same scaler: the training loop updates no other."""
-        return LossScale(self.scaler)
+        return LossScale(self._op, self.scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.scaler is not None:
             rule = "None in a state that is pickled (save its state_dict)"
-            checks.fail("DCTState", "grad_scaler", rule, "one, of which a copy is never updated")
+            checks.fail(self._op, "grad_scaler", rule, "one, of which a copy is never updated")
         return self.__dict__
 
     def begin(self) -> None:
@@ -40,8 +41,12 @@ class LossScale:
             self.inverse = self.value.reciprocal()
             self._version = self.value._version
         # An overflow that no update followed is an accumulation's: what the last pass sent stands
-        # in .grad, and DDP adds it to what this pass exchanges, with all that overflowed.
+        # in .grad, and is added to what this pass exchanges, with all that overflowed.
         self._overflowed = False
+
+    def as_told(self) -> str:
+        """What ranks compare of it."""
+        return "none" if self.scaler is None else "given"
 
     def saw(self, overflow: bool) -> None:
         """Whether some rank's gradients of this pass overflowed."""

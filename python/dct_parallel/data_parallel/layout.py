@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 
-def leave(flat: Tensor, parameter: Tensor) -> Tensor:
+def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:
     """`flat` [numel], as a bucket has it, in the order of the parameter's indices."""
     if not _differs(parameter):
         return flat
     return flat.as_strided(parameter.shape, parameter.stride()).flatten()
 
 
-def enter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """The reverse of `leave`."""
+def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
+    """The reverse of `to_logical`."""
     if not _differs(parameter):
         return flat
     moved = torch.empty_like(flat)

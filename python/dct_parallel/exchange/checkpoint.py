@@ -2,9 +2,9 @@
 
     {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
 
-The version is 2, and one more with what owners keep (transport "shard"); of a mesh two more: then
-the ranks of a node owe together what is in their residuals, in units of the node's mean, and a
-rank's own is as long as the parameter, 0 outside of its part.
+The version is 2, and one more with what owners keep (transport "reduce_scatter"); of a mesh two
+more: then the ranks of a node owe together what is in their residuals, in units of the node's mean,
+and a rank's own is as long as the parameter, 0 outside of its part.
 
 Below "ranks" stands the rank that it belongs to, because torch.distributed.checkpoint saves
 what has the same key on several ranks once, and then hands it to all of them. Numbers, strings and
@@ -20,16 +20,12 @@ from torch import Tensor
 from dct_kernels import checks
 
 from . import fields
-from .bucket_plan import Settings
+from .codec import Settings
+from .recent_stats import RECENT_STEPS
+from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 VERSION, OWNERS, PARTS = 2, 1, 2
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
-RECENT_STEPS = 100
-
-SegmentState = dict[str, Tensor]  # of a parameter: see `_segment`
-# What a rank owes as the owner of a part of a parameter: as long as the parameter, 0 outside of the
-# part, in units of the mean.
-OWED = "owner_residual"
 
 
 class _OfMesh(TypedDict, total=False):
@@ -44,7 +40,7 @@ class Sizes(_OfMesh):
 
 class _Optional(TypedDict, total=False):
     period: int  # of a DCTAverager; early states leave it out
-    recent: Tensor  # see History.state; early states leave it out
+    recent: Tensor  # see RecentStats.state; early states leave it out
 
 
 class Entry(Sizes, _Optional):
@@ -53,7 +49,7 @@ class Entry(Sizes, _Optional):
     run_id: str  # made when training began
     step: int
     density: float
-    parameters: dict[str, SegmentState]
+    parameters: dict[str, dict[str, Tensor]]  # see SegmentState.as_dict
 
 
 # The tables that a state is checked against, key by key; with `default=None` a key may be absent.
@@ -83,22 +79,17 @@ _STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks":
 def _segment(numel: int) -> dict[str, fields.Field]:
     """Of one parameter; thresholds, which earlier states have as well, are found anew."""
     return {
-        "residual": fields.tensor([numel]),
-        OWED: fields.tensor([numel], default=None),
+        RESIDUAL: fields.tensor([numel]),
+        OWNER_RESIDUAL: fields.tensor([numel], default=None),
         "base": fields.tensor([numel], default=None),
     }
 
 
 def make(rank: int | str, entry: Entry) -> dict[str, Any]:
     """The state dict of one rank, or the one for all."""
-    owners = any(OWED in state for state in entry["parameters"].values())
+    owners = any(OWNER_RESIDUAL in state for state in entry["parameters"].values())
     version = VERSION + OWNERS * owners + PARTS * ("local_size" in entry)
     return {"version": version, "ranks": {str(rank): entry}}
-
-
-def owed(state: SegmentState, ranks: int) -> Tensor:
-    """What one of so many ranks owes to the sum of gradients, as the owner of a part, too."""
-    return state["residual"] + ranks * state.get(OWED, 0)
 
 
 def opened(op: str, state: object) -> tuple[int, dict[str, Any]]:
@@ -125,8 +116,8 @@ def require_entry(
         parameters[name] = fields.checked(op, segment, table, f" of {name}{of}")
     # DCP reads what the state that loads has a place for, and says nothing of the rest.
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
-    if owners and not all(OWED in segment for segment in parameters.values()):
-        rule = "with what owners keep: load into transport 'shard', or use merge_states"
+    if owners and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
+        rule = "with what owners keep: load into transport 'reduce_scatter', or use merge_states"
         checks.fail(op, f"state{of}", rule, "one without")
     if parts and "local_size" not in entry:
         rule = "with its local_size: load into a state with a mesh, or use merge_states"
@@ -136,7 +127,7 @@ def require_entry(
 
 def _numel(segment: object) -> int:
     """Elements of a parameter of which only this is known."""
-    residual = segment.get("residual") if isinstance(segment, dict) else None
+    residual = segment.get(RESIDUAL) if isinstance(segment, dict) else None
     return residual.numel() if isinstance(residual, Tensor) else 0
 
 

@@ -1,0 +1,92 @@
+"""What is in a payload: the seam between compression and what moves it.
+
+Buckets, plans and transports know a codec by what stands here. Another one brings its own settings,
+which make it, and a payload that begins with the header of dct_kernels.layout.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dct_kernels.layout import payload_layout
+
+from ..compressor import Compressor, check_settings, default_capacity
+
+
+class Codec(Protocol):
+    """Packs a flat tensor, or each of its ranges, and keeps what was not sent: see `Compressor`."""
+
+    residual: Tensor
+    threshold: Tensor
+    payload: Tensor
+    step: int
+
+    def pack(
+        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
+    ) -> Tensor: ...
+
+    def pack_damage(self) -> Tensor: ...
+
+    def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor: ...
+
+    def take_back(self) -> None: ...
+
+    def sent_of(self, bounds: Tensor) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a user chose, for every bucket alike; makes the codec, and knows its sizes.
+
+    Raises:
+        ValueError, TypeError: one of them is out of its range; the text names it.
+    """
+
+    density: float
+    refresh_every: int
+    policy: str
+    value_dtype: torch.dtype
+    owner: dataclasses.InitVar[str] = "Settings"  # in whose name errors are raised
+
+    def __post_init__(self, owner: str) -> None:
+        check_settings(owner, self.density, self.refresh_every, self.policy, self.value_dtype)
+
+    def as_told(self) -> dict[str, str | float]:
+        """What JSON can hold of them, for ranks to compare."""
+        told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
+        return told | {"density": float(self.density)}
+
+    def capacity(self, numel: int) -> int:
+        """Entries of room in the payload of a range of so many elements."""
+        return default_capacity(numel, self.density)
+
+    def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
+        """Of the payload of one range; the longest has so many elements."""
+        return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
+
+    def codec(
+        self, bounds: Sequence[int], device: torch.device, step: int, row_of: int | None = None
+    ) -> Codec:
+        """One that goes on at `step`.
+
+        Args:
+            bounds: of the ranges, from 0 to numel; each has a payload and a threshold of its own.
+            row_of: where the tensor is itself a range, the elements of the longest one.
+        """
+        made = Compressor(
+            bounds[-1],
+            bounds,
+            self.density,
+            refresh_every=self.refresh_every,
+            policy=self.policy,
+            value_dtype=self.value_dtype,
+            capacity=self.capacity(bounds[1] if row_of is None else row_of),
+            ranges=len(bounds) - 1,
+            row_of=row_of,
+            device=device,
+        )
+        made.step = step
+        return made

@@ -1,0 +1,64 @@
+"""The headers of payloads, as the host and the device read them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dct_kernels.layout import (
+    FLAG_DAMAGE,
+    FLAG_NON_FINITE,
+    FLAG_OVERFLOW,
+    HEADER,
+    HEADER_BYTES,
+)
+
+_FLAGS_WORD, _FLAGS_SHIFT = 1, 24  # byte 7 of a header, in little-endian int32
+
+
+class Header(NamedTuple):
+    """What the header of a payload says."""
+
+    flags: int
+    count: int  # type: ignore[assignment]  # in place of tuple.count
+
+    @property
+    def overflow(self) -> bool:
+        return bool(self.flags & FLAG_OVERFLOW)
+
+    @property
+    def non_finite(self) -> bool:
+        return bool(self.flags & FLAG_NON_FINITE)
+
+    @property
+    def damage(self) -> bool:
+        return bool(self.flags & FLAG_DAMAGE)
+
+
+def headers(payload: Tensor) -> list[Tensor]:
+    """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
+    return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])
+
+
+def read_headers(words: Sequence[Tensor]) -> list[Header]:
+    """Views that `headers` gave, on the host by now, as numbers."""
+    fields = HEADER.iter_unpack(bytes(torch.cat(list(words)).view(torch.uint8).tolist()))
+    return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]
+
+
+def fault_flags_of(
+    status: Tensor, words: Sequence[Tensor], intact: Tensor, senders: Tensor
+) -> Tensor:
+    """Whether something was damaged; 1 + a rank that says it received damage, or 0; whether one saw
+    a NaN or Inf. int32 [3], on the device.
+
+    Args:
+        status: int32, non-zero where something was damaged.
+        words: from `headers`, a rank's each.
+        intact: bool, of each header or of all: what was damaged says nothing.
+        senders: int64, the ranks.
+    """
+    flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact
+    told = torch.where((flags & FLAG_DAMAGE) > 0, senders + 1, 0).max()
+    return torch.stack([status.any(), told, (flags & FLAG_NON_FINITE).any()]).int()

@@ -1,0 +1,45 @@
+"""What belongs to a parameter and goes with it, from bucket to bucket and through checkpoints."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+# Keys of checkpoints.
+RESIDUAL, OWNER_RESIDUAL = "residual", "owner_residual"
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentState:
+    """A segment of a flat tensor, which is a parameter or a part of one.
+
+    Attributes:
+        residual: float32 [numel], what this rank has still to send.
+        owner: what it has to send as the owner of a range of the bucket, in units of the mean: as
+            long as the segment, 0 outside of the range. None: it owns nothing here.
+    """
+
+    residual: Tensor
+    owner: "SegmentState | None" = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
+        """The same of changed tensors."""
+        owner = None if self.owner is None else self.owner.map(change)
+        return SegmentState(change(self.residual), owner)
+
+    def share(self, ranks: int) -> Tensor:
+        """What one of so many ranks adds to the sum of gradients to send all of this."""
+        if self.owner is None:
+            return self.residual
+        return self.residual + ranks * self.owner.residual
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """As a checkpoint holds it."""
+        owner = {} if self.owner is None else {OWNER_RESIDUAL: self.owner.residual}
+        return {RESIDUAL: self.residual, **owner}
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Tensor]) -> "SegmentState":
+        """From a checkpoint."""
+        owner = SegmentState(saved[OWNER_RESIDUAL]) if OWNER_RESIDUAL in saved else None
+        return SegmentState(saved[RESIDUAL], owner)

@@ -1,0 +1,64 @@
+"""Which transport a bucket takes: the one that was asked for, or by ranks and size."""
+
+from collections.abc import Sequence
+
+from dct_kernels import checks
+from dct_kernels.layout import BLOCK
+
+from .all_gather import AllGather
+from .plan import BucketPlan
+from .reduce_scatter import ReduceScatter
+from .transport import Transport
+
+TRANSPORTS: dict[str, type[Transport]] = {t.name: t for t in (AllGather, ReduceScatter)}
+
+# By default payloads go to everybody up to so many ranks, and beyond that in buckets of fewer
+# blocks a rank: there a range is too short to save what a second collective costs.
+GATHER_RANKS, LEAST_BLOCKS = 8, 4
+
+_FORMER = {"gather": "all_gather", "shard": "reduce_scatter"}
+
+
+def require_transport(op: str, transport: str | None) -> None:
+    """Raise unless this is the name of a transport, or None."""
+    if transport is not None and transport not in TRANSPORTS:
+        rule = f"None or {' or '.join(map(repr, TRANSPORTS))}"
+        got = repr(transport)
+        if transport in _FORMER:
+            got += f", by now called {_FORMER[transport]!r}"
+        checks.fail(op, "transport", rule, got)
+
+
+def name_of_today(transport: str) -> str:
+    """Of a transport that a checkpoint names, maybe of an early version."""
+    return _FORMER.get(transport, transport)
+
+
+def transport_for(transport: str | None, numel: int, ranks: int) -> type[Transport]:
+    """Of a bucket of so many elements between so many ranks."""
+    if transport is not None:
+        return TRANSPORTS[transport]
+    return AllGather if ranks <= GATHER_RANKS or numel < _least(ranks) else ReduceScatter
+
+
+def keeps_owners(transport: str | None, ranks: int) -> bool:
+    """Whether buckets may have owners, whose residuals are part of a state then."""
+    return transport_for(transport, _least(ranks), ranks) is ReduceScatter
+
+
+def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
+    """Why these plans are as they are."""
+    if transport is not None:
+        return "as asked"
+    ranks = plans[0].ranks
+    if ranks <= GATHER_RANKS:
+        return f"up to {GATHER_RANKS} ranks"
+    why = f"more than {GATHER_RANKS} ranks"
+    if any(plan.transport is AllGather for plan in plans):
+        why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
+    return why
+
+
+def _least(ranks: int) -> int:
+    """The elements from which on a bucket is not short."""
+    return LEAST_BLOCKS * ranks * BLOCK

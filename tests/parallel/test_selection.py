@@ -1,0 +1,122 @@
+"""Which transport a bucket takes where none is asked for, and buckets of both in one model."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, WireMeter, dct_hook
+from dct_parallel.exchange import selection
+from ranks import Dictated, entry, gathered, run_ranks
+
+BLOCK = 16_384
+SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nine
+
+
+@pytest.mark.parametrize(
+    "asked, ranks, numel, taken",
+    [
+        (None, 2, 2**24, "all_gather"),
+        (None, 8, 2**30, "all_gather"),
+        (None, 9, 4 * 9 * BLOCK - 1, "all_gather"),
+        (None, 9, 4 * 9 * BLOCK, "reduce_scatter"),
+        (None, 64, 4 * 64 * BLOCK - 1, "all_gather"),
+        (None, 64, 2**24, "reduce_scatter"),
+        ("all_gather", 64, 2**24, "all_gather"),
+        ("reduce_scatter", 2, 1, "reduce_scatter"),
+    ],
+)
+def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
+    assert selection.transport_for(asked, numel, ranks).name == taken
+
+
+@pytest.mark.parametrize("former, name", [("gather", "all_gather"), ("shard", "reduce_scatter")])
+def test_a_former_name_is_refused_with_the_new_one(former, name):
+    text = f"transport must be None or 'all_gather' or 'reduce_scatter', got '{former}', by now "
+    with pytest.raises(ValueError, match=text + f"called '{name}'"):
+        DCTState(transport=former)
+
+
+def _model(**options):
+    selection.GATHER_RANKS = 1  # as if two were many
+    model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=0.1)
+    state = DCTState(model, density=0.05, **options)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
+
+
+def _integers(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+
+
+def _step(model, grads):
+    model.zero_grad()
+    model(*grads).backward()
+    return torch.cat([parameter.grad for parameter in model.module.p])
+
+
+def _owed(state):
+    """What all ranks together owe to the mean, flat."""
+    owed = [
+        parts["residual"] / 2 + parts["owner_residual"]
+        for parts in entry(state.state_dict())["parameters"].values()
+    ]
+    total = torch.cat(owed)
+    dist.all_reduce(total)
+    return total
+
+
+def _mixed(rank):
+    model, state = _model()
+    applied, total = 0, 0
+    with WireMeter() as meter:
+        for step in range(6):
+            meter.take()
+            mean = _step(model, _integers(step, rank))
+            sent = meter.take()
+            assert torch.equal(*gathered(mean))
+            applied = applied + mean
+            total = total + torch.cat(_integers(step, rank))
+        assert state.stats()["wire_bytes"] == sent
+    dist.all_reduce(total)
+    torch.testing.assert_close(applied + _owed(state), total / 2)
+    found = re.search(r"transport: (.*) \((more than .*)\), backend", state.plan())
+    transports, why = found.groups()
+    assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
+    assert why == "more than 1 ranks; all_gather below 131,072 elements, 4 blocks a rank"
+    # What owners keep goes on where everything is gathered, and the other way round.
+    owed = _owed(state)
+    saved = state.state_dict()
+    gathering, other = _model(transport="all_gather", start_step=0)
+    other.load_state_dict(saved)
+    mean = _step(gathering, [torch.zeros(n) for n in SIZES])
+    sent = sum(gathered(mean)) / 2
+    left = torch.cat([p["residual"] for p in entry(other.state_dict())["parameters"].values()])
+    dist.all_reduce(left)
+    torch.testing.assert_close(sent + left / 2, owed)
+
+
+def test_buckets_of_one_model_go_different_ways():
+    run_ranks(_mixed, 2)
+
+
+def _empty(rank):
+    """A bucket of an empty parameter alone."""
+    sizes = (0, 2000)
+    for transport in ("all_gather", "reduce_scatter"):
+        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.001)
+        state = DCTState(model, density=1, start_step=0, transport=transport)
+        model.register_comm_hook(state, dct_hook)
+        for _ in range(3):
+            model.zero_grad()
+            model(*[torch.ones(n) + rank for n in sizes]).backward()
+            assert torch.equal(model.module.p[1].grad, torch.full((2000,), 1.5)), transport
+        assert "buckets: 2" in state.plan()
+        state.close()
+
+
+def test_an_empty_parameter_may_have_a_bucket_of_its_own():
+    run_ranks(_empty, 2)
