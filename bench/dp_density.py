@@ -11,13 +11,14 @@ or with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is A
 tables' is --table-lr.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
-D being the percentage of entries sent; picks:D%xM is DCT with thresholds from M picks. local:D%xH:
-every rank takes H steps of its own optimizer,
-then D % of what its weights have moved by are sent, with error feedback: D / H a step. Three more
-were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient Compression's
-momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the first H steps, as
-it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
-one process, bit for bit as real ones; bytes are what a rank sends, by formula.
+D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
+range of the gradient, and compresses its mean once more; picks:D%xM is DCT with thresholds from M
+picks. local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have
+moved by are sent, with error feedback: D / H a step. Three more were tried against what momentum
+and AdamW lose: corrected:D%, with Deep Gradient Compression's momentum correction and factor
+masking; warmup:D%xH, 25 % falling to D % over the first H steps, as it has it, too; and
+cooldown:D%xH, 25 % from step H on. The ranks are simulated in one process, bit for bit as real
+ones; bytes are what a rank sends, by formula.
 
 1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
    is that of the lowest loss on the validation part.
@@ -110,6 +111,7 @@ def method(name: str) -> partial:
     if kind in plain and not colon:
         return plain[kind]
     sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "corrected": dp_ranks.MomentumCorrected}
+    sparse["reduce_scatter"] = dp_ranks.ReduceScatter
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
     timed |= {"picks": dp_ranks.DCT}
     try:
@@ -117,7 +119,7 @@ def method(name: str) -> partial:
         by_what = "max_samples" if kind == "picks" else "period"
         settings = {"density": density} | ({by_what: int(steps)} if by else {})
     except (KeyError, ValueError):
-        rule = f"{', '.join(plain)}, topk, dct or corrected:D%, or {', '.join(timed)}:D%xH"
+        rule = f"{', '.join(plain)}, {', '.join(sparse)}:D%, or {', '.join(timed)}:D%xH"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
     if not percent.endswith("%") or not 0 < density <= 1:
         raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
@@ -162,6 +164,8 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     curve, recent, tested = [], [], []
     record = run._asdict() | {"ranks": options.ranks, "data": task.description}
     record |= {"curve": curve, "test_curve": tested}
+    if options.batch is not None:
+        record["batch"] = options.batch
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, sent) in enumerate(steps, start=1):
@@ -225,9 +229,10 @@ def work(options: argparse.Namespace) -> None:
 
     @cache
     def task(name: str) -> dp_tasks.Task:
+        batch = {} if options.batch is None else {"batch": options.batch}
         if name == "text":
-            return dp_tasks.TextTask(options.text)
-        return dp_tasks.ClicksTask(options.data, options.rows)
+            return dp_tasks.TextTask(options.text, **batch)
+        return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
     def finish(run: Run) -> None:
         path = run.path(options.out)
@@ -348,6 +353,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=count, default=RATE_STEPS)
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
+    add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
     add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dct_dlrm.modes import START_STEP
+from dct_kernels.layout import range_bounds
 from dct_parallel import Compressor
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
@@ -77,11 +78,48 @@ class DCT(Exchange):
     def mean(self, grads: Sequence[Tensor]) -> Tensor:
         ranks = zip(self.compressors, grads, strict=True)
         payloads = torch.stack([compressor.pack(grad) for compressor, grad in ranks])
-        self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
+        self.sent += self.payload_bytes(payloads)
         mean = torch.empty_like(grads[0])
         status = self.compressors[0].unpack(payloads, mean)
         assert not status.any()
         return mean
+
+    def payload_bytes(self, payloads: Tensor) -> int:
+        """What the rank that sends most sends of payloads [ranks, ...], counted."""
+        return all_gather_bytes(payloads[0].nbytes, self.ranks)
+
+
+class ReduceScatter(DCT):
+    """As `DCT`, two-way: every rank owns a range of the tensor. Its payloads of all ranks go to the
+    owner, who compresses their mean once more, with a residual of its own, and sends that to all.
+    """
+
+    def __init__(self, shapes, ranks: int, density: float) -> None:
+        Exchange.__init__(self, shapes, ranks)
+        numel = sum(self.sizes)
+        self.ranges = [range_bounds(numel, ranks, rank) for rank in range(ranks)]
+        bounds = [0, *(high for _, high in self.ranges)]
+        self.compressors = [Compressor(numel, bounds, density, ranges=ranks) for _ in range(ranks)]
+        room = self.compressors[0].capacity
+        self.owners = [
+            Compressor(high - low, [0, high - low], density, capacity=room)
+            for low, high in self.ranges
+        ]
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        mean = super().mean(grads)
+        for (low, high), owner in zip(self.ranges, self.owners, strict=True):
+            if low < high:
+                payload = owner.pack(mean[low:high])
+                status = owner.unpack(payload.unsqueeze(0), mean[low:high])
+                assert not status.any()
+        return mean
+
+    def payload_bytes(self, payloads: Tensor) -> int:
+        owning = sum(low < high for low, high in self.ranges)
+        # Whoever owns nothing sends to all owners; and everybody's result goes to all others.
+        to_owners, to_everybody = min(owning, self.ranks - 1), self.ranks - 1
+        return (to_owners + to_everybody) * payloads[0, 0].nbytes
 
 
 class MomentumCorrected(DCT):

@@ -94,9 +94,12 @@ class TextTask:
     Args:
         path: of the text; written by `generate_text` if it is not there.
         width, layers: of the transformer.
+        batch: texts of a rank and step.
     """
 
-    def __init__(self, path: Path, width: int = 96, layers: int = 3) -> None:
+    def __init__(
+        self, path: Path, width: int = 96, layers: int = 3, batch: int = BATCH_TEXTS
+    ) -> None:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(generate_text(GENERATED_CHARACTERS))
@@ -108,6 +111,7 @@ class TextTask:
         parts = encoded.split([*shares, len(encoded) - sum(shares)])
         self._parts = dict(zip(("train", "validation", "test"), parts, strict=True))
         self._make = lambda: Transformer(len(known), width, layers)
+        self._batch = batch
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.description = {"characters": len(text), "distinct": len(known), "sha256": digest}
 
@@ -118,7 +122,7 @@ class TextTask:
     def batches(self, seed: int, rank: int, ranks: int):
         generator = torch.Generator().manual_seed(100 * seed + rank)
         while True:
-            yield self._draw("train", BATCH_TEXTS, generator)
+            yield self._draw("train", self._batch, generator)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -176,6 +180,7 @@ class ClicksTask:
         data: a file in Criteo's layout, or None for generated rows.
         rows: to generate; training goes over them in another order each time.
         hash_size, bottom, top: as of `dct-train`.
+        batch: rows of a rank and step.
     """
 
     def __init__(
@@ -185,6 +190,7 @@ class ClicksTask:
         hash_size: int = 4000,
         bottom: tuple[int, ...] = (512, 256, 64),
         top: tuple[int, ...] = (512, 256),
+        batch: int = BATCH_ROWS,
     ) -> None:
         sizes = table_rows(hash_size)
         if data is None:
@@ -200,6 +206,7 @@ class ClicksTask:
             for part, mask in masks.items()
         }
         self._make = lambda: DLRM(sizes, 16, bottom, top)
+        self._batch = batch
         self.description = {"rows": len(numbers), "hash_size": hash_size}
         self.description |= {} if data is None else {"file": data.name}
 
@@ -212,7 +219,7 @@ class ClicksTask:
         rows = self._parts["train"]
         while True:
             order = torch.randperm(len(rows), generator=generator)[rank::ranks]
-            for index in order.split(BATCH_ROWS)[: len(rows) // ranks // BATCH_ROWS]:
+            for index in order.split(self._batch)[: len(rows) // ranks // self._batch]:
                 batch = rows.take(index)
                 yield Batch(batch.ints, batch.ids, batch.labels.float())
 

@@ -23,6 +23,7 @@ import dp_tasks  # noqa: E402
 STEPS = 6
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 DENSITY = 0.05
+TRANSPORTS = {"dct": "gather", "reduce_scatter": "shard"}
 
 
 def _optimizer(model):
@@ -31,12 +32,13 @@ def _optimizer(model):
 
 def _real(text, folder):
     """Weights after some steps of real ranks, for every method with a hook of its own."""
-    task = dp_tasks.TextTask(text, width=16, layers=1)
+    task = dp_tasks.TextTask(text, width=48, layers=1)
     rank = torch.distributed.get_rank()
-    for name in ("dct", "topk", "powersgd"):
+    for name in ("dct", "reduce_scatter", "topk", "powersgd"):
         ddp = DistributedDataParallel(task.model(0), bucket_cap_mb=1024)
-        if name == "dct":
-            ddp.register_comm_hook(DCTState(ddp, density=DENSITY), dct_hook)
+        if name in TRANSPORTS:
+            state = DCTState(ddp, density=DENSITY, transport=TRANSPORTS[name])
+            ddp.register_comm_hook(state, dct_hook)
         elif name == "topk":
             ddp.register_comm_hook(TopKState(DENSITY), topk_hook)
         else:
@@ -86,8 +88,8 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
-    task = dp_tasks.TextTask(text, width=16, layers=1)
-    for name in ("dct:5%", "topk:5%", "local:5%x2", "powersgd"):
+    task = dp_tasks.TextTask(text, width=48, layers=1)
+    for name in ("dct:5%", "reduce_scatter:5%", "topk:5%", "local:5%x2", "powersgd"):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
         for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order
@@ -125,7 +127,7 @@ def test_momentum_is_corrected_before_the_threshold():
         "dct:1",
         "dct:0%",
         "dct:101%",
-        "topk:x%",
+        "reduce_scatter:x%",
         "corrected:1%x2",
         "bf16:1%",
         "dct:1%x2",
