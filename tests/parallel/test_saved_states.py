@@ -74,20 +74,33 @@ def _data_parallel(rank, states, *cases):
         assert _non_zero(entry(saved), "residual") > 5000
         if name == "shard":
             assert _non_zero(entry(saved), "owner_residual") >= 10
-        model(*write.gradients(write.SIZES, write.STEPS, rank)).backward()
-        assert entry(state.state_dict())["step"] == write.STEPS + 1
-        state.close()
+        _require_in_use(model, state, entry(saved), f"version {version}")
+
+
+def _require_in_use(model, state, saved, where):
+    """That a step goes on from what was loaded: one without gradients, taken back, leaves it."""
+    model(*map(torch.zeros, write.SIZES)).backward()
+    state.take_back()
+    now = entry(state.state_dict())
+    assert now["step"] == write.STEPS + 1
+    for name, parts in saved["parameters"].items():
+        loaded = now["parameters"][name]
+        assert torch.equal(loaded["residual"], parts["residual"]), (where, name)  # but for -0.0
+        if "owner_residual" in parts:  # where something was summed, to rounding
+            was, found = parts["owner_residual"], loaded["owner_residual"]
+            torch.testing.assert_close(found, was, rtol=0, atol=1e-6)
+    state.close()
 
 
 def _merged(rank, states, *versions):
     for version in versions:
         merged = _load(states / f"version{version}" / "merged.pt")
-        _, state = write.data_parallel(TRANSPORTS["gather"], None)
+        model, state = write.data_parallel(TRANSPORTS["gather"], None)
         state.load_state_dict(merged)
         for name, parts in entry(merged)["parameters"].items():
             loaded = entry(state.state_dict())["parameters"][name]
             _require_same(loaded["residual"], parts["residual"], name)
-        state.close()
+        _require_in_use(model, state, entry(merged), f"merged {version}")
 
 
 def _averaged(rank, states):
