@@ -79,6 +79,7 @@ def _data_parallel(rank, states, *cases):
 
 def _require_in_use(model, state, saved, where):
     """That a step goes on from what was loaded: one without gradients, taken back, leaves it."""
+    model.zero_grad()
     model(*map(torch.zeros, write.SIZES)).backward()
     state.take_back()
     now = entry(state.state_dict())
