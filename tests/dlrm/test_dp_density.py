@@ -23,7 +23,7 @@ import dp_tasks  # noqa: E402
 STEPS = 6
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 DENSITY = 0.05
-TRANSPORTS = {"dct": "gather", "reduce_scatter": "shard"}
+TRANSPORTS = {"dct": "all_gather", "reduce_scatter": "reduce_scatter"}
 
 
 def _optimizer(model):

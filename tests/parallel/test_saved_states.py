@@ -13,7 +13,7 @@ from dct_parallel import merge_feature_rows, merge_states
 from ranks import entry, run_ranks
 from states import write
 
-TRANSPORTS = {"gather": "gather", "shard": "shard"}  # {name there: name now}
+TRANSPORTS = {"gather": "all_gather", "shard": "reduce_scatter"}  # {name there: name now}
 STATES = Path(__file__).parent / "states" / "6004d3a.zip"
 
 
