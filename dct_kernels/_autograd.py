@@ -3,7 +3,7 @@
 The row ops are linear once the positions are chosen, and their gradients are the row ops again:
 pack and gather go back through unpack, unpack through gather, always at the same positions. So the
 backward message is k values a row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
-Quantised rows have no gradient: their bytes are integers, which no gradient passes.
+Quantized rows have no gradient: their bytes are integers, which no gradient passes.
 """
 
 from typing import Any, NoReturn

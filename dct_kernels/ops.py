@@ -287,7 +287,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     - "mxfp4", ceil(d / 2) + ceil(d / 32): OCP Microscaling, a power of two for every 32 entries. A
       baseline, on the CPU and the eager backend only.
 
-    A row with a NaN or an infinity dequantises to NaN everywhere ("mxfp4": its block of 32), so
+    A row with a NaN or an infinity dequantizes to NaN everywhere ("mxfp4": its block of 32), so
     that a loss or a GradScaler sees it. A scale below 2**-126 is 0: such a row becomes zeros.
 
     Args:
@@ -297,7 +297,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     Returns:
         uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
 
-    Source: row-wise quantised exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
+    Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
     after signSGD with a scale (arXiv 1901.09847), mxfp4 after the OCP MX specification 1.0; a
     bfloat16 scale and the order-free sums are our reconstruction.
 

@@ -1,6 +1,6 @@
 """How a row travels: the positions of its k entries, or all of its entries in few bits.
 
-Positions take the smallest of three encodings, decided by (width, k) alone; a quantised row's size
+Positions take the smallest of three encodings, decided by (width, k) alone; a quantized row's size
 is decided by (width, format). Both sides know these, so no message ever says how it is encoded.
 """
 
@@ -39,11 +39,11 @@ MXFP4_BLOCK = 32
 
 
 def code_bytes(width: int, format: str) -> int:
-    """Bytes of one quantised row's codes, which come first."""
+    """Bytes of one quantized row's codes, which come first."""
     return (width - 1) // CODES_PER_BYTE[format] + 1
 
 
 def row_bytes(width: int, format: str) -> int:
-    """Bytes of one quantised row."""
+    """Bytes of one quantized row."""
     scales = (width - 1) // MXFP4_BLOCK + 1 if format == "mxfp4" else 2
     return code_bytes(width, format) + scales

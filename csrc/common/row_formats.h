@@ -1,6 +1,6 @@
 #pragma once
 
-// Quantised rows: codes of all columns, then their scale. docs/ops.md states every bit. What is
+// Quantized rows: codes of all columns, then their scale. docs/ops.md states every bit. What is
 // here, the kernels of the CPU and of CUDA share.
 
 #include <cstdint>

@@ -195,16 +195,16 @@ def test_a_peer_that_loses_something_is_found():
 @pytest.mark.parametrize("format, row_bytes", [("int8", 64 + 8), ("int4", 32 + 4)])
 def test_fbgemm_is_near_and_is_found_where_it_is_not(format, row_bytes, monkeypatch):
     x = [torch.randn(5, 64)]
-    quantise = peers.row_quantisation(x, format)["FBGEMM"]
-    dequantise = peers.row_dequantisation(x, format)["FBGEMM"]
-    assert quantise.run(0).shape == (5, row_bytes) and dequantise.run(0).shape == (5, 64)
-    quantise.check(0)
-    dequantise.check(0)
+    quantize = peers.row_quantization(x, format)["FBGEMM"]
+    dequantize = peers.row_dequantization(x, format)["FBGEMM"]
+    assert quantize.run(0).shape == (5, row_bytes) and dequantize.run(0).shape == (5, 64)
+    quantize.check(0)
+    dequantize.check(0)
     bits, steps = peers._FBGEMM[format]
     monkeypatch.setitem(peers._FBGEMM, format, (bits, 10 * steps))
     with pytest.raises(ValueError, match="more than half a step off"):
-        peers.row_quantisation(x, format)["FBGEMM"].check(0)
-    assert peers.row_quantisation(x, "ternary") == {}
+        peers.row_quantization(x, format)["FBGEMM"].check(0)
+    assert peers.row_quantization(x, "ternary") == {}
 
 
 def test_exact_top_k_finds_the_largest():

@@ -106,7 +106,7 @@ def test_row_ops_compile_once_for_every_size():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantised_rows_compile_once_for_every_size(format):
+def test_quantized_rows_compile_once_for_every_size(format):
     def exchange(x, dtype):
         return row_dequantize(row_quantize(torch.relu(x), format), x.shape[1], format, dtype)
 

@@ -141,7 +141,7 @@ def differentiate(dtype, value_dtype, width, k):
 
 @pytest.mark.parametrize("format", row_layout.FORMATS)
 @floats
-def test_quantised_rows(dtype, format):
+def test_quantized_rows(dtype, format):
     """Of what requires a gradient, too: the bytes have none."""
     x = samples.normal(5 * 33, dtype).view(5, 33).requires_grad_()
     check("row_quantize", {"x": x, "format": format})

@@ -116,7 +116,7 @@ def test_row_pack_and_unpack(backend, data, width, dtype):
     power=st.integers(-3, 3),
     format=st.sampled_from(SCALED_BY_ROW),
 )
-def test_quantised_rows(backend, row, power, format):
+def test_quantized_rows(backend, row, power, format):
     """Nothing is further off than its step, no sign changes, and rows scale with powers of 2."""
 
     def through(x):

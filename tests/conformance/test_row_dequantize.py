@@ -22,7 +22,7 @@ def check(backend, rows, width, format, dtype=torch.float32, offset=0):
     assert out.dtype == dtype
     assert out.is_contiguous()
     expected = oracle.row_dequantize(rows.numpy(), width, format, bits.name(dtype))
-    bits.assert_floats(out, expected, f"{format} dequantised")
+    bits.assert_floats(out, expected, f"{format} dequantized")
     return out.cpu()
 
 
@@ -117,7 +117,7 @@ def test_float16_overflows_and_nan_comes_through(backend, dtype, format):
 @formats
 @pytest.mark.parametrize("width", [5, 64, 300])
 def test_round_trip(backend, width, format):
-    """Close to x, and what it gives is a fixed point: quantised again it is the same."""
+    """Close to x, and what it gives is a fixed point: quantized again it is the same."""
     require(backend, format)
     x = samples.normal(20 * width).view(20, width)
     rows = backend.row_quantize(x.to(backend.device), format)

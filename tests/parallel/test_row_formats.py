@@ -262,6 +262,6 @@ def test_bytes_of_values_with_odd_strides(rows):
     """Without rows an op of k = 1 may return strides (1, 0): no dimension to view as bytes."""
     values = torch.arange(float(rows)).as_strided((rows, 1), (1, 0))
     for format in DTYPES:
-        message = codecs.quantise(values, format)
+        message = codecs.quantize(values, format)
         assert message.shape == (rows, DTYPES[format].itemsize)
-        assert torch.equal(codecs.dequantise(message, 1, format, torch.float32), values)
+        assert torch.equal(codecs.dequantize(message, 1, format, torch.float32), values)

@@ -1,6 +1,6 @@
 #pragma once
 
-// Quantised rows: what a row's scale is, what one entry's code is, what bytes hold which codes.
+// Quantized rows: what a row's scale is, what one entry's code is, what bytes hold which codes.
 // Codes are bytes, two's complement; of a sign, 1 if it is negative.
 
 #include "../../common/row_formats.h"

@@ -251,7 +251,7 @@ def row_quantize(device: str, rows: int, width: int, format: str, with_peers: bo
         sets,
         lambda ops, i: (ops.row_quantize(x[i], format),),
         allocates=True,
-        peers=peers.row_quantisation(x, format) if with_peers else {},
+        peers=peers.row_quantization(x, format) if with_peers else {},
     )
 
 
@@ -269,7 +269,7 @@ def row_dequantize(device: str, rows: int, width: int, format: str, with_peers: 
         sets,
         lambda ops, i: (ops.row_dequantize(quantized[i], width, format, F32),),
         allocates=True,
-        peers=peers.row_dequantisation(x, format) if with_peers else {},
+        peers=peers.row_dequantization(x, format) if with_peers else {},
     )
 
 

@@ -104,12 +104,12 @@ def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
     return peers
 
 
-# FBGEMM's rows of 8 and 4 bits, as torch has them; TorchRec quantises with the same functions. A
+# FBGEMM's rows of 8 and 4 bits, as torch has them; TorchRec quantizes with the same functions. A
 # row's offset stands beside its scale: 8 bytes of float32, or 4 of float16. {format: steps}
 _FBGEMM = {"int8": ("byte", 255), "int4": ("4bit", 15)}
 
 
-def row_quantisation(x: list[Tensor], format: str) -> dict[str, Peer]:
+def row_quantization(x: list[Tensor], format: str) -> dict[str, Peer]:
     """Peers of row_quantize on these rows."""
     if x[0].is_cuda or format not in _FBGEMM:
         return {}
@@ -123,13 +123,13 @@ def row_quantisation(x: list[Tensor], format: str) -> dict[str, Peer]:
     return {"FBGEMM": Peer(lambda i: pack(x[i]), check)}
 
 
-def row_dequantisation(x: list[Tensor], format: str) -> dict[str, Peer]:
-    """Peers of row_dequantize on rows that these are quantised to."""
+def row_dequantization(x: list[Tensor], format: str) -> dict[str, Peer]:
+    """Peers of row_dequantize on rows that these are quantized to."""
     if x[0].is_cuda or format not in _FBGEMM:
         return {}
     pack, unpack, _ = _fbgemm(format)
     rows = [pack(tensor) for tensor in x]
-    return {"FBGEMM": Peer(lambda i: unpack(rows[i]), row_quantisation(x, format)["FBGEMM"].check)}
+    return {"FBGEMM": Peer(lambda i: unpack(rows[i]), row_quantization(x, format)["FBGEMM"].check)}
 
 
 def _fbgemm(format: str) -> tuple[Callable, Callable, int]:

@@ -1,14 +1,14 @@
 """Rows at a cut of a model, compressed: activations forward, their gradients back.
 
 Reading order: packing (a row's largest entries), codecs (rows as bytes, by those or in few bits),
-quantising (in few bits, between two modules), counts and transfer (what a collective needs),
+quantizing (in few bits, between two modules), counts and transfer (what a collective needs),
 all_to_all, all_gather; distinct (each row that a batch asks for, once).
 """
 
 from .all_gather import all_gather_rows
 from .all_to_all import all_to_all_rows
 from .packing import RowPack, RowUnpack, pack, row_k, unpack
-from .quantising import RowDequantize, RowQuantize
+from .quantizing import RowDequantize, RowQuantize
 
 __all__ = [
     "RowDequantize",

@@ -77,16 +77,16 @@ class EveryEntry:
         self.gradient_bytes = format_bytes(width, backward)
 
     def encode(self, x: Tensor) -> Tensor:
-        return quantise(x, self._forward)
+        return quantize(x, self._forward)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantise(message, self._width, self._forward, dtype)
+        return dequantize(message, self._width, self._forward, dtype)
 
     def encode_gradient(self, grad: Tensor) -> Tensor:
-        return quantise(grad, self._backward)
+        return quantize(grad, self._backward)
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantise(message, self._width, self._backward, dtype)
+        return dequantize(message, self._width, self._backward, dtype)
 
 
 def format_bytes(width: int, format: str) -> int:
@@ -94,15 +94,15 @@ def format_bytes(width: int, format: str) -> int:
     return width * _DTYPES[format].itemsize if format in _DTYPES else row_bytes(width, format)
 
 
-def quantise(x: Tensor, format: str) -> Tensor:
+def quantize(x: Tensor, format: str) -> Tensor:
     """Rows [B, d] as uint8 [B, format_bytes(d, format)]."""
     if format in _DTYPES:
         return _as_bytes(x.to(_DTYPES[format]))
     return row_quantize(x, format)
 
 
-def dequantise(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """The rows [B, width] that `quantise` made bytes of, in `dtype`."""
+def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
+    """The rows [B, width] that `quantize` made bytes of, in `dtype`."""
     if format in _DTYPES:
         return _as_floats(message, _DTYPES[format]).to(dtype)
     return row_dequantize(message.contiguous(), width, format, dtype)

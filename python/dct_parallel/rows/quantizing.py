@@ -1,8 +1,8 @@
 """Rows in few bits at a cut between two modules, for any transport that carries a tensor.
 
 Every entry crosses, with a scale a row; where DCT-MP's largest entries lose quality, this is the
-way to the same bytes. Straight-through: the gradient of the received row, quantised in turn, is
-that of the row that was sent. Our reconstruction of row-wise quantised exchange (FBGEMM). Knows no
+way to the same bytes. Straight-through: the gradient of the received row, quantized in turn, is
+that of the row that was sent. Our reconstruction of row-wise quantized exchange (FBGEMM). Knows no
 network.
 """
 
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dct_kernels import checks
 
-from .codecs import dequantise, format_bytes, quantise, require_format
+from .codecs import dequantize, format_bytes, quantize, require_format
 
 # What travels must be floating point for autograd and torch.distributed.pipelining to send a
 # gradient back, and the gradient has its shape: bytes, viewed as these, filled up to the longer.
@@ -27,7 +27,7 @@ class RowQuantize(nn.Module):
 
     The message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it,
     and let one module alone take it in, a `RowDequantize` of the same formats. Its gradient is a
-    message likewise. Quantises in eval mode alike. Deterministic, bitwise the same everywhere.
+    message likewise. Quantizes in eval mode alike. Deterministic, bitwise the same everywhere.
 
     Args:
         forward_format: of rows, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
@@ -48,7 +48,7 @@ class RowQuantize(nn.Module):
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
-        message: Tensor = _Quantise.apply(x, *self.formats)  # type: ignore[no-untyped-call]
+        message: Tensor = _Quantize.apply(x, *self.formats)  # type: ignore[no-untyped-call]
         return message
 
     def extra_repr(self) -> str:
@@ -90,7 +90,7 @@ class RowDequantize(nn.Module):
             got = list(message.shape)
             checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
         settings = (self.width, *self.formats, self.dtype)
-        x: Tensor = _Dequantise.apply(message, *settings)  # type: ignore[no-untyped-call]
+        x: Tensor = _Dequantize.apply(message, *settings)  # type: ignore[no-untyped-call]
         return x
 
     def extra_repr(self) -> str:
@@ -103,7 +103,7 @@ def message_size(width: int, forward_format: str, backward_format: str) -> int:
     return (longer - 1) // _CARRIER.itemsize + 1
 
 
-class _Quantise(torch.autograd.Function):
+class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_format: str, backward_format: str) -> Tensor:
         ctx.width, ctx.dtype, ctx.backward_format = x.shape[-1], x.dtype, backward_format
@@ -117,7 +117,7 @@ class _Quantise(torch.autograd.Function):
         return _from_message(grad, ctx.width, ctx.backward_format, ctx.dtype), None, None
 
 
-class _Dequantise(torch.autograd.Function):
+class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,7 +137,7 @@ class _Dequantise(torch.autograd.Function):
 
 
 def _to_message(x: Tensor, format: str, size: int) -> Tensor:
-    coded = quantise(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous(), format)
+    coded = quantize(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous(), format)
     message = coded.new_zeros(coded.shape[0], size * _CARRIER.itemsize)
     message[:, : coded.shape[1]] = coded
     return message.view(_CARRIER).view(*x.shape[:-1], size)
@@ -146,7 +146,7 @@ def _to_message(x: Tensor, format: str, size: int) -> Tensor:
 def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     rows = message.reshape(math.prod(message.shape[:-1]), message.shape[-1]).contiguous()
     coded = rows.view(torch.uint8)[:, : format_bytes(width, format)]
-    return dequantise(coded, width, format, dtype).view(*message.shape[:-1], width)
+    return dequantize(coded, width, format, dtype).view(*message.shape[:-1], width)
 
 
 def _formats(owner: str, forward_format: str, backward_format: str | None) -> tuple[str, str]:
