@@ -42,7 +42,7 @@ from dct_dlrm.data.features import TABLES
 from dct_dlrm.launch import launch
 from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES
-from dct_parallel import pack, unpack
+from dct_parallel import pack_rows, unpack_rows
 from dct_parallel.rows import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
@@ -60,13 +60,13 @@ class FreshMask(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return unpack(*pack(grad, ctx.k, VALUE_DTYPE), grad.shape[1], grad.dtype), None
+        return unpack_rows(*pack_rows(grad, ctx.k, VALUE_DTYPE), grad.shape[1], grad.dtype), None
 
 
 def fresh_mask(density: float) -> Exchange:
     def exchange(x, splits, output_splits, group):
         k = row_k(x.shape[1], density)
-        kept = unpack(*pack(x.detach(), k, VALUE_DTYPE), x.shape[1], x.dtype)
+        kept = unpack_rows(*pack_rows(x.detach(), k, VALUE_DTYPE), x.shape[1], x.dtype)
         sent = x + (kept - x).detach()  # the values of `kept`, the gradient of every entry
         return FreshMask.apply(WHOLE(sent, splits, output_splits, group), k)
 

@@ -37,8 +37,8 @@ from dct_parallel import (
     RowQuantize,
     RowUnpack,
     WireMeter,
-    pack,
-    unpack,
+    pack_rows,
+    unpack_rows,
 )
 from dct_parallel.rows import row_k
 from dct_parallel.rows.codecs import ROW_FORMATS
@@ -54,11 +54,11 @@ class FreshMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, k):
         ctx.k = k
-        return unpack(*pack(x, k), x.shape[-1])
+        return unpack_rows(*pack_rows(x, k), x.shape[-1])
 
     @staticmethod
     def backward(ctx, grad):
-        return unpack(*pack(grad, ctx.k), grad.shape[-1]), None
+        return unpack_rows(*pack_rows(grad, ctx.k), grad.shape[-1]), None
 
 
 class SendFresh(nn.Module):

@@ -29,7 +29,7 @@ PUBLIC = {
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager", "WireMeter"),
         *("dct_fully_shard_hook", "node_mesh"),
-        *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack", "unpack"),
+        *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack_rows", "unpack_rows"),
         *("all_to_all_rows", "all_gather_rows"),
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),
         *("Shard", "plan_shards", "ShardedEmbeddingBags", "ReplicaSync"),

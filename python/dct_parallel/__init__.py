@@ -20,8 +20,8 @@ The same between replicas of a model that torch's fully_shard has cut.
 
 Model parallel: only the largest activations of every row cross, and their gradients.
 
-    values, positions = pack(x, k)  # on one device; what carries them to the next is up to you
-    y = unpack(values, positions, width)
+    values, positions = pack_rows(x, k)  # on one device; what carries them to the next is up to you
+    y = unpack_rows(values, positions, width)
     y = all_to_all_rows(x, splits, density=0.05)
 
 Or every entry of every row, in few bits.
@@ -60,8 +60,8 @@ from .rows import (
     RowUnpack,
     all_gather_rows,
     all_to_all_rows,
-    pack,
-    unpack,
+    pack_rows,
+    unpack_rows,
 )
 from .substitution import (
     DynamicFeatureRows,
@@ -113,7 +113,7 @@ __all__ = [
     "merge_feature_rows",
     "merge_states",
     "node_mesh",
-    "pack",
+    "pack_rows",
     "plan_shards",
-    "unpack",
+    "unpack_rows",
 ]

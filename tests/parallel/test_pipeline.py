@@ -12,7 +12,7 @@ from oracle import rows as oracle
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from dct_parallel import RowPack, RowUnpack, WireMeter, pack, unpack
+from dct_parallel import RowPack, RowUnpack, WireMeter, pack_rows, unpack_rows
 from dct_parallel.rows import row_k
 from ranks import run_ranks, weights
 
@@ -88,7 +88,7 @@ def _in_one_process(density):
     for step in range(STEPS):
         optimizer.zero_grad()
         for x, target in zip(*(part.chunk(MICROBATCHES) for part in _batch(step)), strict=True):
-            masked = unpack(*pack(first(x), row_k(WIDTH, density)), WIDTH)
+            masked = unpack_rows(*pack_rows(first(x), row_k(WIDTH, density)), WIDTH)
             (nn.functional.mse_loss(second(masked), target) / MICROBATCHES).backward()
         optimizer.step()
     return weights(first), weights(second)

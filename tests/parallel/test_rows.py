@@ -1,4 +1,4 @@
-"""pack and unpack, RowPack and RowUnpack: what goes over a cut, forward and backward."""
+"""pack_rows and unpack_rows, RowPack and RowUnpack: what goes over a cut, forward and backward."""
 
 import doctest
 
@@ -8,7 +8,7 @@ import torch
 from oracle import rows as oracle
 from torch import nn
 
-from dct_parallel import RowPack, RowUnpack, pack, unpack
+from dct_parallel import RowPack, RowUnpack, pack_rows, unpack_rows
 from dct_parallel.rows import packing
 
 
@@ -29,8 +29,8 @@ def test_forward_and_backward_against_an_oracle(shape, density):
     x = torch.randn(shape, requires_grad=True)
     k = packing.row_k(shape[-1], density)
     assert k == max(1, round(density * shape[-1]))
-    values, positions = pack(x, k)
-    y = unpack(values, positions, shape[-1])
+    values, positions = pack_rows(x, k)
+    y = unpack_rows(values, positions, shape[-1])
     columns = _columns(x, k)
     mask = torch.zeros(shape, dtype=torch.float64).scatter(-1, columns, 1.0)
 
@@ -48,9 +48,9 @@ def test_forward_and_backward_against_an_oracle(shape, density):
 
 def test_values_and_their_gradients_travel_in_value_dtype():
     x = torch.randn(6, 64, requires_grad=True)
-    values, positions = pack(x, 4, torch.bfloat16)
+    values, positions = pack_rows(x, 4, torch.bfloat16)
     values.retain_grad()
-    y = unpack(values, positions, 64, torch.float32)
+    y = unpack_rows(values, positions, 64, torch.float32)
     weight = torch.randn(6, 64)
     (weight * y).sum().backward()
     columns = _columns(x, 4)
@@ -111,7 +111,7 @@ def test_numerical_gradient():
     x = torch.tensor([[3.0, -0.5, 2.0, 0.25], [0.5, 4.0, 0.25, -2.0]], requires_grad=True)
 
     def packed(x):
-        return unpack(*pack(x, 2), 4) ** 2
+        return unpack_rows(*pack_rows(x, 2), 4) ** 2
 
     assert torch.autograd.gradcheck(packed, (x,), eps=1e-2, atol=1e-2, rtol=1e-3)
 
@@ -132,7 +132,7 @@ def test_in_eval_mode_compression_is_on_unless_switched_off():
 
 def test_compiled_without_a_graph_break():
     def cut(x):
-        return unpack(*pack(x, 4, torch.bfloat16), 32, torch.float32)
+        return unpack_rows(*pack_rows(x, 4, torch.bfloat16), 32, torch.float32)
 
     x = torch.randn(2, 3, 32, requires_grad=True)
     y = torch.compile(cut, backend="aot_eager", fullgraph=True)(x)
@@ -143,26 +143,42 @@ def test_compiled_without_a_graph_break():
 
 def test_non_finite_entries_cross():
     x = torch.tensor([[1.0, float("nan"), -float("inf"), 2.0]])
-    y = unpack(*pack(x, 2), 4)
+    y = unpack_rows(*pack_rows(x, 2), 4)
     assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
     "call, error, text",
     [
-        (lambda x: pack(x, 0), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 0"),
-        (lambda x: pack(x, 9), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
-        (lambda x: pack(x, 2.0), TypeError, r"k must be an integer, got float"),
-        (lambda x: pack(x.double(), 2), TypeError, r"x must be float32, .*, got float64"),
-        (lambda x: pack(x[0, 0], 1), ValueError, r"dct::pack: x must be at least 1-D, got 0-D"),
-        (lambda x: pack(None, 1), TypeError, r"dct::pack: x must be a tensor, got NoneType"),
+        (lambda x: pack_rows(x, 0), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 0"),
+        (lambda x: pack_rows(x, 9), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
+        (lambda x: pack_rows(x, 2.0), TypeError, r"k must be an integer, got float"),
+        (lambda x: pack_rows(x.double(), 2), TypeError, r"x must be float32, .*, got float64"),
         (
-            lambda x: unpack(torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8), 8),
+            lambda x: pack_rows(x[0, 0], 1),
             ValueError,
-            r"dct::unpack: positions must be \[3, 1, w\] for values of .*, got \[1, 3, 1\]",
+            r"dct::pack_rows: x must be at least 1-D, got 0-D",
         ),
-        (lambda x: unpack(*pack(x, 2), 4096), ValueError, r"positions must be \[2, 4\] for width"),
-        (lambda x: unpack(*pack(x, 8), 7), ValueError, r"values.shape\[1\] must be in \[1, 7\]"),
+        (
+            lambda x: pack_rows(None, 1),
+            TypeError,
+            r"dct::pack_rows: x must be a tensor, got NoneType",
+        ),
+        (
+            lambda x: unpack_rows(torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8), 8),
+            ValueError,
+            r"dct::unpack_rows: positions must be \[3, 1, w\] for values of .*, got \[1, 3, 1\]",
+        ),
+        (
+            lambda x: unpack_rows(*pack_rows(x, 2), 4096),
+            ValueError,
+            r"positions must be \[2, 4\] for width",
+        ),
+        (
+            lambda x: unpack_rows(*pack_rows(x, 8), 7),
+            ValueError,
+            r"values.shape\[1\] must be in \[1, 7\]",
+        ),
         (lambda x: RowPack(), ValueError, r"dct::RowPack: density must be given, or k, not both"),
         (lambda x: RowPack(0.5, 4), ValueError, r"density must be given, .*, got 0.5 and k 4"),
         (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0.0"),

@@ -7,7 +7,7 @@ all_to_all, all_gather; distinct (each row that a batch asks for, once).
 
 from .all_gather import all_gather_rows
 from .all_to_all import all_to_all_rows
-from .packing import RowPack, RowUnpack, pack, row_k, unpack
+from .packing import RowPack, RowUnpack, pack_rows, row_k, unpack_rows
 from .quantizing import RowDequantize, RowQuantize
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "RowUnpack",
     "all_gather_rows",
     "all_to_all_rows",
-    "pack",
+    "pack_rows",
     "row_k",
-    "unpack",
+    "unpack_rows",
 ]

@@ -27,7 +27,7 @@ def row_k(width: int, density: float) -> int:
     return min(max(math.ceil(float(density) * width), 1), width)
 
 
-def pack(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, and where they were. Differentiable in x.
 
     Rows are what the last dimension spans; the others are kept. The gradient of the values goes
@@ -48,26 +48,27 @@ def pack(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Ten
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
 
-    >>> pack(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
+    >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
     """
-    rows = _rows("pack", "x", x)
+    rows = _rows("pack_rows", "x", x)
     values, positions = dct_kernels.row_pack(rows, k, value_dtype or x.dtype)
     leading = x.shape[:-1]
     return values.view(*leading, k), positions.view(*leading, positions.shape[1])
 
 
-def unpack(
+def unpack_rows(
     values: Tensor, positions: Tensor, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows that `pack` took apart: the values in place, zeros elsewhere. Differentiable in values.
+    """Rows that `pack_rows` took apart: the values in place, zeros elsewhere.
 
-    The gradient is that of the rows at the same positions. Positions are not trusted: what cannot
-    be accepted scatters nothing (see `dct_kernels.row_gather`). Deterministic.
+    Differentiable in values: the gradient is that of the rows at the same positions. Positions are
+    not trusted: what cannot be accepted scatters nothing (see `dct_kernels.row_gather`).
+    Deterministic.
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
-        positions: uint8 [..., w], as `pack` made them from rows of `width`; "..." as in values.
+        positions: uint8 [..., w], as `pack_rows` made them of rows of `width`; "..." as in values.
         width: d.
         dtype: of the result; default the values' own.
 
@@ -77,19 +78,19 @@ def unpack(
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
 
-    >>> unpack(torch.tensor([-2.0, 3.0]), torch.tensor([10], dtype=torch.uint8), 4)
+    >>> unpack_rows(torch.tensor([-2.0, 3.0]), torch.tensor([10], dtype=torch.uint8), 4)
     tensor([ 0., -2.,  0.,  3.])
     """
-    rows = _rows("unpack", "values", values), _rows("unpack", "positions", positions)
+    rows = _rows("unpack_rows", "values", values), _rows("unpack_rows", "positions", positions)
     leading = values.shape[:-1]
     if positions.shape[:-1] != leading:
         rule = f"[{', '.join([*map(str, leading), 'w'])}] for values of {list(values.shape)}"
-        checks.fail("unpack", "positions", rule, list(positions.shape))
+        checks.fail("unpack_rows", "positions", rule, list(positions.shape))
     return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(*leading, width)
 
 
 class RowPack(nn.Module):
-    """`pack` as the last module of a stage: [..., d] in, (values, positions) out.
+    """`pack_rows` as the last module of a stage: [..., d] in, (values, positions) out.
 
     Has no parameters and no state. A model trained with it expects it at inference, too; with
     `inference=False` all entries pass in eval mode, in x's own dtype, and the messages are larger.
@@ -124,11 +125,11 @@ class RowPack(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.training or self.inference):
-            return pack(x, x.shape[-1])
+            return pack_rows(x, x.shape[-1])
         if self.k is not None:
-            return pack(x, self.k, self.value_dtype)
+            return pack_rows(x, self.k, self.value_dtype)
         assert self.density is not None  # then it was given
-        return pack(x, row_k(x.shape[-1], self.density), self.value_dtype)
+        return pack_rows(x, row_k(x.shape[-1], self.density), self.value_dtype)
 
     def extra_repr(self) -> str:
         kept = f"k={self.k}" if self.k else f"density={self.density}"
@@ -136,7 +137,7 @@ class RowPack(nn.Module):
 
 
 class RowUnpack(nn.Module):
-    """`unpack` as the first module of the next stage: (values, positions) in, [..., width] out.
+    """`unpack_rows` as the next stage's first module: (values, positions) in, [..., width] out.
 
     Takes k from the values, so that it follows a `RowPack` in and out of eval mode.
 
@@ -153,7 +154,7 @@ class RowUnpack(nn.Module):
         self.width, self.dtype = width, dtype
 
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:
-        return unpack(values, positions, self.width, self.dtype)
+        return unpack_rows(values, positions, self.width, self.dtype)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, dtype={self.dtype}"
