@@ -42,7 +42,7 @@ from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
 from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
 from dct_dlrm.modes import MODES
-from dct_parallel.rows.codecs import ROW_FORMATS, Codec, make_codec
+from dct_parallel.rows.codecs import ROW_FORMATS, Codec, Encoding
 
 FORMATS = ("mxfp4", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]
@@ -87,8 +87,8 @@ class Kind(NamedTuple):
     def codec(self, width: int) -> Codec:
         """Which knows the bytes of a row and of its gradient."""
         value_dtype = None if self.density is None else torch.bfloat16  # as largest_entries has it
-        of_rows = torch.float32
-        return make_codec("mp_formats", width, of_rows, self.density, value_dtype, *self[:2])
+        encoding = Encoding(self.density, value_dtype, self.forward, self.backward)
+        return encoding.codec("mp_formats", width, torch.float32)
 
 
 def job(

@@ -31,6 +31,7 @@ PUBLIC = {
         *("dct_fully_shard_hook", "node_mesh"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack_rows", "unpack_rows"),
         *("all_to_all_rows", "all_gather_rows"),
+        *("all_to_all_rows_async", "all_gather_rows_async"),
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),
         *("Shard", "plan_shards", "ShardedEmbeddingBags", "ReplicaSync"),
         *("EquivalentSubstitution", "FeatureRows", "SubstituteOperator", "LinearTerms"),

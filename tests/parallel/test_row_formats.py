@@ -10,7 +10,15 @@ from torch import nn
 
 from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.row_layout import FORMATS, row_bytes
-from dct_parallel import RowDequantize, RowQuantize, WireMeter, all_gather_rows, all_to_all_rows
+from dct_parallel import (
+    RowDequantize,
+    RowQuantize,
+    WireMeter,
+    all_gather_rows,
+    all_gather_rows_async,
+    all_to_all_rows,
+    all_to_all_rows_async,
+)
 from dct_parallel.rows import codecs
 from ranks import run_ranks
 
@@ -64,14 +72,12 @@ def _exchanged(rank):
     into = [_splits(source, ranks)[rank] for source in range(ranks)]
     for forward, backward in PAIRS:
         for known in (None, into):
-            for async_op in (False, True):
+            for exchange in (all_to_all_rows, all_to_all_rows_async):
                 x = _rows(rank, ranks).requires_grad_()
                 with WireMeter() as meter:
-                    y = all_to_all_rows(
-                        x, splits, known, forward=forward, backward=backward, async_op=async_op
-                    )
+                    y = exchange(x, splits, known, forward=forward, backward=backward)
                     sent = meter.take()
-                    y = y.wait() if async_op else y
+                    y = y.wait() if exchange is all_to_all_rows_async else y
                     y.backward(_grads(rank, ranks))
                     returned = meter.take()
                 arrived, gradient = _expected(rank, ranks, forward, backward)
@@ -97,10 +103,10 @@ def _gathered(rank):
         for r in range(ranks)
     ]
     for forward, backward in [*PAIRS, ("float32", "float32")]:
-        for async_op in (False, True):
+        for gather in (all_gather_rows, all_gather_rows_async):
             x = parts[rank].clone().requires_grad_()
-            y = all_gather_rows(x, forward=forward, backward=backward, async_op=async_op)
-            y = y.wait() if async_op else y
+            y = gather(x, forward=forward, backward=backward)
+            y = y.wait() if gather is all_gather_rows_async else y
             assert torch.equal(y, torch.cat([_through(part, forward) for part in parts], 1))
             y.backward(grads[rank])
             total = torch.zeros(4, widths[rank])
@@ -137,8 +143,8 @@ def test_own_dtype_both_ways_is_the_uncompressed_exchange():
 
 def _two_in_flight(rank):
     first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
-    settings = {"forward": "float32", "backward": "float32", "async_op": True}
-    transfers = [all_to_all_rows(x, [1, 1], **settings) for x in (first, second)]
+    settings = {"forward": "float32", "backward": "float32"}
+    transfers = [all_to_all_rows_async(x, [1, 1], **settings) for x in (first, second)]
     received = [transfer.wait() for transfer in transfers]
     (received[0].sum() + 2 * received[1].sum()).backward()
     assert torch.equal(first.grad, torch.ones(2, 8))

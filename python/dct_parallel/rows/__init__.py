@@ -5,8 +5,8 @@ quantizing (in few bits, between two modules), counts and transfer (what a colle
 all_to_all, all_gather; distinct (each row that a batch asks for, once).
 """
 
-from .all_gather import all_gather_rows
-from .all_to_all import all_to_all_rows
+from .all_gather import all_gather_rows, all_gather_rows_async
+from .all_to_all import all_to_all_rows, all_to_all_rows_async
 from .packing import RowPack, RowUnpack, pack_rows, row_k, unpack_rows
 from .quantizing import RowDequantize, RowQuantize
 
@@ -16,7 +16,9 @@ __all__ = [
     "RowQuantize",
     "RowUnpack",
     "all_gather_rows",
+    "all_gather_rows_async",
     "all_to_all_rows",
+    "all_to_all_rows_async",
     "pack_rows",
     "row_k",
     "unpack_rows",

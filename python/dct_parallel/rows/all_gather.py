@@ -6,7 +6,6 @@ the wire format are our reconstruction.
 """
 
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,12 @@ from dct_kernels import checks
 
 from ..collectives import all_gather
 from ..groups import require_group
-from .codecs import Codec, make_codec
+from .codecs import Codec, Encoding
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .transfer import Transfer
 
 
-@overload
 def all_gather_rows(
     x: Tensor,
     widths: Sequence[int] | None = None,
@@ -33,31 +31,7 @@ def all_gather_rows(
     forward: str | None = None,
     backward: str | None = None,
     group: dist.ProcessGroup | None = None,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def all_gather_rows(
-    x: Tensor,
-    widths: Sequence[int] | None = None,
-    *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: Literal[True],
-) -> Transfer: ...
-def all_gather_rows(
-    x: Tensor,
-    widths: Sequence[int] | None = None,
-    *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Tensor | Transfer:
+) -> Tensor:
     """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
     What crosses of each rank's part of a row is as in `all_to_all_rows`: with `density`, its
@@ -81,10 +55,9 @@ def all_gather_rows(
             float16; default x's.
         forward, backward: number formats of rows and of their gradients, instead of a density.
         group: the ranks that take part, default all; gloo or NCCL.
-        async_op: return a handle whose `wait()` gives the rows, as `all_to_all_rows` does.
 
     Returns:
-        [B, sum of every rank's d] of x's dtype, in rank order; or the handle.
+        [B, sum of every rank's d] of x's dtype, in rank order.
 
     Raises:
         ValueError, TypeError: an argument is out of its range here. The other ranks get an error
@@ -93,14 +66,40 @@ def all_gather_rows(
             everybody's. Not with `widths`.
         RuntimeError: from the collective, if a rank is gone.
     """
+    return _start(x, widths, Encoding(density, value_dtype, forward, backward), group).wait()
+
+
+def all_gather_rows_async(
+    x: Tensor,
+    widths: Sequence[int] | None = None,
+    *,
+    density: float | None = None,
+    value_dtype: torch.dtype | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Transfer:
+    """As `all_gather_rows`, but at once: the handle's `wait()` gives the rows, once.
+
+    What that means is as of `all_to_all_rows_async`.
+    """
+    return _start(x, widths, Encoding(density, value_dtype, forward, backward), group)
+
+
+def _start(
+    x: Tensor,
+    widths: Sequence[int] | None,
+    encoding: Encoding,
+    group: dist.ProcessGroup | None,
+) -> Transfer:
     op = "all_gather_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
     rows, width = x.shape
-    choice = (x.dtype, density, value_dtype, forward, backward)
-    settings = make_codec(op, width, *choice).settings
-    if density is not None:  # parts may differ in width, and so in k
-        settings = {"density": float(density), "value_dtype": settings["value_dtype"]}
+    settings = encoding.codec(op, width, x.dtype).settings
+    if encoding.density is not None:  # parts may differ in width, and so in k
+        density = float(encoding.density)
+        settings = {"density": density, "value_dtype": settings["value_dtype"]}
     if widths is None:
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         must_match = {"B": rows, **settings, "requires_grad": needs_grad}
@@ -108,9 +107,8 @@ def all_gather_rows(
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
         checks.fail(op, "x", f"of width {widths[group.rank()]} like widths", width)
-    codecs = [make_codec(op, width, *choice) for width in widths]
-    transfer = _AllGather(codecs, list(widths), rows, group).start(x)
-    return transfer if async_op else transfer.wait()
+    codecs = [encoding.codec(op, width, x.dtype) for width in widths]
+    return _AllGather(codecs, list(widths), rows, group).start(x)
 
 
 class _AllGather(Transfer):

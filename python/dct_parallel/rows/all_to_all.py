@@ -7,7 +7,6 @@ where that loses quality: every entry crosses, in few bits.
 """
 
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,12 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..groups import require_group
-from .codecs import Codec, make_codec
+from .codecs import Codec, Encoding
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .transfer import Transfer
 
 
-@overload
 def all_to_all_rows(
     x: Tensor,
     splits: Sequence[int],
@@ -33,33 +31,7 @@ def all_to_all_rows(
     forward: str | None = None,
     backward: str | None = None,
     group: dist.ProcessGroup | None = None,
-    async_op: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def all_to_all_rows(
-    x: Tensor,
-    splits: Sequence[int],
-    output_splits: Sequence[int] | None = None,
-    *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: Literal[True],
-) -> Transfer: ...
-def all_to_all_rows(
-    x: Tensor,
-    splits: Sequence[int],
-    output_splits: Sequence[int] | None = None,
-    *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Tensor | Transfer:
+) -> Tensor:
     """Send rows to the ranks they belong to, compressed. Differentiable in x.
 
     As torch.distributed.all_to_all_single with uneven splits, except for what crosses of a row:
@@ -90,12 +62,9 @@ def all_to_all_rows(
         forward, backward: number formats of rows and of their gradients, instead of a density.
         group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
             a rank that is gone.
-        async_op: return at once a handle whose `wait()` gives the rows, so that what is computed in
-            between overlaps with the exchange, and its gradients with that of the gradients. Every
-            rank calls `wait` on it, in the same order if there are several.
 
     Returns:
-        [rows received, d] of x's dtype, ordered by source; or the handle.
+        [rows received, d] of x's dtype, ordered by source.
 
     Raises:
         ValueError, TypeError: an argument is out of its range here. The other ranks get an error
@@ -104,10 +73,43 @@ def all_to_all_rows(
             everybody's. Not with `output_splits`.
         RuntimeError: from the collective, if a rank is gone.
     """
+    encoding = Encoding(density, value_dtype, forward, backward)
+    return _start(x, splits, output_splits, encoding, group).wait()
+
+
+def all_to_all_rows_async(
+    x: Tensor,
+    splits: Sequence[int],
+    output_splits: Sequence[int] | None = None,
+    *,
+    density: float | None = None,
+    value_dtype: torch.dtype | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Transfer:
+    """As `all_to_all_rows`, but at once: the handle's `wait()` gives the rows, once.
+
+    What is computed in between overlaps with the exchange, and its gradients with that of the
+    gradients. The host waits here only without `output_splits`, for the counts. Every rank calls
+    `wait`, in the same order if it has several handles. A rank may call `all_to_all_rows` where
+    others call this. Arguments and errors are the same; a second `wait` is a RuntimeError.
+    """
+    encoding = Encoding(density, value_dtype, forward, backward)
+    return _start(x, splits, output_splits, encoding, group)
+
+
+def _start(
+    x: Tensor,
+    splits: Sequence[int],
+    output_splits: Sequence[int] | None,
+    encoding: Encoding,
+    group: dist.ProcessGroup | None,
+) -> Transfer:
     op = "all_to_all_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
-    codec = make_codec(op, x.shape[1], x.dtype, density, value_dtype, forward, backward)
+    codec = encoding.codec(op, x.shape[1], x.dtype)
     require_counts(op, "splits", splits, group.size())
     if x.shape[0] != sum(splits):
         checks.fail(op, "x", f"{sum(splits)} rows like splits", x.shape[0], verb="have")
@@ -118,8 +120,7 @@ def all_to_all_rows(
     require_counts(op, "output_splits", output_splits, group.size())
     if x.shape[1] == 0:  # on every rank, as they agree by now: none waits for the others
         checks.fail(op, "x", "at least 1 column", 0, verb="have")
-    transfer = _AllToAll(codec, splits, output_splits, group).start(x)
-    return transfer if async_op else transfer.wait()
+    return _AllToAll(codec, splits, output_splits, group).start(x)
 
 
 class _AllToAll(Transfer):

@@ -6,7 +6,7 @@ messages follow from what it was made with, so no size is ever sent.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -115,33 +115,34 @@ def require_format(op: str, arg: str, format: str | None, where: str = "") -> st
     return format
 
 
-def make_codec(
-    op: str,
-    width: int,
-    dtype: torch.dtype,
-    density: float | None,
-    value_dtype: torch.dtype | None,
-    forward: str | None,
-    backward: str | None,
-) -> Codec:
-    """The codec of rows of `width`: by a density, or else by a format for each way.
+class Encoding(NamedTuple):
+    """What crosses of a row: its largest entries, by a density, or all, by a format for each way.
 
-    The default `value_dtype` is the `dtype` of the rows.
+    The default `value_dtype` is the rows' own. Nothing is checked before `codec` is called.
     """
-    if density is None:
-        where = " where there is no density"
-        forward = require_format(op, "forward", forward, where)
-        backward = require_format(op, "backward", backward, where)
-        if value_dtype is not None:
-            checks.fail(op, "value_dtype", "given with a density only", value_dtype)
-        return EveryEntry(width, forward, backward)
-    for arg, format in {"forward": forward, "backward": backward}.items():
-        if format is not None:
-            checks.fail(op, arg, "left out where there is a density", repr(format))
-    checks.require_density(op, density)
-    value_dtype = dtype if value_dtype is None else value_dtype
-    checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
-    return LargestEntries(width, density, value_dtype)
+
+    density: float | None = None
+    value_dtype: torch.dtype | None = None
+    forward: str | None = None
+    backward: str | None = None
+
+    def codec(self, op: str, width: int, dtype: torch.dtype) -> Codec:
+        """The codec of rows of `width` and `dtype`; ValueError or TypeError if there is none."""
+        density, value_dtype, forward, backward = self
+        if density is None:
+            where = " where there is no density"
+            forward = require_format(op, "forward", forward, where)
+            backward = require_format(op, "backward", backward, where)
+            if value_dtype is not None:
+                checks.fail(op, "value_dtype", "given with a density only", value_dtype)
+            return EveryEntry(width, forward, backward)
+        for arg, format in {"forward": forward, "backward": backward}.items():
+            if format is not None:
+                checks.fail(op, arg, "left out where there is a density", repr(format))
+        checks.require_density(op, density)
+        value_dtype = dtype if value_dtype is None else value_dtype
+        checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
+        return LargestEntries(width, density, value_dtype)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
