@@ -127,7 +127,8 @@ class _AllGather(Transfer):
         longest = self._rows * max(codec.message_bytes for codec in self._codecs)
         received = message.new_empty(len(self._codecs), longest)
         padded = pad(message, (0, longest - len(message)))
-        self._in_flight(all_gather(received, padded, self._group.get(), async_op=True), received)
+        work = all_gather(received, padded, self._group.get(), async_op=True)
+        self._in_flight = work, received
 
     def _receive(self) -> Tensor:
         parts = []

@@ -7,14 +7,13 @@ network.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dct_kernels import checks
 
+from .autograd import with_gradient
 from .codecs import dequantize, format_bytes, quantize, require_format
 
 # What travels must be floating point for autograd and torch.distributed.pipelining to send a
@@ -48,8 +47,13 @@ class RowQuantize(nn.Module):
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
-        message: Tensor = _Quantize.apply(x, *self.formats)  # type: ignore[no-untyped-call]
-        return message
+        there, back = self.formats
+        width, size, dtype = x.shape[-1], message_size(x.shape[-1], there, back), x.dtype
+        return with_gradient(
+            x,
+            lambda rows: _to_message(rows, there, size),
+            lambda grad: _from_message(grad, width, back, dtype),
+        )
 
     def extra_repr(self) -> str:
         return "{}, {}".format(*self.formats)
@@ -89,9 +93,12 @@ class RowDequantize(nn.Module):
         if message.dim() == 0 or message.shape[-1] != m:
             got = list(message.shape)
             checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
-        settings = (self.width, *self.formats, self.dtype)
-        x: Tensor = _Dequantize.apply(message, *settings)  # type: ignore[no-untyped-call]
-        return x
+        (there, back), width, dtype = self.formats, self.width, self.dtype
+        return with_gradient(
+            message,
+            lambda sent: _from_message(sent, width, there, dtype),
+            lambda grad: _to_message(grad, back, m),
+        )
 
     def extra_repr(self) -> str:
         return "width={}, {}, {}, dtype={}".format(self.width, *self.formats, self.dtype)
@@ -101,39 +108,6 @@ def message_size(width: int, forward_format: str, backward_format: str) -> int:
     """Elements of 2 bytes in the message of one row, either way."""
     longer = max(format_bytes(width, forward_format), format_bytes(width, backward_format))
     return (longer - 1) // _CARRIER.itemsize + 1
-
-
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_format: str, backward_format: str) -> Tensor:
-        ctx.width, ctx.dtype, ctx.backward_format = x.shape[-1], x.dtype, backward_format
-        return _to_message(
-            x, forward_format, message_size(ctx.width, forward_format, backward_format)
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _from_message(grad, ctx.width, ctx.backward_format, ctx.dtype), None, None
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        message: Tensor,
-        width: int,
-        forward_format: str,
-        backward_format: str,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.size, ctx.backward_format = message.shape[-1], backward_format
-        return _from_message(message, width, forward_format, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _to_message(grad, ctx.backward_format, ctx.size), None, None, None, None
 
 
 def _to_message(x: Tensor, format: str, size: int) -> Tensor:

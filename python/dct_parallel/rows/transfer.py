@@ -1,15 +1,12 @@
 """An exchange of rows in flight, forward and backward."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..groups import GroupForBackward
+from .autograd import with_gradient
 
 
 class Transfer(ABC):
@@ -21,21 +18,29 @@ class Transfer(ABC):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = GroupForBackward(group)
-        self._token: Tensor | None = None
-        self._finish: Callable[[], Tensor]  # the collective in flight
+        self._token: Tensor | None = None  # stands for the rows until they arrive
+        self._in_flight: tuple[dist.Work, Tensor]  # a collective, and where it writes
 
     def wait(self) -> Tensor:
         """The rows that arrived. To be called once."""
         if self._token is None:
             raise RuntimeError("a transfer is waited for once: keep what `wait` returned")
         token, self._token = self._token, None
-        rows: Tensor = _Arrival.apply(token, self)  # type: ignore[no-untyped-call]
-        return rows
+        return with_gradient(token, lambda _: self._receive(), self._send_back)
 
     def start(self, x: Tensor) -> "Transfer":
+        """Send the rows of `x`."""
         self._dtype = x.dtype
-        self._token = _Departure.apply(x, self)  # type: ignore[no-untyped-call]
+        self._token = with_gradient(x, self._leave, lambda _: self._receive_gradient())
         return self
+
+    def _leave(self, x: Tensor) -> Tensor:
+        self._send(x)
+        return x.new_zeros(())
+
+    def _send_back(self, grad: Tensor) -> Tensor:
+        self._send_gradient(grad)
+        return grad.new_zeros(())
 
     # What an exchange is made of:
 
@@ -62,46 +67,11 @@ class Transfer(ABC):
         work = dist.all_to_all_single(
             received, sent, output_splits, splits, group=group, async_op=True
         )
-        self._in_flight(work, received)
-
-    def _in_flight(self, work: dist.Work, received: Tensor) -> None:
-        def finish() -> Tensor:
-            work.wait()
-            return received
-
-        self._finish = finish
+        self._in_flight = work, received
 
     def _arrived(self) -> Tensor:
-        finish = self._finish
-        del self._finish  # it holds the message
-        return finish()
-
-
-class _Departure(torch.autograd.Function):
-    """Rows leave, and a token stands for them until they arrive. Backward, gradients arrive."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        transfer._send(x)
-        return x.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer._receive_gradient(), None
-
-
-class _Arrival(torch.autograd.Function):
-    """Rows arrive. Backward, gradients leave."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        return transfer._receive()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer._send_gradient(grad)
-        return grad.new_zeros(()), None
+        """What the collective in flight brings, once it is done."""
+        work, received = self._in_flight
+        del self._in_flight  # it holds the message
+        work.wait()
+        return received

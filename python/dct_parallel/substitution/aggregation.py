@@ -1,15 +1,14 @@
 """Partial results of all ranks, added up; differentiable."""
 
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather
 from ..groups import GroupForBackward
+from ..rows.autograd import with_gradient
 from ..rows.transfer import Transfer
 
 
@@ -33,14 +32,15 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Its gradient, the same on every rank as well, is that of each rank's part: nothing is sent.
     """
-    total: Tensor = _AllReduce.apply(partial, group)  # type: ignore[no-untyped-call]
-    return total
+    return with_gradient(partial, lambda own: _sum(own, group), lambda grad: grad)
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`parameter`, which is the same on every rank; its gradient is the sum of the ranks' parts."""
-    summed: Tensor = _SummedGradient.apply(parameter, group)  # type: ignore[no-untyped-call]
-    return summed
+    held = GroupForBackward(group)
+    return with_gradient(
+        parameter, lambda own: own.view_as(own), lambda grad: _sum(grad, held.get())
+    )
 
 
 class _ReduceScatter(Transfer):
@@ -59,34 +59,13 @@ class _ReduceScatter(Transfer):
         everyone = grad.new_empty(self._ranks, grad.numel())
         flat = grad.contiguous().view(-1)
         work = all_gather(everyone, flat, self._group.get(), async_op=True)
-        self._in_flight(work, everyone.view(-1, grad.shape[1]))
+        self._in_flight = work, everyone.view(-1, grad.shape[1])
 
     def _receive_gradient(self) -> Tensor:
         return self._arrived() / self._ranks
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = partial.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = GroupForBackward(group)
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group.get())
-        return total, None
+def _sum(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,32 @@
+"""Functions of a tensor whose gradient is not the derivative: what crosses instead of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TensorFunction = Callable[[Tensor], Tensor]
+
+
+def with_gradient(x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+    """forward(x), whose gradient, once it is g, gives `backward(g)` as that of `x`.
+
+    Neither function is differentiated, and there is no second derivative. The graph holds
+    `backward`, and with it what that refers to: a process group by a `GroupForBackward` only.
+    """
+    y: Tensor = _WithGradient.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+        ctx.back = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
