@@ -55,7 +55,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for weight in group["params"]:
-            self.state[weight].update(self._initial_state(weight, group))
+            for name in ("sum", "pending") if group.get("delayed") else ("sum",):
+                self.state[weight][name] = weight.detach().new_zeros(len(weight))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -75,13 +76,21 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return loss
 
     def to_average(self, weight: Tensor) -> Tensor:
-        """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
-        return self._state_of(weight)["sum"]
+        """The state of `weight`, [rows], that its replicas replace with their mean at a sync.
+
+        That is what every step adds to: `pending` if delayed, else `sum`.
+        """
+        state = self._state_of(weight)
+        return state.get("pending", state["sum"])
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
         """To be called once `to_average(weight)` holds the mean of all replicas, with the rows [n],
-        each once, in which they may have differed.
+        each once, in which they may have differed. What waited counts from now on, if delayed.
         """
+        state = self._state_of(weight)
+        if "pending" in state:
+            state["sum"][rows] += state["pending"][rows]
+            state["pending"][rows] = 0
 
     def _iterable(self, params: Iterable[Any]) -> Iterable[Any]:
         if not isinstance(params, Iterable):
@@ -100,28 +109,16 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if grad.is_sparse:
             grad = grad.coalesce()
             grad, rows = grad.values(), grad.indices()[0]
-        mean_square = grad.square().mean(1)
-        divisor = self._accumulate(self.state[weight], rows, mean_square, group).sqrt()
+        accumulator, synced = self.to_average(weight), self.state[weight]["sum"]
+        accumulator[rows] += group.get("accumulator_scale", 1) * grad.square().mean(1)
+        divisor = torch.where(synced[rows] > 0, synced[rows], accumulator[rows]).sqrt()
         weight[rows] -= group["lr"] * grad / (divisor + group["eps"]).unsqueeze(1)
-
-    def _accumulate(
-        self,
-        state: dict[str, Tensor],
-        rows: Tensor | slice,
-        mean_square: Tensor,
-        group: dict[str, Any],
-    ) -> Tensor:
-        """Add to the accumulators of `rows`, and return what to divide by the root of."""
-        state["sum"][rows] += mean_square
-        return state["sum"][rows]
-
-    def _initial_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"sum": weight.detach().new_zeros(len(weight))}
 
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
-        for name in ("lr", "eps"):
-            _require_positive(op, name, group[name], math.inf)
+        for name, most in {"lr": math.inf, "eps": math.inf, "accumulator_scale": 1}.items():
+            if name in group:
+                _require_positive(op, name, group[name], most)
         for index, weight in enumerate(group["params"]):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
@@ -184,40 +181,6 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
             "delayed": delayed,
         }
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
-
-    def to_average(self, weight: Tensor) -> Tensor:
-        """The state of `weight`, [rows], that its replicas replace with their mean at a sync."""
-        state = self._state_of(weight)
-        return state.get("pending", state["sum"])
-
-    def averaged(self, weight: Tensor, rows: Tensor) -> None:
-        """What waited counts from now on, if delayed."""
-        state = self._state_of(weight)
-        if "pending" in state:
-            state["sum"][rows] += state["pending"][rows]
-            state["pending"][rows] = 0
-
-    def _accumulate(
-        self,
-        state: dict[str, Tensor],
-        rows: Tensor | slice,
-        mean_square: Tensor,
-        group: dict[str, Any],
-    ) -> Tensor:
-        mean_square = group["accumulator_scale"] * mean_square
-        if "pending" not in state:
-            return super()._accumulate(state, rows, mean_square, group)
-        state["pending"][rows] += mean_square
-        synced = state["sum"][rows]
-        return torch.where(synced > 0, synced, state["pending"][rows])
-
-    def _initial_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        names = ("sum", "pending") if group["delayed"] else ("sum",)
-        return {name: weight.detach().new_zeros(len(weight)) for name in names}
-
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
-        _require_positive(type(self).__name__, "accumulator_scale", group["accumulator_scale"], 1)
 
 
 def _require_positive(op: str, arg: str, value: float, most: float) -> None:
