@@ -5,7 +5,6 @@ changed, which every replica knows once all have told theirs: 4 bytes a row.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,61 +23,55 @@ _SAMPLES = 65536
 _SEED = 0  # of picks at the same places every time: other rows are there
 
 
-class Average(Protocol):
-    """What is kept while a table is trained, and what becomes of it at a sync."""
+class Average:
+    """What is kept while a table is trained, and what becomes of it at a sync.
 
-    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """The optimizer is about to change `rows` [n] of these: [rows, d], and its own [rows]."""
-        ...
+    Its tensors are always the same: the table's weight [rows, d], and, if its optimizer has one, a
+    state [rows]. Uncompressed here: the mean of all replicas' rows of each, in its own dtype.
+    """
 
-    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
-        """Average in place, and leave nothing waiting if `everything`; the rows that changed."""
-        ...
-
-
-class MeanOfRows:
-    """Uncompressed: the mean of all replicas' rows, in their own dtype, and of their state."""
+    _based = 0  # of how many of them it is kept what changed rows were at the last sync
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
         self._touched = TouchedRows(len(weight), weight.device)
         self._group = group
 
-    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        self._touched.add(rows)
+    def touch(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """The optimizer is about to change these rows [n] of `tensors`."""
+        self._touched.add(rows, *tensors[: self._based])
 
-    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+    def sync(self, tensors: Sequence[Tensor], everything: bool) -> Tensor:
+        """Average in place, and leave nothing waiting if `everything`; the rows that changed."""
         rows, _ = self._touched.take()
         union, _ = _union(rows[:0], rows, self._group)
-        for tensor in (weight,) if state is None else (weight, state):
-            tensor[union] = dense_mean(tensor[union], tensor.dtype, self._group)
+        _average(tensors, union, self._group)
         return union
 
 
-class MeanOfRoundedDeltas:
+class MeanOfRoundedDeltas(Average):
     """Base + the mean of what replicas changed, rounded to 16 bits; state uncompressed.
 
     What rounding loses is lost.
     """
 
+    _based = 1
+
     def __init__(self, weight: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._touched = TouchedRows(len(weight), weight.device)
-        self._group, self._dtype = group, dtype
+        super().__init__(weight, group)
+        self._dtype = dtype
 
-    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        self._touched.add(rows, weight)
-
-    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
+    def sync(self, tensors: Sequence[Tensor], everything: bool) -> Tensor:
+        weight, *state = tensors
         rows, (base,) = self._touched.take(weight)
         union, _ = _union(rows[:0], rows, self._group)
         delta = weight.new_zeros(len(union), weight.shape[1])
         _move_delta(weight, rows, base, delta, union)
         weight[union] += dense_mean(delta, self._dtype, self._group).to(weight.dtype)
-        if state is not None:
-            state[union] = dense_mean(state[union], state.dtype, self._group)
+        _average(state, union, self._group)
         return union
 
 
-class MeanOfLargestDeltas:
+class MeanOfLargestDeltas(Average):
     """Base + the mean of the largest entries of what replicas changed: DCT with error feedback.
 
     What is not sent leaves the weights and waits in `residual`, for `rows`: those that some replica
@@ -97,25 +90,24 @@ class MeanOfLargestDeltas:
         residual: float32 [n, d], this replica's.
     """
 
+    _based = 2
+
     def __init__(
         self, weight: Tensor, group: dist.ProcessGroup, density: float, bounds: Sequence[int]
     ) -> None:
-        self._touched = TouchedRows(len(weight), weight.device)
-        self._group, self._density = group, density
+        super().__init__(weight, group)
+        self._density = density
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=weight.device)
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.detach().new_zeros(0, weight.shape[1])
 
-    def touch(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        self._touched.add(rows, weight, *([] if state is None else [state]))
-
-    def meet(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
-        tensors = (weight,) if state is None else (weight, state)
-        rows, before = self._touched.take(*tensors)
+    def sync(self, tensors: Sequence[Tensor], everything: bool) -> Tensor:
+        rows, (base, *bases) = self._touched.take(*tensors)
+        weight, *states = tensors
         union, most = _union(self.rows, rows, self._group)
         residual = self.residual.new_zeros(len(union), weight.shape[1])
         residual[torch.searchsorted(union, self.rows)] = self.residual
-        _move_delta(weight, rows, before[0], residual, union)
+        _move_delta(weight, rows, base, residual, union)
         if everything:
             mean = dense_mean(residual, residual.dtype, self._group)
             # Not parts of these, which would keep all of them.
@@ -124,9 +116,9 @@ class MeanOfLargestDeltas:
             mean = self._mean_of_largest(residual, union)
             self.rows, self.residual = union, residual
         weight[union] += mean
-        if state is not None:
+        for state, base in zip(states, bases, strict=True):
             delta = state.new_zeros(len(union))
-            _move_delta(state, rows, before[1], delta, union)
+            _move_delta(state, rows, base, delta, union)
             state[union] += self._mean_of_all(delta, most)
         return union
 
@@ -171,6 +163,11 @@ def _union(waiting: Tensor, rows: Tensor, group: dist.ProcessGroup) -> tuple[Ten
     everyones = message.new_empty(group.size(), further)
     all_gather(everyones, message, group)
     return torch.cat([waiting, everyones[everyones >= 0]]).unique(), touched
+
+
+def _average(tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
+    for tensor in tensors:
+        tensor[rows] = dense_mean(tensor[rows], tensor.dtype, group)
 
 
 def _move_delta(tensor: Tensor, rows: Tensor, base: Tensor, delta: Tensor, union: Tensor) -> None:

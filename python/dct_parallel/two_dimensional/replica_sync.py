@@ -11,7 +11,7 @@ from dct_kernels import checks
 
 from ..agreement import refusing
 from ..mesh import require_same_in_mesh
-from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas, MeanOfRows
+from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas
 from .embedding_bags import ShardedEmbeddingBags
 from .row_wise_adagrad import RowWiseAdagrad
 
@@ -109,18 +109,17 @@ class ReplicaSync:
         Raises:
             RuntimeError: a replica is gone, or what it sent was damaged. Load a checkpoint then.
         """
-        self._meet(everything=False)
+        self._sync(everything=False)
 
     def flush(self) -> None:
         """A sync after which nothing waits: what does crosses as it is, for every such row."""
-        self._meet(everything=True)
+        self._sync(everything=True)
 
     @torch.no_grad()
-    def _meet(self, everything: bool) -> None:
-        weight = self._bags.weight
-        rows = self._average.meet(weight, self._state(), everything)
+    def _sync(self, everything: bool) -> None:
+        rows = self._average.sync(self._tensors(), everything)
         if isinstance(self._optimizer, RowWiseAdagrad):
-            self._optimizer.averaged(weight, rows)
+            self._optimizer.averaged(self._bags.weight, rows)
         self._steps = 0
 
     # Noted at a lookup, rows could be changed after the sync that forgets them.
@@ -148,12 +147,14 @@ class ReplicaSync:
     def _note(self) -> None:
         weight = self._bags.weight
         if weight.grad is not None:
-            self._average.touch(_rows_of(weight.grad), weight, self._state())
+            self._average.touch(_rows_of(weight.grad), self._tensors())
 
-    def _state(self) -> Tensor | None:
+    def _tensors(self) -> list[Tensor]:
+        """What replicas have of these bags: the weight, and state of its optimizer, if any."""
+        weight = self._bags.weight
         if isinstance(self._optimizer, RowWiseAdagrad):
-            return self._optimizer.to_average(self._bags.weight)
-        return None
+            return [weight, self._optimizer.to_average(weight)]
+        return [weight]
 
 
 def _average(
@@ -166,7 +167,7 @@ def _average(
     if group.size() > 1 and density is not None:
         bounds = [0, *accumulate(len(rows) for rows in bags.shards().values())]
         return MeanOfLargestDeltas(weight, group, density, bounds)
-    return MeanOfRows(weight, group)
+    return Average(weight, group)
 
 
 def _require_format(dtype: torch.dtype | None, density: float | None, weight: Tensor) -> None:
