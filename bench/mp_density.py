@@ -40,13 +40,14 @@ from dct_dlrm import arguments, loop, progress
 from dct_dlrm.data import dataset
 from dct_dlrm.data.features import TABLES
 from dct_dlrm.launch import launch
-from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
+from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
 from dct_dlrm.modes import MODES
 from dct_parallel import pack_rows, unpack_rows
 from dct_parallel.rows import row_k
+from dct_parallel.rows.all_to_all import Exchange
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
-WHOLE = whole_rows("float32", "float32")
+WHOLE = every_entry("float32", "float32")
 
 
 class FreshMask(torch.autograd.Function):
@@ -64,22 +65,22 @@ class FreshMask(torch.autograd.Function):
 
 
 def fresh_mask(density: float) -> Exchange:
-    def exchange(x, splits, output_splits, group):
+    def exchange(x, splits, output_splits, *, group):
         k = row_k(x.shape[1], density)
         kept = unpack_rows(*pack_rows(x.detach(), k, VALUE_DTYPE), x.shape[1], x.dtype)
         sent = x + (kept - x).detach()  # the values of `kept`, the gradient of every entry
-        return FreshMask.apply(WHOLE(sent, splits, output_splits, group), k)
+        return FreshMask.apply(WHOLE(sent, splits, output_splits, group=group), k)
 
     return exchange
 
 
 def one_threshold(density: float) -> Exchange:
-    def exchange(x, splits, output_splits, group):
+    def exchange(x, splits, output_splits, *, group):
         size = x.detach().abs()
         kept = row_k(x.shape[1], density) * len(x)
         threshold = size.flatten().kthvalue(size.numel() - kept + 1).values
         sent = (x * (size >= threshold)).to(VALUE_DTYPE)
-        return WHOLE(sent.to(x.dtype), splits, output_splits, group)
+        return WHOLE(sent.to(x.dtype), splits, output_splits, group=group)
 
     return exchange
 
@@ -87,13 +88,13 @@ def one_threshold(density: float) -> Exchange:
 def wide_rows(density: float) -> Exchange:
     packed = largest_entries(density)
 
-    def exchange(x, splits, output_splits, group):
+    def exchange(x, splits, output_splits, *, group):
         tables, rest = divmod(TABLES, group.size())
         if rest:
             raise ValueError(f"wide rows need ranks that divide {TABLES}, got {group.size()}")
         per_sample = [[count // tables for count in counts] for counts in (splits, output_splits)]
         wide = x.reshape(-1, tables * x.shape[1])
-        return packed(wide, *per_sample, group).view(-1, x.shape[1])
+        return packed(wide, *per_sample, group=group).view(-1, x.shape[1])
 
     return exchange
 
@@ -111,7 +112,7 @@ def variants(args: argparse.Namespace) -> dict[str, Variant]:
     """Everything that is trained, by name, in the order of the table; uncompressed first."""
     found = {
         "float32": Variant(WHOLE),
-        "float16": Variant(whole_rows("float16", "float16")),
+        "float16": Variant(every_entry("float16", "float16")),
     }
     for density in args.densities:
         found[f"DCT {100 * density:.4g} %"] = Variant(largest_entries(density), density)

@@ -64,7 +64,8 @@ def distinct_rows(rows: Rows, batch: int, tables: Sequence[int]) -> float:
     if not batches:
         rule = f"--batches must be at most the training rows of a rank, {len(rows)}"
         raise UsageError(f"{rule}, got {batch}")
-    return statistics.mean(len(distinct(ids[index])[0]) for index in batches)
+    columns = torch.arange(len(tables))
+    return statistics.mean(len(distinct(ids[index], columns, len(tables))[0]) for index in batches)
 
 
 def line(

@@ -40,8 +40,9 @@ from run_files import (
 
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.models.row_exchange import EXCHANGES, Exchange, largest_entries, whole_rows
+from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
 from dct_dlrm.modes import MODES
+from dct_parallel.rows.all_to_all import Exchange
 from dct_parallel.rows.codecs import ROW_FORMATS, Codec, Encoding
 
 FORMATS = ("mxfp4", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
@@ -82,7 +83,7 @@ class Kind(NamedTuple):
     def exchange(self) -> Exchange:
         if self.density is not None:
             return largest_entries(self.density)
-        return whole_rows(self.forward, self.backward)
+        return every_entry(self.forward, self.backward)
 
     def codec(self, width: int) -> Codec:
         """Which knows the bytes of a row and of its gradient."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import ROOT, blocks, in_forks
 
-from dct_parallel.two_dimensional.exchange import whole_rows
+from dct_parallel.rows.all_to_all import whole_rows
 
 PAGES = {page.name: page for page in (ROOT / "docs").glob("*.md")}
 # Signatures stand in blocks of their own, without a language.

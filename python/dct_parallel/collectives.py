@@ -4,6 +4,7 @@ They are called as `torch.distributed.<name>`, where a `WireMeter` can see them,
 caller (gloo) or the current stream (NCCL) until they are done.
 """
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -28,6 +29,16 @@ def all_gather(
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
     work: dist.Work | None = collective(output.view(-1), tensor, group=group, async_op=async_op)
     return work
+
+
+def all_to_all(
+    tensor: Tensor, splits: Sequence[int], output_splits: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Slices of the first dimension: splits[r] go to rank r, output_splits[r] come from it."""
+    received = tensor.new_empty(sum(output_splits), *tensor.shape[1:])
+    sent = tensor.contiguous()
+    dist.all_to_all_single(received, sent, list(output_splits), list(splits), group=group)
+    return received
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -120,24 +120,24 @@ def test_phases_of_overlapping_and_separate_exchanges():
 def _check_rows_phases():
     """What an exchange of rows does around its collective, there and back, is not computing."""
     exchange = largest_entries(0.25)
-    rest = ([4, 4], [4, 4], dist.group.WORLD)
+    rest = ([4, 4], [4, 4])
     nap = 0.05
 
-    def slow(x, *rest):
+    def slow(x, *rest, group):
         time.sleep(nap)  # packs
         x = x * 1
         if x.requires_grad:
             x.register_hook(lambda _: time.sleep(nap))  # unpacks gradients
-        return exchange(x, *rest)
+        return exchange(x, *rest, group=group)
 
     with Phases() as phases:
         x = torch.randn(8, 16, requires_grad=True)
-        y = phases.timed(slow)(x * 2, *rest)
+        y = phases.timed(slow)(x * 2, *rest, group=dist.group.WORLD)
         forward = phases.take(10.0)
         y.sum().backward()
         backward = phases.take(10.0)
         with torch.no_grad():
-            assert not phases.timed(slow)(x, *rest).requires_grad
+            assert not phases.timed(slow)(x, *rest, group=dist.group.WORLD).requires_grad
         untrained = phases.take(10.0)
     assert (x.grad != 0).sum() == 4 * 8
     for split in (forward, untrained):

@@ -15,7 +15,7 @@ from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
 from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.models.hybrid import HybridDLRM
-from dct_dlrm.models.row_exchange import EXCHANGES, largest_entries, whole_rows
+from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
 from dct_dlrm.models.sharding import describe, shard_tables
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
@@ -90,8 +90,8 @@ def _against_one_process(folder):
     plan = shard_tables(ROWS, ranks)
     float32 = torch.float32
     for density, exchange, dedup in (
-        (1.0, whole_rows("float32", "float32"), False),
-        (1.0, whole_rows("float32", "float32"), True),
+        (1.0, every_entry("float32", "float32"), False),
+        (1.0, every_entry("float32", "float32"), True),
         (1.0, largest_entries(1.0, float32), False),
         (0.5, largest_entries(0.5, float32), True),
     ):

@@ -10,7 +10,7 @@ from dct_parallel.rows.distinct import distinct, repeat
 def test_wanted_and_inverse_give_the_ids_back(shape):
     ids = torch.randint(0, 6, shape, dtype=torch.int32)
     ids[:, -1] += 2**31 - 10  # as large as a table may be
-    wanted, inverse, counts = distinct(ids)
+    wanted, inverse, counts = distinct(ids, torch.arange(shape[1]), shape[1])
     assert wanted.dtype == torch.int32 and inverse.shape == ids.shape
     assert torch.equal(wanted[inverse], ids)
     columns = wanted.split(counts.tolist())

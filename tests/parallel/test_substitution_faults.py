@@ -325,16 +325,16 @@ def _counts_that_wrap_around(rank):
         linear, pooled = layer(ids, lengths)
         assert linear.shape == (3,) and pooled.shape == (3, 1, 2)
 
-    layer, by_owner = _layer(), substitution.by_owner
+    layer, by_rank = _layer(), substitution.by_rank
     for add in ([2**31 - 1, 0, 0], [-5, 5, 0], [0, 1, 0]):
 
         def lying(*given, add=add):
-            lengths, names = by_owner(*given)
+            lengths, names = by_rank(*given)
             return [own + torch.tensor(add, dtype=torch.int32) for own in lengths], names
 
-        substitution.by_owner = lying
+        substitution.by_rank = lying
         _refused(f"{OWNER}lengths of bags must be of [", lambda: layer(ids, lengths))
-        substitution.by_owner = by_owner
+        substitution.by_rank = by_rank
     layer(ids, lengths)
 
 

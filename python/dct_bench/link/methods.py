@@ -12,9 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_dlrm.models.row_exchange import Exchange, largest_entries, whole_rows
+from dct_dlrm.models.row_exchange import every_entry, largest_entries
 from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel.collectives import all_gather, dense_mean
+from dct_parallel.rows.all_to_all import Exchange
 
 
 class TopKState:
@@ -122,7 +123,7 @@ class Method(NamedTuple):
 
 
 def _float32_rows(options: argparse.Namespace) -> Exchange:
-    return whole_rows("float32", "float32")
+    return every_entry("float32", "float32")
 
 
 def _largest_entries(options: argparse.Namespace) -> Exchange:
@@ -130,7 +131,7 @@ def _largest_entries(options: argparse.Namespace) -> Exchange:
 
 
 def _few_bits(options: argparse.Namespace) -> Exchange:
-    return whole_rows(*options.mp_format)
+    return every_entry(*options.mp_format)
 
 
 REPLICATED = {

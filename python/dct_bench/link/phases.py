@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_dlrm.models.row_exchange import Exchange
+from dct_parallel.rows.all_to_all import Exchange
 
 PHASES = ("compute", "pack", "wire", "unpack")
 _COLLECTIVES = (
@@ -76,9 +76,9 @@ class Phases:
     def timed(self, exchange: Exchange) -> Exchange:
         """The exchange of rows, timed forward and backward."""
 
-        def timed(x: Tensor, *args: object) -> Tensor:
+        def timed(x: Tensor, *args: object, **kwargs: object) -> Tensor:
             start = time.perf_counter()
-            y = exchange(x, *args)
+            y = exchange(x, *args, **kwargs)
             self._end("exchange", start)
             if y.requires_grad:
                 begun: list[float] = []

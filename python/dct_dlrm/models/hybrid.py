@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dct_parallel.collectives import all_to_all
+from dct_parallel.rows.all_to_all import Exchange
 from dct_parallel.rows.distinct import distinct, repeat
 
 from .dlrm import DLRM, look_up
-from .row_exchange import Exchange, all_to_all
 
 
 class HybridDLRM(nn.Module):
@@ -77,21 +78,22 @@ class HybridDLRM(nn.Module):
         mine, theirs = [batch * own] * ranks, [batch * len(tables) for tables in self.plan]
         received = all_to_all(sent, theirs, mine, self.ids_group)
         embedded = self._for_mean(look_up(self.tables, received.view(-1, own)))
-        rows = self.exchange(embedded.flatten(0, 1), mine, theirs, self.rows_group)
+        rows = self.exchange(embedded.flatten(0, 1), mine, theirs, group=self.rows_group)
         by_rank = [part.view(batch, -1, rows.shape[1]) for part in rows.split(theirs)]
         return torch.cat(by_rank, dim=1)
 
     def _distinct_rows(self, ids: Tensor) -> Tensor:
         """The same: each distinct row crosses once."""
         own, ranks = len(self.tables), len(self.plan)
-        wanted, inverse, counts = distinct(ids.index_select(1, self._by_rank))
         tables = [len(tables) for tables in self.plan]
+        places = torch.arange(sum(tables), device=ids.device)
+        wanted, inverse, counts = distinct(ids.index_select(1, self._by_rank), places, len(places))
         asked = all_to_all(counts, tables, [own] * ranks, self.counts_group).tolist()
         theirs = [int(of_rank.sum()) for of_rank in counts.split(tables)]
         mine = [sum(asked[r * own : (r + 1) * own]) for r in range(ranks)]
         received = all_to_all(wanted, theirs, mine, self.ids_group).split(asked)
         embedded = torch.cat([self.tables[i % own](part) for i, part in enumerate(received)])
-        rows = self.exchange(self._for_mean(embedded), mine, theirs, self.rows_group)
+        rows = self.exchange(self._for_mean(embedded), mine, theirs, group=self.rows_group)
         return repeat(rows, inverse)
 
     def _for_mean(self, embedded: Tensor) -> Tensor:

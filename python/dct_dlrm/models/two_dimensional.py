@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_parallel import Shard, ShardedEmbeddingBags
+from dct_parallel.rows.all_to_all import Exchange
 
 from ..errors import UsageError
 from .dlrm import DLRM
 from .hybrid import MLPs
-from .row_exchange import Exchange
 
 
 class TwoDimensionalDLRM(nn.Module):
@@ -56,7 +56,7 @@ class TwoDimensionalDLRM(nn.Module):
         )
 
         def exchange_rows(x: Tensor, splits: list, output_splits: list, *, group) -> Tensor:
-            return exchange(x, splits, output_splits, self.rows_group)
+            return exchange(x, splits, output_splits, group=self.rows_group)
 
         tables = [table.weight for table in model.tables]
         shards = [[Shard(table, 0, len(tables[table])) for table in own] for own in plan]

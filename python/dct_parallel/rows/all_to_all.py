@@ -7,6 +7,7 @@ where that loses quality: every entry crosses, in few bits.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..groups import require_group
-from .codecs import Codec, Encoding
+from .codecs import AsTheyAre, Codec, Encoding
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .transfer import Transfer
@@ -121,6 +122,32 @@ def _start(
     if x.shape[1] == 0:  # on every rank, as they agree by now: none waits for the others
         checks.fail(op, "x", "at least 1 column", 0, verb="have")
     return _AllToAll(codec, splits, output_splits, group).start(x)
+
+
+class Exchange(Protocol):
+    """Rows to the ranks they belong to; collective, and differentiable in x.
+
+    `all_to_all_rows` is one, once its formats or its density are bound (`functools.partial`).
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        splits: Sequence[int],
+        output_splits: Sequence[int],
+        *,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        """x [sum(splits), d], ordered by destination, as [sum(output_splits), d], by source."""
+        ...
+
+
+def whole_rows(
+    x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
+) -> Tensor:
+    """An `Exchange` of rows of any dtype as they are, and of their gradients."""
+    codec = AsTheyAre(x.shape[1], x.dtype)
+    return _AllToAll(codec, splits, output_splits, group).start(x).wait()
 
 
 class _AllToAll(Transfer):

@@ -89,6 +89,22 @@ class EveryEntry:
         return dequantize(message, self._width, self._backward, dtype)
 
 
+class AsTheyAre:
+    """Rows of any dtype, and their gradients, uncoded: messages are of that dtype."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.settings: Mapping[str, Setting] = {}
+        self.message_bytes = self.gradient_bytes = width * dtype.itemsize
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        return message
+
+    encode_gradient, decode_gradient = encode, decode
+
+
 def format_bytes(width: int, format: str) -> int:
     """Bytes of a row of `width` in one of ROW_FORMATS."""
     return width * _DTYPES[format].itemsize if format in _DTYPES else row_bytes(width, format)

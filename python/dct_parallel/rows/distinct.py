@@ -7,19 +7,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The different values of every column.
+def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The different ids of every table.
 
     Args:
-        ids: int32 [batch, tables], 0 and up.
+        ids: int32 [...], 0 and up.
+        tables: int64, the table of each id, 0 to `number` - 1: [...], or what broadcasts to that.
+        number: of tables.
 
     Returns:
-        wanted int32 [n], column by column, ascending in each; inverse int64 [batch, tables], where
-        in `wanted` each id is; counts int64 [tables], how many of `wanted` are of each column.
+        wanted int32 [n], table by table, ascending in each; inverse int64 [...], where in `wanted`
+        each id is; counts int64 [number], how many of `wanted` are of each table.
     """
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    keys, inverse = torch.unique(ids + (columns << 32), return_inverse=True)
-    counts = torch.bincount(keys >> 32, minlength=ids.shape[1])
+    keys, inverse = torch.unique(ids + (tables << 32), return_inverse=True)
+    counts = torch.bincount(keys >> 32, minlength=number)
     return (keys & 0xFFFFFFFF).int(), inverse, counts
 
 

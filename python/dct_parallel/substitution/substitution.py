@@ -15,9 +15,9 @@ from dct_kernels import checks
 
 from ..agreement import refusing, require_alike
 from ..groups import GroupOfModule, require_group
+from ..rows.bag_message import by_rank, exchange_bags
 from ..rows.counts import exchange_numbers
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
-from .bag_message import by_owner, exchange, require_bags
 from .feature_rows import SharedRows
 from .operators import Bags, SubstituteOperator, require_operator
 
@@ -114,15 +114,14 @@ class EquivalentSubstitution(nn.Module):
             ValueError: some rank has too little capacity for the rows of new features; on every
                 rank, naming those, and none has made a row.
         """
-        scatter = self.aggregate == "reduce_scatter"
-        names, bags, tight = (self._received if scatter else self._own)(ids, lengths)
+        names, bags, tight = self._bags(ids, lengths)
         if tight:
             self._require_room(names)
         places, weight = self.rows.places(names), self.rows.weight
         rows = F.embedding(places, weight, padding_idx=self.rows.no_row, sparse=True)
         operators = list(cast(Iterable[SubstituteOperator], self.operators))
         partials = [self._partial(operator, rows, bags) for operator in operators]
-        aggregate = reduce_scatter if scatter else all_reduce
+        aggregate = reduce_scatter if self.aggregate == "reduce_scatter" else all_reduce
         total = aggregate(torch.cat(partials, 1), self.rows.group)
         totals = total.split([partial.shape[1] for partial in partials], dim=1)
         return [operator.combine(part) for operator, part in zip(operators, totals, strict=True)]
@@ -140,28 +139,30 @@ class EquivalentSubstitution(nn.Module):
             checks.fail(_OP, arg, f"[{bags.samples}, m]", shape)
         return partial
 
-    def _received(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
-        """What of all ranks' bags this rank owns, of samples rank by rank; see `_agree`."""
-        ranks = self.rows.group.size()
-        self._require_usable(ids, lengths)
-        own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
-        arriving, tight = self._agree([len(own) for own in names], lengths.shape, len(ids))
-        heard, named = exchange(_OP, own_lengths, names, arriving, self._ids_group.get())
-        return named, Bags(heard.view(ranks, *lengths.shape)), tight
+    def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
+        """Names and bags of the global batch that this rank owns; see `_agree` for the last.
 
-    def _own(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
-        """What this rank owns of the bags that all ranks have; see `_agree`."""
-        rank, ranks = self.rows.group.rank(), self.rows.group.size()
+        Each rank has a part of the batch, and samples are rank by rank; with "all_reduce" all of
+        it, and nothing crosses.
+        """
         self._require_usable(ids, lengths)
-        own_lengths, names = by_owner(*self.rows.owners(ids), lengths, ranks)
-        own, checksum = len(names[rank]), _checksum(ids, lengths)
-        _, tight = self._agree([0] * ranks, lengths.shape, own, checksum)
-        return names[rank], Bags(own_lengths[rank].view(1, *lengths.shape)), tight
+        rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
+        owners, names = self.rows.owners(ids)
+        bag = torch.repeat_interleave(torch.arange(bags, device=ids.device), lengths.flatten())
+        lengths_of, names_of = by_rank(owners * bags + bag, names, [bags] * ranks)
+        if self.aggregate == "all_reduce":
+            own, checksum = names_of[rank], _checksum(ids, lengths)
+            _, tight = self._agree([0] * ranks, lengths.shape, len(own), checksum)
+            return own, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
+        arriving, tight = self._agree([len(own) for own in names_of], lengths.shape, len(ids))
+        group = self._ids_group.get()
+        came, own = exchange_bags(_OP, lengths_of, names_of, arriving, group)
+        return own, Bags(came.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
         """Raise if they are not, once the other ranks know that this one cannot go on."""
         try:
-            require_bags(_OP, ids, lengths, ("weight", self.rows.weight))
+            _require_bags(ids, lengths, ("weight", self.rows.weight))
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
@@ -222,6 +223,19 @@ class EquivalentSubstitution(nn.Module):
         heard = exchange_numbers(_OP, numbers, same, device, group)
         arriving, *of_ranks = zip(*heard, strict=True)
         return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
+
+
+def _require_bags(ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]) -> None:
+    """`lengths` [fields, batch] are those of bags of all `ids`. The host waits."""
+    checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64), (1,), like)
+    checks.require_tensor(_OP, "lengths", lengths, (torch.int32, torch.int64), (2,), like)
+    if len(lengths) == 0:
+        checks.fail(_OP, "lengths", "[fields, batch] with a field or more", tuple(lengths.shape))
+    if (lengths < 0).any():
+        checks.fail(_OP, "lengths", "0 and up", int(lengths.min()))
+    total = lengths.sum(dtype=torch.float64)  # which does not wrap around, as int64 does
+    if total != len(ids):
+        checks.fail(_OP, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
 
 
 def _set_of(names: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Embedding tables sharded inside a group of ranks, with replicas across groups.
 
-Reading order: plan (who owns which rows), exchange (rows inside a group), embedding_bags (the
-layer), row_wise_adagrad (its optimizers), touched_rows (which rows change), averages (what replicas
-tell each other about those), replica_sync (when).
+Reading order: plan (who owns which rows), embedding_bags (the layer), row_wise_adagrad (its
+optimizers), touched_rows (which rows change), averages (what replicas tell each other about those),
+replica_sync (when).
 """
 
 from .embedding_bags import ShardedEmbeddingBags

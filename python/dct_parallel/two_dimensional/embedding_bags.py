@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from ..agreement import refusing
+from ..collectives import all_to_all
 from ..mesh import require_mesh, require_same_in_mesh
 from ..own_state import require_own_state
+from ..rows.all_to_all import Exchange, whole_rows
+from ..rows.bag_message import by_rank, exchange_bags
 from ..rows.counts import exchange_counts
-from ..rows.distinct import repeat
-from .exchange import Exchange, whole_rows
+from ..rows.distinct import distinct, repeat
 from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 
 DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
@@ -155,22 +157,13 @@ class ShardedEmbeddingBags(nn.Module):
 
         A rank is sent the lengths of its bags, of every shard and sample, then their ids in it.
         """
-        key = place * batch + bag % max(batch, 1)
-        lengths = torch.bincount(key, minlength=len(self._shift) * batch).int()
-        by_shard = lengths.view(len(self._shift), batch).sum(1).tolist()
-        counts = [sum(by_shard[low:high]) for low, high in self._places_of_rank]
-        bags_to = [len(own) * batch for own in self.plan]
         own_bags = len(self._own) * batch
-        asked = self._counted(counts, batch, group)
-        ids = rows[key.argsort(stable=True)]
-        pairs = zip(lengths.split(bags_to), ids.split(counts), strict=True)
-        message = torch.cat([piece for pair in pairs for piece in pair])
-        sent = [more + count for more, count in zip(bags_to, counts, strict=True)]
-        received = _all_to_all(message, sent, [own_bags + count for count in asked], group)
-        parts = received.split([size for count in asked for size in (own_bags, count)])
-        lengths, wanted = torch.cat(parts[::2]), torch.cat(parts[1::2])
-        pooled = _sum_of_bags(self._look_up(wanted), lengths)
-        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_to, group=group)
+        bags_of = [len(own) * batch for own in self.plan]
+        lengths, wanted = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
+        asked = self._counted([len(own) for own in wanted], batch, group)
+        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, asked, group)
+        pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
+        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=group)
         sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
         return torch.stack([_sum_in_order(sums, of) for of in self._places], dim=1)
 
@@ -178,12 +171,12 @@ class ShardedEmbeddingBags(nn.Module):
         self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
         """Each row that a bag of this rank asks for crosses once, and is added up here."""
-        keys, inverse = torch.unique((place << 32) + rows, return_inverse=True)
-        by_shard = torch.bincount(keys >> 32, minlength=len(self._shift)).tolist()
-        counts = [sum(by_shard[low:high]) for low, high in self._places_of_rank]
+        wanted, inverse, of_shards = distinct(rows, place, len(self._shift))
+        of_ranks = of_shards.split([len(own) for own in self.plan])
+        counts = torch.stack([own.sum() for own in of_ranks]).tolist()
         asked = self._counted(counts, lengths.shape[1], group)
-        wanted = _all_to_all((keys & 0xFFFFFFFF).int(), counts, asked, group)
-        arrived = self.exchange(self._look_up(wanted), asked, counts, group=group)
+        wanted_here = all_to_all(wanted, counts, asked, group)
+        arrived = self.exchange(self._look_up(wanted_here), asked, counts, group=group)
         bags = _sum_of_bags(repeat(arrived, inverse), lengths.flatten())
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
@@ -237,9 +230,8 @@ class ShardedEmbeddingBags(nn.Module):
         self._rows = rows
         first = [0, *accumulate(rows)]
         ends = list(accumulate(len(own) for own in self.plan))
-        self._places_of_rank = list(zip([0, *ends[:-1]], ends, strict=True))
         found = []  # (its start among all rows, its place, its start among its owner's rows)
-        for (low, _), own in zip(self._places_of_rank, self.plan, strict=True):
+        for low, own in zip([0, *ends], self.plan, strict=False):
             for index, shard in enumerate(own):
                 found.append((first[shard.table] + shard.first, low + index, rows_of(own[:index])))
         found.sort()
@@ -264,14 +256,6 @@ class ShardedEmbeddingBags(nn.Module):
                 checks.fail(_OP, arg, rule, tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
             checks.fail(_OP, "lengths", f"{len(self._rows)} rows, one a table", len(lengths))
-
-
-def _all_to_all(
-    x: Tensor, splits: list[int], output_splits: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    received = x.new_empty(sum(output_splits))
-    dist.all_to_all_single(received, x, output_splits, splits, group=group)
-    return received
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
