@@ -22,6 +22,11 @@ def require_rows(op: str, x: Tensor) -> Tensor:
     return x
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor [..., d] as the ops take it: [B, d] and contiguous."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()
+
+
 def row_k(width: int, density: float) -> int:
     """Entries kept of a row: ceil(density * width), at least 1 and at most `width`."""
     return min(max(math.ceil(float(density) * width), 1), width)
@@ -161,9 +166,8 @@ class RowUnpack(nn.Module):
 
 
 def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:
-    """As the ops take it: 2-D and contiguous."""
     if not isinstance(tensor, Tensor):
         checks.fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
     if tensor.dim() == 0:
         checks.fail(op, arg, "at least 1-D", "0-D")
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()
+    return as_rows(tensor)

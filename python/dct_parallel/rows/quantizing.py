@@ -6,8 +6,6 @@ that of the row that was sent. Our reconstruction of row-wise quantized exchange
 network.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +13,7 @@ from dct_kernels import checks
 
 from .autograd import with_gradient
 from .codecs import dequantize, format_bytes, quantize, require_format
+from .packing import as_rows
 
 # What travels must be floating point for autograd and torch.distributed.pipelining to send a
 # gradient back, and the gradient has its shape: bytes, viewed as these, filled up to the longer.
@@ -111,15 +110,14 @@ def message_size(width: int, forward_format: str, backward_format: str) -> int:
 
 
 def _to_message(x: Tensor, format: str, size: int) -> Tensor:
-    coded = quantize(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous(), format)
+    coded = quantize(as_rows(x), format)
     message = coded.new_zeros(coded.shape[0], size * _CARRIER.itemsize)
     message[:, : coded.shape[1]] = coded
     return message.view(_CARRIER).view(*x.shape[:-1], size)
 
 
 def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    rows = message.reshape(math.prod(message.shape[:-1]), message.shape[-1]).contiguous()
-    coded = rows.view(torch.uint8)[:, : format_bytes(width, format)]
+    coded = as_rows(message).view(torch.uint8)[:, : format_bytes(width, format)]
     return dequantize(coded, width, format, dtype).view(*message.shape[:-1], width)
 
 

@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,7 +12,7 @@ from dct_kernels import checks
 
 from ..agreement import refusing, require_alike
 from ..groups import GroupOfModule, require_group
-from ..own_state import require_own_state
+from ..shard_identity import register_identity
 
 _OP = "FeatureRows"
 MOST_ROWS = 2**31 - 1  # an id times the multiplier stays below 2**62
@@ -116,9 +115,7 @@ class FeatureRows(SharedRows):
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
         owner = torch.tensor([self.group.rank(), ranks, self._rows], device=weight.device)
-        self.register_buffer("owner", owner)
-        own = partial(require_own_state, _OP, "owner")
-        self.register_load_state_dict_pre_hook(own)  # type: ignore[no-untyped-call]
+        register_identity(_OP, self, "owner", owner)
 
     def ids(self) -> Tensor:
         first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))

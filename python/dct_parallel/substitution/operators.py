@@ -156,11 +156,15 @@ class FirstLayer(SubstituteOperator):
         return total
 
 
-def require_operator(op: str, arg: str, operator: nn.Module) -> None:
-    """`operator` has partial results that add up; otherwise the error says why it has none."""
+def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None:
+    """`operator` has partial results that add up, or the error says why not, and fits the rows."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up"
         checks.fail(op, arg, rule, f"{type(operator).__name__}{_why_not(operator)}", TypeError)
+    end = operator.first + operator.width
+    if end > width:
+        rule = f"of columns that rows of width {width} have"
+        checks.fail(op, arg, rule, f"{operator.first} to {end - 1}")
 
 
 def _why_not(module: object) -> str:

@@ -90,7 +90,7 @@ class EquivalentSubstitution(nn.Module):
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):
-            _require_columns(f"operators[{index}]", operator, rows.width)
+            require_operator(_OP, f"operators[{index}]", operator, rows.width)
         checks.require_choice(_OP, "aggregate", aggregate, AGGREGATES)
         self.rows, self.operators, self.aggregate = rows, nn.ModuleList(operators), aggregate
         for parameter in self.operators.parameters():
@@ -247,11 +247,3 @@ def _checksum(ids: Tensor, lengths: Tensor) -> int:
     values = torch.cat([ids.long(), lengths.flatten().long()])
     place = torch.arange(len(values), device=values.device)
     return int(((values ^ place * 0x9E3779B1) * (2 * place + 1)).sum()) % 2**52
-
-
-def _require_columns(arg: str, operator: SubstituteOperator, width: int) -> None:
-    require_operator(_OP, arg, operator)
-    end = operator.first + operator.width
-    if end > width:
-        rule = f"of columns that rows of width {width} have"
-        checks.fail(_OP, arg, rule, f"{operator.first} to {end - 1}")

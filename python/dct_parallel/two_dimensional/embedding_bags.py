@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from functools import partial
+from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,11 +17,11 @@ from dct_kernels import checks
 from ..agreement import refusing
 from ..collectives import all_to_all
 from ..mesh import require_mesh, require_same_in_mesh
-from ..own_state import require_own_state
 from ..rows.all_to_all import Exchange, whole_rows
 from ..rows.bag_message import by_rank, exchange_bags
 from ..rows.counts import exchange_counts
 from ..rows.distinct import distinct, repeat
+from ..shard_identity import register_identity
 from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 
 DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
@@ -112,9 +112,7 @@ class ShardedEmbeddingBags(nn.Module):
         dist.broadcast(self.weight.detach(), group=replicas, group_src=0)
         self._number_rows(rows)
         owned = torch.tensor(self._own, dtype=torch.int64).view(-1, 3)
-        self.register_buffer("owned", owned.to(self.weight.device))
-        own_state = partial(require_own_state, _OP, "owned")
-        self.register_load_state_dict_pre_hook(own_state)  # type: ignore[no-untyped-call]
+        register_identity(_OP, self, "owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
         """This rank's shards, [rows, d]: parts of `weight`."""
@@ -165,7 +163,8 @@ class ShardedEmbeddingBags(nn.Module):
         pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
         arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=group)
         sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
-        return torch.stack([_sum_in_order(sums, of) for of in self._places], dim=1)
+        of_tables = [reduce(torch.add, [sums[place] for place in of]) for of in self._places]
+        return torch.stack(of_tables, dim=1)
 
     def _distinct(
         self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup
@@ -262,14 +261,6 @@ def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
     """[bags, d]: of each bag the sum of its rows, which lie one after the other."""
     # Its checks cost a host synchronisation, and fail where there are no bags.
     return torch.segment_reduce(rows, "sum", lengths=lengths.long(), initial=0.0, unsafe=True)
-
-
-def _sum_in_order(parts: Tensor, indices: Sequence[int]) -> Tensor:
-    """parts[i] of the indices, added from left to right."""
-    total = parts[indices[0]]
-    for index in indices[1:]:
-        total = total + parts[index]
-    return total
 
 
 def _require_tables(tables: Sequence[Tensor], mesh: DeviceMesh) -> None:
