@@ -50,11 +50,8 @@ def all_gather_rows(
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
-        density: fraction of each part of a row to send, in (0, 1].
-        value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
-            float16; default x's.
-        forward, backward: number formats of rows and of their gradients, instead of a density.
-        group: the ranks that take part, default all; gloo or NCCL.
+        density, value_dtype: of each part of a row, as of `all_to_all_rows`.
+        forward, backward, group: as of `all_to_all_rows`.
 
     Returns:
         [B, sum of every rank's d] of x's dtype, in rank order.

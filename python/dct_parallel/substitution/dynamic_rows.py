@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dct_kernels import checks
 
 from ..agreement import refusing, require_alike
-from .dynamic_state import MERGED, NAMES, require_state
+from .dynamic_state import MERGED, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix
 
@@ -149,8 +149,11 @@ class DynamicFeatureRows(SharedRows):
         self._attached[name] = optimizer, key
 
     def _per_row(self) -> dict[str, Tensor]:
-        """What is attached, as it is now: an optimizer that loads a state has other tensors."""
-        return {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
+        """What is saved of rows: the weight, and what is attached, as it is now (an optimizer that
+        loads a state has other tensors).
+        """
+        attached = {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
+        return {"weight": self.weight, **attached}
 
     def _state_of(self, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
         tensor, rows = optimizer.state.get(self.weight, {}).get(key), len(self.weight)
@@ -176,9 +179,8 @@ class DynamicFeatureRows(SharedRows):
         state = {
             "owner": torch.tensor([self.group.rank(), self.group.size()]),
             "ids": self.ids().clone(),
-            "weight": self.weight.detach()[used].clone(),  # or all of the storage would be saved
         }
-        for name, tensor in self._per_row().items():
+        for name, tensor in self._per_row().items():  # not parts: all of the storage would be saved
             state[name] = tensor.detach()[used].clone()
         destination.update({prefix + name: tensor for name, tensor in state.items()})
 
@@ -196,7 +198,7 @@ class DynamicFeatureRows(SharedRows):
         state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         try:
             per_row = self._per_row()
-            names = [*NAMES, *per_row]
+            names = ["owner", "ids", *per_row]
             missing = [name for name in names if name not in state]
             missing_keys += [prefix + name for name in missing]
             unexpected_keys += [prefix + name for name in state if name not in names]
@@ -212,21 +214,20 @@ class DynamicFeatureRows(SharedRows):
         device, before = self.weight.device, len(self)
         self._table = IdTable(self.capacity, device)
         self._table.add(state["ids"].to(device)[own])
-        for tensor in per_row.values():
-            tensor[1 + len(self) : 1 + before] = 0  # as for features that nobody has met
-        for name, tensor in {"weight": self.weight, **per_row}.items():
+        for name, tensor in per_row.items():
             tensor[1 : 1 + len(self)] = state[name].to(device)[own]
+            tensor[1 + len(self) : 1 + before] = 0  # as for features that nobody has met
 
     def _own_of(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
         """Which rows of a state are this rank's, once it is known to be fit for it."""
-        require_state(_OP, "state", {name: state[name] for name in (*NAMES, *per_row)})
+        require_state(_OP, "state", {name: state[name] for name in ("owner", "ids", *per_row)})
         rank, ranks = state["owner"].tolist()
         here = (self.group.rank(), self.group.size())
         if rank != MERGED and (rank, ranks) != here:
             rule = f"of rank {here[0]} of {here[1]}, or of all by merge_feature_rows"
             checks.fail(_OP, "state", rule, f"of rank {rank} of {ranks}")
         ids = state["ids"].to(self.weight.device)
-        for name, tensor in {"weight": self.weight, **per_row}.items():
+        for name, tensor in per_row.items():
             shape = (len(ids), *tensor.shape[1:])
             if state[name].shape != shape:
                 checks.fail(_OP, "state", f"of {name} {shape}", tuple(state[name].shape))
