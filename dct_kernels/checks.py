@@ -26,6 +26,14 @@ def fail(
     raise error(f"dct::{op}: {arg} must {verb} {rule}, got {got}")
 
 
+def require_type(
+    op: str, arg: str, value: object, kind: type | tuple[type, ...], rule: str
+) -> None:
+    """`value` is of this kind, which `rule` says in words."""
+    if not isinstance(value, kind):
+        fail(op, arg, rule, type(value).__name__, TypeError)
+
+
 def require_int(op: str, arg: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         fail(op, arg, "an integer", type(value).__name__, TypeError)
@@ -33,9 +41,13 @@ def require_int(op: str, arg: str, value: object, low: int, high: int) -> None:
         fail(op, arg, f"in [{low}, {high}]", value)
 
 
+def require_number(op: str, arg: str, value: object) -> None:
+    if not isinstance(value, (float, int, torch.SymFloat)) or isinstance(value, bool):
+        fail(op, arg, "a number", type(value).__name__, TypeError)
+
+
 def require_density(op: str, density: float) -> None:
-    if not isinstance(density, (float, int, torch.SymFloat)) or isinstance(density, bool):
-        fail(op, "density", "a number", type(density).__name__, TypeError)
+    require_number(op, "density", density)
     if not 0 < density <= 1:  # false of a NaN as well
         fail(op, "density", "in (0, 1]", density)
 

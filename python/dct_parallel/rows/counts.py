@@ -12,9 +12,7 @@ from .codecs import ROW_FORMATS, Setting
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
     """`counts` is an int for every rank, at least `low`."""
-    if not isinstance(counts, Sequence):
-        rule = "a sequence of integers, one for each rank"
-        checks.fail(op, arg, rule, type(counts).__name__, TypeError)
+    checks.require_type(op, arg, counts, Sequence, "a sequence of integers, one for each rank")
     if len(counts) != ranks:
         checks.fail(op, arg, f"{ranks} elements, one for each rank", len(counts), verb="have")
     for rank, count in enumerate(counts):

@@ -166,8 +166,7 @@ class RowUnpack(nn.Module):
 
 
 def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        checks.fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
+    checks.require_type(op, arg, tensor, Tensor, "a tensor")
     if tensor.dim() == 0:
         checks.fail(op, arg, "at least 1-D", "0-D")
     return as_rows(tensor)

@@ -41,8 +41,7 @@ class RowQuantize(nn.Module):
         self.formats = _formats("RowQuantize", forward_format, backward_format)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            checks.fail("RowQuantize", "x", "a tensor", type(x).__name__, TypeError)
+        checks.require_type("RowQuantize", "x", x, Tensor, "a tensor")
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)

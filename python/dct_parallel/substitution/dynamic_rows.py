@@ -77,8 +77,7 @@ class DynamicFeatureRows(SharedRows):
         checks.require_int(_OP, "width", width, 1, 2**31 - 1)
         checks.require_int(_OP, "seed", seed, 0, 2**31 - 1)
         checks.require_dtype(_OP, "dtype", dtype, (torch.float32, torch.float64))
-        if isinstance(bound, bool) or not isinstance(bound, (float, int)):
-            checks.fail(_OP, "bound", "a number", type(bound).__name__, TypeError)
+        checks.require_number(_OP, "bound", bound)
         most = torch.finfo(dtype).max
         if not 0 <= bound <= most:  # false of a NaN as well
             checks.fail(_OP, "bound", f"finite, from 0 up to {most:.2g}", bound)
@@ -140,11 +139,9 @@ class DynamicFeatureRows(SharedRows):
                 `load_state_dict`, later.
         """
         for arg, value in (("name", name), ("key", key)):
-            if not isinstance(value, str):
-                checks.fail(_OP, arg, "a string", type(value).__name__, TypeError)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            got = type(optimizer).__name__
-            checks.fail(_OP, "optimizer", "a torch.optim.Optimizer", got, TypeError)
+            checks.require_type(_OP, arg, value, str, "a string")
+        kind = torch.optim.Optimizer
+        checks.require_type(_OP, "optimizer", optimizer, kind, "a torch.optim.Optimizer")
         self._state_of(optimizer, key)
         self._attached[name] = optimizer, key
 

@@ -13,16 +13,13 @@ MERGED = -1  # for the rank of a state of all ranks
 
 def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
     """`state` is of tensors, and has an owner, ids and weights."""
-    if not isinstance(state, Mapping):
-        checks.fail(op, arg, "a DynamicFeatureRows.state_dict()", type(state).__name__, TypeError)
+    checks.require_type(op, arg, state, Mapping, "a DynamicFeatureRows.state_dict()")
     missing = [name for name in NAMES if name not in state]
     if missing:
         rule = "a DynamicFeatureRows.state_dict(), with no prefix to its names"
         checks.fail(op, arg, rule, f"one without {', '.join(missing)}")
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            got = type(tensor).__name__
-            checks.fail(op, f"{arg}[{name!r}]", "a tensor", got, TypeError)
+        checks.require_type(op, f"{arg}[{name!r}]", tensor, Tensor, "a tensor")
     owner, ids = state["owner"], state["ids"]
     if owner.shape != (2,):
         checks.fail(op, f"{arg}['owner']", "[rank, ranks]", f"shape {tuple(owner.shape)}")
@@ -40,8 +37,7 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         ValueError, TypeError: they are not those of all ranks of one run, each once.
     """
     op = "merge_feature_rows"
-    if not isinstance(states, Sequence):
-        checks.fail(op, "states", "a sequence of states", type(states).__name__, TypeError)
+    checks.require_type(op, "states", states, Sequence, "a sequence of states")
     for index, state in enumerate(states):
         require_state(op, f"states[{index}]", state)
     owners = sorted(tuple(state["owner"].tolist()) for state in states)

@@ -71,10 +71,7 @@ class EquivalentSubstitution(nn.Module):
         ids_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(rows, SharedRows):
-            checks.fail(
-                _OP, "rows", "FeatureRows or DynamicFeatureRows", type(rows).__name__, TypeError
-            )
+        checks.require_type(_OP, "rows", rows, SharedRows, "FeatureRows or DynamicFeatureRows")
         operators = list(operators) if isinstance(operators, Iterable) else operators
         with refusing(_OP, rows.group):
             ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
@@ -84,9 +81,8 @@ class EquivalentSubstitution(nn.Module):
             self._ids_group = GroupOfModule(_OP, ids_group)
         told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_alike(_OP, told, rows.group, rows.weight.device)
-        if not isinstance(operators, list):
-            got = type(operators).__name__
-            checks.fail(_OP, "operators", "a sequence of SubstituteOperators", got, TypeError)
+        rule = "a sequence of SubstituteOperators"
+        checks.require_type(_OP, "operators", operators, list, rule)
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):

@@ -268,8 +268,7 @@ def _require_tables(tables: Sequence[Tensor], mesh: DeviceMesh) -> None:
         checks.fail(_OP, "tables", "at least one", "none", verb="have")
     for index, table in enumerate(tables):
         arg, first = f"tables[{index}]", tables[0]
-        if not isinstance(table, Tensor):
-            checks.fail(_OP, arg, "a tensor", type(table).__name__, TypeError)
+        checks.require_type(_OP, arg, table, Tensor, "a tensor")
         checks.require_dtype(_OP, arg, table.dtype, (torch.float32, torch.float64))
         if table.dim() != 2 or not 1 <= len(table) <= MOST_ROWS or table.shape[1] == 0:
             checks.fail(_OP, arg, "[rows, d] with both from 1 up", tuple(table.shape))

@@ -71,8 +71,7 @@ def rows_of(shards: Sequence[Shard]) -> int:
 
 def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[_Item]:
     """What is in `values`, once that is known to be something to go through."""
-    if not isinstance(values, Iterable):
-        checks.fail(op, arg, rule, type(values).__name__, TypeError)
+    checks.require_type(op, arg, values, Iterable, rule)
     return list(values)
 
 

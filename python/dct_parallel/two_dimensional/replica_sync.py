@@ -76,8 +76,7 @@ class ReplicaSync:
         dtype: torch.dtype | None = None,
         density: float | None = None,
     ) -> None:
-        if not isinstance(bags, ShardedEmbeddingBags):
-            checks.fail(_OP, "bags", "ShardedEmbeddingBags", type(bags).__name__, TypeError)
+        checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
         with refusing(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             _require_format(dtype, density, bags.weight)

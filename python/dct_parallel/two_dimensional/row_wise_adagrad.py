@@ -93,9 +93,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             state["pending"][rows] = 0
 
     def _iterable(self, params: Iterable[Any]) -> Iterable[Any]:
-        if not isinstance(params, Iterable):
-            rule = "tensors, or groups of them"
-            checks.fail(type(self).__name__, "params", rule, type(params).__name__, TypeError)
+        op = type(self).__name__
+        checks.require_type(op, "params", params, Iterable, "tensors, or groups of them")
         return params
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
@@ -184,7 +183,6 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
 
 def _require_positive(op: str, arg: str, value: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (float, int)):
-        checks.fail(op, arg, "a number", type(value).__name__, TypeError)
+    checks.require_number(op, arg, value)
     if not 0 < value <= most or value == math.inf:  # false of a NaN as well
         checks.fail(op, arg, "finite and above 0" if most == math.inf else f"in (0, {most}]", value)
