@@ -323,6 +323,15 @@ def _refusals(rank):
     refused("ids must have at most 3 elements, got 4", lambda: bags(often[:4], lengths))
     refused("lengths must have at most 3 elements, got 4", lambda: bags(ids, lengths))
     embedding_bags.MOST_ROWS = kept
+    by_rank = embedding_bags.by_rank
+
+    def lying(*given):
+        of_bags, names = by_rank(*given)
+        return [own + 1 for own in of_bags], names
+
+    embedding_bags.by_rank = lying
+    refused(r"lengths of bags must be of \[", lambda: bags(ids, lengths))
+    embedding_bags.by_rank = by_rank
     refused(
         "dedup must be the same on every rank, got False on rank 0, True on rank 1",
         lambda: ShardedEmbeddingBags(two, own, mesh, dedup=rank == 1),

@@ -116,8 +116,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
         for name, most in {"lr": math.inf, "eps": math.inf, "accumulator_scale": 1}.items():
-            if name in group:
-                _require_positive(op, name, group[name], most)
+            if name not in group:
+                continue
+            checks.require_number(op, name, group[name])
+            if not 0 < group[name] <= most or group[name] == math.inf:  # false of a NaN as well
+                rule = "finite and above 0" if most == math.inf else f"in (0, {most}]"
+                checks.fail(op, name, rule, group[name])
         for index, weight in enumerate(group["params"]):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
@@ -180,9 +184,3 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
             "delayed": delayed,
         }
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
-
-
-def _require_positive(op: str, arg: str, value: float, most: float) -> None:
-    checks.require_number(op, arg, value)
-    if not 0 < value <= most or value == math.inf:  # false of a NaN as well
-        checks.fail(op, arg, "finite and above 0" if most == math.inf else f"in (0, {most}]", value)
