@@ -43,8 +43,8 @@ from dct_dlrm.launch import launch
 from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
 from dct_dlrm.modes import MODES
 from dct_parallel import pack_rows, unpack_rows
-from dct_parallel.rows import row_k
 from dct_parallel.rows.all_to_all import Exchange
+from dct_parallel.rows.packing import row_k
 
 VALUE_DTYPE = torch.bfloat16  # as largest_entries has it
 WHOLE = every_entry("float32", "float32")

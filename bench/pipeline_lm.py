@@ -40,8 +40,8 @@ from dct_parallel import (
     pack_rows,
     unpack_rows,
 )
-from dct_parallel.rows import row_k
 from dct_parallel.rows.codecs import ROW_FORMATS
+from dct_parallel.rows.packing import row_k
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 VALUE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

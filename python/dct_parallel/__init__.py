@@ -53,37 +53,25 @@ from .exchange import merge_states
 from .fully_sharded import dct_fully_shard_hook
 from .local_steps import DCTAverager
 from .mesh import node_mesh
-from .rows import (
-    RowDequantize,
-    RowPack,
-    RowQuantize,
-    RowUnpack,
-    all_gather_rows,
-    all_gather_rows_async,
-    all_to_all_rows,
-    all_to_all_rows_async,
-    pack_rows,
-    unpack_rows,
-)
-from .substitution import (
-    DynamicFeatureRows,
-    EquivalentSubstitution,
+from .rows.all_gather import all_gather_rows, all_gather_rows_async
+from .rows.all_to_all import all_to_all_rows, all_to_all_rows_async
+from .rows.packing import RowPack, RowUnpack, pack_rows, unpack_rows
+from .rows.quantizing import RowDequantize, RowQuantize
+from .substitution.dynamic_rows import DynamicFeatureRows
+from .substitution.dynamic_state import merge_feature_rows
+from .substitution.feature_rows import FeatureRows
+from .substitution.operators import (
     FactorizationMachine,
-    FeatureRows,
     FirstLayer,
     LinearTerms,
     SubstituteOperator,
     SumPooledEmbedding,
-    merge_feature_rows,
 )
-from .two_dimensional import (
-    MomentumScaledRowWiseAdagrad,
-    ReplicaSync,
-    RowWiseAdagrad,
-    Shard,
-    ShardedEmbeddingBags,
-    plan_shards,
-)
+from .substitution.substitution import EquivalentSubstitution
+from .two_dimensional.embedding_bags import ShardedEmbeddingBags
+from .two_dimensional.plan import Shard, plan_shards
+from .two_dimensional.replica_sync import ReplicaSync
+from .two_dimensional.row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 from .wire import WireMeter
 
 __all__ = [

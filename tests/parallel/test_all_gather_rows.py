@@ -10,7 +10,7 @@ from oracle import rows as oracle
 from torch import nn
 
 from dct_parallel import WireMeter, all_gather_rows
-from dct_parallel.rows import row_k
+from dct_parallel.rows.packing import row_k
 from ranks import run_ranks
 
 ROWS = 6

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from dct_parallel import RowPack, RowUnpack, WireMeter, pack_rows, unpack_rows
-from dct_parallel.rows import row_k
+from dct_parallel.rows.packing import row_k
 from ranks import run_ranks, weights
 
 pytestmark = pytest.mark.skipif(

@@ -84,10 +84,7 @@ def all_gather_rows_async(
 
 
 def _start(
-    x: Tensor,
-    widths: Sequence[int] | None,
-    encoding: Encoding,
-    group: dist.ProcessGroup | None,
+    x: Tensor, widths: Sequence[int] | None, encoding: Encoding, group: dist.ProcessGroup | None
 ) -> Transfer:
     op = "all_gather_rows"
     group = require_group(op, group)
