@@ -11,10 +11,11 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def with_gradient(x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
-    """forward(x), whose gradient, once it is g, gives `backward(g)` as that of `x`.
+    """forward(x). Where the gradient of that is g, the gradient of `x` is backward(g).
 
-    Neither function is differentiated, and there is no second derivative. The graph holds
-    `backward`, and with it what that refers to: a process group by a `GroupForBackward` only.
+    Neither function is differentiated, so there is no second derivative; under no_grad `backward`
+    is not called. The graph holds it, and with it what it refers to: to a process group only by a
+    `GroupForBackward`.
     """
     y: Tensor = _WithGradient.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y

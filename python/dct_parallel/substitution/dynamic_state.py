@@ -50,15 +50,12 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
         checks.fail(op, "states", "of the same names", got)
     merged = {"owner": torch.tensor([MERGED, ranks])}
     for name, first in states[0].items():
-        if name != "owner":
-            for index, state in enumerate(states):
-                _require_rows(op, f"states[{index}][{name!r}]", state[name], state["ids"], first)
-            merged[name] = torch.cat([state[name] for state in states])
+        if name == "owner":
+            continue
+        for index, state in enumerate(states):
+            tensor, shape = state[name], (len(state["ids"]), *first.shape[1:])
+            if (tensor.shape, tensor.dtype) != (shape, first.dtype):
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                checks.fail(op, f"states[{index}][{name!r}]", f"{first.dtype} {shape}", got)
+        merged[name] = torch.cat([state[name] for state in states])
     return merged
-
-
-def _require_rows(op: str, arg: str, tensor: Tensor, ids: Tensor, like: Tensor) -> None:
-    """`tensor` has a row for each of `ids`, and its rows are of the same kind as those of `like`"""
-    shape = (len(ids), *like.shape[1:])
-    if (tensor.shape, tensor.dtype) != (shape, like.dtype):
-        checks.fail(op, arg, f"{like.dtype} {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
