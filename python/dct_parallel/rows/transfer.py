@@ -10,7 +10,7 @@ from .autograd import with_gradient
 
 
 class Transfer(ABC):
-    """Rows on their way: `wait` gives those that arrive.
+    """Rows on their way, the handle of `all_to_all_rows_async`: `wait` gives those that arrive.
 
     What is computed between the call that made it and `wait` overlaps with the exchange; and what
     the backward pass computes between the gradients of both overlaps with that of the gradients.

@@ -109,6 +109,7 @@ class EquivalentSubstitution(nn.Module):
                 rank.
             ValueError: some rank has too little capacity for the rows of new features; on every
                 rank, naming those, and none has made a row.
+            ValueError: lengths that came here are not those of the ids with them.
         """
         names, bags, tight = self._bags(ids, lengths)
         if tight:

@@ -134,6 +134,7 @@ class ShardedEmbeddingBags(nn.Module):
                 group raise as well, as "input accepted" differs.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
+            ValueError: without `dedup`: lengths that came here are not those of the ids with them.
         """
         group = self.mesh.get_group("shard")
         try:
