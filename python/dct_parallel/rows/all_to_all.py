@@ -16,7 +16,7 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..groups import require_group
-from .codecs import AsTheyAre, Codec, Encoding
+from .codecs import Codec, Encoding
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .transfer import Transfer
@@ -146,8 +146,7 @@ def whole_rows(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
     """An `Exchange` of rows of any dtype as they are, and of their gradients."""
-    codec = AsTheyAre(x.shape[1], x.dtype)
-    return _AllToAll(codec, splits, output_splits, group).start(x).wait()
+    return _AllToAll(Codec(), splits, output_splits, group).start(x).wait()
 
 
 class _AllToAll(Transfer):

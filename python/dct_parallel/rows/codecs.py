@@ -6,7 +6,7 @@ messages follow from what it was made with, so no size is ever sent.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,32 +21,39 @@ ROW_FORMATS = (*_DTYPES, *FORMATS)
 Setting = bool | int | float | torch.dtype | str  # of strings, a format of rows
 
 
-class Codec(Protocol):
-    """Rows [B, width] as uint8 [B, message_bytes], their gradients as [B, gradient_bytes]."""
+class Codec:
+    """Rows [B, width] as messages, and their gradients: here of any dtype, as they are.
+
+    Attributes, of a codec that makes bytes:
+        message_bytes, gradient_bytes: of a row, and of its gradient; messages are uint8 [B, bytes].
+        settings: that ranks must agree on.
+    """
 
     message_bytes: int
     gradient_bytes: int
-    settings: Mapping[str, Setting]  # that ranks must agree on
+    settings: Mapping[str, Setting]
 
-    def encode(self, x: Tensor) -> Tensor: ...
+    def encode(self, x: Tensor) -> Tensor:
+        return x.contiguous()
 
-    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        return message
 
     def encode_gradient(self, grad: Tensor) -> Tensor:
         """The gradient of what `decode` returned."""
-        ...
+        return grad.contiguous()
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of what `encode` was given."""
-        ...
+        return message
 
 
-class LargestEntries:
+class LargestEntries(Codec):
     """The k largest of a row with their positions, and their gradients without (DCT-MP)."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
-        self.settings: Mapping[str, Setting] = {"k": self._k, "value_dtype": value_dtype}
+        self.settings = {"k": self._k, "value_dtype": value_dtype}
         self.gradient_bytes = self._k * value_dtype.itemsize
         self.message_bytes = self.gradient_bytes + position_bytes(width, self._k)
 
@@ -67,12 +74,12 @@ class LargestEntries:
         return row_unpack(values, self._sent, self._width, dtype)
 
 
-class EveryEntry:
+class EveryEntry(Codec):
     """Every entry of a row, in a number format of its own for each way."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
-        self.settings: Mapping[str, Setting] = {"forward": forward, "backward": backward}
+        self.settings = {"forward": forward, "backward": backward}
         self.message_bytes = format_bytes(width, forward)
         self.gradient_bytes = format_bytes(width, backward)
 
@@ -87,22 +94,6 @@ class EveryEntry:
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize(message, self._width, self._backward, dtype)
-
-
-class AsTheyAre:
-    """Rows of any dtype, and their gradients, uncoded: messages are of that dtype."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.settings: Mapping[str, Setting] = {}
-        self.message_bytes = self.gradient_bytes = width * dtype.itemsize
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x.contiguous()
-
-    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        return message
-
-    encode_gradient, decode_gradient = encode, decode
 
 
 def format_bytes(width: int, format: str) -> int:
