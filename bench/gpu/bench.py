@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import predictions
 import torch
 from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
 
@@ -110,7 +109,7 @@ def main() -> None:
             said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
             break
         try:
-            for result in measure(case, args.device, about["gpu"]):
+            for result in measure(case, args.device):
                 results.append(result)
         except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
             failures.append(str(error).splitlines()[0])
@@ -119,7 +118,7 @@ def main() -> None:
     report(failures, f"{len(results)} cases{said}")
 
 
-def measure(case: Case, device: str, gpu: str | None) -> Iterator[dict]:
+def measure(case: Case, device: str) -> Iterator[dict]:
     """Called; and, where launching takes longer than running, replayed from a CUDA graph."""
     for graphs in (False, True):
         if graphs and (device == "cpu" or case.numel > BUCKET):
@@ -128,9 +127,6 @@ def measure(case: Case, device: str, gpu: str | None) -> Iterator[dict]:
         result = kernels.measure(case, options) | {"graphs": graphs}
         for line in kernels.lines(result):
             print(line, "in a graph" if graphs else "", flush=True)
-        computed = None if graphs else predictions.of_copy(result, gpu)
-        if computed is not None:
-            print(f"computed, not measured: {computed:.1%} of copy", flush=True)
         yield result
         case.peers = {}
 

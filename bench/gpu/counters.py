@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import predictions
+import floors
 import torch
 from common import BF16, F32, device_work, gpu_backends, report
 
@@ -214,7 +214,7 @@ def measure(out: Path, seconds: float) -> tuple[int, str]:
         case.run(ops, 0)
         about = {"op": case.op, "case": case.detail, "numel": case.numel, "density": case.density}
         work = [{"name": name, "us": us} for name, us in times(case, ops)]
-        counted = predictions.instructions(about)
+        counted = floors.instructions(about)
         measured.append(about | {"bytes": case.nbytes, "instructions": counted, "work": work})
         del case
     write()

@@ -5,7 +5,7 @@
 A call is to take no longer than a copy of the bytes that it must move, measured in the same run, or
 than its floor, whichever is longer, over LEAST. The floor is computed: launches, and the pipe of
 instructions that binds, at the clock that was seen while `bench` ran. It is known for what
-tests/ptx counts, on the GPUs of its roofline; elsewhere the copy alone counts, and less of it is
+tests/ptx counts, on the GPUs of floors.py; elsewhere the copy alone counts, and less of it is
 asked.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import predictions
+import floors
 
 from dct_bench.kernels import command as kernels
 
@@ -50,14 +50,14 @@ def targets(
         return ms(result, kernels.COPY, kernels.COPY_KERNEL)
 
     def of_floor(name: str, result: dict) -> Target:
-        floor = predictions.floor_ms(result, gpu, clock)
+        floor = floors.floor_ms(result, gpu, clock)
         least = LEAST_OF_COPY.get(result["case"], LEAST_OF_COPY.get(result["op"], LEAST))
         least = least if floor is None else LEAST
         share = max(copy(result), floor or 0.0) / ms(result, ours)
         return Target(name, f">= {least}", share, share >= least, copy(result), floor)
 
     def faster(result: dict) -> Iterator[Target]:
-        floor = predictions.floor_ms(result, gpu, clock)
+        floor = floors.floor_ms(result, gpu, clock)
         for peer, times in FASTER_THAN.items():
             if peer in result["ms"]:
                 asked = min(times, LEAST * ms(result, peer) / max(copy(result), floor or 0.0))

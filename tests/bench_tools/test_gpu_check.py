@@ -18,6 +18,7 @@ import torch
 
 from dct_bench.kernels import cases
 from dct_bench.kernels.arguments import TIMED
+from dct_kernels._schemas import OPS
 
 GPU = Path(__file__).parents[2] / "bench" / "gpu"
 CHECK = GPU.parent / "gpu_check.sh"
@@ -126,10 +127,10 @@ PACK, LARGEST = "float32 grad, float32 values", 2**28
 
 
 def test_targets_go_by_what_the_gpu_allows(program, monkeypatch):
-    targets, predictions = program("targets"), program("predictions")
-    floors = {"mask_pack": 900.0, "row_pack": 24.0}
-    floor = lambda r, gpu, clock: 1e-3 * floors[r["op"]] if r["op"] in floors and gpu else None  # noqa: E731
-    monkeypatch.setattr(predictions, "floor_ms", floor)
+    targets, floors = program("targets"), program("floors")
+    us = {"mask_pack": 900.0, "row_pack": 24.0}
+    floor = lambda r, gpu, clock: 1e-3 * us[r["op"]] if r["op"] in us and gpu else None  # noqa: E731
+    monkeypatch.setattr(floors, "floor_ms", floor)
     results = [
         result("mask_pack", PACK, LARGEST, 0.01, copy=1000, copy_kernel=990, cuda=1000, topk=7000),
         result("mask_pack", PACK, LARGEST, 0.001, copy=1000, cuda=1),  # another density: not asked
@@ -158,18 +159,27 @@ def test_targets_go_by_what_the_gpu_allows(program, monkeypatch):
 
 
 def test_floors_are_launches_and_the_pipe_that_binds(program, monkeypatch):
-    predictions = program("predictions")
-    pack = result("mask_pack", PACK, LARGEST, 0.01)
-    assert predictions.floor_ms(pack, "A100") is None
-    assert predictions.floor_ms(pack | {"case": "of no case"}, "NVIDIA H100 80GB HBM3") is None
-    assert 0.05 < predictions.floor_ms(pack, "NVIDIA H100 80GB HBM3") < 1.0
-    times = SimpleNamespace(launches=5e-6, memory=9e-3, issue=2e-3, alu=3e-3)
-    monkeypatch.setattr(predictions.roofline, "time", lambda *arguments: times)
-    assert predictions.floor_ms(pack, "H200") == pytest.approx(3.005)
-    halved = predictions.roofline.CLOCK / 2
-    assert predictions.floor_ms(pack, "H200", halved) == pytest.approx(6.005)
-    per_element = predictions.instructions(pack) * 32 / LARGEST
-    assert 5 < per_element < 60
+    floors = program("floors")
+    pack, h100 = result("mask_pack", PACK, LARGEST, 0.01), "NVIDIA H100 80GB HBM3"
+    assert floors.floor_ms(pack, "A100") is None
+    assert floors.floor_ms(pack | {"case": "of no case"}, h100) is None
+    assert 0.05 < floors.floor_ms(pack, h100) < 1.0
+    assert 5 < floors.instructions(pack) * 32 / LARGEST < 60
+
+    def floor(slots, half_rate, **clock):
+        cost = SimpleNamespace(op="", slots=slots, half_rate=half_rate, launches=3)
+        monkeypatch.setattr(floors, "_cost", lambda result: cost)
+        return floors.floor_ms(pack, "H200", **clock)
+
+    launches, slot = 1e-3 * (5.0 + 2 * 2.4), 1e3 * LARGEST / (32 * 132 * 4 * 1.755e9)
+    assert floor(20, 9) == pytest.approx(launches + 20 * slot)
+    assert floor(20, 11) == pytest.approx(launches + 22 * slot)
+    assert floor(20, 9, clock=1.755e9 / 2) == pytest.approx(launches + 40 * slot)
+
+
+def test_every_op_has_been_counted(program):
+    _, counted = program("floors").costs.load()
+    assert {cost.op for cost in counted.values()} >= {*OPS, "r += g"}
 
 
 BARRIER = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"

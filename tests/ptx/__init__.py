@@ -8,6 +8,6 @@ them; `runtime` loads and launches, and `cudart` is what nvcc's launchers see of
 has the ops, `triton_backend.py` those of Triton, to which it is the driver of a GPU; `snippets.py`
 runs a few lines of PTX.
 
-In lock-step `counts` counts what is executed; `machine_code` and `waits` say what that is in
-machine code, `counting` does it for `cases`, `roofline` makes times of it, and `report` tables.
+In lock-step `counts` counts what is executed; `machine_code` says what that is in machine code,
+`counting` does it for `cases`, and `report` makes a table of it.
 """

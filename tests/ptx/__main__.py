@@ -11,9 +11,8 @@ Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is execut
 lanes of a warp together); ptxas says what machine code each line became. Needs nvcc, and cuobjdump
 and nvdisasm of the same toolkit or of an installed Triton.
 
-  report      prints two tables in markdown: costs of an element, and times on an H100 and an H200.
-              They are computed, not measured: the longest part of a call hides all the others.
-              ptx/roofline.py has the rates and where they are from.
+  report      prints a table in markdown: what an element costs. How long that takes only a GPU
+              says (bench/gpu_check.sh).
   forms       lists the instructions of what Triton makes of its kernels for sm_90: how often they
               are there, in text, in how many kernels. One that the executor does not know is an
               error. Needs Triton, and no nvcc.
@@ -29,11 +28,8 @@ Columns, of one element (a pick of sample_threshold, a segment of track_threshol
   PTX         the same of PTX
   active      lanes that did something in it
   conflicts   passes through shared memory beyond the first of each access, times 32
-  trips       to memory that a block waits for, one after the other, at most
   loads       of a thread in flight, at most, in machine code, of each kernel
   blocks      that fit a multiprocessor, of each kernel
-Times are in microseconds; "of copy" is the time of a copy of the bytes that must move over the
-longest of memory, issue, half rate and latency, launches added to both.
 """
 
 
@@ -60,12 +56,12 @@ def main() -> None:
     if machine_code.missing() is not None:
         sys.exit(f"python -m ptx needs {machine_code.missing()}")
     chosen = arguments.ops if arguments.what == "report" else None
-    made = [make() for make in cases.CASES if chosen is None or make.op in chosen]
-    counted = [(case, counting.count(case)) for case in made]
+    makers = [make for make in cases.CASES if chosen is None or make.op in chosen]
+    counted = [counting.count(make()) for make in makers]
     if arguments.what == "baseline":
-        costs.save(machine_code.nvcc_version(), [cost for _, cost in counted])
+        costs.save(machine_code.nvcc_version(), counted)
     else:
-        print(f"nvcc {machine_code.nvcc_version()}; computed, not measured\n")
+        print(f"nvcc {machine_code.nvcc_version()}; counted, not measured\n")
         print(*report.lines(counted), sep="\n")
 
 

@@ -69,10 +69,6 @@ class Executor:
         """The PTX that a kernel is part of."""
         return self._library.ptx_text(kernel.encode()).decode()
 
-    def wait(self, kernel: str, line: int, trips: float) -> None:
-        """Say that a warp which comes to this line of the PTX waits so often for memory."""
-        self._library.ptx_wait(kernel.encode(), ctypes.c_int64(line), ctypes.c_double(trips))
-
     def _on_device(self, what: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         for tensor in tensors:

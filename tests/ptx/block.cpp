@@ -125,7 +125,6 @@ void Block::run(uint32_t number) {
     }
     if (launch_.in_turn) {
       launch_.counts.issue(i, i.kind == Kind::kBranch ? group.lanes : lanes);
-      if (lanes != 0) warp.trips += i.trips;
     }
     switch (i.kind) {
       case Kind::kCompute:
@@ -257,9 +256,7 @@ void Block::complete_barrier() {
   for (const Warp& warp : warps_) {
     if (warp.at_barrier != warp.live) return;
   }
-  for (const Warp& warp : warps_) trips_ = std::max(trips_, warp.trips);
   for (Warp& warp : warps_) {
-    warp.trips = trips_;
     if (warp.live == 0) continue;
     const int first = __builtin_ctz(warp.live);
     for (uint32_t left = warp.live; left != 0; left &= left - 1) {
@@ -279,13 +276,8 @@ void Block::complete_barrier() {
 void Block::leave(Warp& warp, uint32_t lanes) {
   warp.live &= ~lanes;
   live_ -= __builtin_popcount(lanes);
-  trips_ = std::max(trips_, warp.trips);
   complete_collectives(warp);
-  if (live_ != 0) {
-    complete_barrier();
-  } else {
-    launch_.counts.finish_block(trips_);
-  }
+  if (live_ != 0) complete_barrier();
 }
 
 void Block::fail(const Warp& warp, int lane, const Instruction& i, const std::string& what) const {

@@ -61,7 +61,6 @@ class Block {
     uint32_t in_collective = 0, at_barrier = 0;
     int32_t waits_at[kLanes];    // the instruction
     uint32_t waits_for[kLanes];  // of those in a collective: its mask
-    float trips = 0;             // to memory that it has waited for, one after the other
   };
 
   Group choose(Warp& warp, bool* freely);
@@ -102,7 +101,6 @@ class Block {
   std::vector<char> local_;  // of all threads, one after the other
   std::vector<Warp> warps_;
   uint32_t live_;
-  float trips_ = 0;  // of the warp that has waited for most
 };
 
 }  // namespace ptx

@@ -1,7 +1,6 @@
 """What is counted: the calls that `dct-bench kernels` and bench/gpu_check.sh time, but smaller.
 
-What they cost an element does not change with the size, beyond what a launch costs; sizes at which
-that is computed come with each case.
+What they cost an element does not change with the size, beyond what a launch costs.
 """
 
 import functools
@@ -20,8 +19,7 @@ from . import build
 from .backend import Executor
 
 F32, BF16 = torch.float32, torch.bfloat16
-SIZES = (2**20, 2**24, 2**28)
-NUMEL = 2**17  # of what is executed
+NUMEL, LARGEST = 2**17, 2**28  # of what is executed, and of what is timed
 ROW_NUMEL = 2**16
 SEGMENTS = 300
 ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
@@ -35,7 +33,6 @@ class Case:
     detail: str  # in the words of dct-bench
     elements: int  # of what is executed: it costs so much for each of them
     bytes: float  # that must move, for one
-    sizes: tuple[int, ...]  # in elements, at which times are computed
     run: Callable[[SimpleNamespace, Executor], object]
     density: float | None = None
 
@@ -68,7 +65,7 @@ def add() -> Case:
         vectors = NUMEL // 4
         executor.launch(ADD, vectors // (4 * 256), 256, r.clone(), g, vectors)
 
-    return Case("r += g", "float32", NUMEL, 12, SIZES, run)
+    return Case("r += g", "float32", NUMEL, 12, run)
 
 
 @functools.cache
@@ -86,7 +83,7 @@ def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch
 
     def run(ops, executor):
         tensors = (residual.clone(), grad, segments, threshold, payload, seen)
-        executor.cut_as_of(SIZES[-1] // NUMEL)
+        executor.cut_as_of(LARGEST // NUMEL)
         try:
             ops.mask_pack(*tensors, capacity, value_dtype)
         finally:
@@ -96,7 +93,7 @@ def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch
     moved = 8 + grad_dtype.itemsize if grad_dtype else 4 + 4 * (1 - (1 - density) ** 8)
     moved += (2 + value_dtype.itemsize) * density
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
-    return Case("mask_pack", detail, NUMEL, moved, _sizes(density), run, density)
+    return Case("mask_pack", detail, NUMEL, moved, run, density)
 
 
 def sample_threshold(picks: int) -> Case:
@@ -107,7 +104,7 @@ def sample_threshold(picks: int) -> Case:
     def run(ops, executor):
         ops.sample_threshold(x, residual, segments, 0.01, picks)
 
-    return Case("sample_threshold", f"{picks} samples", picks, 64, (picks,), run, 0.01)
+    return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
 
 
 def track_threshold() -> Case:
@@ -118,7 +115,7 @@ def track_threshold() -> Case:
     def run(ops, executor):
         ops.track_threshold(threshold.clone(), seen, target, threshold)
 
-    return Case("track_threshold", f"{SEGMENTS} segments", SEGMENTS, 20, (SEGMENTS,), run)
+    return Case("track_threshold", f"{SEGMENTS} segments", SEGMENTS, 20, run)
 
 
 def scatter_unpack(density: float, ranks: int) -> Case:
@@ -136,8 +133,7 @@ def scatter_unpack(density: float, ranks: int) -> Case:
         ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
 
     moved = 4 + ranks * 4 * density
-    detail = f"P={ranks}"
-    return Case("scatter_unpack", detail, NUMEL, moved, _sizes(density), run, density)
+    return Case("scatter_unpack", f"P={ranks}", NUMEL, moved, run, density)
 
 
 def row_pack(width: int, dtype: torch.dtype) -> Case:
@@ -188,14 +184,7 @@ def row_dequantize(width: int, format: str, dtype: torch.dtype) -> Case:
 
 
 def _rows(op: str, detail: str, width: int, moved: float, call) -> Case:
-    """Of 65,536 rows."""
-    sizes = (65536 * width,)
-    return Case(op, detail, ROW_NUMEL, moved / width, sizes, lambda ops, executor: call(ops))
-
-
-def _sizes(density: float) -> tuple[int, ...]:
-    """All at one density, the largest at the others."""
-    return SIZES if density == 0.01 else SIZES[-1:]
+    return Case(op, detail, ROW_NUMEL, moved / width, lambda ops, executor: call(ops))
 
 
 def _threshold(density: float, deviation: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a call costs, as counted: the numbers that `roofline` makes times of, and their file."""
+"""What a call costs, as counted, and the file of it."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -15,10 +15,8 @@ class KernelCost:
     """Of one kernel, over its launches in a call."""
 
     name: str
-    blocks: int
     resident: int  # blocks that fit a multiprocessor
     in_flight: int  # loads of a thread before the first of them is used, in machine code
-    trips: float  # to memory that a block waits for, one after the other
     slots: float  # issue slots of machine code
     half_rate: float  # those of them that take two clocks: integers, comparisons, moves
     classes: dict[str, int]  # instructions of PTX that warps issued, by class

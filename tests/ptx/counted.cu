@@ -1,27 +1,9 @@
-// counted.cu -- kernels of which anyone can tell what they cost. One warp or two, lane by lane.
+// counted.cu -- kernels of which anyone can tell what they cost. One warp.
 #include <cstdint>
-
-// Each load's address is what the one before has read.
-__global__ void __launch_bounds__(32) chase(const int64_t* next, int64_t* out) {
-  int64_t at = threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) at = next[at];
-  out[threadIdx.x] = at;
-}
 
 __global__ void __launch_bounds__(32) together(const int64_t* x, int64_t* out) {
   const int i = threadIdx.x;
   out[i] = x[i] + x[i + 32] + x[i + 64];
-}
-
-// The first warp waits twice, the other once, and both behind the barrier once more.
-__global__ void __launch_bounds__(64) in_turn(const int64_t* next, int64_t* out) {
-  __shared__ int64_t found[64];
-  int64_t at = next[threadIdx.x];
-  if (threadIdx.x < 32) at = next[at];
-  found[threadIdx.x] = at;
-  __syncthreads();
-  out[threadIdx.x] = next[found[63 - threadIdx.x]];
 }
 
 __global__ void __launch_bounds__(32) loops(int32_t* out, int32_t times) {

@@ -6,16 +6,11 @@ from . import machine_code
 from .backend import BACKEND, executor
 from .cases import Case
 from .costs import Cost, KernelCost
-from .waits import waits
 
 RESIDENT_BLOCKS = 4  # on the executor: what a multiprocessor has of most kernels
 
 
 def count(case: Case) -> Cost:
-    _, found = _run(case)
-    for symbol in found:
-        for line, trips in waits(_code(symbol)).items():
-            executor().wait(symbol, line, trips)
     totals, found = _run(case)
     kernels = [_kernel(symbol, *report) for symbol, report in found.items()]
     return Cost(
@@ -24,33 +19,28 @@ def count(case: Case) -> Cost:
 
 
 def _run(case: Case):
-    """Totals; and by kernel its blocks, bytes of dynamic shared memory, trips, rows of counts."""
+    """Totals; and by kernel its bytes of dynamic shared memory and its rows of counts."""
     executor().configure(0, RESIDENT_BLOCKS)
     case.run(BACKEND, executor())
     totals, *reports = executor().counts().split("\n\n")
     found = {}
     for report in reports:
-        (symbol, blocks, shared, trips), *rows = map(str.split, report.splitlines())
-        found[symbol] = int(blocks), int(shared), float(trips), rows
+        (symbol, shared), *rows = map(str.split, report.splitlines())
+        found[symbol] = int(shared), rows
     return list(map(int, totals.split())), found
 
 
-def _code(symbol: str) -> machine_code.MachineCode:
-    return machine_code.machine_code(executor().text(symbol), symbol)
-
-
-def _kernel(symbol: str, blocks: int, shared: int, trips: float, rows) -> KernelCost:
-    code, classes, sums, issues = _code(symbol), Counter(), [0, 0, 0], {}
+def _kernel(symbol: str, shared: int, rows) -> KernelCost:
+    code = machine_code.machine_code(executor().text(symbol), symbol)
+    classes, sums, issues = Counter(), [0, 0, 0], {}
     for line, issued, *numbers, opcode in rows:
         issues[int(line)] = int(issued)
         classes[class_of(opcode)] += int(issued)
         sums = [a + int(b) for a, b in zip(sums, numbers, strict=True)]
     return KernelCost(
         code.resources.name,
-        blocks,
         code.resources.blocks(shared),
         code.resources.in_flight("LDG"),
-        round(trips / blocks, 3),
         round(code.slots(issues), 1),
         round(code.half_rate_slots(issues), 1),
         dict(sorted(classes.items())),

@@ -51,7 +51,6 @@ class Counts {
   }
   void access(const Instruction& i, const Touched& touched);
   void launch(int64_t dynamic_shared_bytes) { dynamic_shared_bytes_ = dynamic_shared_bytes; }
-  void finish_block(float trips) { ++blocks_, trips_ += trips; }
 
   // A line for the kernel and one for each of its instructions.
   std::string report() const;
@@ -68,8 +67,6 @@ class Counts {
   Footprint& footprint_;
   std::vector<Count> counts_;
   int64_t dynamic_shared_bytes_ = 0;
-  uint64_t blocks_ = 0;
-  double trips_ = 0;
 };
 
 }  // namespace ptx

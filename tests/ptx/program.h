@@ -60,8 +60,6 @@ struct Instruction {
   Update update = nullptr;
   Matrices matrices = Matrices::kNone;  // a warp's load or store of 8x8 elements of 16 bits
 
-  float trips = 0;  // to memory that a warp waits for here
-
   const Statement* statement;
 };
 

@@ -1,12 +1,10 @@
-"""The tables of docs/kernels.md: what calls cost, and what that comes to on a GPU."""
+"""The table of docs/kernels.md: what calls cost."""
 
 from collections.abc import Iterable, Iterator
 
-from .cases import Case
 from .costs import LANES, SECTOR, Cost
-from .roofline import GPUS, time
 
-COSTS = (
+COLUMNS = (
     "call",
     "must move",
     "moves",
@@ -16,40 +14,21 @@ COSTS = (
     "PTX",
     "active",
     "conflicts",
-    "trips",
     "loads",
     "blocks",
     "most of it",
 )
-TIMES = (
-    "call",
-    "elements",
-    *(f"memory, {gpu.name}" for gpu in GPUS),
-    "issue",
-    "half rate",
-    "latency",
-    "launches",
-    *(f"of copy, {gpu.name}" for gpu in GPUS),
-    "bound by",
-)
 
 
-def lines(counted: Iterable[tuple[Case, Cost]]) -> Iterator[str]:
-    """Both tables, in markdown."""
-    counted = list(counted)
-    yield from _table(COSTS, (_costs(cost) for _, cost in counted))
-    yield ""
-    yield from _table(TIMES, (row for case, cost in counted for row in _times(case, cost)))
+def lines(counted: Iterable[Cost]) -> Iterator[str]:
+    """In markdown."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|" + "---|" * len(COLUMNS)
+    for cost in counted:
+        yield f"| {' | '.join(_cells(cost))} |"
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[list[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-
-
-def _costs(cost: Cost) -> list[str]:
+def _cells(cost: Cost) -> list[str]:
     def sum_of(what: str) -> float:
         return sum(getattr(kernel, what) for kernel in cost.kernels)
 
@@ -69,29 +48,7 @@ def _costs(cost: Cost) -> list[str]:
         f"{LANES * ptx / cost.elements:.1f}",
         f"{100 * sum_of('threads') / (LANES * ptx):.0f} %",
         f"{LANES * sum_of('conflicts') / cost.elements:.1f}",
-        f"{sum_of('trips'):.1f}",
         ", ".join(str(kernel.in_flight) for kernel in cost.kernels),
         ", ".join(str(kernel.resident) for kernel in cost.kernels),
         ", ".join(f"{name} {100 * classes[name] / ptx:.0f} %" for name in most),
     ]
-
-
-def _times(case: Case, cost: Cost) -> Iterator[list[str]]:
-    for elements in case.sizes:
-        times = [time(cost, elements, gpu) for gpu in GPUS]
-        first = times[0]
-        yield [
-            cost.name,
-            f"{elements:,}",
-            *(_microseconds(t.memory) for t in times),
-            _microseconds(first.issue),
-            _microseconds(first.half_rate),
-            _microseconds(first.latency),
-            _microseconds(first.launches),
-            *(f"{t.of_copy:.2f}" for t in times),
-            ", ".join(dict.fromkeys(t.bound for t in times)),
-        ]
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f}"

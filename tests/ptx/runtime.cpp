@@ -184,10 +184,4 @@ const char* ptx_counts() {
 const char* ptx_text(const char* kernel) {
   return runtime().kernels.at(kernel).module->text.c_str();
 }
-// A warp that comes to this line of a kernel waits for so many trips to memory.
-void ptx_wait(const char* kernel, int64_t line, double trips) {
-  for (ptx::Instruction& i : ptx::program_of(runtime().kernels.at(kernel), kernel).code) {
-    if (i.statement->line == line) i.trips = static_cast<float>(trips);
-  }
-}
 }

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.skipif(
     machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
 )
 SYMBOLS = {
-    "chase": "_Z5chasePKlPl",
     "together": "_Z8togetherPKlPl",
-    "in_turn": "_Z7in_turnPKlPl",
     "loops": "_Z5loopsPii",
     "fills": "_Z5fillsPii",
     "diverges": "_Z8divergesPi",
@@ -115,19 +113,15 @@ def test_atomics_on_one_word_take_turns():
     assert rows["atom.shared.add.u32"] == (1, 32, 0, 31)
 
 
-def cost(kernel, *arguments, threads=32):
+def cost(kernel, *arguments):
     executor().load(build.ptx(build.HERE / "counted.cu"))
     loaded = SYMBOLS[kernel]
 
     def call(ops, executor):
-        executor.launch(loaded, 1, threads, *arguments)
+        executor.launch(loaded, 1, 32, *arguments)
 
-    found = counting.count(Case(kernel, "", 1, 0, (), call))
+    found = counting.count(Case(kernel, "", 1, 0, call))
     return found.kernels[0], machine_code.machine_code(executor().text(loaded), loaded)
-
-
-def numbers(n):
-    return torch.arange(n), torch.zeros(n, dtype=torch.int64)
 
 
 def test_straight_code_is_issued_once():
@@ -162,11 +156,3 @@ def test_lanes_that_leave_a_loop_wait_for_the_others():
     out = torch.zeros(32, dtype=torch.int32)
     kernel, _ = cost("diverges", out)
     assert kernel.threads < 32 * sum(kernel.classes.values())
-
-
-@pytest.mark.parametrize(
-    "kernel, threads, trips", [("chase", 32, 3), ("together", 32, 1), ("in_turn", 64, 3)]
-)
-def test_trips_to_memory_one_after_the_other(kernel, threads, trips):
-    found, _ = cost(kernel, *numbers(96), threads=threads)
-    assert found.trips == trips
