@@ -46,6 +46,7 @@ def everything(backend):
     return [result.cpu().contiguous().view(torch.uint8) for result in results]
 
 
+@pytest.mark.many_programs
 def test_threads_and_repetition(backend, threads):
     """Only eager and cpp compute with torch's threads: others are repeated once."""
     threads(1)
@@ -57,6 +58,7 @@ def test_threads_and_repetition(backend, threads):
             assert torch.equal(now, before)
 
 
+@pytest.mark.many_programs
 def test_backends_agree(backend):
     """Implied by agreement with the oracle, and shown here on one long chain of ops."""
     for now, expected in zip(everything(backend), everything(BACKENDS["eager"]), strict=True):

@@ -28,6 +28,7 @@ def test_sizes_and_dtypes(backend, numel, grad_dtype, value_dtype):
     calls.mask_pack(backend, residual, grad, [1.0], value_dtype=value_dtype)
 
 
+@pytest.mark.many_programs
 @value_dtypes
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=lambda d: bits.name(d))
 def test_a_million_elements(backend, grad_dtype, value_dtype):
@@ -132,6 +133,7 @@ def test_inv_scale_is_unused_without_a_gradient(backend):
     calls.mask_pack(backend, samples.hard(100), None, [1.0], inv_scale=torch.tensor(math.nan))
 
 
+@pytest.mark.many_programs
 @value_dtypes
 @pytest.mark.parametrize("threshold", [0.0, math.nan], ids=str)
 def test_conservation_over_all_exponents(backend, value_dtype, threshold):

@@ -58,6 +58,7 @@ def test_rows(backend, rows, dtype):
         check(backend, hard_rows(rows, width, dtype), k, dtype)
 
 
+@pytest.mark.many_launches
 def test_every_k_of_a_width(backend):
     for width in (40, 129, 300):
         x = hard_rows(3, width)

@@ -78,6 +78,7 @@ def test_seeds_and_segments_sample_differently(backend):
     assert len({*first.tolist(), *second.tolist()}) == 6
 
 
+@pytest.mark.many_programs
 def test_a_million_elements_within_the_stated_error(backend):
     """Three standard errors of the density that 65,536 samples select."""
     x, residual = samples.normal(samples.LARGE), samples.normal(samples.LARGE, seed=1)
@@ -102,6 +103,7 @@ def test_k_is_a_float64_product_rounded_up(backend, density, n, k, extra):
     check(backend, x.repeat(3), None, density, max_samples=n + extra)
 
 
+@pytest.mark.many_programs
 def test_every_round_density_of_every_length(backend):
     """One call with 400 segments: float32 products differ for half of them."""
     segments = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(1, 401).cumsum(0)])
@@ -112,6 +114,7 @@ def test_every_round_density_of_every_length(backend):
         check(backend, x[: few[-1]], None, density, few, max_samples=100)
 
 
+@pytest.mark.many_launches
 def test_segments(backend):
     """Empty ones give infinity and still count in the hash; none at all is legal."""
     x = samples.hard(40000)
@@ -157,6 +160,7 @@ def test_inv_scale(backend, inv_scale, dtype):
         check(backend, hard, residual, 0.1, inv_scale=scale, **options)
 
 
+@pytest.mark.many_programs
 @pytest.mark.parametrize("inv_scale", [0.7, 1.3])
 def test_the_product_is_rounded_before_the_sum(backend, inv_scale):
     """Density 1 of one element returns |acc| itself, so every rounding is seen."""

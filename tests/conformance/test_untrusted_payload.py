@@ -235,6 +235,7 @@ def test_a_bad_first_block_does_not_silence_the_flags(backend):
     assert out[0].isnan()
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("ranges", [1, 2])
 @value_dtypes
 def test_random_bits_flipped(backend, value_dtype, ranges):
@@ -251,6 +252,7 @@ def test_random_bits_flipped(backend, value_dtype, ranges):
         between_sound_ones(backend, geometry, [bytes(row) for row in hit])
 
 
+@pytest.mark.many_launches
 @value_dtypes
 def test_garbage_behind_a_sound_header(backend, value_dtype):
     """Half of the time the starts are sound, and half of the time the positions mostly ascend."""
