@@ -10,11 +10,11 @@ os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compil
 
 from dct_kernels import triton as backend
 
-from . import planted
+from . import bad_kernels
 from .cases import ARCHITECTURES, CASES
 from .compiler import Kernel, compile_launches
 
-PLANTED = (planted.fused, planted.narrow, planted.spilling)
+BAD_KERNELS = (bad_kernels.fused, bad_kernels.narrow, bad_kernels.spilling)
 
 
 def main() -> None:
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def _facts(architecture: str) -> dict[str, list[dict]]:
-    """{case or planted fault: the facts of its kernels}."""
+    """{case or bad kernel: the facts of its kernels}."""
     calls = {name: lambda case=case: case.call(backend) for name, case in CASES.items()}
-    calls |= {call.__name__: call for call in PLANTED}
+    calls |= {call.__name__: call for call in BAD_KERNELS}
     return {
         name: [dataclasses.asdict(kernel) for kernel in compile_launches(architecture, call)]
         for name, call in calls.items()

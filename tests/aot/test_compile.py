@@ -30,7 +30,7 @@ architectures = pytest.mark.parametrize(
 
 @functools.cache
 def compiled(architecture):
-    """{case or planted fault: what its kernels were compiled to}."""
+    """{case or bad kernel: what its kernels were compiled to}."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
@@ -68,7 +68,7 @@ def test_kernels(architecture, name):
 
 
 @architectures
-def test_planted_faults_are_seen(architecture):
+def test_bad_kernels_are_seen(architecture):
     kernels = compiled(architecture)
     (fused,), (narrow,), (spilling,) = (kernels[n] for n in ("fused", "narrow", "spilling"))
     assert fused.fma > 0

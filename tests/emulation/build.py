@@ -1,6 +1,6 @@
 """Builds programs and libraries of the CUDA sources with g++ and the emulator.
 
-One place for the flags, used by the emulated backend, the native tests and the planted faults.
+One place for the flags, used by the emulated backend, the native tests and the mutants.
 """
 
 from collections.abc import Sequence

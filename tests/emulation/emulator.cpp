@@ -1,4 +1,4 @@
-// emulator.cpp -- the scheduler. Compiled without sanitizer instrumentation: fibers share its data
+// emulator.cpp -- the scheduler. Frozen: tests/ptx comes first (docs/kernels.md says why). Compiled without sanitizer instrumentation: fibers share its data
 // without the synchronisation a checker would ask for, because only one runs at a time.
 #include "emulator/emulator.h"
 
@@ -171,9 +171,6 @@ void complete_if_full(unsigned w, Rendezvous& meeting) {
         break;
       case Collective::kAny:
         thread.result = ballot != 0;
-        break;
-      case Collective::kAll:
-        thread.result = ballot == arrived;
         break;
       case Collective::kReduceAdd:
         thread.result = sum;

@@ -23,14 +23,14 @@ def missing() -> str | None:
     return "nvcc (CUDA_HOME or PATH says where)" if toolkit.nvcc() is None else None
 
 
-def build(planted: dict[str, Path] | None = None) -> Path:
+def build(mutated: dict[str, Path] | None = None) -> Path:
     """The library of the executor and, where there is nvcc, of all ops' launchers and kernels;
-    those of `planted` from another csrc."""
+    those of `mutated` from another csrc."""
     own = builds.contents(HERE.glob("*.h"))
     gxx = ["g++", *_FLAGS, "-c"]
     compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp")) if source != CUDART]
     if missing() is None:
-        compiles += _launchers(gxx, own, planted or {})
+        compiles += _launchers(gxx, own, mutated or {})
 
     with builds.alone(CACHE):
         objects, running = [], []
@@ -48,13 +48,13 @@ def build(planted: dict[str, Path] | None = None) -> Path:
     return built
 
 
-def _launchers(gxx, own: bytes, planted: dict[str, Path]) -> list[tuple]:
+def _launchers(gxx, own: bytes, mutated: dict[str, Path]) -> list[tuple]:
     """(command, source, contents of its headers) of all that nvcc's kernels need."""
     gxx = [*gxx, f"-I{CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
     nvcc = [*_nvcc(), "-no-compress", "-Xcompiler=-fPIC", "-c"]
     compiles = [(gxx, CUDART, own), (gxx, LAUNCHERS, _headers(CSRC))]
     for op in OPS:
-        csrc = planted.get(op, CSRC)
+        csrc = mutated.get(op, CSRC)
         compiles.append((nvcc, csrc / "cuda" / f"{op}.cu", _headers(csrc)))
     return compiles
 

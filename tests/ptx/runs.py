@@ -1,4 +1,4 @@
-"""Runs of every op that go where faults have been planted, and what shows that something is wrong.
+"""Runs of every op that go where mutants differ, and what shows that something is wrong.
 
 Each takes a backend and returns what the op left behind.
 """

@@ -65,7 +65,7 @@ def test_growth_is_seen(what, factor):
     _, baseline = costs.load()
     before = next(iter(baseline.values()))
     kernel = before.kernels[0]
-    planted = {
+    changed = {
         "issue slots": {"kernels": [dataclasses.replace(kernel, slots=factor * kernel.slots)]},
         "sectors asked for": {
             "kernels": [dataclasses.replace(kernel, sectors=factor * kernel.sectors)]
@@ -75,5 +75,5 @@ def test_growth_is_seen(what, factor):
             "sectors_written": factor * before.sectors_written,
         },
     }
-    found = grown(dataclasses.replace(before, **planted[what]), before)
+    found = grown(dataclasses.replace(before, **changed[what]), before)
     assert [line.partition(":")[0] for line in found] == ([what] if factor > 1.02 else [])

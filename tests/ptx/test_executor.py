@@ -1,4 +1,4 @@
-"""How threads interleave, what they see of each other, and the faults that are reported."""
+"""How threads interleave, what they see of each other, and the errors that are reported."""
 
 import re
 
@@ -153,7 +153,7 @@ def test_replicas_are_no_race():
 
 
 # body, what the report says; a tensor of 32 int32 is at %rd0
-FAULTS = {
+ERRORS = {
     "behind the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes behind"),
     "before the begin": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
     "half behind the end": ("ld.global.u64 %rd1, [%rd0+124];", "8 bytes out of bounds"),
@@ -202,10 +202,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_fault_is_reported(fault, seed):
-    body, report = FAULTS[fault]
+def test_an_error_is_reported(error, seed):
+    body, report = ERRORS[error]
     executor().configure(seed)
     with pytest.raises(RuntimeError) as raised:
         run(body, torch.zeros(32, dtype=torch.int32), shared=256)

@@ -84,7 +84,7 @@ def test_stores_of_the_same_matrix_are_replicas():
             run(body.format(value=value), threads=64, shared=512, replicas=replicas)
 
 
-FAULTS = {
+ERRORS = {
     "no barrier before a load": (
         f"st.shared.v4.b32 [%r1], {FOUR};\n" + LOAD.replace("%r1]", "%r6]"),
         "data race.*ldmatrix",
@@ -104,9 +104,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_reported(fault):
-    body, report = FAULTS[fault]
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_reported(error):
+    body, report = ERRORS[error]
     executor().configure(1)
     with pytest.raises(RuntimeError, match=f"(?s){report}"):
         per_lane("xor.b32 %r6, %r1, 16;\n" + body, numbered())

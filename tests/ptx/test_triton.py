@@ -29,16 +29,16 @@ def compiled(*command: str) -> str:
 
 
 @pytest.mark.long
-def test_conformance_and_planted_faults(request):
+def test_conformance_and_mutants(request):
     """One case of each test, since every one of them has kernels that are to be compiled."""
     seed = request.config.getoption("--ptx-seed")
-    chosen = ("-k", "ptx-triton or triton_faults", "--ptx-cases=1", f"--ptx-seed={seed}")
-    print(compiled("pytest", "conformance", "ptx/triton_faults.py", *chosen))
+    chosen = ("-k", "ptx-triton or triton_mutants", "--ptx-cases=1", f"--ptx-seed={seed}")
+    print(compiled("pytest", "conformance", "ptx/triton_mutants.py", *chosen))
 
 
 @pytest.mark.large
-def test_more_planted_faults():
-    print(compiled("pytest", "ptx/triton_faults.py", "-m", "large"))
+def test_more_mutants():
+    print(compiled("pytest", "ptx/triton_mutants.py", "-m", "large"))
 
 
 @pytest.mark.large

@@ -35,7 +35,7 @@ def test_every_kernel_has_a_promise(architecture):
     assert {name for name in names if not name.startswith(tuple(PROMISES))} == set()
 
 
-PLANTED = {
+BAD_KERNELS = {
     "spills": (Promise(), {"local memory", "bytes of stack", "spilled bytes"}),
     "indexes": (Promise(), {"local memory", "bytes of stack"}),
     "fuses": (Promise(), {"fused multiply-adds"}),
@@ -51,10 +51,10 @@ PLANTED = {
 
 
 @architectures
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_seen(name, architecture):
+@pytest.mark.parametrize("name", BAD_KERNELS)
+def test_a_broken_promise_is_seen(name, architecture):
     """And nothing else is: a check that always speaks says nothing."""
-    (compiled,) = toolkit.compile_all([Path(__file__).with_name("planted.cu")], architecture)
+    (compiled,) = toolkit.compile_all([Path(__file__).with_name("bad_kernels.cu")], architecture)
     (kernel,) = (k for k in kernels(compiled, architecture) if k.name == name)
-    promise, faults = PLANTED[name]
-    assert {fault.partition(":")[0] for fault in broken(kernel, promise)} == faults
+    promise, expected = BAD_KERNELS[name]
+    assert {line.partition(":")[0] for line in broken(kernel, promise)} == expected

@@ -63,7 +63,7 @@ void barrier(Place place);
 
 // What the lanes of a warp do together. Only kSync orders memory: shuffles and votes do not on a
 // GPU.
-enum class Collective { kSync, kShuffle, kShuffleUp, kShuffleXor, kBallot, kAny, kAll, kReduceAdd };
+enum class Collective { kSync, kShuffle, kShuffleUp, kShuffleXor, kBallot, kAny, kReduceAdd };
 
 // Waits for all lanes in `mask`, of which this must be one, to call the same collective. A shuffle
 // returns the value of the lane `source`.

@@ -16,7 +16,6 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x != 0 ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>(((uint64_t{high} << 32 | low) << (shift & 31)) >> 32);
 }
@@ -112,10 +111,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate,
 inline int __any_sync(unsigned mask, int predicate,
                       emulator::Place place = emulator::Place::here()) {
   return emulator::collective(mask, emulator::Collective::kAny, place, predicate != 0) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate,
-                      emulator::Place place = emulator::Place::here()) {
-  return emulator::collective(mask, emulator::Collective::kAll, place, predicate != 0) != 0;
 }
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value,
                                   emulator::Place place = emulator::Place::here()) {

@@ -1,4 +1,4 @@
-"""The net holds for what Triton makes as well: faults planted in its PTX are caught.
+"""Mutants of what Triton makes, its PTX without a barrier or a guard, are caught.
 
 pytest is given this file by name, in a process where Triton compiles (test_triton.py).
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from aot import planted
+from aot import bad_kernels
 from conftest import BACKENDS
 
 from . import runs
@@ -43,10 +43,10 @@ def lines(text: str, instruction: str) -> list[re.Match]:
     return list(re.finditer(pattern, text, re.MULTILINE))
 
 
-def finding(run, kernel: str, faulty: str) -> str:
+def finding(run, kernel: str, mutant: str) -> str:
     """The first under any seed where a kernel has been replaced, or ''."""
     sound = executor().text(kernel)
-    executor().load(faulty)
+    executor().load(mutant)
     try:
         found = (runs.findings(run, BACKEND, executor(), seed) for seed in SEEDS)
         return next(filter(None, found), "")
@@ -64,32 +64,32 @@ BARRIER = r"bar\.(?:warp\.)?sync"
 
 
 @every_run
-def test_barriers_are_missed(run):
+def test_a_missing_barrier_is_caught(run):
     """Each is taken out alone. One in ten may not be needed, such as one before the first store."""
-    missed, unnoticed = 0, []
+    caught, missed = 0, []
     for kernel, text in kernels(run).items():
         for line in lines(text, BARRIER):
             found = finding(run, kernel, text[: line.start(2)] + text[line.end(2) :])
             assert found == "" or "data race" in found
-            missed += found != ""
-            unnoticed += [] if found else [(kernel, line[2])]
-    assert len(unnoticed) <= missed // 9, unnoticed
+            caught += found != ""
+            missed += [] if found else [(kernel, line[2])]
+    assert len(missed) <= caught // 9, missed
 
 
 @pytest.mark.large
 @every_run
-def test_guards_of_stores_are_missed(run):
+def test_a_missing_guard_of_a_store_is_caught(run):
     """Each is taken out alone: a store out of bounds, or a race of threads with the same element.
     Of those that hold for every thread of these runs nothing is seen."""
-    caught, unnoticed = 0, []
+    caught, missed = 0, []
     for kernel, text in kernels(run).items():
         for line in lines(text, r"st\.global\S*"):
             if line[1] is None:
                 continue
             found = finding(run, kernel, text[: line.start(1)] + text[line.end(1) :])
             caught += found != ""
-            unnoticed += [] if found else [(kernel, line[0])]
-    assert caught >= len(unnoticed) // 3, unnoticed
+            missed += [] if found else [(kernel, line[0])]
+    assert caught >= len(missed) // 3, missed
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _copy(x, out):
 
 def test_what_is_left_out_is_named():
     with pytest.raises(RuntimeError, match=r"unknown opcode fma\.rn\.f32"):
-        planted.fused()
+        bad_kernels.fused()
     x = torch.zeros(1)
     with pytest.raises(NotImplementedError, match="_copy uses launch_cooperative_grid"):
         options = {"enable_fp_fusion": False, "launch_cooperative_grid": True}

@@ -1,4 +1,4 @@
-// planted.cu -- kernels that each break one promise: what the check has to see.
+// bad_kernels.cu -- kernels that each break one promise: what the check has to see.
 
 // More values alive at once than 32 registers hold.
 __global__ void __launch_bounds__(1024, 2) spills(float* x) {

@@ -1,4 +1,4 @@
-"""Kernels with the faults that the compile tests look for: the tests have to see them."""
+"""Kernels with what the compile tests look for: the tests have to see it."""
 
 import torch
 import triton
