@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dct_bench.topk import take_largest
 from dct_dlrm.modes import START_STEP
 from dct_kernels.layout import range_bounds
 from dct_parallel import Compressor
@@ -213,9 +214,8 @@ class TopK(Exchange):
         mean = torch.zeros_like(grads[0])
         for residual, grad in zip(self.residuals, grads, strict=True):
             residual += grad
-            index = residual.abs().topk(self.count, sorted=False).indices
-            mean.index_add_(0, index, residual[index] / self.ranks)
-            residual[index] = 0
+            values, index = take_largest(residual, self.count)
+            mean.index_add_(0, index, values / self.ranks)
         self.sent += all_gather_bytes(8 * self.count, self.ranks)
         return mean
 

@@ -1,5 +1,6 @@
-// emulator.cpp -- the scheduler. Frozen: tests/ptx comes first (docs/kernels.md says why). Compiled without sanitizer instrumentation: fibers share its data
-// without the synchronisation a checker would ask for, because only one runs at a time.
+// emulator.cpp -- the scheduler. Frozen (docs/kernels.md): tests/ptx comes first. Compiled without
+// sanitizer instrumentation: fibers share its data without the synchronisation a checker would ask
+// for, because only one runs at a time.
 #include "emulator/emulator.h"
 
 #include <algorithm>

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..topk import take, take_largest
 from . import native
 
 EXACT = ("topk", "torch.topk")  # of mask_pack, of row_pack
@@ -28,14 +29,14 @@ class Peer:
 def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exact top-k."""
     residual += grad
-    return _take(residual, torch.topk(residual.abs(), k, sorted=False).indices)
+    return take_largest(residual, k)
 
 
 def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """k entries drawn with replacement, doubles sent as zeros."""
     residual += grad
     index = torch.randint(residual.numel(), (k,), device=residual.device).unique()
-    return _take(residual, index)
+    return take(residual, index)
 
 
 def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
         index = (importance >= threshold).nonzero().flatten()
     if index.numel() > 1.3 * k:
         index = index[torch.topk(importance[index], k, sorted=False).indices]
-    return _take(residual, index)
+    return take(residual, index)
 
 
 def compaction(
@@ -137,12 +138,6 @@ def _fbgemm(format: str) -> tuple[Callable, Callable, int]:
     ops = torch.ops.quantized
     names = (f"embedding_bag_{bits}_{way}" for way in ("prepack", "unpack"))
     return *(getattr(ops, name) for name in names), steps
-
-
-def _take(residual: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    values = residual[index]
-    residual[index] = 0
-    return values, index
 
 
 def _compaction(run: Callable, residual: list[Tensor], grad: list[Tensor]) -> Peer:

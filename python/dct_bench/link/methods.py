@@ -17,6 +17,8 @@ from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.rows.all_to_all import Exchange
 
+from ..topk import take_largest
+
 
 class TopKState:
     """Exact top-k of the whole bucket with error feedback: what DCT's threshold stands in for.
@@ -47,9 +49,8 @@ def _topk_mean(state: TopKState, buffer: Tensor) -> Tensor:
         state.residual = torch.zeros_like(buffer)
     accumulated = state.residual.add_(buffer)
     k = math.ceil(state.density * buffer.numel())
-    index = accumulated.abs().topk(k, sorted=False).indices
-    payload = torch.cat([accumulated[index].view(torch.int32), index.to(torch.int32)])
-    accumulated[index] = 0
+    values, index = take_largest(accumulated, k)
+    payload = torch.cat([values.view(torch.int32), index.to(torch.int32)])
     received = payload.new_empty(group.size(), 2 * k)
     all_gather(received, payload, group)
     bits, index = received.unflatten(1, (2, k)).unbind(1)
