@@ -95,7 +95,9 @@ def test_methods_are_named(name):
             assert named in section or f"`{name}`," in section, name
 
 
-@pytest.mark.parametrize("page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md", "../bench/README.md"]
+)
 def test_links_lead_somewhere(page):
     path = ROOT / "docs" / page
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
@@ -115,6 +117,14 @@ def test_paths_named_exist():
     for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"`([\w/]+/[\w.]+\.(?:py|cu|cuh|h|cpp|sh))\b", page.read_text()):
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page}: {name}"
+
+
+def test_every_bench_is_in_the_index():
+    index = (ROOT / "bench" / "README.md").read_text()
+    names = {path.name for path in (ROOT / "bench").iterdir() if path.suffix in (".py", ".sh")}
+    assert {name for name in names if f"`{name}`" not in index} == set()
+    folders = re.findall(r"`(2026-[\w/-]+)`", index)
+    assert all((ROOT / "bench" / "results" / folder).exists() for folder in folders)
 
 
 def test_the_version_is_the_same_everywhere():
