@@ -15,6 +15,8 @@ _context = multiprocessing.get_context("forkserver")
 # The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
 _PRELOAD = ["dct_parallel", "dct_dlrm.experiment", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim"]
+_TESTS = Path(__file__).parent
+_MOST = 300  # characters of a value
 
 
 def start():
@@ -62,6 +64,20 @@ def _call(function, call, number, folder):
     try:
         torch.set_num_threads(1)
         torch.save(function(*call), f"{folder}/result{number}")
-    except BaseException:
-        Path(folder, f"error{number}").write_text(f"rank {number}: {traceback.format_exc()}")
+    except BaseException as error:
+        text = traceback.format_exc() + _values(error)
+        Path(folder, f"error{number}").write_text(f"rank {number}: {text}")
         raise SystemExit(1) from None
+
+
+def _values(error):
+    """What names stood for in the test where an assertion failed.
+
+    pytest would say it, but rewrites assertions in its own process only.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if Path(frame.f_code.co_filename).is_relative_to(_TESTS)]
+    if not isinstance(error, AssertionError) or not own:
+        return ""
+    values = {name: " ".join(repr(value).split()) for name, value in own[-1].f_locals.items()}
+    return "".join(f"  {name} = {text[:_MOST]}\n" for name, text in values.items())

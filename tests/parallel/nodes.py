@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, node_mesh
-from ranks import Dictated, entry, gathered
+from ranks import Dictated, assert_same, entry
 
 # Several blocks, in which parts of two or four ranks cut through large parameters.
 SIZES = (20_000, 100, 30_001)
@@ -31,7 +31,7 @@ def same_step(model, grads):
     model.zero_grad()
     model(*grads).backward()
     mean = torch.cat([parameter.grad for parameter in model.module.p])
-    assert all(torch.equal(mean, other) for other in gathered(mean))
+    assert_same(mean)
     return mean
 
 

@@ -66,6 +66,21 @@ def gathered(tensor):
     return parts
 
 
+def assert_same(tensor):
+    """Called by all ranks: if one differs, all of them fail and say which, and where."""
+    first, *others = gathered(tensor)
+    told = []
+    for rank, other in enumerate(others, start=1):
+        if not torch.equal(first, other):
+            at = (first != other).nonzero()
+            where = tuple(at[0].tolist())
+            told.append(
+                f"rank {rank} in {len(at)} of {first.numel()} elements, the first at {where}: "
+                f"{other[where].item()} where rank 0 has {first[where].item()}"
+            )
+    assert not told, "; ".join(told)
+
+
 def mlp(width=64, depth=4):
     """Big enough for several buckets, with weights to compress and biases to leave dense."""
     torch.manual_seed(1234)

@@ -14,7 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from dct_kernels import payload_layout
 from dct_parallel import DCTAverager, DCTState, WireMeter, merge_states
 from dct_parallel.exchange import all_gather as by_all_gather
-from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import assert_same, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
 
 PERIOD = 3
 
@@ -77,7 +77,7 @@ def _conserves(rank):
         moved += torch.cat(parts)
         averager.average_parameters()
     after = weights(model)
-    assert all(torch.equal(after, other) for other in gathered(after))
+    assert_same(after)
     saved = entry(averager.state_dict())["parameters"]
     residual = torch.cat([saved[name]["residual"] for name in ("0", "1", "2")])
     assert residual.count_nonzero() > 1000
@@ -101,7 +101,7 @@ def _equal_ranks(rank, period):
             model.weight[step % 20] += torch.rand((), generator=generator)
         averager.average_parameters()
         if step % 1000 == 0:
-            assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+            assert_same(weights(model))
     return averaged
 
 
@@ -404,7 +404,7 @@ def _unfrozen(rank):
             _changes_of_parameters(model, averager)
         averager.average_parameters()
         assert averager.step == 4
-        assert torch.equal(*gathered(weights(model)))
+        assert_same(weights(model))
         models.append(model)
     assert torch.equal(*map(weights, models))
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 from dct_parallel import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, WireMeter, plan_shards
-from ranks import gathered, run_ranks
+from ranks import assert_same, gathered, run_ranks
 
 ROWS, WIDTH = 20, 4
 
@@ -46,7 +46,7 @@ def _copies(rank):
             assert other.mesh.get_group(name) is bags.mesh.get_group(name)
         before = other.weight.detach().clone()
         sync.step()
-        assert torch.equal(*gathered(bags.weight))
+        assert_same(bags.weight)
         assert torch.equal(other.weight, before) and not torch.equal(*gathered(before))
 
         # The copy's steps are its own, and it may have a ReplicaSync of its own.
@@ -61,7 +61,7 @@ def _copies(rank):
             _train(other, own, ids)
             sync_of_copy.step()
             assert meter.take() > 16
-        assert torch.equal(*gathered(other.weight))
+        assert_same(other.weight)
         assert not torch.equal(other.weight[:6], bags.weight[:6])
         assert torch.equal(other.weight[6:], table[6:])
 
@@ -83,7 +83,7 @@ def _copies(rank):
     sync.step()
     mean.update_parameters(bags)
     assert torch.allclose(mean.module.weight, (first + bags.weight) / 2, rtol=0, atol=1e-6)
-    assert torch.equal(*gathered(mean.module.weight))
+    assert_same(mean.module.weight)
 
 
 def test_bags_that_are_averaged_can_be_copied():

@@ -22,7 +22,7 @@ from dct_parallel import (
     WireMeter,
     plan_shards,
 )
-from ranks import gathered, run_ranks
+from ranks import assert_same, run_ranks
 
 ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5
 OPTIMIZERS = {
@@ -163,7 +163,7 @@ class _Replica:
         self.flush()
         weight = self.bags.weight.detach()
         for tensor in (weight, *self._states()):
-            assert torch.equal(*gathered(tensor))
+            assert_same(tensor)
         expected = self._oracle.weights[0].float()
         if self._name == "sgd":
             assert torch.equal(weight, expected)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dct_parallel import DCTState, dct_hook, merge_states
-from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import Dictated, assert_same, batch, ddp, entry, mlp, run_ranks, train_step, weights
 
 SIZES = (2000, 30, 5000)
 
@@ -214,7 +214,7 @@ def _misfits(rank):
     state.load_state_dict(good)
     for step in range(4, 6):
         train_step(model, optimizer, *batch(step, rank))
-    assert torch.equal(*gathered(weights(model)))
+    assert_same(weights(model))
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused():
@@ -258,7 +258,7 @@ def _without_residuals(rank):
         state.load_state_dict({"version": 2, "ranks": {str(rank): saved}})
     for step in range(3):
         train_step(model, optimizer, *batch(step, rank))
-    assert torch.equal(*gathered(weights(model)))
+    assert_same(weights(model))
     return entry(state.state_dict())["step"]
 
 

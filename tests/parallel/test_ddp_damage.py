@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange import all_gather as by_all_gather
-from ranks import Dictated, entry, gathered, run_ranks
+from ranks import Dictated, assert_same, entry, gathered, run_ranks
 
 SIZES = (20_000, 100, 30_000)
 STARTS = 64
@@ -235,7 +235,7 @@ def _back_to_a_checkpoint(rank):
     for _ in range(3):
         again()
     for parameter in again.model.module.p:
-        assert torch.equal(*gathered(parameter.grad))
+        assert_same(parameter.grad)
     assert entry(again.state.state_dict())["step"] == STEP + 2
     run.state.load_state_dict(saved)  # nor is the old state spoilt
     loaded, own = entry(run.state.state_dict()), entry(saved)

@@ -86,11 +86,11 @@ def _parameter_stats(rank):
     assert len({own["density"] for own in stats.values()}) > 3
     state.load_state_dict(state.state_dict())
     assert state.parameter_stats() == {}
-    return set(stats) == set(residuals)
+    assert stats.keys() == residuals.keys()
 
 
 def test_parameter_stats_tell_what_each_parameter_does():
-    assert run_ranks(_parameter_stats, 2) == [True, True]
+    run_ranks(_parameter_stats, 2)
 
 
 def test_overflow_as_a_rule_warns_once():

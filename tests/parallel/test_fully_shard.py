@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
-from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
+from ranks import Dictated, assert_same, batch, gathered, mlp, run_ranks, train_step
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
@@ -190,7 +190,7 @@ def _train(rank):
             assert grads.count_nonzero() > 0.9 * grads.numel()
             assert (grads.view(torch.int32) & 0xFFFF == 0).all()
     assert (_weights(model) != start).all()
-    assert all(torch.equal(_weights(model), other) for other in gathered(_weights(model)))
+    assert_same(_weights(model))
     stats = state.stats()
     assert stats["step"] == 20 and 0.02 < stats["density"] < 0.07
     plan = state.plan()

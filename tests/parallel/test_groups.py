@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import assert_same, batch, ddp, entry, mlp, run_ranks, train_step, weights
 
 
 def _train(rank, model, state, steps=4):
@@ -27,7 +27,7 @@ def _asymmetric(rank):
     dist.new_group([2], use_local_synchronization=True)  # torch itself makes none after it
     model = ddp(mlp())
     _train(rank, model, DCTState(model, density=0.1))
-    assert all(torch.equal(w, weights(model)) for w in gathered(weights(model)))
+    assert_same(weights(model))
     if rank != 1:
         model = ddp(mlp(), process_group=some)
         _train(rank, model, DCTState(model, density=0.1))

@@ -28,6 +28,7 @@ from nodes import (
 )
 from ranks import (
     Dictated,
+    assert_same,
     batch,
     entry,
     gathered,
@@ -132,7 +133,7 @@ def _learning(rank):
     for step in range(60):
         losses.append(train_step(model, optimizer, *batch(step % 20, rank, width=96)).item())
         if step % 20 == 19:
-            assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+            assert_same(weights(model))
     assert len(state._buckets.in_order()) >= 2
     return sum(losses[:20]), sum(losses[-20:])
 
@@ -156,7 +157,7 @@ def _uneven(rank):
             model(*second).backward()
             optimizer.step()
             total += torch.cat(first) + torch.cat(second)
-    assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+    assert_same(weights(model))
     assert torch.equal(owed_by_all(state.state_dict()) - weights(model), sum_of_all(total) / 4)
     return state.step
 
@@ -211,7 +212,7 @@ def _skipped(rank, transport, poisoned):
         scaler.update()
         total += own
         assert torch.equal(weights(model), before) == (step == 4)
-        assert all(torch.equal(weights(model), other) for other in gathered(weights(model)))
+        assert_same(weights(model))
     left = owed_by_all(state.state_dict())
     if transport == "all_gather":
         assert torch.equal(left - weights(model), sum_of_all(total) / 4)

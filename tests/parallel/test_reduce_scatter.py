@@ -12,7 +12,19 @@ from dct_parallel.exchange.all_gather import AllGather
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
-from ranks import Dictated, batch, ddp, entry, gathered, mlp, owed, run_ranks, train_step, weights
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    gathered,
+    mlp,
+    owed,
+    run_ranks,
+    train_step,
+    weights,
+)
 
 BLOCK = 16_384
 # In DDP's order p.2 comes first. 4 blocks, the last of 948 elements: on 2 ranks the second range is
@@ -79,7 +91,7 @@ def _conservation(rank, sizes, start_step):
     for step in range(12):
         grads = _integers(sizes, step, rank)
         for index, mean in enumerate(_step(model, grads)):
-            assert all(torch.equal(mean, other) for other in gathered(mean))
+            assert_same(mean)
             applied[index] += mean
             total[index] += grads[index]
     for index, (name, left) in enumerate(owed(state.state_dict()).items()):
@@ -261,7 +273,7 @@ def _damaged_sum(rank, byte, status):
     for step in range(STEP + 1):
         means = _step(model, _integers(SIZES, step, rank))
     for mean in means:
-        assert torch.equal(*gathered(mean))  # of what was intact
+        assert_same(mean)  # of what was intact
     got = f"of step {STEP} .* status {status} from rank 1 in bucket 0"
     if rank == 1:
         got = f"up to step {STEP} .* damage that rank 0 received"

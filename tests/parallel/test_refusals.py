@@ -24,7 +24,7 @@ from dct_parallel import (
     node_mesh,
     plan_shards,
 )
-from ranks import batch, ddp, gathered, mlp, run_ranks, train_step, weights
+from ranks import assert_same, batch, ddp, gathered, mlp, run_ranks, train_step, weights
 
 
 def _bags(mesh, plan=None):
@@ -155,7 +155,7 @@ def _silent(rank, front):
         store.wait(["gave up"])
     make()
     steps()
-    assert torch.equal(*gathered(weights(model)))
+    assert_same(weights(model))
 
 
 @pytest.mark.parametrize("front", [_with_state, _with_averager])

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, merge_states
-from ranks import batch, ddp, gathered, mlp, run_ranks, train_step
+from ranks import assert_same, batch, ddp, mlp, run_ranks, train_step
 
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
@@ -254,7 +254,7 @@ def _merged_with_a_nan(rank, folder):
         state.load_merged(folder)
     assert _bits(state.state_dict()) == before
     train_step(model, optimizer, *batch(4, rank, 32))
-    assert torch.equal(*gathered(_weights(model)))
+    assert_same(_weights(model))
 
 
 def test_load_merged(tmp_path):
