@@ -1,7 +1,7 @@
 """Mutants of the CUDA sources, one a mechanism: what the checkers of the kernels must catch.
 
 The checkers: what nvcc makes of the sources, executed (`ptx/test_mutants.py`), and the sources
-emulated (`emulation/test_mutants.py`). Each says by what it catches every one of these.
+emulated (`emulation/test_mutants.py`). Each says by what it catches them, and which it misses.
 """
 
 import shutil

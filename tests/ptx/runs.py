@@ -42,6 +42,7 @@ def mask_pack_at_8_bytes(backend):
 
 
 def scatter_unpack(backend):
+    """Dense enough that some fifty positions are in all three payloads: their order shows."""
     numel, capacity = 20001, 3000
     payloads = []
     for seed in range(3):
@@ -49,7 +50,7 @@ def scatter_unpack(backend):
         payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         residual, segments = samples.normal(numel, seed=seed), torch.tensor([0, numel])
         reference.mask_pack(
-            *(residual, None, segments, torch.tensor([2.0]), payload, seen, capacity),
+            *(residual, None, segments, torch.tensor([1.5]), payload, seen, capacity),
             torch.float32,
         )
         payloads.append(payload)
