@@ -1,4 +1,4 @@
-"""Every mutant is known to each checker of the CUDA kernels: caught, or, by the frozen one, missed."""
+"""Each checker of the CUDA kernels knows every mutant."""
 
 from emulation import test_mutants as emulated
 from mutants import MUTANTS
@@ -10,5 +10,4 @@ def test_the_executor_catches_every_mutant():
 
 
 def test_the_emulator_catches_or_misses_every_mutant():
-    assert emulated.CAUGHT.keys() == MUTANTS.keys() - emulated.MISSED
-    assert emulated.MISSED <= MUTANTS.keys()
+    assert sorted([*emulated.CAUGHT, *emulated.MISSED]) == sorted(MUTANTS)

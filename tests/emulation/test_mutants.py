@@ -27,10 +27,10 @@ CAUGHT = {
     "no bar.warp.sync between clearing a row and filling it": ("rows", "thread", "data race"),
     "a vector past the last row's end": ("quantized_rows", "none", "FAILED"),
 }
-# Run under the sanitizers, and not seen.
+# Run, and not seen.
 MISSED = {
     "128-bit accesses at an alignment of 8 bytes",  # mask_pack's tensors are aligned there
-    "a column at the end of the row accepted",  # the next row's first, and no test draws it
+    "a column at the end of the row accepted",  # seed 34 draws one, and the first six are run
 }
 BY_DEFAULT = {"nothing given back on overflow"}  # each is a build of its own
 
