@@ -38,8 +38,11 @@ def program():
 
 
 def test_every_op_is_timed(program):
-    made = {case.op for case in program("bench").all_cases("cpu", 1 << 16)}
-    assert made == set(TIMED)
+    bench = program("bench")
+    made = list(bench.all_cases("cpu", 1 << 16))
+    assert {case.op for case in made} == set(TIMED)
+    (result,) = bench.measure(made[-1], "cpu")
+    assert result["op"] == made[-1].op and result["ms"].keys() >= {"copy", "cpp"}
 
 
 def test_every_stage_has_a_limit_and_a_program():
