@@ -16,7 +16,7 @@
 #include "../common/rounding.h"
 #include "accumulate.h"
 #include "bitmask.h"
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 namespace dct::cpu {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

@@ -7,8 +7,8 @@
 
 #include "../common/row_formats.h"
 #include "mxfp4.h"
+#include "nontemporal.h"
 #include "prefetch.h"
-#include "stream.h"
 #include "unpack_codes.h"
 
 namespace dct::cpu {

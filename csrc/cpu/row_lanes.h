@@ -7,7 +7,7 @@
 
 #include "../common/rounding.h"
 #include "compress.h"
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

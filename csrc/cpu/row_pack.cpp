@@ -10,7 +10,7 @@
 #include "bitmask.h"
 #include "row_positions.h"
 #include "row_select.h"
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 namespace dct::cpu {
 namespace {

@@ -2,7 +2,7 @@
 
 // Which k columns of a row have the largest magnitudes, for sixteen rows at a time. A bound that k
 // columns of a row reach, and few more, leaves few to look for the k-th among, and that is done in
-// all rows at once (lane_search.h). Rows are mostly like those before: their bound is tried first.
+// all rows at once (kth_in_lanes.h). Rows are mostly like those before: their bound is tried first.
 // Where too few or many reach it, the k-th largest of the maxima of disjoint groups of columns is
 // one.
 
@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "../common/rounding.h"
-#include "lane_search.h"
+#include "kth_in_lanes.h"
 #include "row_lanes.h"
 
 namespace dct::cpu {

@@ -12,8 +12,8 @@
 #include "../common/hash.h"
 #include "../common/rounding.h"
 #include "accumulate.h"
-#include "largest.h"
-#include "vectorise.h"
+#include "kth_largest.h"
+#include "simd_dispatch.h"
 
 namespace dct::cpu {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "../common/payload.h"
 #include "../common/rounding.h"
-#include "stream.h"
-#include "vectorise.h"
+#include "nontemporal.h"
+#include "simd_dispatch.h"
 
 namespace dct::cpu {
 namespace {

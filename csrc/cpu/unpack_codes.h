@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "../common/row_formats.h"
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -68,9 +68,9 @@ constexpr TritColumns kTritColumns = [] {
 struct PlainUnpack {
   template <RowFormat kFormat, typename Out>
   static void look_up(const uint8_t* row, int64_t column, const Entries<Out>& entries, Out* out) {
-    constexpr int kEach = codes_per_byte(kFormat), kBits = 8 / kEach;
-    const uint8_t* bytes = row + column / kEach;
-    const int64_t first = column % kEach;
+    constexpr int kCodesPerByte = codes_per_byte(kFormat), kBits = 8 / kCodesPerByte;
+    const uint8_t* bytes = row + column / kCodesPerByte;
+    const int64_t first = column % kCodesPerByte;
     for (int64_t i = 0; i < kCodeGroup; ++i) {
       if constexpr (kFormat == RowFormat::kTernary) {
         const uint32_t byte = bytes[kTritColumns.byte[first + i] & 255];
@@ -78,7 +78,8 @@ struct PlainUnpack {
         const uint32_t fraction = number * kTritColumns.factor[first + i] & 0xffff;
         out[i] = entries.of[fraction * 3 >> 16];
       } else {
-        out[i] = entries.of[bytes[i / kEach] >> i % kEach * kBits & ((1 << kBits) - 1)];
+        out[i] =
+            entries.of[bytes[i / kCodesPerByte] >> i % kCodesPerByte * kBits & ((1 << kBits) - 1)];
       }
     }
   }

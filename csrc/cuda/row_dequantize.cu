@@ -16,9 +16,9 @@ namespace {
 struct Policy {
   static constexpr int kThreads = 256;
   static constexpr int kVectorBytes = 16;
-  static constexpr int kColumns = 40;      // of a lane: whole bytes of every format, whole vectors
-  static constexpr int kBusyColumns = 16;  // of a lane: more lanes for a row that gives them these
-  static constexpr int kBytesAtOnce = 8;   // that a lane asks for before it uses the first
+  static constexpr int kColumns = 40;       // of a lane: whole bytes of every format, whole vectors
+  static constexpr int kBusyColumns = 16;   // of a lane: more lanes for a row that gives them these
+  static constexpr int kBytesInFlight = 8;  // that a lane asks for before it uses the first
 };
 
 struct Shared {
@@ -29,35 +29,37 @@ struct Shared {
 template <RowFormat kFormat, typename Out>
 __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool active, int lanes,
                                bool aligned, uint8_t* codes) {
-  constexpr int kPer = Policy::kVectorBytes / sizeof(Out);
-  constexpr int kEach = codes_per_byte(kFormat);
-  constexpr int kAtOnce = kEach <= 2 ? Policy::kBytesAtOnce : Policy::kBytesAtOnce / 2;
+  constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(Out);
+  constexpr int kCodesPerByte = codes_per_byte(kFormat);
+  constexpr int kBytesInFlight =
+      kCodesPerByte <= 2 ? Policy::kBytesInFlight : Policy::kBytesInFlight / 2;
   const int lane = thread_index() % lanes, most = lanes * Policy::kColumns;
   const int64_t bytes = code_bytes(width, kFormat);
   const float scale = to_float(BFloat16{static_cast<uint16_t>(in[bytes] | in[bytes + 1] << 8)});
   for (int64_t begin = 0; begin < width; begin += most) {
     const int columns = width - begin < most ? static_cast<int>(width - begin) : most;
-    for (int first = lane; first * kEach < columns; first += lanes * kAtOnce) {
-      uint8_t read[kAtOnce];
+    for (int first = lane; first * kCodesPerByte < columns; first += lanes * kBytesInFlight) {
+      uint8_t read[kBytesInFlight];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
+      for (int j = 0; j < kBytesInFlight; ++j) {
         const int i = first + j * lanes;
-        read[j] = i * kEach < columns ? in[begin / kEach + i] : 0;
+        read[j] = i * kCodesPerByte < columns ? in[begin / kCodesPerByte + i] : 0;
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
+      for (int j = 0; j < kBytesInFlight; ++j) {
         const int i = first + j * lanes;
-        if (i * kEach >= columns) break;
+        if (i * kCodesPerByte >= columns) break;
         unpack_byte<kFormat>(read[j], [&](int k, uint32_t code) {
-          codes[i * kEach + k] = static_cast<uint8_t>(code);
+          codes[i * kCodesPerByte + k] = static_cast<uint8_t>(code);
         });
       }
     }
     __syncwarp();
-    for (int c = lane * kPer; active && c < columns; c += lanes * kPer) {
-      Out values[kPer];
+    for (int c = lane * kElementsPerVector; active && c < columns;
+         c += lanes * kElementsPerVector) {
+      Out values[kElementsPerVector];
 #pragma unroll
-      for (int e = 0; e < kPer; e += 4) {
+      for (int e = 0; e < kElementsPerVector; e += 4) {
         const uint32_t word = *reinterpret_cast<const uint32_t*>(codes + c + e);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -70,7 +72,7 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
         continue;
       }
 #pragma unroll
-      for (int e = 0; e < kPer; ++e) {
+      for (int e = 0; e < kElementsPerVector; ++e) {
         if (c + e < columns) out[begin + c + e] = values[e];
       }
     }

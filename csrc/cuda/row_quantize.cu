@@ -22,9 +22,10 @@ struct Policy {
 
 template <typename T, int kLanes, int kVectors>
 struct Shape {
-  static constexpr int kPer = Policy::kVectorBytes / sizeof(T);  // columns of a vector
+  static constexpr int kElementsPerVector =
+      Policy::kVectorBytes / sizeof(T);  // columns of a vector
   static constexpr int kRows = Policy::kThreads / kLanes;
-  static constexpr int kColumns = kLanes * kVectors * kPer;
+  static constexpr int kColumns = kLanes * kVectors * kElementsPerVector;
   static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
 
   struct Shared {
@@ -34,11 +35,11 @@ struct Shape {
 };
 
 // Zeros past the width. All vectors are asked for before the first is used.
-template <typename T, int kLanes, int kVectors, int kPer>
+template <typename T, int kLanes, int kVectors, int kElementsPerVector>
 __device__ void load_row(const T* row, int width, int lane, bool aligned,
-                         float (&x)[kVectors][kPer]) {
-  T loaded[kVectors][kPer] = {};
-  const auto column = [lane](int j) { return (j * kLanes + lane) * kPer; };
+                         float (&x)[kVectors][kElementsPerVector]) {
+  T loaded[kVectors][kElementsPerVector] = {};
+  const auto column = [lane](int j) { return (j * kLanes + lane) * kElementsPerVector; };
   if (aligned) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -48,7 +49,7 @@ __device__ void load_row(const T* row, int width, int lane, bool aligned,
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-      for (int e = 0; e < kPer; ++e) {
+      for (int e = 0; e < kElementsPerVector; ++e) {
         if (column(j) + e < width) loaded[j][e] = row[column(j) + e];
       }
     }
@@ -56,19 +57,19 @@ __device__ void load_row(const T* row, int width, int lane, bool aligned,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-    for (int e = 0; e < kPer; ++e) x[j][e] = to_float(loaded[j][e]);
+    for (int e = 0; e < kElementsPerVector; ++e) x[j][e] = to_float(loaded[j][e]);
   }
 }
 
 // The mean, in units, of the row's magnitudes: of all, or with a bound of those above it.
-template <int kLanes, bool kBound, int kVectors, int kPer>
-__device__ float mean_magnitude(const float (&x)[kVectors][kPer], int width, float in_one,
-                                float bound) {
+template <int kLanes, bool kBound, int kVectors, int kElementsPerVector>
+__device__ float mean_magnitude(const float (&x)[kVectors][kElementsPerVector], int width,
+                                float in_one, float bound) {
   uint32_t total = 0, kept = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-    for (int e = 0; e < kPer; ++e) {
+    for (int e = 0; e < kElementsPerVector; ++e) {
       const float magnitude = fabsf(__fmul_rn(x[j][e], in_one));
       const bool keep = !kBound || magnitude > bound;
       total += keep ? whole_units(magnitude) : 0;
@@ -81,14 +82,14 @@ __device__ float mean_magnitude(const float (&x)[kVectors][kPer], int width, flo
 }
 
 // By a group of lanes: a row's codes and scale, packed into `out`.
-template <RowFormat kFormat, int kLanes, int kVectors, int kPer>
-__device__ void quantize_row(const float (&x)[kVectors][kPer], int width, int lane, uint8_t* codes,
-                             uint8_t* out) {
+template <RowFormat kFormat, int kLanes, int kVectors, int kElementsPerVector>
+__device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int width, int lane,
+                             uint8_t* codes, uint8_t* out) {
   int top = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-    for (int e = 0; e < kPer; ++e) top = larger(top, magnitude_bits(x[j][e]));
+    for (int e = 0; e < kElementsPerVector; ++e) top = larger(top, magnitude_bits(x[j][e]));
   }
   top = reduce<kLanes>(top, larger);
   float mean = 0.0f, bound = 0.0f;
@@ -104,21 +105,21 @@ __device__ void quantize_row(const float (&x)[kVectors][kPer], int width, int la
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-    for (int e = 0; e < kPer; e += 4) {
+    for (int e = 0; e < kElementsPerVector; e += 4) {
       uint32_t word = 0;
 #pragma unroll
       for (int i = 3; i >= 0; --i) word = word << 8 | coding.code<kFormat>(x[j][e + i]);
-      const int column = (j * kLanes + lane) * kPer + e;
+      const int column = (j * kLanes + lane) * kElementsPerVector + e;
       *reinterpret_cast<uint32_t*>(codes + column) = coding.usable ? word : 0;
     }
   }
   __syncwarp();
   const int bytes = static_cast<int>(code_bytes(width, kFormat));
-  constexpr int kEach = codes_per_byte(kFormat);
+  constexpr int kCodesPerByte = codes_per_byte(kFormat);
   for (int i = lane; i < bytes; i += kLanes) {
     out[i] = pack_byte<kFormat>([&](int k) -> uint32_t {
       // Only fives do not divide the columns there are room for.
-      return kEach != 5 || i * kEach + k < width ? codes[i * kEach + k] : 0;
+      return kCodesPerByte != 5 || i * kCodesPerByte + k < width ? codes[i * kCodesPerByte + k] : 0;
     });
   }
   if (lane == 0) {
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::min_blocks(kVectors 
   const int rows = left < Shape::kRows ? static_cast<int>(left) : Shape::kRows;
   const bool active = own < rows;
 
-  float x[kVectors][Shape::kPer];
+  float x[kVectors][Shape::kElementsPerVector];
   const T* row = static_cast<const T*>(args.x) + (first + (active ? own : 0)) * width;
   load_row<T, kLanes>(row, active ? width : 0, lane, aligned, x);
   uint8_t* target = args.out + first * bytes;
@@ -184,7 +185,8 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
   using Shape = Shape<T, kLanes, kVectors>;
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
   if (blocks > kMaxGrid) return cudaErrorInvalidValue;
-  const bool aligned = is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kPer == 0;
+  const bool aligned =
+      is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
   return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>,
                 dim3(static_cast<unsigned>(blocks)), Policy::kThreads, 0, stream, args, aligned);
 }

@@ -25,7 +25,7 @@ __host__ __device__ int stage_bytes(int row_bytes) {
 template <int kLanes, typename Out>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_unpack_narrow_kernel(RowUnpackArgs args, PositionFormat format, bool aligned) {
-  constexpr int kPer = Policy::kVectorBytes / sizeof(Out);
+  constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(Out);
   DCT_DYNAMIC_SHARED(unsigned char, stages);
   const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
   const int64_t row = int64_t{blockIdx.x} * (Policy::kThreads / kLanes) + group;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Policy::kThreads)
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
   auto* stage = reinterpret_cast<Out*>(stages + group * stage_bytes(width * sizeof(Out)));
 #pragma unroll 1
-  for (int i = lane * kPer; i < width; i += kLanes * kPer) {
+  for (int i = lane * kElementsPerVector; i < width; i += kLanes * kElementsPerVector) {
     *reinterpret_cast<uint4*>(stage + i) = make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Policy::kThreads)
   auto* out = static_cast<Out*>(args.out) + row * width;
   if (aligned) {
 #pragma unroll 1
-    for (int i = lane * kPer; i < width; i += kLanes * kPer) {
+    for (int i = lane * kElementsPerVector; i < width; i += kLanes * kElementsPerVector) {
       __stcs(reinterpret_cast<uint4*>(out + i), *reinterpret_cast<const uint4*>(stage + i));
     }
   } else {

@@ -88,12 +88,12 @@ struct WideRow {
       mean = mean_above(in_one, bound);
     }
     const Coding coding(kFormat, highest, mean, bound);
-    constexpr int kEach = codes_per_byte(kFormat);
+    constexpr int kCodesPerByte = codes_per_byte(kFormat);
     const int64_t bytes = code_bytes(args.width, kFormat);
     uint8_t* out = args.out + row * row_bytes(args.width, kFormat);
     for (int64_t i = thread_index(); i < bytes; i += kWideThreads) {
       const uint8_t byte = pack_byte<kFormat>([&](int k) -> uint32_t {
-        const int64_t column = i * kEach + k;
+        const int64_t column = i * kCodesPerByte + k;
         return column < args.width ? coding.code<kFormat>((*this)[column]) : 0;
       });
       out[i] = coding.usable ? byte : 0;

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "compress.h"
-#include "vectorise.h"
+#include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -14,7 +14,7 @@
 
 namespace dct::cpu {
 
-constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see largest.h
+constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see kth_largest.h
 
 // For each instruction set: `count` says how many keys of some groups reach a bound >= 0; `keep`
 // moves these to the front, in order, and what follows them may be anything then.

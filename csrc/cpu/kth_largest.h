@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../common/rounding.h"
-#include "key_vectors.h"
+#include "key_simd.h"
 
 namespace dct::cpu {
 
