@@ -39,6 +39,13 @@ def test_a_former_name_is_refused_with_the_new_one(former, name):
         DCTState(transport=former)
 
 
+@pytest.mark.parametrize("wrong", ["auto", 1, ["all_gather"], {}])
+def test_what_is_no_transport_is_named(wrong):
+    text = f"transport must be None or 'all_gather' or 'reduce_scatter', got {wrong!r}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        DCTState(transport=wrong)
+
+
 def _model(**options):
     selection.GATHER_RANKS = 1  # as if two were many
     model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=0.1)

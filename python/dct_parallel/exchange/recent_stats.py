@@ -37,14 +37,13 @@ class RecentStats:
             self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
 
     def note(self, traffic: Sequence[Traffic]) -> None:
-        """Note a step, by what each of its buckets sent."""
-        sent = sum(sum(one.counts) for one in traffic)
-        numel = sum(one.numel for one in traffic)
-        late, payloads = (
-            sum(one.overflowed for one in traffic),
-            sum(one.payloads for one in traffic),
-        )
-        self.add(density=sent / max(numel, 1), overflow=late / max(payloads, 1))
+        """Note a step, by what each of its buckets sent; nothing if there was no payload in it."""
+        payloads = sum(one.payloads for one in traffic)
+        if payloads:
+            sent = sum(sum(one.counts) for one in traffic)
+            numel = sum(one.numel for one in traffic)
+            late = sum(one.overflowed for one in traffic)
+            self.add(density=sent / max(numel, 1), overflow=late / payloads)
 
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads too small for what passed."""
