@@ -110,6 +110,37 @@ def test_buckets_of_one_model_go_different_ways():
     run_ranks(_mixed, 2)
 
 
+def _left_out(rank):
+    """DDP leaves out a bucket that nobody used: what it is to keep waits in the form it came in."""
+    sizes = (9 * BLOCK, 1000, 500)
+
+    def made(transport, **options):
+        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.1, **options)
+        state = DCTState(model, density=0.05, start_step=0, transport=transport)
+        model.register_comm_hook(state, dct_hook)
+        return model, state
+
+    model, state = made("reduce_scatter")
+    for _ in range(2):
+        _step(model, [torch.randn(n) for n in sizes])
+    unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model, other = made("all_gather", **unused)
+    other.load_state_dict(state.state_dict())
+    owed = _owed(other)
+    used = list(model.module.p)[1:]
+    model.module.forward = lambda: sum(p.sum() for p in used)
+    model().backward()
+    mean = torch.cat([p.grad for p in used])
+    other.load_state_dict(other.state_dict())
+    left = _owed(other)
+    assert torch.equal(left[: 9 * BLOCK], owed[: 9 * BLOCK]) and mean.count_nonzero()
+    torch.testing.assert_close(left[9 * BLOCK :] + mean, owed[9 * BLOCK :] + 1)
+
+
+def test_a_state_half_of_which_has_owners_loads_again():
+    run_ranks(_left_out, 2)
+
+
 def _empty(rank):
     """A bucket of an empty parameter alone."""
     sizes = (0, 2000)

@@ -121,10 +121,12 @@ class Buckets:
 
     def states(self) -> dict[str, SegmentState]:
         """{name: copies of what its parameter must carry}; all parameters are there."""
-        owners = selection.keeps_owners(self._transport, self._group.size())
         known = dict(self._parked)
         for bucket in self._buckets.values():
             known |= bucket.states()
+        # What was loaded may have owners where buckets have none. All parameters do, or none.
+        owners = selection.keeps_owners(self._transport, self._group.size())
+        owners = owners or any(state.owner is not None for state in known.values())
         states = {}
         for parameter, name in self._names.items():
             nothing = SegmentState(torch.zeros(parameter.numel()))
