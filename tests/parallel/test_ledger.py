@@ -50,7 +50,7 @@ def test_what_a_step_says_before_its_end_is_part_of_its_verdict(first):
         with contextlib.suppress(RuntimeError):
             ledger.finish()
     assert ledger.verdict.non_finite and (ledger.verdict.damaged or ledger.verdict.told)
-    with pytest.raises(RuntimeError, match="a hole in bucket 0|rank 3"):
+    with pytest.raises(RuntimeError, match=r"a hole in bucket 0|rank 3"):
         ledger.finish(lambda: announced.append(1))
     assert len(announced) == bool(first.damaged)  # else all know
 

@@ -49,10 +49,10 @@ class Settings:
     refresh_every: int
     policy: str
     value_dtype: torch.dtype
-    owner: dataclasses.InitVar[str] = "Settings"  # in whose name errors are raised
+    op: dataclasses.InitVar[str] = "Settings"  # what is made, for errors
 
-    def __post_init__(self, owner: str) -> None:
-        check_settings(owner, self.density, self.refresh_every, self.policy, self.value_dtype)
+    def __post_init__(self, op: str) -> None:
+        check_settings(op, self.density, self.refresh_every, self.policy, self.value_dtype)
 
     def as_told(self) -> dict[str, str | float]:
         """What JSON can hold of them, for ranks to compare."""
