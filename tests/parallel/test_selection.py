@@ -93,6 +93,8 @@ def _mixed(rank):
     found = re.search(r"transport: (.*) \((more than .*)\), backend", state.plan())
     transports, why = found.groups()
     assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
+    assert re.search(r"^0: p.2, reduce_scatter +1 ", state.plan(), re.M), state.plan()
+    assert re.search(r"^1: p.1 ... p.0, all_gather +2 ", state.plan(), re.M)
     assert why == "more than 1 ranks; all_gather below 131,072 elements, 4 blocks a rank"
     # What owners keep goes on where everything is gathered, and the other way round.
     owed = _owed(state)

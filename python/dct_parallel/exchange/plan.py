@@ -113,16 +113,17 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch
     """The plan as text, one line per bucket; bytes are what a rank sends in a step."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
-    transports = ", ".join(dict.fromkeys(plan.transport.name for plan in plans))
+    transports = list(dict.fromkeys(plan.transport.name for plan in plans))
     heading = (
         f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, "
-        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
+        f"buckets: {len(plans)}, transport: {', '.join(transports)} ({transport_reason}), "
         f"backend: {backend_of(device)}"
     )
     rows: list[tuple[str, ...]] = [("bucket", "parameters", "numel", "capacity", "bytes/step")]
     for index, plan in enumerate(plans):
         numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
-        rows.append((_label(index, plan), *(f"{number:,}" for number in numbers)))
+        by = f", {plan.transport.name}" if len(transports) > 1 else ""
+        rows.append((_label(index, plan) + by, *(f"{number:,}" for number in numbers)))
     total = step_bytes(plans)
     numel = sum(plan.numel for plan in plans)
     parameters = f"{sum(len(plan.names) for plan in plans):,}"
