@@ -83,7 +83,7 @@ int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes& s
 cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void* scratch,
                       cudaStream_t stream) {
   const RangeTiles tiles = tiles_of(args, sizes);
-  if (tiles.total > kMaxGrid / kWarps) return cudaErrorInvalidValue;
+  if (tiles.total > kMaxGrid / kWarps || args.num_segments > 1 << 30) return cudaErrorInvalidValue;
   Staging staging;
   lay_out(args, sizes, static_cast<uint8_t*>(scratch), staging);
   if (args.grad == nullptr) return run<NoGrad>(args, tiles, staging, stream);

@@ -40,7 +40,8 @@ struct TilePlacer {
     uint32_t total = total_of(lane);
     const Sums sums = sum_totals(shared);
     if (last && warp == kWarps - 1) write_header(sums);
-    const Segments span = find_segments(args, begin_of(0), begin_of(count));
+    if (begin_of(0) == begin_of(count)) return;  // an empty range: no more than a header
+    const Segments span = find_segments(args, all_segments(args), begin_of(0), begin_of(count));
     if (span.count == 1 && thread_index() == 0) {
       add_to_segment(args, staging, span.first, sums.own, count);
     }
@@ -53,7 +54,7 @@ struct TilePlacer {
       own = count_of(chunk + kWarps + warp);  // the next ones are on their way
       total = total_of(chunk + kWarps + lane);
       if (chunk + warp < count) {
-        place_tile(chunk + warp, room - min(room, before), mine, span.one());
+        place_tile(chunk + warp, room - min(room, before), mine, span);
       }
       room -= min(room, of_chunk);
     }
@@ -114,16 +115,16 @@ struct TilePlacer {
   }
 
   // By one warp; `room`: entries of the payload that are free for the tile and those behind it.
-  // Lanes below kWarps have the counts of the tile's warps. `one`: all of the block's tiles lie in
-  // one segment.
-  __device__ void place_tile(unsigned index, uint32_t room, WarpCount mine, bool one) const {
+  // Lanes below kWarps have the counts of the tile's warps.
+  __device__ void place_tile(unsigned index, uint32_t room, WarpCount mine,
+                             const Segments& span) const {
     const int64_t begin = begin_of(index);
     const auto length = static_cast<int>(begin_of(index + 1) - begin);
     const uint32_t place = static_cast<uint32_t>(args.capacity) - room;
-    if (lane_index() == 0 && length > 0 && begin % kBlock == 0) {
+    if (lane_index() == 0 && begin % kBlock == 0) {
       starts()[(begin - range.begin) / kBlock] = place;
     }
-    const Segments segments = one ? Segments{} : find_segments(args, begin, begin + length);
+    const Segments segments = find_segments(args, span, begin, begin + length);
     const uint32_t up_to = warp_inclusive_sum(uint32_t{mine.kept});
     place_staged(begin, int64_t{tile + index} * kWarps, up_to - mine.kept, mine.staged, place,
                  segments);
@@ -137,11 +138,11 @@ struct TilePlacer {
            __shfl_sync(kFullWarp, up_to - mine.kept + mine.staged, w),
            min(room, __shfl_sync(kFullWarp, up_to, w)), place, segments);
     }
-    if (one) return;
+    if (span.one()) return;
     const uint32_t kept = __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
     __syncwarp();  // a segment's entries are counted before the tile is
     for (int s = lane_index(); s < segments.count; s += kWarpSize) {
-      const int64_t segment = segments.first + s;
+      const int segment = segments.first + s;
       if (segment_begin(args, segment) >= segment_begin(args, segment + 1)) continue;
       add_to_segment(args, staging, segment, segments.one() ? kept : 0, 1);
     }
@@ -205,7 +206,7 @@ struct TilePlacer {
       residual = is_finite(sum) ? left : finite_or_zero(residual);
       if (keeps) count_entry(segments, warp_tile + offset);
     };
-    for_each_element<Grad>(args, warp_tile, length, row, visit);
+    for_each_element<Grad>(args, segments, warp_tile, length, row, visit);
   }
 
   __device__ void put(uint32_t at, uint32_t position, uint32_t bits) const {

@@ -30,49 +30,41 @@ struct WarpStager {
   const Staging& staging;
   Records& records;
   int64_t begin;
-  int length;
   unsigned slot;
   uint32_t kept = 0, staged = 0, waiting = 0;
   bool non_finite = false;
 
-  __device__ WarpCount run(bool aligned) {
+  // `length`: elements of the tile, in `segments`.
+  __device__ WarpCount run(const Segments& segments, int length, bool aligned) {
     uint32_t rows = staging.warp_tile() / kRow;
-    const Segments segments = find_segments(args, begin, begin + length);
     if (!segments.skipped()) {
       constexpr int kPass = kRow * kVectors<Grad>;
       rows = stage(segments, aligned ? length / kPass * kPass : 0) / kRow;
       flush();
-      count(rows);
+      count(segments, length, rows);
     }
     return {kept, staged, rows};
   }
 
   // Stages whole passes up to `end`, as long as there is room. How much a pass keeps is known
   // before anything of it is written: the second kernel must find what is left out as it was.
-  __device__ int stage(Segments segments, int end) {
-    // Where one threshold holds, |sum| - tau has no sign if the sum passes: one addition and one
-    // shift each. A NaN has none. Needs gradual underflow. inf - inf is a NaN of either sign.
-    const auto plain = [&] { return segments.one() && segments.tau < kInfinity; };
-    const bool shared = !plain();
-    float* residual = args.residual + begin;
-    const Grad* grad = static_cast<const Grad*>(args.grad) + (kHasGrad<Grad> ? begin : 0);
-    const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  __device__ int stage(const Segments& segments, int end) {
     constexpr int kOwn = kVectors<Grad> * kVectorElements;  // bit 4 * v + e of keeps
-    constexpr int64_t kPass = kWarpSize * kOwn;
+    constexpr int kPass = kWarpSize * kOwn;
+    const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+    const bool plain = segments.one() && segments.tau < kInfinity;
     const int lane = lane_index() * kVectorElements;
-    int offset = lane;
-    for (; offset < end; offset += kWarpSize * kOwn) {
+    float* residual = args.residual + begin + lane;
+    const Grad* grad = static_cast<const Grad*>(args.grad) + (kHasGrad<Grad> ? begin + lane : 0);
+    int pass = 0;
+    for (; pass < end; pass += kPass, residual += kPass, grad += kPass) {
       if (waiting >= kFlushFrom) flush();
-      if (shared) {
-        const int64_t pass = begin + offset - lane;
-        segments = find_segments(args, pass, pass + kWarpSize * kOwn);
-      }
       float sums[kVectors<Grad>][kVectorElements];
       Grad gradient[kVectors<Grad>][kVectorElements];
 #pragma unroll
       for (int v = 0; v < kVectors<Grad>; ++v) {
-        stream_in(residual + offset + v * kRow, sums[v]);
-        stream_in(grad + offset + v * kRow, gradient[v]);
+        stream_in(residual + v * kRow, sums[v]);
+        stream_in(grad + v * kRow, gradient[v]);
       }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -80,8 +72,9 @@ struct WarpStager {
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
       uint32_t keeps = 0;
-      bool skipped = segments.skipped();
-      if (plain()) {
+      if (plain) {
+        // |sum| - tau has no sign if the sum passes: one addition and one shift each. A NaN has
+        // none. Needs gradual underflow, and inf - inf is a NaN of either sign.
 #pragma unroll
         for (int i = kOwn - 1; i >= 0; --i) {
           const float sum = sums[i / kVectorElements][i % kVectorElements];
@@ -89,12 +82,14 @@ struct WarpStager {
         }
         keeps = ~keeps & 0xffffffff >> (32 - kOwn);
       } else {
-        for (int s = 0, from = -kRow, to; s < segments.count; ++s, from = to) {
-          const float tau = effective(args.threshold[segments.first + s]);
-          const int64_t next = segment_begin(args, segments.first + s + 1) - begin - offset;
-          to = s + 1 < segments.count ? static_cast<int>(min(max(next, int64_t{-kRow}), kPass))
-                                      : static_cast<int>(kPass);
-          skipped |= tau < 0.0f;
+        const int64_t first = begin + pass;
+        const Segments own = find_segments(args, segments, first, first + kPass);
+        for (int s = 0, from = -kRow, to; s < own.count; ++s, from = to) {
+          const float tau = effective(args.threshold[own.first + s]);
+          const int64_t next = segment_begin(args, own.first + s + 1) - first - lane;
+          to = s + 1 < own.count ? static_cast<int>(min(max(next, int64_t{-kRow}), int64_t{kPass}))
+                                 : kPass;
+          if (tau < 0.0f) keeps = ~0u;  // not to be written: more than there is room for
 #pragma unroll
           for (int i = 0; i < kOwn; ++i) {
             const int v = i / kVectorElements, e = i % kVectorElements, at = v * kRow + e;
@@ -104,17 +99,16 @@ struct WarpStager {
       }
       const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(keeps));
       if (waiting + of_pass > kRecords || kept + of_pass > staging.room) break;
-      if (shared && __any_sync(kFullWarp, skipped)) break;
       kept += of_pass;
-      if (of_pass != 0) collect(sums, keeps, offset);
+      if (of_pass != 0) collect(sums, keeps, pass + lane);
       if constexpr (kHasGrad<Grad>) {
 #pragma unroll
         for (int v = 0; v < kVectors<Grad>; ++v) {
-          if ((keeps >> (4 * v) & 15) == 0) stream_out(residual + offset + v * kRow, sums[v]);
+          if ((keeps >> (4 * v) & 15) == 0) stream_out(residual + v * kRow, sums[v]);
         }
       }
     }
-    return offset;
+    return pass;
   }
 
   __device__ void collect(const float (&sums)[kVectors<Grad>][kVectorElements], uint32_t keeps,
@@ -164,12 +158,12 @@ struct WarpStager {
   }
 
   // The rest, which the second kernel places: entries behind it, and the header, need its count.
-  __device__ void count(int rows) {
+  __device__ void count(const Segments& segments, int length, int rows) {
     const auto add = [&](int, float sum, bool, bool keeps) {
       kept += __popc(__ballot_sync(kFullWarp, keeps));
       non_finite |= keeps && !is_finite(sum);
     };
-    for_each_element<Grad>(args, begin, length, rows, add);
+    for_each_element<Grad>(args, segments, begin, length, rows, add);
   }
 };
 
@@ -178,10 +172,21 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     mask_pack_stage_kernel(MaskPackArgs args, RangeTiles tiles, Staging staging, bool aligned) {
   struct Shared {
     Records records[kWarps];
-    uint32_t sum;  // kept | warps << 16 | those with an entry that is not finite << 24
+    Range tile;
+    Segments segments;  // of the tile
+    uint32_t sum;       // kept | warps << 16 | those with an entry that is not finite << 24
   };
   DCT_SHARED(Shared, shared);
-  if (thread_index() == 0) shared.sum = 0;
+  const int lane = lane_index(), warp = warp_index();
+  if (warp == 0) {
+    const Range tile = tiles.locate(blockIdx.x).bounds;
+    const Segments found = find_segments(args, all_segments(args), tile.begin, tile.end);
+    if (lane == 0) {
+      shared.tile = tile;
+      shared.segments = found;
+      shared.sum = 0;
+    }
+  }
   // The words of the segments, for the second kernel; and segments without elements, which lie in
   // no tile.
   for (int64_t s = int64_t{blockIdx.x} * kThreads + thread_index(); s < args.num_segments;
@@ -191,14 +196,14 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   }
   __syncthreads();
 
-  const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
-  const unsigned slot = blockIdx.x * kWarps + warp_index();
-  const int64_t begin = tile.bounds.begin + warp_index() * staging.warp_tile();
-  const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile());
-  WarpStager<Grad> warp = {args, staging, shared.records[warp_index()], begin, length, slot};
-  const WarpCount counted = length > 0 ? warp.run(aligned) : WarpCount{};
-  const bool non_finite = __any_sync(kFullWarp, warp.non_finite) != 0;
-  if (lane_index() != 0) return;
+  const unsigned slot = blockIdx.x * kWarps + warp;
+  const int64_t begin = shared.tile.begin + warp * staging.warp_tile();
+  const int length = min(static_cast<int>(shared.tile.end - begin), staging.warp_tile());
+  WarpStager<Grad> stager = {args, staging, shared.records[warp], begin, slot};
+  const WarpCount counted =
+      stager.run(find_segments(args, shared.segments, begin, begin + length), length, aligned);
+  const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
+  if (lane != 0) return;
   staging.counts[slot] = counted;
   // The last warp to arrive has the sum: nobody waits for the slowest.
   const uint32_t own = counted.kept | 1u << 16 | uint32_t{non_finite} << 24;

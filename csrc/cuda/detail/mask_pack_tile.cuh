@@ -40,11 +40,10 @@ struct Staging {
   }
 };
 
-// Those of a tile.
+// Those of a part of the tensor: with elements there, or in between.
 struct Segments {
-  int64_t first;
-  int count;  // that have elements in the tile, or lie in between; 0 where nothing is to be read
-  float tau;  // of the first
+  int first, count;
+  float tau;  // of the first; negative if there is none
   __device__ bool one() const { return count <= 1; }
   __device__ bool skipped() const { return one() && tau < 0.0f; }
 };
@@ -57,25 +56,30 @@ __device__ inline float effective(float tau) {
 __device__ inline bool passes(float sum, float tau) { return !(fabsf(sum) < tau); }
 
 // Where segment `index` begins, within the tensor whatever the offset is.
-__device__ inline int64_t segment_begin(const MaskPackArgs& args, int64_t index) {
+__device__ inline int64_t segment_begin(const MaskPackArgs& args, int index) {
   return min(max(args.segments[index], int64_t{0}), args.numel);
 }
 
-// By one warp.
-__device__ inline Segments find_segments(const MaskPackArgs& args, int64_t begin, int64_t end) {
-  const int64_t highest = args.num_segments - 1;
-  if (begin >= end || highest < 0) return {0, 0, -1.0f};
-  const int64_t* ends = args.segments + 1;
-  const int64_t first =
-      highest == 0 ? 0 : min(warp_upper_bound(ends, args.num_segments, begin), highest);
-  int64_t last = first;
-  if (ends[first] < end) last = min(warp_upper_bound(ends, args.num_segments, end - 1), highest);
-  const int64_t count = max(min(last - first + 1, int64_t{1} << 30), int64_t{1});
-  return {first, static_cast<int>(count), effective(args.threshold[first])};
+__device__ inline Segments all_segments(const MaskPackArgs& args) {
+  const auto count = static_cast<int>(args.num_segments);
+  return {0, count, count > 0 ? effective(args.threshold[0]) : -1.0f};
+}
+
+// Those of [begin, end), within the part that has `in`. By one warp.
+__device__ inline Segments find_segments(const MaskPackArgs& args, const Segments& in,
+                                         int64_t begin, int64_t end) {
+  if (in.one()) return in;
+  const int64_t* ends = args.segments + 1 + in.first;
+  const int highest = in.count - 1, first = warp_upper_bound(ends, highest, begin);
+  int more = 0;
+  if (first < highest && ends[first] < end) {
+    more = warp_upper_bound(ends + first, highest - first, end - 1);
+  }
+  return {in.first + first, more + 1, effective(args.threshold[in.first + first])};
 }
 
 // The segment of an element, of those of its tile, and its threshold.
-__device__ inline int64_t segment_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
+__device__ inline int segment_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
   return in.first + upper_bound(args.segments + 1 + in.first, in.count - 1, index);
 }
 __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
@@ -86,11 +90,12 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
 // row `row` on, one a lane, whatever their alignment and segments are. Lanes past the end, and
 // those of skipped segments, own nothing. Both kernels call it, and find the same kept.
 template <typename Grad, typename Function>
-__device__ void for_each_element(const MaskPackArgs& args, int64_t tile, int length, int row,
-                                 Function function) {
+__device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t tile,
+                                 int length, int row, Function function) {
+  if (row * kRow >= length) return;
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
-  const Segments segments = find_segments(args, tile, tile + length);
+  const Segments segments = find_segments(args, in, tile, tile + length);
   constexpr int kAhead = 8;
   for (int begin = row * kRow; begin < length; begin += kAhead * kWarpSize) {
     float history[kAhead] = {};
@@ -118,8 +123,8 @@ __device__ inline float finite_or_zero(float old) { return is_finite(old) ? old 
 // Counts kept entries and blocks' tiles of a segment in its word: kept << 26 | tiles. Who reaches
 // its number of tiles knows all that is kept, and writes `seen`. One does, whatever the offsets
 // are.
-__device__ inline void add_to_segment(const MaskPackArgs& args, const Staging& staging,
-                                      int64_t segment, Word kept, Word tiles) {
+__device__ inline void add_to_segment(const MaskPackArgs& args, const Staging& staging, int segment,
+                                      Word kept, Word tiles) {
   constexpr int kTileBits = 26;
   const Word added = kept << kTileBits | tiles;
   const Word now = atomicAdd(&staging.segments[segment], added) + added;

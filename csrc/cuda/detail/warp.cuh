@@ -23,11 +23,11 @@ __device__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// How many of the ascending `values` are <= key. By one thread.
-__device__ inline int64_t upper_bound(const int64_t* values, int64_t count, int64_t key) {
-  int64_t low = 0, high = count;
+// How many of the ascending `values`, up to 2^30, are <= key. By one thread.
+__device__ inline int upper_bound(const int64_t* values, int count, int64_t key) {
+  int low = 0, high = count;
   while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
+    const int middle = (low + high) / 2;
     if (values[middle] <= key) {
       low = middle + 1;
     } else {
@@ -39,18 +39,16 @@ __device__ inline int64_t upper_bound(const int64_t* values, int64_t count, int6
 
 // The same by a whole warp: 32 probes at a time, so that 1,000 values cost two round trips to
 // memory. Whatever the values are, no access is out of bounds.
-__device__ inline int64_t warp_upper_bound(const int64_t* values, int64_t count, int64_t key) {
-  const int lane = lane_index();
-  int64_t low = 0, high = count;
+__device__ inline int warp_upper_bound(const int64_t* values, int count, int64_t key) {
+  int low = 0, high = count;
   while (low < high) {
-    const int64_t stride = (high - low + kWarpSize - 1) / kWarpSize;
-    const int64_t probe = low + lane * stride;
+    const int stride = (high - low + kWarpSize - 1) / kWarpSize;
+    const int probe = low + lane_index() * stride;
     const bool at_most = probe < high && values[probe] <= key;
     const int passed = __popc(__ballot_sync(kFullWarp, at_most));
     if (passed == 0) return low;
-    const int64_t next = low + passed * stride;
-    low = next - stride + 1;
-    high = next < high ? next : high;
+    high = min(low + passed * stride, high);
+    low += (passed - 1) * stride + 1;
   }
   return low;
 }
