@@ -69,6 +69,23 @@ DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t ca
   return {starts, positions, values, align16(values + itemsize(value_dtype) * capacity)};
 }
 
+// That of a range of which `kept` entries pass, whether or not they fit.
+DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capacity,
+                                                    DType value_dtype, uint64_t kept,
+                                                    bool non_finite, bool damage) {
+  const bool overflow = kept > static_cast<uint64_t>(capacity);
+  PayloadHeader header = {};
+  header.magic = kPayloadMagic;
+  header.version = kPayloadVersion;
+  header.value_dtype = static_cast<uint8_t>(value_dtype);
+  header.flags = (overflow ? kFlagOverflow : 0) | (non_finite ? kFlagNonFinite : 0) |
+                 (damage ? kFlagDamage : 0);
+  header.numel = static_cast<uint64_t>(numel);
+  header.capacity = static_cast<uint32_t>(capacity);
+  header.count = overflow ? header.capacity : static_cast<uint32_t>(kept);
+  return header;
+}
+
 // Whether a payload that came from elsewhere is one for this range.
 DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel, int64_t capacity,
                                       DType value_dtype) {

@@ -199,17 +199,11 @@ class Packer {
         passed += chunk->passed;
         non_finite |= chunk->non_finite;
       }
-      PayloadHeader header{};
-      header.magic = kPayloadMagic;
-      header.version = kPayloadVersion;
-      header.value_dtype = static_cast<uint8_t>(args_.value_dtype);
-      header.flags = (passed > args_.capacity ? kFlagOverflow : 0) |
-                     (non_finite ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
-      header.numel = range.end - range.begin;
-      header.capacity = static_cast<uint32_t>(args_.capacity);
-      header.count = static_cast<uint32_t>(std::min(passed, args_.capacity));
+      const int64_t numel = range.end - range.begin;
+      const PayloadHeader header =
+          payload_header(numel, args_.capacity, args_.value_dtype, passed, non_finite, damage);
       std::memcpy(payload(r), &header, sizeof(header));
-      starts(r)[num_blocks(range.end - range.begin)] = header.count;
+      starts(r)[num_blocks(numel)] = header.count;
     }
   }
 

@@ -9,149 +9,32 @@ namespace dct::cuda {
 
 constexpr int kPlaceMinBlocks = 2;  // a multiprocessor: at most 128 registers a thread
 
-// A block places neighbouring tiles of a range, a warp one at a time.
+// A warp places the entries of a tile.
 template <typename Grad>
 struct TilePlacer {
   const MaskPackArgs& args;
-  const PayloadLayout& layout;
   const Staging& staging;
-  Range range;
-  unsigned range_tile, tile, count;  // the range's first tile, the block's, and how many it has
-  uint8_t* payload;
+  Segments segments;
+  Range tile;
+  Sink payload;  // from the tile's first entry on
 
-  struct Sums {
-    Word before, own;     // kept by the tiles of the range before the block's, and by these
-    uint32_t non_finite;  // whether one of them is not
-  };
-  struct Shared {
-    Sums of_warp[kWarps];
-  };
-
-  __device__ void run(bool last, Shared& shared) {
-    const int lane = lane_index(), warp = warp_index();
-    const auto count_of = [&](unsigned index) {
-      const bool there = index < count && lane < kWarps;
-      return there ? staging.counts[int64_t{tile + index} * kWarps + lane] : WarpCount{};
-    };
-    const auto total_of = [&](unsigned index) {
-      return index < count && lane < kWarps ? staging.totals[tile + index] & 0xffff : 0;
-    };
-    WarpCount own = count_of(warp);
-    uint32_t total = total_of(lane);
-    const Sums sums = sum_totals(shared);
-    if (last && warp == kWarps - 1) write_header(sums);
-    if (begin_of(0) == begin_of(count)) return;  // an empty range: no more than a header
-    const Segments span = find_segments(args, all_segments(args), begin_of(0), begin_of(count));
-    if (span.count == 1 && thread_index() == 0) {
-      add_to_segment(args, staging, span.first, sums.own, count);
-    }
-    const auto capacity = static_cast<Word>(args.capacity);
-    auto room = static_cast<uint32_t>(capacity - min(sums.before, capacity));
-    for (unsigned chunk = 0; chunk < count; chunk += kWarps) {
-      const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? total : 0);
-      const uint32_t of_chunk = __reduce_add_sync(kFullWarp, total);
-      const WarpCount mine = own;
-      own = count_of(chunk + kWarps + warp);  // the next ones are on their way
-      total = total_of(chunk + kWarps + lane);
-      if (chunk + warp < count) {
-        place_tile(chunk + warp, room - min(room, before), mine, span);
-      }
-      room -= min(room, of_chunk);
-    }
-  }
-
-  __device__ int64_t begin_of(unsigned index) const {
-    const int64_t tiles = tile - range_tile + index;
-    return min(range.end, range.begin + (tiles * kWarps << staging.warp_tile_bits));
-  }
-
-  // By the block: 4 bytes for each tile before its last, from the cache. The range's last block
-  // sees them all, so that what it writes into the header is exact.
-  __device__ Sums sum_totals(Shared& shared) const {
-    Sums sum = {};
-#pragma unroll 8
-    for (unsigned t = range_tile + thread_index(); t < tile + count; t += kThreads) {
-      const uint32_t total = staging.totals[t];
-      (t < tile ? sum.before : sum.own) += total & 0xffff;
-      sum.non_finite |= total >> 31;
-    }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-      sum.before += __shfl_xor_sync(kFullWarp, sum.before, distance);
-      sum.own += __shfl_xor_sync(kFullWarp, sum.own, distance);
-    }
-    sum.non_finite = __any_sync(kFullWarp, sum.non_finite) != 0;
-    if (lane_index() == 0) shared.of_warp[warp_index()] = sum;
-    __syncthreads();
-    sum = {};
-    for (const Sums& of_warp : shared.of_warp) {
-      sum.before += of_warp.before;
-      sum.own += of_warp.own;
-      sum.non_finite |= of_warp.non_finite;
-    }
-    return sum;
-  }
-
-  __device__ void write_header(const Sums& sums) const {
-    bool damage = false;
-    for (int64_t i = lane_index(); i < args.num_status; i += kWarpSize) {
-      damage |= args.status[i] != 0;
-    }
-    damage = __any_sync(kFullWarp, damage) != 0;
-    if (lane_index() != 0) return;
-    const Word total = sums.before + sums.own, capacity = args.capacity;
-    PayloadHeader header = {};
-    header.magic = kPayloadMagic;
-    header.version = kPayloadVersion;
-    header.value_dtype = static_cast<uint8_t>(args.value_dtype);
-    header.flags = (total > capacity ? kFlagOverflow : 0) |
-                   (sums.non_finite != 0 ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
-    header.numel = static_cast<uint64_t>(range.end - range.begin);
-    header.capacity = static_cast<uint32_t>(capacity);
-    header.count = static_cast<uint32_t>(min(total, capacity));
-    *reinterpret_cast<PayloadHeader*>(payload) = header;
-    // An empty range has no other start: its tile is in no payload block.
-    starts()[num_blocks(range.end - range.begin)] = header.count;
-  }
-
-  // By one warp; `room`: entries of the payload that are free for the tile and those behind it.
-  // Lanes below kWarps have the counts of the tile's warps.
-  __device__ void place_tile(unsigned index, uint32_t room, WarpCount mine,
-                             const Segments& span) const {
-    const int64_t begin = begin_of(index);
-    const auto length = static_cast<int>(begin_of(index + 1) - begin);
-    const uint32_t place = static_cast<uint32_t>(args.capacity) - room;
-    if (lane_index() == 0 && begin % kBlock == 0) {
-      starts()[(begin - range.begin) / kBlock] = place;
-    }
-    const Segments segments = find_segments(args, span, begin, begin + length);
-    const uint32_t up_to = warp_inclusive_sum(uint32_t{mine.kept});
-    place_staged(begin, int64_t{tile + index} * kWarps, up_to - mine.kept, mine.staged, place,
-                 segments);
+  // `mine`: of lane w < kWarps, what warp w has counted, whose slot is number `slot` + w.
+  __device__ void run(WarpCount mine, int64_t slot) const {
+    const uint32_t up_to = warp_inclusive_sum(uint32_t{mine.kept}), before = up_to - mine.kept;
+    move_staged(before, mine.staged, slot);
     const int done = lane_index() * staging.warp_tile() + mine.rows * kRow;
-    const int end = min(length, (lane_index() + 1) * staging.warp_tile());
-    unsigned deferred = __ballot_sync(kFullWarp, lane_index() < kWarps && done < end);
-    for (; deferred != 0; deferred &= deferred - 1) {
-      const int w = __ffs(static_cast<int>(deferred)) - 1, first = w * staging.warp_tile();
-      redo(begin + first, __shfl_sync(kFullWarp, end, w) - first,
-           __shfl_sync(kFullWarp, uint32_t{mine.rows}, w),
-           __shfl_sync(kFullWarp, up_to - mine.kept + mine.staged, w),
-           min(room, __shfl_sync(kFullWarp, up_to, w)), place, segments);
-    }
-    if (span.one()) return;
-    const uint32_t kept = __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
-    __syncwarp();  // a segment's entries are counted before the tile is
-    for (int s = lane_index(); s < segments.count; s += kWarpSize) {
-      const int segment = segments.first + s;
-      if (segment_begin(args, segment) >= segment_begin(args, segment + 1)) continue;
-      add_to_segment(args, staging, segment, segments.one() ? kept : 0, 1);
+    const int end =
+        min(static_cast<int>(tile.end - tile.begin), (lane_index() + 1) * staging.warp_tile());
+    unsigned left_out = __ballot_sync(kFullWarp, lane_index() < kWarps && done < end);
+    for (; left_out != 0; left_out &= left_out - 1) {
+      const int w = __ffs(static_cast<int>(left_out)) - 1;
+      redo(__shfl_sync(kFullWarp, done, w), __shfl_sync(kFullWarp, end, w),
+           __shfl_sync(kFullWarp, before + mine.staged, w), __shfl_sync(kFullWarp, up_to, w));
     }
   }
 
-  // The staged entries of a tile, those of several slots side by side. Lane w knows how many there
-  // are in slot w, and how many of the tile are kept before them.
-  __device__ void place_staged(int64_t begin, int64_t slot, uint32_t before, uint32_t staged,
-                               uint32_t place, const Segments& segments) const {
+  // The entries of a tile's slots, those of several side by side.
+  __device__ void move_staged(uint32_t before, uint32_t staged, int64_t slot) const {
     constexpr int kAhead = 4;
     for (int first = 0; first < kWarps; first += kAhead) {
       uint32_t at[kAhead], count[kAhead], most = 0;
@@ -166,80 +49,183 @@ struct TilePlacer {
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           if (i >= count[a]) continue;
-          const uint8_t* entries = staging.slot(slot + first + a, args.value_dtype);
-          position[a] = reinterpret_cast<const uint16_t*>(entries)[i];
-          bits[a] = load_value(entries + 2 * staging.room, i, args.value_dtype);
+          const Sink entries = staging.slot(slot + first + a, args.value_dtype);
+          position[a] = entries.positions[i];
+          bits[a] = load_value(entries.values, i, args.value_dtype);
         }
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           if (i >= count[a]) continue;
-          const int64_t element = begin - begin % kBlock + position[a];
-          if (at[a] + i < static_cast<uint32_t>(args.capacity) - place) {
-            put(place + at[a] + i, position[a], bits[a]);
+          const int64_t element = tile.begin - tile.begin % kBlock + position[a];
+          if (at[a] + i < payload.room) {
+            payload.put(at[a] + i, position[a], bits[a]);
           } else if (is_finite(payload_value(bits[a], args.value_dtype))) {
             float& left = args.residual[element];  // of what is not finite nothing was taken
             left = restore(left, bits[a], args.value_dtype);
           }
-          count_entry(segments, element);
+          count_entry(element);
         }
       }
     }
   }
 
-  // What the first kernel only counted. Gradient and residual are as they were, so the same is
-  // kept. `room`: entries of the tile that may be written. No more than were counted, whatever the
-  // segments' offsets are: behind them are others'.
-  __device__ void redo(int64_t warp_tile, int length, int row, uint32_t entry, uint32_t room,
-                       uint32_t place, const Segments& segments) const {
-    const auto visit = [&](int offset, float sum, bool owned, bool keeps) {
+  // What the first kernel has only counted: gradient and residual are as they were, so the same is
+  // kept. Entries from number `entry` to `last`, whatever the segments' offsets are: behind them
+  // are others'.
+  __device__ void redo(int first, int end, uint32_t entry, uint32_t last) const {
+    const auto visit = [&](int64_t element, float sum, bool owned, bool keeps) {
       const unsigned lanes = __ballot_sync(kFullWarp, keeps);
       const uint32_t at = entry + __popc(lanes & ((1u << lane_index()) - 1));
       entry += __popc(lanes);
       if (!(kHasGrad<Grad> ? owned : keeps)) return;
-      float& residual = args.residual[warp_tile + offset];
+      float& residual = args.residual[element];
       float left = sum;
-      if (keeps && at < room) {
+      if (keeps && at < min(last, payload.room)) {
         const Taken taken = take(sum, args.value_dtype);
-        put(place + at, (warp_tile + offset) % kBlock, taken.bits);
+        payload.put(at, element, taken.bits);
         left = taken.left;
       }
       residual = is_finite(sum) ? left : finite_or_zero(residual);
-      if (keeps) count_entry(segments, warp_tile + offset);
+      if (keeps) count_entry(element);
     };
-    for_each_element<Grad>(args, segments, warp_tile, length, row, visit);
+    for_each_element<Grad>(args, segments, tile.begin + first, tile.begin + end, visit);
   }
 
-  __device__ void put(uint32_t at, uint32_t position, uint32_t bits) const {
-    reinterpret_cast<uint16_t*>(payload + layout.positions)[at] = static_cast<uint16_t>(position);
-    store_value(payload + layout.values, at, bits, args.value_dtype);
-  }
-
-  // Where segments share a tile, each of its entries is counted by itself.
-  __device__ void count_entry(const Segments& segments, int64_t element) const {
+  // Where segments share a tile, each of its entries is counted by itself, and before the tile is.
+  __device__ void count_entry(int64_t element) const {
     if (segments.one()) return;
     add_to_segment(args, staging, segment_of(args, segments, element), 1, 0);
   }
-
-  __device__ uint32_t* starts() const {
-    return reinterpret_cast<uint32_t*>(payload + layout.starts);
+  __device__ void count_tile(uint32_t kept) const {
+    __syncwarp();
+    for (int i = lane_index(); i < segments.count; i += kWarpSize) {
+      const int s = segments.first + i;
+      if (segment_begin(args, s) >= segment_begin(args, s + 1)) continue;
+      add_to_segment(args, staging, s, segments.one() ? kept : 0, 1);
+    }
   }
 };
 
+// Kept by the tiles of a range before a block's, and by these; and whether one of them is not
+// finite.
+struct Sums {
+  Word before, own;
+  uint32_t non_finite;
+};
+
+// By one block, that has tiles [first, last): 4 bytes for each up to its last, from the cache. The
+// range's last block sees them all, so that what it writes into the header is exact.
+__device__ inline Sums sum_totals(const uint32_t* totals, unsigned first, unsigned last,
+                                  Sums (&of_warps)[kWarps]) {
+  Sums sum = {};
+#pragma unroll 8
+  for (unsigned t = thread_index(); t < last; t += kThreads) {
+    const uint32_t total = totals[t];
+    (t < first ? sum.before : sum.own) += total & 0xffff;
+    sum.non_finite |= total >> 31;
+  }
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    sum.before += __shfl_xor_sync(kFullWarp, sum.before, distance);
+    sum.own += __shfl_xor_sync(kFullWarp, sum.own, distance);
+  }
+  sum.non_finite = __any_sync(kFullWarp, sum.non_finite) != 0;
+  if (lane_index() == 0) of_warps[warp_index()] = sum;
+  __syncthreads();
+  sum = {};
+  for (const Sums& of_warp : of_warps) {
+    sum.before += of_warp.before;
+    sum.own += of_warp.own;
+    sum.non_finite |= of_warp.non_finite;
+  }
+  return sum;
+}
+
+// By one warp.
+__device__ inline bool any_damage(const MaskPackArgs& args) {
+  bool damage = false;
+  for (int64_t i = lane_index(); i < args.num_status; i += kWarpSize) damage |= args.status[i] != 0;
+  return __any_sync(kFullWarp, damage) != 0;
+}
+
+// A block places neighbouring tiles of a range, a warp one at a time.
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kPlaceMinBlocks)
     mask_pack_place_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
                            Staging staging, unsigned parts, unsigned per_part) {
-  using Placer = TilePlacer<Grad>;
-  DCT_SHARED(typename Placer::Shared, shared);
-  const unsigned range = blockIdx.x / parts, first = blockIdx.x % parts * per_part;
-  const unsigned of_range = tiles.count_of(range), last = min(first + per_part, of_range);
+  struct Shared {
+    Sums of_warps[kWarps];
+    Segments segments;  // of the block's tiles
+  };
+  DCT_SHARED(Shared, shared);
+  const int lane = lane_index(), warp = warp_index();
+  const unsigned index = blockIdx.x / parts, first = blockIdx.x % parts * per_part;
+  const unsigned of_range = tiles.count_of(index), last = min(first + per_part, of_range);
   if (first >= last) return;
-  const unsigned range_tile = tiles.first_of(range);
-  Placer{args,         layout,
-         staging,      range_bounds(args.numel, args.ranges, range),
-         range_tile,   range_tile + first,
-         last - first, args.payload + range * layout.nbytes}
-      .run(last == of_range, shared);
+  const Range range = range_bounds(args.numel, args.ranges, index);
+  const auto begin_of = [&](unsigned t) { return min(range.begin + t * tiles.tile, range.end); };
+  uint8_t* payload = args.payload + index * layout.nbytes;
+  auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
+  const int64_t before_range = tiles.first_of(index);
+  const uint32_t* totals = staging.totals + before_range;
+  const WarpCount* counts = staging.counts + before_range * kWarps + lane;
+
+  // What is asked for ahead: counts of a warp's tile, and totals of the tiles of all warps.
+  const auto count_of = [&](unsigned t) {
+    return t < last && lane < kWarps ? counts[int64_t{t} * kWarps] : WarpCount{};
+  };
+  const auto total_of = [&](unsigned t) {
+    return t < last && lane < kWarps ? totals[t] & 0xffff : 0;
+  };
+  WarpCount count = count_of(first + warp);
+  uint32_t total = total_of(first + lane);
+  if (warp == 0) {
+    const Segments all = all_segments(args);
+    const Segments found = find_segments(args, all, begin_of(first), begin_of(last));
+    if (lane == 0) shared.segments = found;
+  }
+  const Sums sums = sum_totals(totals, first, last, shared.of_warps);
+  if (last == of_range && warp == kWarps - 1) {
+    const bool damage = any_damage(args);
+    const PayloadHeader header =
+        payload_header(range.end - range.begin, args.capacity, args.value_dtype,
+                       sums.before + sums.own, sums.non_finite != 0, damage);
+    if (lane == 0) {
+      *reinterpret_cast<PayloadHeader*>(payload) = header;
+      starts[num_blocks(range.end - range.begin)] = header.count;
+    }
+  }
+  if (range.begin == range.end) return;  // one tile, of no payload block
+  const Segments segments = shared.segments;
+  if (segments.count == 1 && thread_index() == 0) {
+    add_to_segment(args, staging, segments.first, sums.own, last - first);
+  }
+
+  auto* positions = reinterpret_cast<uint16_t*>(payload + layout.positions);
+  uint8_t* values = payload + layout.values;
+  const auto capacity = static_cast<uint32_t>(args.capacity);
+  uint32_t place = static_cast<uint32_t>(min(sums.before, Word{capacity}));
+  for (unsigned chunk = first; chunk < last; chunk += kWarps) {
+    const unsigned t = chunk + warp;
+    const WarpCount mine = count;
+    const uint32_t kept = __shfl_sync(kFullWarp, total, warp);
+    const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? total : 0);
+    const uint32_t of_chunk = __reduce_add_sync(kFullWarp, total);
+    count = count_of(t + kWarps);
+    total = total_of(chunk + kWarps + lane);
+    if (t < last) {
+      const Range tile = {begin_of(t), begin_of(t + 1)};
+      const uint32_t at = place + min(before, capacity - place);
+      if (lane == 0 && tile.begin % kBlock == 0) starts[(tile.begin - range.begin) / kBlock] = at;
+      const Segments own = find_segments(args, segments, tile.begin, tile.end);
+      const Sink sink = {positions + at, values + int64_t{at} * itemsize(args.value_dtype),
+                         capacity - at, args.value_dtype};
+      const TilePlacer<Grad> placer = {args, staging, own, tile, sink};
+      placer.run(mine, (before_range + t) * kWarps);
+      if (!segments.one()) placer.count_tile(kept);
+    }
+    place += min(of_chunk, capacity - place);
+  }
 }
 
 }  // namespace dct::cuda

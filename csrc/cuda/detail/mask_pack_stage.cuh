@@ -41,7 +41,7 @@ struct WarpStager {
       constexpr int kPass = kRow * kVectors<Grad>;
       rows = stage(segments, aligned ? length / kPass * kPass : 0) / kRow;
       flush();
-      count(segments, length, rows);
+      count(segments, begin + rows * kRow, begin + length);
     }
     return {kept, staged, rows};
   }
@@ -129,7 +129,7 @@ struct WarpStager {
 
   // Moves what has been collected to the slot, and what that leaves to the residual.
   __device__ void flush() {
-    uint8_t* entries = staging.slot(slot, args.value_dtype);
+    const Sink entries = staging.slot(slot, args.value_dtype);
     __syncwarp();
     for (uint32_t first = 0; first < waiting; first += kWarpSize) {
       const uint32_t at = first + lane_index();
@@ -144,9 +144,7 @@ struct WarpStager {
         const int e = __ffs(static_cast<int>(left)) - 1;
         const bool finite = is_finite(sums[e]);
         const Taken taken = take(sums[e], args.value_dtype);
-        const auto position = static_cast<uint32_t>(begin) % kBlock + offset + e;
-        reinterpret_cast<uint16_t*>(entries)[entry] = static_cast<uint16_t>(position);
-        store_value(entries + 2 * staging.room, entry, taken.bits, args.value_dtype);
+        entries.put(entry, begin + offset + e, taken.bits);
         sums[e] = finite ? taken.left : finite_or_zero(residual[e]);
         non_finite |= !finite;
         ++entry;
@@ -158,12 +156,12 @@ struct WarpStager {
   }
 
   // The rest, which the second kernel places: entries behind it, and the header, need its count.
-  __device__ void count(const Segments& segments, int length, int rows) {
-    const auto add = [&](int, float sum, bool, bool keeps) {
+  __device__ void count(const Segments& segments, int64_t first, int64_t end) {
+    const auto add = [&](int64_t, float sum, bool, bool keeps) {
       kept += __popc(__ballot_sync(kFullWarp, keeps));
       non_finite |= keeps && !is_finite(sum);
     };
-    for_each_element<Grad>(args, segments, begin, length, rows, add);
+    for_each_element<Grad>(args, segments, first, end, add);
   }
 };
 

@@ -25,6 +25,19 @@ struct WarpCount {
   uint32_t kept : 12, staged : 12, rows : 8;
 };
 
+// Where entries go: a slot, or the payload.
+struct Sink {
+  uint16_t* positions;
+  uint8_t* values;
+  uint32_t room;  // for so many
+  DType value_dtype;
+
+  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
+    positions[entry] = static_cast<uint16_t>(element % kBlock);
+    store_value(values, entry, bits, value_dtype);
+  }
+};
+
 // All of it is written before it is read: nothing need be cleared before a call.
 struct Staging {
   int warp_tile_bits;  // log2 of a warp's tile; a block's is kWarps of them, and divides kBlock
@@ -35,8 +48,9 @@ struct Staging {
   uint8_t* slots;      // [tiles, kWarps]: u16 positions[room], value[room]
 
   __device__ int warp_tile() const { return 1 << warp_tile_bits; }
-  __device__ uint8_t* slot(int64_t index, DType value_dtype) const {
-    return slots + index * room * (2 + itemsize(value_dtype));
+  __device__ Sink slot(int64_t index, DType value_dtype) const {
+    uint8_t* const entries = slots + index * room * (2 + itemsize(value_dtype));
+    return {reinterpret_cast<uint16_t*>(entries), entries + 2 * room, room, value_dtype};
   }
 };
 
@@ -86,39 +100,39 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
   return in.one() ? in.tau : effective(args.threshold[segment_of(args, in, index)]);
 }
 
-// By one warp, slowly: function(offset, sum, owned, kept) for the elements of a warp's tile from
-// row `row` on, one a lane, whatever their alignment and segments are. Lanes past the end, and
-// those of skipped segments, own nothing. Both kernels call it, and find the same kept.
+// What the residual keeps of a sum that is not finite: what it had.
+__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
+
+// By one warp, slowly: function(element, sum, owned, kept) for those of [begin, end), one a lane,
+// whatever their alignment and segments are. Lanes past the end, and those of skipped segments, own
+// nothing. Both kernels call it, and find the same kept.
 template <typename Grad, typename Function>
-__device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t tile,
-                                 int length, int row, Function function) {
-  if (row * kRow >= length) return;
+__device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t begin,
+                                 int64_t end, Function function) {
+  if (begin >= end) return;
+  const Segments segments = find_segments(args, in, begin, end);
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
-  const Segments segments = find_segments(args, in, tile, tile + length);
   constexpr int kAhead = 8;
-  for (int begin = row * kRow; begin < length; begin += kAhead * kWarpSize) {
+  for (begin += lane_index(); begin - lane_index() < end; begin += kAhead * kWarpSize) {
     float history[kAhead] = {};
     Grad gradient[kAhead] = {};
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int offset = begin + a * kWarpSize + lane_index();
-      if (offset >= length) continue;
-      history[a] = args.residual[tile + offset];
-      if constexpr (kHasGrad<Grad>) gradient[a] = grad[tile + offset];
+      const int64_t element = begin + a * kWarpSize;
+      if (element >= end) continue;
+      history[a] = args.residual[element];
+      if constexpr (kHasGrad<Grad>) gradient[a] = grad[element];
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int offset = begin + a * kWarpSize + lane_index();
+      const int64_t element = begin + a * kWarpSize;
       const float sum = accumulate(history[a], gradient[a], scale);
-      const float tau = offset < length ? threshold_of(args, segments, tile + offset) : -1.0f;
-      function(offset, sum, tau >= 0.0f, tau >= 0.0f && passes(sum, tau));
+      const float tau = element < end ? threshold_of(args, segments, element) : -1.0f;
+      function(element, sum, tau >= 0.0f, tau >= 0.0f && passes(sum, tau));
     }
   }
 }
-
-// What the residual keeps of a sum that is not finite: what it had.
-__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
 // Counts kept entries and blocks' tiles of a segment in its word: kept << 26 | tiles. Who reaches
 // its number of tiles knows all that is kept, and writes `seen`. One does, whatever the offsets

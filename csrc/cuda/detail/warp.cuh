@@ -37,12 +37,14 @@ __device__ inline int upper_bound(const int64_t* values, int count, int64_t key)
   return low;
 }
 
-// The same by a whole warp: 32 probes at a time, so that 1,000 values cost two round trips to
-// memory. Whatever the values are, no access is out of bounds.
+// The same by a whole warp: up to 32 probes at a time, so that 1,000 values cost two round trips to
+// memory, and no more than leave 32 to the next. Whatever the values are, no access is out of
+// bounds.
 __device__ inline int warp_upper_bound(const int64_t* values, int count, int64_t key) {
   int low = 0, high = count;
   while (low < high) {
-    const int stride = (high - low + kWarpSize - 1) / kWarpSize;
+    const int left = high - low;
+    const int stride = left > kWarpSize ? max((left - 1) / kWarpSize + 1, kWarpSize) : 1;
     const int probe = low + lane_index() * stride;
     const bool at_most = probe < high && values[probe] <= key;
     const int passed = __popc(__ballot_sync(kFullWarp, at_most));

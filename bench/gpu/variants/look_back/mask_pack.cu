@@ -92,16 +92,8 @@ __device__ void find_place(const MaskPackArgs& args, const PayloadLayout& layout
         static_cast<uint32_t>(before.count < capacity ? before.count : capacity);
   }
   if (!at.last) return;
-  PayloadHeader header = {};
-  header.magic = kPayloadMagic;
-  header.version = kPayloadVersion;
-  header.value_dtype = static_cast<uint8_t>(args.value_dtype);
-  header.flags = (total > capacity ? kFlagOverflow : 0) |
-                 (before.non_finite || own.non_finite ? kFlagNonFinite : 0) |
-                 (damage ? kFlagDamage : 0);
-  header.numel = static_cast<uint64_t>(at.range_numel);
-  header.capacity = static_cast<uint32_t>(capacity);
-  header.count = static_cast<uint32_t>(total < capacity ? total : capacity);
+  const PayloadHeader header = payload_header(at.range_numel, args.capacity, args.value_dtype,
+                                              total, before.non_finite || own.non_finite, damage);
   *reinterpret_cast<PayloadHeader*>(payload) = header;
   starts[num_blocks(at.range_numel)] = header.count;
 }
