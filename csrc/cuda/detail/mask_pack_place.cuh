@@ -88,7 +88,7 @@ struct TilePlacer {
       residual = is_finite(sum) ? left : finite_or_zero(residual);
       if (keeps) count_entry(element);
     };
-    for_each_element<Grad>(args, segments, tile.begin + first, tile.begin + end, visit);
+    for_each_element<Grad>(args, segments, tile.begin, first, end, visit);
   }
 
   // Where segments share a tile, each of its entries is counted by itself, and before the tile is.

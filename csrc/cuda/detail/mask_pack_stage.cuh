@@ -26,6 +26,9 @@ struct Records {
 // there, which is what it keeps if the sum is not finite.
 template <typename Grad>
 struct WarpStager {
+  static constexpr int kOwn = kVectors<Grad> * kVectorElements;  // of a lane in a pass
+  static constexpr int kPass = kWarpSize * kOwn;
+
   const MaskPackArgs& args;
   const Staging& staging;
   Records& records;
@@ -36,21 +39,21 @@ struct WarpStager {
 
   // `length`: elements of the tile, in `segments`.
   __device__ WarpCount run(const Segments& segments, int length, bool aligned) {
-    uint32_t rows = staging.warp_tile() / kRow;
-    if (!segments.skipped()) {
-      constexpr int kPass = kRow * kVectors<Grad>;
-      rows = stage(segments, aligned ? length / kPass * kPass : 0) / kRow;
-      flush();
-      count(segments, begin + rows * kRow, begin + length);
-    }
-    return {kept, staged, rows};
+    if (segments.skipped()) return {0, 0, uint32_t(staging.warp_tile()) / kRow};
+    const int done = stage(segments, aligned ? length / kPass * kPass : 0);
+    flush();
+    // The rest, which the second kernel places: entries behind it, and the header, need its count.
+    const auto count = [&](int64_t, float sum, bool, bool keeps) {
+      kept += __popc(__ballot_sync(kFullWarp, keeps));
+      non_finite |= keeps && !is_finite(sum);
+    };
+    for_each_element<Grad>(args, segments, begin, done, length, count);
+    return {kept, staged, uint32_t(done) / kRow};
   }
 
   // Stages whole passes up to `end`, as long as there is room. How much a pass keeps is known
   // before anything of it is written: the second kernel must find what is left out as it was.
   __device__ int stage(const Segments& segments, int end) {
-    constexpr int kOwn = kVectors<Grad> * kVectorElements;  // bit 4 * v + e of keeps
-    constexpr int kPass = kWarpSize * kOwn;
     const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
     const bool plain = segments.one() && segments.tau < kInfinity;
     const int lane = lane_index() * kVectorElements;
@@ -71,7 +74,7 @@ struct WarpStager {
         float& sum = sums[i / kVectorElements][i % kVectorElements];
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
-      uint32_t keeps = 0;
+      uint32_t keeps = 0;  // bit 4 * v + e
       if (plain) {
         // |sum| - tau has no sign if the sum passes: one addition and one shift each. A NaN has
         // none. Needs gradual underflow, and inf - inf is a NaN of either sign.
@@ -153,15 +156,6 @@ struct WarpStager {
     }
     __syncwarp();
     waiting = 0;
-  }
-
-  // The rest, which the second kernel places: entries behind it, and the header, need its count.
-  __device__ void count(const Segments& segments, int64_t first, int64_t end) {
-    const auto add = [&](int64_t, float sum, bool, bool keeps) {
-      kept += __popc(__ballot_sync(kFullWarp, keeps));
-      non_finite |= keeps && !is_finite(sum);
-    };
-    for_each_element<Grad>(args, segments, first, end, add);
   }
 };
 

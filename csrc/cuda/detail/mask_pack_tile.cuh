@@ -103,32 +103,33 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
 // What the residual keeps of a sum that is not finite: what it had.
 __device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// By one warp, slowly: function(element, sum, owned, kept) for those of [begin, end), one a lane,
-// whatever their alignment and segments are. Lanes past the end, and those of skipped segments, own
-// nothing. Both kernels call it, and find the same kept.
+// By one warp, slowly: function(element, sum, owned, kept) for elements [first, end) from `begin`
+// on, one a lane, whatever their alignment and segments are. Lanes past the end, and those of
+// skipped segments, own nothing. Both kernels call it, and find the same kept.
 template <typename Grad, typename Function>
 __device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t begin,
-                                 int64_t end, Function function) {
-  if (begin >= end) return;
-  const Segments segments = find_segments(args, in, begin, end);
+                                 int first, int end, Function function) {
+  if (first >= end) return;
+  const Segments segments = find_segments(args, in, begin + first, begin + end);
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
   constexpr int kAhead = 8;
-  for (begin += lane_index(); begin - lane_index() < end; begin += kAhead * kWarpSize) {
+  for (; first < end; first += kAhead * kWarpSize) {
+    const int own = first + lane_index();
     float history[kAhead] = {};
     Grad gradient[kAhead] = {};
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int64_t element = begin + a * kWarpSize;
-      if (element >= end) continue;
-      history[a] = args.residual[element];
-      if constexpr (kHasGrad<Grad>) gradient[a] = grad[element];
+      if (own + a * kWarpSize >= end) continue;
+      history[a] = args.residual[begin + own + a * kWarpSize];
+      if constexpr (kHasGrad<Grad>) gradient[a] = grad[begin + own + a * kWarpSize];
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int64_t element = begin + a * kWarpSize;
+      const bool inside = own + a * kWarpSize < end;
+      const int64_t element = begin + own + a * kWarpSize;
       const float sum = accumulate(history[a], gradient[a], scale);
-      const float tau = element < end ? threshold_of(args, segments, element) : -1.0f;
+      const float tau = inside ? threshold_of(args, segments, element) : -1.0f;
       function(element, sum, tau >= 0.0f, tau >= 0.0f && passes(sum, tau));
     }
   }
