@@ -49,7 +49,7 @@ MUTANTS = {
         "detail/mask_pack_stage.cuh",
         "kept + of_pass > staging.room) break;",
         "kept + of_pass > staging.room) {\n"
-        "        if (kHasGrad<Grad>) stream_out(residual + offset, sums[0]);\n"
+        "        if (kHasGrad<Grad>) stream_out(residual, sums[0]);\n"
         "        break;\n"
         "      }",
     ),
