@@ -19,6 +19,7 @@ from .ops import (  # noqa: E402
     sample_threshold,
     scatter_unpack,
     track_threshold,
+    value_scale,
 )
 
 __version__ = "0.1.0"
@@ -38,4 +39,5 @@ __all__ = [
     "sample_threshold",
     "scatter_unpack",
     "track_threshold",
+    "value_scale",
 ]

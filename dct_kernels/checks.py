@@ -52,7 +52,7 @@ def require_density(op: str, density: float) -> None:
         fail(op, "density", "in (0, 1]", density)
 
 
-def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+def require_dtype(op: str, arg: str, dtype: object, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(dtype, torch.dtype):
         fail(op, arg, "a torch.dtype", type(dtype).__name__, TypeError)
     if dtype not in allowed:

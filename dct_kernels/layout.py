@@ -4,6 +4,14 @@
 
 All little-endian; each section begins at a multiple of 16 bytes. `starts[b]` is the index of the
 first entry of block b (16,384 elements), so a reader finds any block without a search.
+
+With value dtype "e3m0" it is version 2, where position and value are 16 bits together:
+
+    header (64 bytes) | u32 starts[blocks + 1], u16 sub_starts[blocks][3] | u16 entry[capacity]
+
+An entry is position << 4 | negative << 3 | exponent: the position in its sub-block (4,096
+elements), and plus or minus scale * 2**exponent. `sub_starts[b]` says how many entries of block b
+come before its second, third and fourth sub-block.
 """
 
 import struct
@@ -24,9 +32,19 @@ VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
+E3M0 = "e3m0"
+E3M0_VERSION, E3M0_CODE = 2, 3
+SUB_BLOCK = 4096
+SUB_STARTS = BLOCK // SUB_BLOCK - 1  # of a block
+# The scale's exponent as float32 stores it, from 2**-126 to 2**120: every code is a normal number.
+LEAST_SCALE, MOST_SCALE = 1, 247
+
 
 class PayloadLayout(NamedTuple):
-    """Byte offsets of one range's sections, and its size."""
+    """Byte offsets of one range's sections, and its size.
+
+    Entries of "e3m0" are one section: there `values` is `positions`.
+    """
 
     nbytes: int  # a multiple of 16
     starts: int
@@ -37,13 +55,14 @@ class PayloadLayout(NamedTuple):
 class PayloadInfo(NamedTuple):
     """What a payload's header says."""
 
-    value_dtype: torch.dtype
+    value_dtype: torch.dtype | str
     numel: int
     capacity: int
     count: int  # type: ignore[assignment]  # in place of tuple.count
     overflow: bool
     non_finite: bool
     damage: bool
+    scale: float | None = None  # what exponent 0 stands for in "e3m0"
 
 
 def range_blocks(numel: int, ranges: int) -> int:
@@ -58,8 +77,13 @@ def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
     return min(index * length, numel), min((index + 1) * length, numel)
 
 
+def sub_starts(numel: int, ranges: int = 1) -> int:
+    """Byte offset of the sub-blocks' starts in "e3m0": right behind those of the blocks."""
+    return HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1)
+
+
 def payload_layout(
-    numel: int, capacity: int, value_dtype: torch.dtype, ranges: int = 1
+    numel: int, capacity: int, value_dtype: torch.dtype | str, ranges: int = 1
 ) -> PayloadLayout:
     """Size and section offsets of a payload for `numel` elements.
 
@@ -68,7 +92,7 @@ def payload_layout(
     Args:
         numel: elements of the tensor that is packed (of all ranges together), >= 0.
         capacity: entries of room in each range, 1 to 2**32 - 1.
-        value_dtype: torch.float32 or torch.bfloat16.
+        value_dtype: torch.float32, torch.bfloat16 or "e3m0".
         ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
 
     Raises:
@@ -76,11 +100,17 @@ def payload_layout(
 
     >>> payload_layout(1_000_000, 6_250, torch.bfloat16)
     PayloadLayout(nbytes=25344, starts=64, positions=320, values=12832)
+    >>> payload_layout(1_000_000, 6_250, "e3m0")
+    PayloadLayout(nbytes=13200, starts=64, positions=688, values=688)
     """
     require_int("payload_layout", "numel", numel, 0, 2**63 - 1)
     require_int("payload_layout", "capacity", capacity, 1, 2**32 - 1)
     require_int("payload_layout", "ranges", ranges, 1, 2**31 - 1)
+    if value_dtype == E3M0:
+        entries = _align16(sub_starts(numel, ranges) + 2 * SUB_STARTS * range_blocks(numel, ranges))
+        return PayloadLayout(_align16(entries + 2 * capacity), HEADER_BYTES, entries, entries)
     require_dtype("payload_layout", "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
+    assert isinstance(value_dtype, torch.dtype)
     positions = _align16(HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1))
     values = _align16(positions + 2 * capacity)
     nbytes = _align16(values + value_dtype.itemsize * capacity)
@@ -99,19 +129,25 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         got = f"{payload.dtype} {list(payload.shape)}"
         fail("payload_info", "payload", f"uint8 [nbytes >= {HEADER_BYTES}]", got)
     raw = bytes(payload[:HEADER_BYTES].tolist())
-    magic, version, code, flags, numel, capacity, count, _ = HEADER.unpack(raw)
-    dtypes = {code: dtype for dtype, code in VALUE_DTYPE_CODES.items()}
-    if (magic, version) != (MAGIC, VERSION) or code not in dtypes:
+    magic, version, code, flags, numel, capacity, count, rest = HEADER.unpack(raw)
+    kinds: dict[tuple[int, int], torch.dtype | str] = {
+        (VERSION, code): dtype for dtype, code in VALUE_DTYPE_CODES.items()
+    }
+    kinds[E3M0_VERSION, E3M0_CODE] = E3M0
+    if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
-        fail("payload_info", "payload", f"a DCT payload of version {VERSION}", got)
+        rule = f"a DCT payload of version {VERSION} or {E3M0_VERSION}"
+        fail("payload_info", "payload", rule, got)
+    value_dtype = kinds[version, code]
     return PayloadInfo(
-        value_dtype=dtypes[code],
+        value_dtype=value_dtype,
         numel=numel,
         capacity=capacity,
         count=count,
         overflow=bool(flags & FLAG_OVERFLOW),
         non_finite=bool(flags & FLAG_NON_FINITE),
         damage=bool(flags & FLAG_DAMAGE),
+        scale=2.0 ** (rest[0] - 127) if value_dtype == E3M0 else None,
     )
 
 

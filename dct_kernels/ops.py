@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _contract
+from .layout import E3M0
 
 
 def sample_threshold(
@@ -100,9 +101,10 @@ def mask_pack(
     payload: Tensor,
     seen: Tensor,
     capacity: int,
-    value_dtype: torch.dtype,
+    value_dtype: torch.dtype | str,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> None:
     """Error feedback, threshold mask and compaction in one pass over memory.
 
@@ -113,6 +115,13 @@ def mask_pack(
     finite acc: what does not fit is late, never lost. Where acc is not finite the residual keeps
     its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
     packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
+
+    With value_dtype "e3m0" an entry is 16 bits: its position, and plus or minus s * 2**e, e from 0
+    to 7, where s is the power of two nearest to `scale`. acc is rounded to the nearest of these,
+    the larger of two; what is beyond them is sent as the largest, and the rest of it stays. Not
+    packed are what is not finite (the header says so, and `scatter_unpack` makes element 0 of the
+    range NaN), what is below s / 2, and what is 2**31 * s or more: float32 cannot subtract a code
+    from it exactly. They count in `seen`. Backends eager and cpp.
 
     Args:
         residual: float32 [numel], read and written.
@@ -125,10 +134,12 @@ def mask_pack(
         seen: int32 [S], written: how many passed, packed or not.
         capacity: entries of room in each range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
-            to infinity saturates).
+            to infinity saturates), or "e3m0".
         inv_scale: float32, one element, or None.
         status: int32 [P], what the last `scatter_unpack` returned, or None. If one of them is not
             0, every range's header says "damage": all ranks learn what this one saw.
+        scale: float32 [R], for "e3m0" only: the magnitude that the smallest code of each range is
+            nearest to, its threshold or `value_scale`. It is kept within 2**-126 and 2**120.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -141,6 +152,7 @@ def mask_pack(
     >>> residual, seen
     (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
     """
+    dtype, value_format = _values(value_dtype)
     args = (
         residual,
         grad,
@@ -149,19 +161,48 @@ def mask_pack(
         payload,
         seen,
         capacity,
-        value_dtype,
+        dtype,
         inv_scale,
         status,
+        value_format,
+        scale,
     )
     _contract.mask_pack(*args)
     torch.ops.dct.mask_pack.default(*args)
+
+
+def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
+    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 what the largest needs.
+
+    The smallest code is then the power of two nearest to the threshold, and the largest one 96 to
+    192 times the threshold. Of a threshold of 0 the largest code is nearest to `largest`.
+
+    Args:
+        threshold: float32 [R], of each range.
+        largest: float32 [R], the largest magnitudes, of a sample for instance: `sample_threshold`
+            at a density too small for two picks.
+
+    Returns:
+        float32 [R].
+
+    >>> value_scale(torch.tensor([0.5, 0.0]), torch.tensor([9.0, 256.0]))
+    tensor([0.5000, 2.0000])
+    """
+    return torch.where(threshold > 0, threshold, largest * 2.0**-7)
+
+
+def _values(value_dtype: torch.dtype | str) -> tuple[torch.dtype, str]:
+    """value_dtype and value_format of torch.ops.dct; with a format the dtype does not matter."""
+    if value_dtype == E3M0:
+        return torch.bfloat16, E3M0
+    return value_dtype, ""  # type: ignore[return-value]  # checked by the contract
 
 
 def scatter_unpack(
     payloads: Tensor,
     out: Tensor,
     capacity: int,
-    value_dtype: torch.dtype,
+    value_dtype: torch.dtype | str,
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
@@ -170,8 +211,9 @@ def scatter_unpack(
 
     out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
     float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
-    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN,
-    so that a GradScaler skips the step on every rank. Mutates `out` (every element is written).
+    dtype. If a payload says both "overflow" and "non-finite", or of "e3m0" just "non-finite",
+    element 0 of its range becomes NaN, so that a GradScaler skips the step on every rank. Mutates
+    `out` (every element is written).
 
     Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
     adds nothing, and no content causes an access out of bounds.
@@ -192,7 +234,8 @@ def scatter_unpack(
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    dtype, value_format = _values(value_dtype)
+    args = (payloads, out, capacity, dtype, scale, accumulate, out_scale, value_format)
     _contract.scatter_unpack(*args)
     status: Tensor = torch.ops.dct.scatter_unpack.default(*args)
     return status

@@ -256,9 +256,12 @@ def mask_pack(
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
+    value_format: str = "",
+    scale: Tensor | None = None,
 ) -> None:
     args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status)
+    _contract.mask_pack(*args, inv_scale, status, value_format, scale)
+    _contract.no_e3m0("mask_pack", "triton", value_format)
     numel, num_segments, device = residual.numel(), seen.numel(), residual.device
     num_status = 0 if status is None else status.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1

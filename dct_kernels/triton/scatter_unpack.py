@@ -233,8 +233,11 @@ def scatter_unpack(
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
+    value_format: str = "",
 ) -> Tensor:
-    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    _contract.scatter_unpack(*args, value_format)
+    _contract.no_e3m0("scatter_unpack", "triton", value_format)
     numel, device = out.numel(), out.device
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1

@@ -33,12 +33,14 @@ def mask_pack(
     ranges=None,
     inv_scale=None,
     status=None,
+    scale=None,
     offset=0,
 ):
     """Run mask_pack, hold residual, seen and every byte against the oracle, return them.
 
     `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `threshold` and `segments`
-    may be lists; by default one segment and room for everything. `status` is a list or None.
+    may be lists; by default one segment and room for everything. `status` is a list or None. With
+    value_dtype "e3m0" `scale` is a list of a float a range, all 1 by default.
     """
     numel = residual.numel()
     threshold = torch.as_tensor(threshold, dtype=torch.float32)
@@ -48,6 +50,10 @@ def mask_pack(
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
 
     arena = Arena(backend.device, offset)
+    e3m0 = ()
+    if value_dtype == "e3m0":
+        scale = torch.tensor([1.0] * geometry.ranges if scale is None else scale)
+        e3m0 = ("e3m0", arena.read(scale))
     new = arena.written(residual)
     payload = arena.written(torch.full(shape, PREFILL, dtype=torch.uint8), offset=0)
     seen = arena.written(torch.full((len(segments) - 1,), -77, dtype=torch.int32))
@@ -59,9 +65,10 @@ def mask_pack(
         payload,
         seen,
         capacity,
-        value_dtype,
+        torch.bfloat16 if e3m0 else value_dtype,
         arena.read(inv_scale),
         None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
+        *e3m0,
     )
     arena.check()
 
@@ -75,6 +82,7 @@ def mask_pack(
         geometry,
         None if inv_scale is None else inv_scale.item(),
         status or (),
+        scale.numpy() if e3m0 else (),
     )
     bits.assert_equal(seen.cpu().numpy(), expected_seen, "seen")
     bits.assert_floats(new, expected_residual.view(np.uint32), "residual")
@@ -114,10 +122,11 @@ def scatter_unpack(
         arena.read(torch.from_numpy(raw.copy()).view(shape), offset=0),
         new,
         geometry.capacity,
-        bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]],
+        getattr(torch, geometry.dtype, torch.bfloat16),
         scale,
         accumulate,
         arena.read(out_scale),
+        *(("e3m0",) if geometry.dtype == "e3m0" else ()),
     )
     arena.check()
 
@@ -136,17 +145,22 @@ def scatter_unpack(
     return new.cpu(), status.tolist()
 
 
-def random_payload(geometry, density, seed, pool, flags=0):
-    """One rank's payload: `density` of every range's elements, values drawn from `pool`."""
+def random_payload(geometry, density, seed, pool=None, flags=0):
+    """One rank's payload: `density` of every range's elements, values drawn from `pool`.
+
+    Those of e3m0 are any codes, over a scale that follows from the seed.
+    """
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):
         low, high = geometry.bounds(r)
         count = min(geometry.capacity, round(density * (high - low)))
         indices = np.sort(rng.choice(high - low, count, replace=False))
-        values = bits.raw(pool)[rng.integers(0, len(pool), count)]
+        codes = np.arange(16) if geometry.dtype == "e3m0" else bits.raw(pool)
+        values = codes[rng.integers(0, len(codes), count)]
         row = bytearray([PREFILL]) * geometry.nbytes
-        content = payload_bytes.content(geometry, r, indices, values, flags)
+        power = 2.0 ** (seed % 5 - 2)
+        content = payload_bytes.content(geometry, r, indices, values, flags, power)
         payload_bytes.write(row, geometry, content)
         rows.append(bytes(row))
     return rows

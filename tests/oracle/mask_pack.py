@@ -2,14 +2,16 @@
 
 import numpy as np
 
-from . import floats, payload
+from . import e3m0, floats, payload
 
 
-def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=None, status=()):
+def mask_pack(
+    residual, grad, segments, threshold, rows, geometry, inv_scale=None, status=(), scale=()
+):
     """New residual and seen; `rows`, one bytearray a range, are written in place.
 
     `residual`, `grad` (or None), `threshold` are float32 arrays, `segments` a list of S + 1,
-    `status` a list of any length.
+    `status` a list of any length, `scale` one of a float a range for e3m0.
     """
     acc = floats.accumulate(residual, grad, inv_scale)
     active = np.zeros(geometry.numel, bool)
@@ -27,7 +29,17 @@ def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=Non
     new = residual.copy()
     new[active & finite] = acc[active & finite]
     new[active & ~finite & ~np.isfinite(residual)] = 0.0
-    values = floats.narrow(acc, geometry.dtype, saturate=True)
+    if geometry.dtype != "e3m0":
+        values = floats.narrow(acc, geometry.dtype, saturate=True)
+        sent, powers = floats.widen(values, geometry.dtype), [1.0] * len(rows)
+    else:
+        powers = e3m0.nearest_scale(scale)
+        each = np.ones(geometry.numel)
+        for r, power in enumerate(powers):
+            each[slice(*geometry.bounds(r))] = power
+        passed &= e3m0.holds(acc, each)
+        values = e3m0.encode(acc, each)
+        sent = e3m0.decode(values, each)
     for r, row in enumerate(rows):
         low, high = geometry.bounds(r)
         through = low + np.flatnonzero(passed[low:high])
@@ -37,9 +49,8 @@ def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=Non
             flags |= payload.NON_FINITE
         if any(status):
             flags |= payload.DAMAGE
-        payload.write(
-            row, geometry, payload.content(geometry, r, packed - low, values[packed], flags)
-        )
+        content = payload.content(geometry, r, packed - low, values[packed], flags, powers[r])
+        payload.write(row, geometry, content)
         kept = packed[finite[packed]]
-        new[kept] = acc[kept] - floats.widen(values[kept], geometry.dtype)
+        new[kept] = acc[kept] - sent[kept]
     return new, seen
