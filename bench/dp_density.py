@@ -12,9 +12,9 @@ tables' is --table-lr.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
-range of the gradient, and compresses its mean once more; picks:D%xM is DCT with thresholds from M
-picks. local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have
-moved by are sent, with error feedback: D / H a step. Three more were tried against what momentum
+range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
+picks:D%xM is DCT with thresholds from M picks. local:D%xH: every rank takes H steps of its own
+optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step. Three more were tried against what momentum
 and AdamW lose: corrected:D%, with Deep Gradient Compression's momentum correction and factor
 masking; warmup:D%xH, 25 % falling to D % over the first H steps, as it has it, too; and
 cooldown:D%xH, 25 % from step H on. The ranks are simulated in one process, bit for bit as real
@@ -112,6 +112,7 @@ def method(name: str) -> partial:
         return plain[kind]
     sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "corrected": dp_ranks.MomentumCorrected}
     sparse["reduce_scatter"] = dp_ranks.ReduceScatter
+    sparse["e3m0"] = partial(dp_ranks.DCT, value_dtype="e3m0")
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
     timed |= {"picks": dp_ranks.DCT}
     try:

@@ -67,11 +67,11 @@ class Dense(Exchange):
 
 
 class DCT(Exchange):
-    """What `DCTState` does, by its own compressor; thresholds from `max_samples` picks if given."""
+    """What `DCTState` does, by its own compressor; `settings` are the compressor's."""
 
-    def __init__(self, shapes, ranks: int, density: float, max_samples: int | None = None) -> None:
+    def __init__(self, shapes, ranks: int, density: float, **settings) -> None:
         super().__init__(shapes, ranks)
-        self.compressors = compressors(self.sizes, ranks, density, max_samples)
+        self.compressors = compressors(self.sizes, ranks, density, **settings)
 
     def start(self, grads: Sequence[Tensor]) -> Tensor:
         return self.all_reduce(grads, torch.bfloat16)
@@ -191,12 +191,10 @@ def cooldown(shapes, ranks: int, density: float, period: int) -> Scheduled:
     return Scheduled(shapes, ranks, lambda step: density if step < period else DENSE_END)
 
 
-def compressors(
-    sizes: Sequence[int], ranks: int, density: float, max_samples: int | None = None
-) -> list[Compressor]:
+def compressors(sizes: Sequence[int], ranks: int, density: float, **settings) -> list[Compressor]:
     """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`."""
     numel = sum(sizes)
-    return [Compressor(numel, [0, numel], density, max_samples=max_samples) for _ in range(ranks)]
+    return [Compressor(numel, [0, numel], density, **settings) for _ in range(ranks)]
 
 
 class TopK(Exchange):

@@ -18,13 +18,25 @@ from torch import Tensor
 
 import dct_kernels
 from dct_kernels import checks
-from dct_kernels.layout import BLOCK, HEADER_BYTES, VALUE_DTYPE_CODES, payload_layout, range_bounds
+from dct_kernels.layout import (
+    BLOCK,
+    E3M0,
+    HEADER_BYTES,
+    SUB_BLOCK,
+    SUB_STARTS,
+    VALUE_DTYPE_CODES,
+    payload_layout,
+    range_blocks,
+    range_bounds,
+    sub_starts,
+)
 
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity over what is to pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold: docs/benchmarks.md, Thresholds.
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
+LARGEST = 2.0**-40  # a density of one pick
 
 _FLAGS_BYTE, _COUNT_WORD = 7, 5  # of the payload's header
 
@@ -41,6 +53,13 @@ def default_capacity(numel: int, density: float) -> int:
 def default_samples(density: float) -> int:
     """Picks that a threshold is sampled from: 4,096, from 0.39 % down 16 / density."""
     return min(max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density)), 2**31 - 1)
+
+
+def sent_as(value_dtype: torch.dtype | str, density: float) -> torch.dtype | str:
+    """What is in the payloads. At density 1 there is no threshold to take a scale from, and all is
+    to arrive: "e3m0" is bfloat16 then.
+    """
+    return torch.bfloat16 if value_dtype == E3M0 and density == 1 else value_dtype
 
 
 class Compressor:
@@ -64,7 +83,9 @@ class Compressor:
         density: fraction of each segment to send per step, in (0, 1].
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
         policy: "fresh" or "fixed".
-        value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
+        value_dtype: of the values in the payload, torch.bfloat16, torch.float32, or "e3m0": two
+            bytes an entry, position and all (on the CPU so far). At density 1 values are bfloat16
+            then: `sent_as`.
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
@@ -100,7 +121,7 @@ class Compressor:
         *,
         refresh_every: int = 1000,
         policy: str = "fresh",
-        value_dtype: torch.dtype = torch.bfloat16,
+        value_dtype: torch.dtype | str = torch.bfloat16,
         capacity: int | None = None,
         ranges: int = 1,
         max_samples: int | None = None,
@@ -122,7 +143,11 @@ class Compressor:
         self.density = density
         self.refresh_every = refresh_every
         self.policy = policy
-        self.value_dtype = value_dtype
+        self.value_dtype = value_dtype = sent_as(value_dtype, density)
+        # As the raw ops take them: with a format the dtype does not matter.
+        coded = not isinstance(value_dtype, torch.dtype)
+        self._values = torch.bfloat16 if coded else value_dtype
+        self._format = E3M0 if coded else ""
         self.capacity = capacity
         self.max_samples = max_samples
         self.step = 0
@@ -134,10 +159,20 @@ class Compressor:
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
-        # A short range has fewer blocks than a row has room for, so that positions follow sooner.
+        self._scale = torch.ones(ranges, device=device) if coded else None
+        self._one_a_range = bounds[:-1] == [
+            range_bounds(numel, ranges, r)[0] for r in range(ranges)
+        ]
+        # A short range has fewer blocks than a row has room for, so that what follows comes sooner.
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
-        self._gap = slice(self._layout.positions, row.positions)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
+        self._sections = [(slice(row.positions, None), slice(self._layout.positions, None))]
+        starts = self._layout.positions
+        if coded and row_of is not None:
+            starts, size = sub_starts(numel), 2 * SUB_STARTS * range_blocks(numel, 1)
+            there = sub_starts(row_of)
+            self._sections.append((slice(there, there + size), slice(starts, starts + size)))
+        self._sections.append((slice(starts), slice(starts)))
         self._sampled = False  # yet
 
     def pack(
@@ -164,9 +199,11 @@ class Compressor:
             self.payload,
             self.seen,
             self.capacity,
-            self.value_dtype,
+            self._values,
             inv_scale,
             status,
+            self._format,
+            self._scale,
         )
         self.step += 1
         return self._to_send()
@@ -184,9 +221,11 @@ class Compressor:
             self.payload,
             torch.empty_like(self.seen),
             self.capacity,
-            self.value_dtype,
+            self._values,
             None,
             self.seen.new_ones(1),
+            self._format,
+            self._scale,
         )
         return self._to_send()
 
@@ -205,8 +244,9 @@ class Compressor:
         if len(payloads) == 0:
             checks.fail("Compressor.unpack", "payloads", "one or more", "none")
         if self._row is not None:
-            parts = payloads[..., : self._gap.start], payloads[..., self._gap.stop :]
-            payloads = torch.cat(parts, dim=-1)
+            rows, payloads = payloads, payloads.new_zeros(*payloads.shape[:-1], self._layout.nbytes)
+            for there, here in self._sections:
+                payloads[..., here] = rows[..., there]
         return self._unpack(payloads, out, out_scale)
 
     def take_back(self) -> None:
@@ -241,8 +281,14 @@ class Compressor:
             blocks = -(-(high - low) // BLOCK)
             starts = row[HEADER_BYTES:].view(torch.int32)[: blocks + 1]
             positions = row[self._layout.positions :].view(torch.int16)[: self.capacity]
-            block = torch.searchsorted(starts, entry, right=True) - 1
-            part = torch.searchsorted(bounds, low + block * BLOCK + positions, right=True)
+            group = BLOCK
+            if self._format:
+                inner = row[sub_starts(len(self.residual), len(rows)) :][: 2 * SUB_STARTS * blocks]
+                inner = inner.view(torch.int16).view(blocks, SUB_STARTS) + starts[:-1, None]
+                starts = torch.cat([starts[:-1, None], inner], 1).flatten()
+                positions, group = positions >> 4 & SUB_BLOCK - 1, SUB_BLOCK
+            begin = low + (torch.searchsorted(starts, entry, right=True) - 1) * group
+            part = torch.searchsorted(bounds, begin + positions, right=True)
             count = row.view(torch.int32)[_COUNT_WORD]
             counts.index_add_(0, part, (entry < count).long())
         return counts[1:-1]
@@ -251,8 +297,8 @@ class Compressor:
         """The payload, in the form of a row where it is one of several."""
         if self._row is None:
             return self.payload
-        self._row[: self._gap.start] = self.payload[: self._gap.start]
-        self._row[self._gap.stop :] = self.payload[self._gap.start :]
+        for there, here in self._sections:
+            self._row[there] = self.payload[here]
         return self._row
 
     def _unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
@@ -260,10 +306,11 @@ class Compressor:
             payloads,
             out,
             self.capacity,
-            self.value_dtype,
+            self._values,
             1 / payloads.shape[0],
             False,
             out_scale,
+            self._format,
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
@@ -286,6 +333,14 @@ class Compressor:
         else:
             self.threshold = sampled
         self._sampled = True
+        if self._scale is not None:
+            largest = _sample_threshold(
+                grad, self.residual, self.segments, LARGEST, self.max_samples, self.step, inv_scale
+            )
+            scale = dct_kernels.value_scale(self.threshold, largest)
+            if not self._one_a_range:  # nothing that passes is below half of the smallest
+                scale = scale.min().expand_as(self._scale)
+            self._scale.copy_(scale)
 
 
 @functools.cache  # once per process
@@ -313,10 +368,11 @@ def _bounds(segments: Sequence[int] | Tensor, numel: int) -> list[int]:
 
 
 def check_settings(
-    owner: str, density: float, refresh_every: int, policy: str, value_dtype: torch.dtype
+    owner: str, density: float, refresh_every: int, policy: str, value_dtype: torch.dtype | str
 ) -> None:
     """What a Compressor and everything built on it demand of these four."""
     checks.require_density(owner, density)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
     checks.require_choice(owner, "policy", policy, POLICIES)
-    checks.require_dtype(owner, "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
+    if value_dtype != E3M0:
+        checks.require_dtype(owner, "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
