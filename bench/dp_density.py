@@ -14,11 +14,11 @@ Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error fe
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
 range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
 picks:D%xM is DCT with thresholds from M picks. local:D%xH: every rank takes H steps of its own
-optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step. Three more were tried against what momentum
-and AdamW lose: corrected:D%, with Deep Gradient Compression's momentum correction and factor
-masking; warmup:D%xH, 25 % falling to D % over the first H steps, as it has it, too; and
-cooldown:D%xH, 25 % from step H on. The ranks are simulated in one process, bit for bit as real
-ones; bytes are what a rank sends, by formula.
+optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step.
+Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
+Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
+first H steps, as it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
+one process, bit for bit as real ones; bytes are what a rank sends, by formula.
 
 1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
    is that of the lowest loss on the validation part.

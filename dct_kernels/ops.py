@@ -174,8 +174,8 @@ def mask_pack(
 def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
     """The `scale` of "e3m0" payloads: the threshold, or where that is 0 what the largest needs.
 
-    The smallest code is then the power of two nearest to the threshold, and the largest one 96 to
-    192 times the threshold. Of a threshold of 0 the largest code is nearest to `largest`.
+    The smallest code is then the power of two nearest to the threshold, and the largest one 85 to
+    171 times the threshold. Of a threshold of 0 the largest code is nearest to `largest`.
 
     Args:
         threshold: float32 [R], of each range.

@@ -14,7 +14,7 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_kernels.layout import VALUE_DTYPE_CODES, payload_layout
 
-from ..compressor import Compressor, check_settings, default_capacity, sent_as
+from ..compressor import Compressor, check_settings, default_capacity
 
 
 class Codec(Protocol):
@@ -53,9 +53,9 @@ class Settings:
     op: dataclasses.InitVar[str] = "Settings"  # what is made, for errors
 
     def __post_init__(self, op: str) -> None:
+        check_settings(op, self.density, self.refresh_every, self.policy, self.value_dtype)
         # "e3m0" is for a Compressor by itself as yet.
         checks.require_dtype(op, "value_dtype", self.value_dtype, tuple(VALUE_DTYPE_CODES))
-        check_settings(op, self.density, self.refresh_every, self.policy, self.value_dtype)
 
     def as_told(self) -> dict[str, str | float]:
         """What JSON can hold of them, for ranks to compare."""
@@ -68,8 +68,7 @@ class Settings:
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
         """Of the payload of one range; the longest has so many elements."""
-        values = sent_as(self.value_dtype, self.density)
-        return payload_layout(numel, self.capacity(longest), values, ranges).nbytes
+        return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
 
     def codec(
         self, bounds: Sequence[int], device: torch.device, step: int, row_of: int | None = None
