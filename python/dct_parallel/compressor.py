@@ -26,7 +26,6 @@ from dct_kernels.layout import (
     SUB_STARTS,
     VALUE_DTYPE_CODES,
     payload_layout,
-    range_blocks,
     range_bounds,
     sub_starts,
 )
@@ -166,13 +165,11 @@ class Compressor:
         # A short range has fewer blocks than a row has room for, so that what follows comes sooner.
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
-        self._sections = [(slice(row.positions, None), slice(self._layout.positions, None))]
-        starts = self._layout.positions
+        end = self._layout.positions
+        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # of a row, what is here
         if coded and row_of is not None:
-            starts, size = sub_starts(numel), 2 * SUB_STARTS * range_blocks(numel, 1)
-            there = sub_starts(row_of)
-            self._sections.append((slice(there, there + size), slice(starts, starts + size)))
-        self._sections.append((slice(starts), slice(starts)))
+            here, there = sub_starts(numel), sub_starts(row_of)
+            self._cuts[:1] = slice(here), slice(there, there + end - here)
         self._sampled = False  # yet
 
     def pack(
@@ -244,9 +241,7 @@ class Compressor:
         if len(payloads) == 0:
             checks.fail("Compressor.unpack", "payloads", "one or more", "none")
         if self._row is not None:
-            rows, payloads = payloads, payloads.new_zeros(*payloads.shape[:-1], self._layout.nbytes)
-            for there, here in self._sections:
-                payloads[..., here] = rows[..., there]
+            payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)
 
     def take_back(self) -> None:
@@ -297,8 +292,9 @@ class Compressor:
         """The payload, in the form of a row where it is one of several."""
         if self._row is None:
             return self.payload
-        for there, here in self._sections:
-            self._row[there] = self.payload[here]
+        sizes = [len(self._row[cut]) for cut in self._cuts]
+        for cut, part in zip(self._cuts, self.payload.split(sizes), strict=True):
+            self._row[cut] = part
         return self._row
 
     def _unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
