@@ -42,7 +42,7 @@ def _exchanges(folder):
 
     def run(exchange):
         x = _rows(rank)
-        y = exchange(x, splits, splits, dist.group.WORLD)
+        y = exchange(x, splits, splits, group=dist.group.WORLD)
         (y * weight).sum().backward()
         return y.detach(), x.grad
 
