@@ -35,8 +35,8 @@ HEADROOM = 1.25  # capacity over what is to pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold: docs/benchmarks.md, Thresholds.
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
-LARGEST = 2.0**-40  # a density of one pick
 
+_ONE_PICK = 2.0**-40  # a density, of whatever sample
 _FLAGS_BYTE, _COUNT_WORD = 7, 5  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
@@ -52,13 +52,6 @@ def default_capacity(numel: int, density: float) -> int:
 def default_samples(density: float) -> int:
     """Picks that a threshold is sampled from: 4,096, from 0.39 % down 16 / density."""
     return min(max(LEAST_PICKS, math.ceil(PICKS_THAT_PASS / density)), 2**31 - 1)
-
-
-def sent_as(value_dtype: torch.dtype | str, density: float) -> torch.dtype | str:
-    """What is in the payloads. At density 1 there is no threshold to take a scale from, and all is
-    to arrive: "e3m0" is bfloat16 then.
-    """
-    return torch.bfloat16 if value_dtype == E3M0 and density == 1 else value_dtype
 
 
 class Compressor:
@@ -83,8 +76,8 @@ class Compressor:
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
         policy: "fresh" or "fixed".
         value_dtype: of the values in the payload, torch.bfloat16, torch.float32, or "e3m0": two
-            bytes an entry, position and all (on the CPU so far). At density 1 values are bfloat16
-            then: `sent_as`.
+            bytes an entry, position and all (on the CPU so far; bfloat16 at density 1, where no
+            threshold gives a scale).
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
@@ -128,6 +121,8 @@ class Compressor:
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
+        if value_dtype == E3M0 and density == 1:
+            value_dtype = torch.bfloat16
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
         if max_samples is None:
@@ -142,7 +137,7 @@ class Compressor:
         self.density = density
         self.refresh_every = refresh_every
         self.policy = policy
-        self.value_dtype = value_dtype = sent_as(value_dtype, density)
+        self.value_dtype = value_dtype
         # As the raw ops take them: with a format the dtype does not matter.
         coded = not isinstance(value_dtype, torch.dtype)
         self._values = torch.bfloat16 if coded else value_dtype
@@ -331,7 +326,13 @@ class Compressor:
         self._sampled = True
         if self._scale is not None:
             largest = _sample_threshold(
-                grad, self.residual, self.segments, LARGEST, self.max_samples, self.step, inv_scale
+                grad,
+                self.residual,
+                self.segments,
+                _ONE_PICK,
+                self.max_samples,
+                self.step,
+                inv_scale,
             )
             scale = dct_kernels.value_scale(self.threshold, largest)
             if not self._one_a_range:  # nothing that passes is below half of the smallest

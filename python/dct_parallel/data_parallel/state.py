@@ -32,6 +32,7 @@ from dct_kernels import __version__, checks
 from ..agreement import refusing
 from ..compressor import warn_of_eager
 from ..exchange import checkpoint
+from ..exchange.bucket import parameter_stats
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
@@ -141,7 +142,7 @@ class DCTState:
             if mesh is not None and process_group is not None:
                 checks.fail("DCTState", "process_group", "None with a mesh", process_group)
             self._loss_scale = LossScale("DCTState", grad_scaler)
-        self.transport, self.start_step = transport, start_step
+        self._transport, self.start_step = transport, start_step
         self._next_index = 0
 
         # Once bound to a DDP:
@@ -174,7 +175,7 @@ class DCTState:
                 "version": __version__,
                 "model": describe(names),
                 **self.settings.as_told(),
-                "transport": self.transport,
+                "transport": self._transport,
                 "mesh": topology.layout,
                 "start_step": self.start_step,
                 "grad_scaler": self._loss_scale.as_told(),
@@ -182,7 +183,7 @@ class DCTState:
         )
         topology.open(guard.id)
         self._ledger = StepLedger("dct_hook", guard, self._loss_scale, self.start_step)
-        self._buckets = Buckets(names, self.settings, self.transport, topology, device)
+        self._buckets = Buckets(names, self.settings, self._transport, topology, device)
         self._topology, self.node_group = topology, topology.node.group
         self._executor = executor_for(device)
         self._names = names  # bound
@@ -262,7 +263,7 @@ class DCTState:
         """
         self._require_bound("parameter_stats")
         self._finish_last_step()
-        return self._ledger.parameter_stats(self._buckets.in_order())
+        return parameter_stats(self._buckets.in_order())
 
     def take_back(self) -> None:
         """Undo what the last step did to the residuals, for a step that you do not apply.
@@ -338,7 +339,7 @@ class DCTState:
         """Settings and residuals: neither DDP nor process group nor thread can be copied."""
         made = {
             **dataclasses.asdict(self.settings),
-            "transport": self.transport,
+            "transport": self._transport,
             "grad_scaler": self._loss_scale,
             "start_step": self.start_step,
             "mesh": self._mesh,

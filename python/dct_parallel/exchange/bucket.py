@@ -1,6 +1,6 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +39,13 @@ class AnyBucket(Protocol):
     def parameter_stats(self) -> dict[str, dict[str, float]]: ...
 
     def silent(self) -> list[str]: ...
+
+
+def parameter_stats(buckets: Iterable[AnyBucket]) -> dict[str, dict[str, float]]:
+    """{parameter: figures of the last step on this rank}: see `DCTState.parameter_stats`."""
+    return {
+        name: figures for bucket in buckets for name, figures in bucket.parameter_stats().items()
+    }
 
 
 class Bucket:
@@ -134,7 +141,7 @@ class Bucket:
             residual += (self.plan.ranks * others).to(residual.device)  # a rank makes 1 / P
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `StepLedger.parameter_stats`}, of the last `reduce`. Waits for the device."""
+        """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
         if self.codec.step == self._first_step or not self.plan.names:
             return {}
         starts = torch.tensor(self.plan.range_bounds[1:], device=self._bounds.device)

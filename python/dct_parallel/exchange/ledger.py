@@ -5,7 +5,7 @@ of step t is seen then by the rank that received it. In step t + 1 its headers t
 step t, if the transport sends a second time), who find them in their results of that step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -163,14 +163,6 @@ class StepLedger:
             "overflow": self._recent.overflow,
             "wire_bytes": step_bytes(plans),
             "silent": silent,
-        }
-
-    def parameter_stats(self, buckets: Iterable[AnyBucket]) -> dict[str, dict[str, float]]:
-        """{parameter: figures of the last step on this rank}: see `DCTState.parameter_stats`."""
-        return {
-            name: figures
-            for bucket in buckets
-            for name, figures in bucket.parameter_stats().items()
         }
 
     def saved(self) -> dict[str, Any]:

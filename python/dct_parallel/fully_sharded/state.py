@@ -23,7 +23,7 @@ from .. import groups
 from ..collectives import dense_mean
 from ..exchange import selection
 from ..exchange.all_gather import AllGather
-from ..exchange.bucket import Bucket
+from ..exchange.bucket import Bucket, parameter_stats
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
@@ -147,7 +147,7 @@ class FullyShardState:
             RuntimeError: a payload was damaged, as far as this rank knows.
         """
         self._ledger.finish()
-        return self._ledger.parameter_stats(self._buckets)
+        return parameter_stats(self._buckets)
 
     def take_back(self) -> None:
         """Undo what the last step did to the residuals, for a step that is not applied; see
