@@ -14,7 +14,8 @@ Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error fe
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
 range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
 picks:D%xM is DCT with thresholds from M picks. local:D%xH: every rank takes H steps of its own
-optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step.
+optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step;
+local-e3m0:D%xH sends that in entries of two bytes.
 Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
 Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
 first H steps, as it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
@@ -114,7 +115,7 @@ def method(name: str) -> partial:
     sparse["reduce_scatter"] = dp_ranks.ReduceScatter
     sparse["e3m0"] = partial(dp_ranks.DCT, value_dtype="e3m0")
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
-    timed |= {"picks": dp_ranks.DCT}
+    timed |= {"local-e3m0": partial(dp_ranks.Local, value_dtype="e3m0"), "picks": dp_ranks.DCT}
     try:
         density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
         by_what = "max_samples" if kind == "picks" else "period"
@@ -155,6 +156,8 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     model = task.model(run.seed)
     batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
     make = method(run.method)
+    if options.headroom is not None and make.func in (dp_ranks.DCT, dp_ranks.Local):
+        make = partial(make, headroom=options.headroom)
     if make.func is dp_ranks.Local:
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [stepper(own, run, options) for own in models]
@@ -165,8 +168,9 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     curve, recent, tested = [], [], []
     record = run._asdict() | {"ranks": options.ranks, "data": task.description}
     record |= {"curve": curve, "test_curve": tested}
-    if options.batch is not None:
-        record["batch"] = options.batch
+    for option in ("batch", "headroom"):
+        if getattr(options, option) is not None:
+            record[option] = getattr(options, option)
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, sent) in enumerate(steps, start=1):
@@ -355,6 +359,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
+    add("--headroom", type=positive, metavar="R", help="room, in place of 1.25 x what is to pass")
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
     add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")

@@ -17,6 +17,7 @@ from dct_bench.topk import take_largest
 from dct_dlrm.modes import START_STEP
 from dct_kernels.layout import range_bounds
 from dct_parallel import Compressor
+from dct_parallel.compressor import HEADROOM
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 
@@ -191,9 +192,13 @@ def cooldown(shapes, ranks: int, density: float, period: int) -> Scheduled:
     return Scheduled(shapes, ranks, lambda step: density if step < period else DENSE_END)
 
 
-def compressors(sizes: Sequence[int], ranks: int, density: float, **settings) -> list[Compressor]:
-    """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`."""
+def compressors(
+    sizes: Sequence[int], ranks: int, density: float, headroom: float = HEADROOM, **settings
+) -> list[Compressor]:
+    """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`; the
+    capacity is `headroom` * density * numel."""
     numel = sum(sizes)
+    settings["capacity"] = max(1, min(numel, math.ceil(headroom * density * numel)))
     return [Compressor(numel, [0, numel], density, **settings) for _ in range(ranks)]
 
 
@@ -263,15 +268,18 @@ class Local:
         models: every rank's, with equal weights.
         density: of what a rank's weights have moved by since the last time.
         period: steps.
+        settings: the compressors'.
     """
 
-    def __init__(self, models: Sequence[nn.Module], density: float, period: int) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], density: float, period: int, **settings
+    ) -> None:
         self.weights = [list(model.parameters()) for model in models]
         self.period = period
         self.ranks = len(models)
         self.sent = 0
         self.sizes = [weight.numel() for weight in self.weights[0]]
-        self.compressors = compressors(self.sizes, self.ranks, density)
+        self.compressors = compressors(self.sizes, self.ranks, density, **settings)
         self.base = self._flat(0)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from .argument_types import count, density, number, pair, positive, several, wid
 from .command_line import Formatter, Parser, add_out, add_version
 from .launch import under_torchrun
 from .models.factorised import FACTORISED
-from .modes import MODES, START_STEP
+from .modes import MODES, START_STEP, VALUE_DTYPES
 from .optimizers import EMBEDDING_OPTIMIZERS, OPTIMIZERS, SCALED
 
 DESCRIPTION = """\
@@ -230,6 +230,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="hybrid, 2d, every mode: a row that several samples of a rank's batch ask for crosses "
         "once, and the sum of its gradients",
+    )
+    exchange.add_argument(
+        "--value-dtype",
+        choices=VALUE_DTYPES,
+        default="bfloat16",
+        help="DCT: of the values sent; e3m0 is a power of two, and an entry two bytes, not four",
     )
     exchange.add_argument(
         "--refresh-every",

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -11,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, node_mesh
 
+# As of DCTState, by their names.
+VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "e3m0": "e3m0"}
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 
 
@@ -55,6 +58,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         ddp,
         density=options.density,
         refresh_every=options.refresh_every,
+        value_dtype=VALUE_DTYPES[options.value_dtype],
         start_step=START_STEP,
         policy=options.policy,
         transport=options.transport,

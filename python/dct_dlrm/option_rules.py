@@ -38,7 +38,7 @@ RULES = (
     Rule("mp_density mp_format dedup", "parallel", ("hybrid", "2d")),
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
-    Rule("density refresh_every policy transport", "modes", ("dct",)),
+    Rule("density value_dtype refresh_every policy transport", "modes", ("dct",)),
     Rule("refresh_every", "policy", ("fixed",)),
     Rule("local_size", "modes", ("dct",), unless=(1,)),
     Rule("mp_density mp_format sync_density sync_dtype", "modes", ("dct",)),

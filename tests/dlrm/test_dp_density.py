@@ -23,7 +23,12 @@ import dp_tasks  # noqa: E402
 STEPS = 6
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 DENSITY = 0.05
-TRANSPORTS = {"dct": "all_gather", "reduce_scatter": "reduce_scatter"}
+STATES = {
+    "dct": {"transport": "all_gather"},
+    "reduce_scatter": {"transport": "reduce_scatter"},
+    "e3m0": {"value_dtype": "e3m0"},
+}
+AVERAGERS = {"local": {}, "local-e3m0": {"value_dtype": "e3m0"}}
 
 
 def _optimizer(model):
@@ -34,10 +39,10 @@ def _real(text, folder):
     """Weights after some steps of real ranks, for every method with a hook of its own."""
     task = dp_tasks.TextTask(text, width=48, layers=1)
     rank = torch.distributed.get_rank()
-    for name in ("dct", "reduce_scatter", "topk", "powersgd"):
+    for name in (*STATES, "topk", "powersgd"):
         ddp = DistributedDataParallel(task.model(0), bucket_cap_mb=1024)
-        if name in TRANSPORTS:
-            state = DCTState(ddp, density=DENSITY, transport=TRANSPORTS[name])
+        if name in STATES:
+            state = DCTState(ddp, density=DENSITY, **STATES[name])
             ddp.register_comm_hook(state, dct_hook)
         elif name == "topk":
             ddp.register_comm_hook(TopKState(DENSITY), topk_hook)
@@ -51,15 +56,17 @@ def _real(text, folder):
             optimizer.step()
         if rank == 0:
             torch.save(ddp.module.state_dict(), folder / f"{name}.pt")
-    model = task.model(0)
-    averager, optimizer = DCTAverager(model, DENSITY, period=2), _optimizer(model)
-    for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
-        optimizer.zero_grad()
-        task.loss(model, batch).backward()
-        optimizer.step()
-        averager.average_parameters()
-    if rank == 0:
-        torch.save(model.state_dict(), folder / "local.pt")
+    for name, settings in AVERAGERS.items():
+        model = task.model(0)
+        averager = DCTAverager(model, DENSITY, period=2, **settings)
+        optimizer = _optimizer(model)
+        for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+            averager.average_parameters()
+        if rank == 0:
+            torch.save(model.state_dict(), folder / f"{name}.pt")
 
 
 def _simulated(task, make):
@@ -89,7 +96,8 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
     task = dp_tasks.TextTask(text, width=48, layers=1)
-    for name in ("dct:5%", "reduce_scatter:5%", "topk:5%", "local:5%x2", "powersgd"):
+    sparse = [f"{name}:5%" for name in (*STATES, "topk")] + [f"{name}:5%x2" for name in AVERAGERS]
+    for name in (*sparse, "powersgd"):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
         for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order

@@ -252,6 +252,45 @@ def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in():
     run_ranks(_skipped_on_one_rank, 2)
 
 
+def _non_finite(rank, value_dtype):
+    """Moves of an eighth and its multiples; at the third averaging one weight of rank 1 is NaN."""
+    model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
+    averager = DCTAverager(model, density=0.05, period=1, value_dtype=value_dtype)
+    generator = torch.Generator().manual_seed(rank)
+    moved, said = torch.zeros(5070, dtype=torch.float64), None
+    for number in range(1, 41):
+        move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
+        move[7:] *= number < 20  # then what waits arrives
+        before = weights(model)
+        with torch.no_grad():
+            for parameter, part in zip(model, move.split([5000, 70]), strict=True):
+                parameter += part
+            if number == 3 and rank == 1:
+                model[0][7] = torch.nan
+                move[7] = 0
+        moved += move
+        try:
+            averager.average_parameters()
+        except RuntimeError as error:
+            assert number == 3 and torch.equal(weights(model), before)
+            said = str(error)
+        assert_same(weights(model))
+    saved = entry(averager.state_dict())["parameters"]
+    residual = torch.cat([saved[name]["residual"] for name in ("0", "1")])
+    owed = sum(gathered(residual.double())) + 2 * weights(model).double()
+    assert torch.equal(owed, sum(gathered(moved)))
+    return said
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16, "e3m0"], ids=str)
+def test_weights_that_are_not_finite_are_not_averaged(value_dtype):
+    rule = "dct::average_parameters: weights at averaging 3 must be finite on every rank, got NaN"
+    assert run_ranks(_non_finite, 2, value_dtype) == [
+        f"{rule} or Inf on another rank",
+        f"{rule} or Inf in 0",
+    ]
+
+
 def _damaged(rank):
     model = nn.ParameterList([torch.zeros(5000)])
     averager = DCTAverager(model, density=0.1, period=1)

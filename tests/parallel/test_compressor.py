@@ -259,7 +259,11 @@ def test_take_back_undoes_the_sending_exactly():
         ({"density": "1"}, TypeError, "density must be a number, got str"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got tracked"),
-        ({"value_dtype": torch.float16}, TypeError, "value_dtype must be float32 or bfloat16"),
+        (
+            {"value_dtype": torch.float16},
+            TypeError,
+            "value_dtype must be float32, bfloat16 or 'e3m0'",
+        ),
         (
             {"segments": [0, 5]},
             ValueError,

@@ -127,11 +127,13 @@ def _owed(state, mesh):
     return owed
 
 
-def _ledger(rank, transport):
+def _ledger(rank, transport, value_dtype):
     """Over some steps, of every parameter: what went in, and what came out or waits."""
     mesh, steps = _mesh(), 9
     model = _two_modules(mesh)
-    state = dct_fully_shard_hook(model, mesh, 0.05, transport=transport, start_step=0)
+    state = dct_fully_shard_hook(
+        model, mesh, 0.05, value_dtype=value_dtype, transport=transport, start_step=0
+    )
     shapes = {name: p.shape for name, p in model.named_parameters()}
     went, came = ({n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for _ in "ab")
     with WireMeter(mesh["replicate"].get_group()) as meter:
@@ -165,9 +167,12 @@ def _ledger(rank, transport):
     return went, came, _owed(state, mesh)
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_what_is_not_delivered_waits(transport):
-    for went, came, owed in run_ranks(_ledger, 4, transport):
+@pytest.mark.parametrize(
+    ("transport", "value_dtype"),
+    [("all_gather", torch.bfloat16), ("reduce_scatter", torch.bfloat16), ("all_gather", "e3m0")],
+)
+def test_what_is_not_delivered_waits(transport, value_dtype):
+    for went, came, owed in run_ranks(_ledger, 4, transport, value_dtype):
         assert went.keys() == came.keys() == owed.keys()
         for name in went:
             # Means of bfloat16 values are exact here, their sums in the owners' compressor, too.

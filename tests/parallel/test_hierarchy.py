@@ -58,12 +58,12 @@ def test_at_density_one_it_is_the_mean():
     run_ranks(_density_one, 4)
 
 
-def _conservation(rank, transport):
+def _conservation(rank, transport, value_dtype):
     """Integer gradients: sums, and means over a power of two, are exact."""
     ranks = dist.get_world_size()
     shapes = [(sizes, 2) for sizes in ALL_SIZES] + [(SIZES, 1), (SIZES, 4), (SIZES, None)]
     for sizes, local_size in shapes:
-        model, state = meshed_model(sizes, local_size, transport=transport)
+        model, state = meshed_model(sizes, local_size, transport=transport, value_dtype=value_dtype)
         applied, total = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
         for step in range(6):
             grads = integers(sizes, step, rank)
@@ -81,8 +81,9 @@ def _conservation(rank, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_was_applied_and_what_is_owed_is_every_gradient(transport):
-    run_ranks(_conservation, 4, transport)
+@pytest.mark.parametrize("value_dtype", [torch.bfloat16, "e3m0"], ids=str)
+def test_what_was_applied_and_what_is_owed_is_every_gradient(transport, value_dtype):
+    run_ranks(_conservation, 4, transport, value_dtype)
 
 
 def _moved(rank, transport):

@@ -44,8 +44,9 @@ def _owed_to_the_mean(state, mesh):
     return sum(gathered(own)) / (dist.get_world_size() / (2 if mesh else 1))
 
 
-def _nan_on_one_rank(rank, transport, mesh):
-    model, state, optimizer = _make(transport=transport, mesh=node_mesh(2, "cpu") if mesh else None)
+def _nan_on_one_rank(rank, transport, mesh, value_dtype):
+    nodes = node_mesh(2, "cpu") if mesh else None
+    model, state, optimizer = _make(transport=transport, mesh=nodes, value_dtype=value_dtype)
     ranks = dist.get_world_size()
     total = torch.zeros(sum(SIZES))
     skipped = []
@@ -71,12 +72,18 @@ def _nan_on_one_rank(rank, transport, mesh):
 
 
 @pytest.mark.parametrize(
-    ("transport", "mesh", "ranks"),
-    [("all_gather", False, 2), ("reduce_scatter", False, 2), ("all_gather", True, 4)],
-    ids=["all_gather", "reduce_scatter", "mesh"],
+    ("transport", "mesh", "ranks", "value_dtype"),
+    [
+        ("all_gather", False, 2, torch.bfloat16),
+        ("reduce_scatter", False, 2, torch.bfloat16),
+        ("all_gather", True, 4, torch.bfloat16),
+        ("all_gather", False, 2, "e3m0"),
+        ("reduce_scatter", False, 2, "e3m0"),
+    ],
+    ids=["all_gather", "reduce_scatter", "mesh", "e3m0", "e3m0-reduce_scatter"],
 )
-def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks):
-    run_ranks(_nan_on_one_rank, ranks, transport, mesh)
+def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks, value_dtype):
+    run_ranks(_nan_on_one_rank, ranks, transport, mesh, value_dtype)
 
 
 def _as_a_scaler_does(rank):

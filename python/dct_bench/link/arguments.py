@@ -83,8 +83,8 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         default=",".join(REPLICATED),
         metavar="M,...",
         help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
-        "feedback (values and int32 indices in one all-gather), DCT with both transports; "
-        "dct-mesh, dct-mesh-reduce-scatter: the gradients of a "
+        "feedback (values and int32 indices in one all-gather), DCT with both transports, and with "
+        "entries of two bytes (dct-e3m0); dct-mesh, dct-mesh-reduce-scatter: the gradients of a "
         "node's ranks whole inside it, and DCT between nodes; with embedding tables sharded over "
         "the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has DCT on the "
         "MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients and rows in "

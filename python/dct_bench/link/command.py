@@ -89,7 +89,7 @@ def _measure(
     keys += ("mp_format", "bucket_mb")
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
-    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "fresh"}
+    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "fresh", "value_dtype": "bfloat16"}
     settings |= {"transport": "all_gather", "local_size": 1}
     settings["node_ranks"] = options.local_size  # which only modes with a mesh know
     request = {

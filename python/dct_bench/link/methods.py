@@ -72,12 +72,10 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-def _dct_by(transport: str, mesh: bool = False) -> Callable:
+def _dct_with(mesh: bool = False, **chosen: str) -> Callable:
     def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> object:
-        chosen = {"transport": transport}
-        if mesh:
-            chosen["local_size"] = options.node_ranks
-        return MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen))
+        local_size = {"local_size": options.node_ranks} if mesh else {}
+        return MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen | local_size))
 
     return register
 
@@ -142,8 +140,9 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
+    "dct-e3m0": Method("DCT, two bytes an entry", _dct_with(value_dtype="e3m0")),
     "dct-reduce-scatter": Method(
-        "DCT, reduce-scatter", _dct_by("reduce_scatter"), leaving=_to_owners
+        "DCT, reduce-scatter", _dct_with(transport="reduce_scatter"), leaving=_to_owners
     ),
 }
 HYBRID = {
@@ -155,9 +154,13 @@ HYBRID = {
     "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", MODES["dct"], _few_bits, True),
 }
 MESH = {
-    "dct-mesh": Method("DCT, mesh", _dct_by("all_gather", mesh=True), leaving=_everything),
+    "dct-mesh": Method(
+        "DCT, mesh", _dct_with(mesh=True, transport="all_gather"), leaving=_everything
+    ),
     "dct-mesh-reduce-scatter": Method(
-        "DCT, mesh, reduce-scatter", _dct_by("reduce_scatter", mesh=True), leaving=_everything
+        "DCT, mesh, reduce-scatter",
+        _dct_with(mesh=True, transport="reduce_scatter"),
+        leaving=_everything,
     ),
 }
 METHODS = REPLICATED | HYBRID | MESH

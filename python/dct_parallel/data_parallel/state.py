@@ -71,7 +71,8 @@ class DCTState:
             None where there is none yet: `bind` it before the first step.
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
-        value_dtype: of the values sent, torch.bfloat16 or torch.float32.
+        value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
+            then an entry has two bytes, position and all (on the CPU so far), see docs/payload.md.
         transport: how payloads reach the other ranks. "all_gather": everybody gets all, so bytes
             grow with the ranks. "reduce_scatter": each rank sums and compresses again one range of
             every bucket; bytes do not grow with the ranks, as long as a bucket has a block of
@@ -126,7 +127,7 @@ class DCTState:
         ddp: DistributedDataParallel | None = None,
         density: float = 0.005,
         refresh_every: int = 1000,
-        value_dtype: torch.dtype = torch.bfloat16,
+        value_dtype: torch.dtype | str = torch.bfloat16,
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,

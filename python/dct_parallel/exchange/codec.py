@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dct_kernels import checks
-from dct_kernels.layout import VALUE_DTYPE_CODES, payload_layout
+from dct_kernels.layout import payload_layout
 
-from ..compressor import Compressor, check_settings, default_capacity
+from ..compressor import Compressor, check_settings, default_capacity, sent_dtype
 
 
 class Codec(Protocol):
@@ -49,13 +48,13 @@ class Settings:
     density: float
     refresh_every: int
     policy: str
-    value_dtype: torch.dtype
+    value_dtype: torch.dtype | str
     op: dataclasses.InitVar[str] = "Settings"  # what is made, for errors
 
     def __post_init__(self, op: str) -> None:
         check_settings(op, self.density, self.refresh_every, self.policy, self.value_dtype)
-        # "e3m0" is for a Compressor by itself as yet.
-        checks.require_dtype(op, "value_dtype", self.value_dtype, tuple(VALUE_DTYPE_CODES))
+        sent = sent_dtype(self.value_dtype, self.density)
+        object.__setattr__(self, "value_dtype", sent)  # frozen from here on
 
     def as_told(self) -> dict[str, str | float]:
         """What JSON can hold of them, for ranks to compare."""

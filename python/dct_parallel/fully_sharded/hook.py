@@ -29,7 +29,7 @@ def dct_fully_shard_hook(
     mesh: DeviceMesh,
     density: float = 0.005,
     refresh_every: int = 1000,
-    value_dtype: torch.dtype = torch.bfloat16,
+    value_dtype: torch.dtype | str = torch.bfloat16,
     transport: str | None = None,
     grad_scaler: GradScaler | None = None,
     start_step: int = 2,

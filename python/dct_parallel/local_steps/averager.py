@@ -67,7 +67,7 @@ class DCTAverager(ModelAverager):
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
-        value_dtype: of the values sent, torch.bfloat16 or torch.float32.
+        value_dtype: of the values sent: see `DCTState`.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
 
@@ -94,7 +94,7 @@ class DCTAverager(ModelAverager):
         density: float = 0.1,
         period: int = 10,
         refresh_every: int = 1000,
-        value_dtype: torch.dtype = torch.bfloat16,
+        value_dtype: torch.dtype | str = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
     ) -> None:
@@ -141,7 +141,9 @@ class DCTAverager(ModelAverager):
             ValueError: at an averaging, other parameters require grad than when this was made; on
                 this rank. Nothing was averaged, and the step is not counted. Ranks on which that
                 is not so wait until the group's timeout: go back to a checkpoint then.
-            RuntimeError: a payload of one of the last two averagings was damaged.
+            RuntimeError: a payload of one of the last two averagings was damaged. Or some rank has
+                weights that are NaN or infinite: every rank raises, its weights are those of the
+                last averaging, and what they had moved by since waits in the residuals.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
@@ -225,8 +227,19 @@ class DCTAverager(ModelAverager):
         moved = self._weights().sub_(self._base)
         self._ledger.reduction(0, self._bucket, moved)()
         self._ledger.look()
+        if self._ledger.verdict.non_finite:
+            self._refuse_non_finite()
         self._base += moved
         self._go_on_from_base()
+
+    def _refuse_non_finite(self) -> NoReturn:
+        """On all ranks, as all saw it: what they moved by waits, but for what is not finite."""
+        here = [name for parameter, name in self._names.items() if not parameter.isfinite().all()]
+        got = f"NaN or Inf in {', '.join(here)}" if here else "NaN or Inf on another rank"
+        self._ledger.take_back()
+        self._go_on_from_base()
+        op, number = "average_parameters", self.step // self.period
+        checks.fail(op, f"weights at averaging {number}", "finite on every rank", got, RuntimeError)
 
     @torch.no_grad()
     def _take_those_of_first_rank(self) -> None:
