@@ -22,6 +22,7 @@ from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import ROUNDS
 from dct_bench.kernels.cases import Case
 from dct_kernels import payload_layout
+from dct_kernels.layout import E3M0
 from dct_kernels.row_layout import SCALED_BY_ROW
 
 ROWS = 65536
@@ -58,12 +59,13 @@ def all_cases(device: str, scale: int) -> Iterator[Case]:
 
 
 def one_dimensional(device: str, numel: int, density: float) -> Iterator[Case]:
-    for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16)):
+    formats = (F32, F32), (F32, BF16), (F32, E3M0), (BF16, BF16), (None, F32), (None, BF16)
+    for grad, values in formats:
         yield cases.mask_pack(device, numel, density, grad, values, True)
     for most in (PICKS, cases.SAMPLES):
         yield cases.sample_threshold(device, numel, density, most=most)
-    for ranks in (2, 8):
-        yield cases.scatter_unpack(device, numel, density, ranks)
+    for ranks, values in ((2, BF16), (8, BF16), (8, E3M0)):
+        yield cases.scatter_unpack(device, numel, density, ranks, values)
 
 
 def overflow(device: str, numel: int) -> Case:
