@@ -11,6 +11,7 @@ EXAMPLES = ROOT / "examples"
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} == {
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fully_sharded.py"),
+        "local_steps.py",
         "recipes",  # tests/recipes
     }
 
@@ -39,6 +40,17 @@ def test_amp(run, tmp_path):
     printed = run(EXAMPLES / "amp.py", tmp_path)  # two ranks' lines, perhaps one within the other
     skipped = re.findall(r"rank (\d), step (\d): skipped, scale 1024\.0 -> 512\.0", printed)
     assert sorted(skipped) == [("0", "5"), ("1", "5")]
+    weights = re.findall(r"weights (-?\d+\.\d+)", printed)
+    assert len(weights) == 2 and weights[0] == weights[1]
+
+
+@in_forks
+def test_local_steps(run, tmp_path):
+    printed = run(EXAMPLES / "local_steps.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "Every 10 steps: " in printed and "fewer than that." in printed
+    assert re.search(r"sent \d+\.\d% of the entries, [\d,]+ bytes a time", printed)
     weights = re.findall(r"weights (-?\d+\.\d+)", printed)
     assert len(weights) == 2 and weights[0] == weights[1]
 

@@ -250,7 +250,7 @@ class DCTState:
         self._require_bound("stats")
         self._finish_last_step()
         silent = [name for bucket in self._buckets.in_order() for name in bucket.silent()]
-        return self._ledger.stats(self._buckets.plans(), silent)
+        return {**self._ledger.stats(self._buckets.plans()), "silent": silent}
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of the last step on this rank}, for any logger. Counted now.

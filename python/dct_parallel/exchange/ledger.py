@@ -153,16 +153,13 @@ class StepLedger:
         while self._sent:
             self._sent.popitem()[1].take_back()
 
-    def stats(
-        self, plans: Sequence[BucketPlan], silent: list[str]
-    ) -> dict[str, float | int | list[str] | None]:
+    def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs: see `DCTState.stats`."""
         return {
             "step": self.step,
             "density": self._recent.density,
             "overflow": self._recent.overflow,
             "wire_bytes": step_bytes(plans),
-            "silent": silent,
         }
 
     def saved(self) -> dict[str, Any]:

@@ -109,8 +109,10 @@ def step_bytes(plans: Sequence[BucketPlan]) -> int:
     return sum(plan.wire_bytes for plan in plans)
 
 
-def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch.device) -> str:
-    """The plan as text, one line per bucket; bytes are what a rank sends in a step."""
+def plan_table(
+    plans: Sequence[BucketPlan], transport_reason: str, device: torch.device, each: str = "step"
+) -> str:
+    """The plan as text, one line per bucket; bytes are what a rank sends in a step, or `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
     transports = list(dict.fromkeys(plan.transport.name for plan in plans))
@@ -119,7 +121,7 @@ def plan_table(plans: Sequence[BucketPlan], transport_reason: str, device: torch
         f"buckets: {len(plans)}, transport: {', '.join(transports)} ({transport_reason}), "
         f"backend: {backend_of(device)}"
     )
-    rows: list[tuple[str, ...]] = [("bucket", "parameters", "numel", "capacity", "bytes/step")]
+    rows: list[tuple[str, ...]] = [("bucket", "parameters", "numel", "capacity", f"bytes/{each}")]
     for index, plan in enumerate(plans):
         numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
         by = f", {plan.transport.name}" if len(transports) > 1 else ""

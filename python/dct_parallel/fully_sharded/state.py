@@ -138,7 +138,7 @@ class FullyShardState:
         self._ledger.finish()
         held = {piece.name for piece in self._pieces if piece.local.numel()}  # not filling alone
         silent = [name for bucket in self._buckets for name in bucket.silent() if name in held]
-        return self._ledger.stats(self._plans, silent)
+        return {**self._ledger.stats(self._plans), "silent": silent}
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.

@@ -12,15 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import __version__, checks
 
-from .. import groups
+from .. import groups, wire
 from ..agreement import refusing
+from ..collectives import dense_mean
 from ..exchange import checkpoint
 from ..exchange.all_gather import AllGather
 from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.parameters import describe
-from ..exchange.plan import BucketPlan
+from ..exchange.plan import BucketPlan, plan_table
 from ..exchange.run_guard import RunGuard
 from ..exchange.segment_state import SegmentState
 
@@ -61,9 +62,10 @@ class DCTAverager(ModelAverager):
     Memory: 8 bytes a parameter, 4 more while averaging, and the payload once per rank.
 
     Args:
-        module: parameters on one CPU or CUDA device; those that require grad are averaged, and are
-            float32. No DDP. All parameters of the first rank, frozen ones as well, replace the
-            others'. Which of them require grad must stay the same.
+        module: parameters on one CPU or CUDA device; those that require grad are averaged. They are
+            float32, bfloat16 or float16, of which weights are then rounded from a base in float32.
+            No DDP. All parameters of the first rank, frozen ones as well, replace the others'.
+            Which of them require grad must stay the same.
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
@@ -147,10 +149,55 @@ class DCTAverager(ModelAverager):
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
-            self._require_same_parameters()
+            self._require_same_parameters("average_parameters")
         self.step += 1
         if averages:
             self._average()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Average now, and all that waits with it: dense, in float32, where training ends.
+
+        On every rank, after whichever step, which is not counted. Weights are then bitwise the same
+        on all ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes an element.
+
+        Raises:
+            ValueError: other parameters require grad than when this was made.
+            RuntimeError: a payload was damaged. Or some rank has weights that are NaN or infinite:
+                every rank raises, and nothing has changed.
+        """
+        self._require_same_parameters("flush")
+        self._ledger.finish(self._bucket.announce_damage)
+        residual = self._bucket.codec.residual
+        owed = self._moved().add_(residual)
+        mean = self._ledger.carry_out(lambda: dense_mean(owed, torch.float32, self.process_group))
+        if not mean.isfinite().all():
+            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
+        residual.zero_()
+        self._base += mean
+        self._go_on_from_base()
+
+    def plan(self) -> str:
+        """What is sent in an averaging, as a table, and what that is a step."""
+        table = plan_table([self._plan], "local steps", self._device, "averaging")
+        dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
+        line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
+        fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
+        return table + line + (f", {fewer:,.1f}x fewer than that." if fewer else ".")
+
+    def stats(self) -> dict[str, float | int | None]:
+        """How the last 100 averagings went. Waits for the last one.
+
+        `step`: steps taken; `density`: entries that this rank sent over all, a mean over averagings
+        (None before any is); `overflow`: fraction of payloads, of all ranks, that were too small
+        for what passed; `wire_bytes`: what a rank sends in an averaging.
+
+        Raises:
+            RuntimeError: a payload was damaged.
+        """
+        self._ledger.finish()
+        stats = self._ledger.stats([self._plan])
+        return {**stats, "step": self.step}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and step, and the base. Copies, on the CPU.
@@ -210,7 +257,7 @@ class DCTAverager(ModelAverager):
         group, averagings = self.process_group, self._ledger.step
         return Bucket(self._plan, group, self._device, averagings, states, watches=False)
 
-    def _require_same_parameters(self) -> None:
+    def _require_same_parameters(self, op: str) -> None:
         """Raise if others require grad than at the start: ranks would train those each alone."""
         now = _named(self._module, trained=True)
         names = now | self._names
@@ -218,13 +265,13 @@ class DCTAverager(ModelAverager):
         if different:
             rule = "with the same parameters that require grad as when this averager was made"
             got = f"a difference in {', '.join(sorted(set(different)))}: make another averager"
-            checks.fail("average_parameters", "module", rule, got)
+            checks.fail(op, "module", rule, got)
 
     @torch.no_grad()
     def _average(self) -> None:
         self._ledger.finish(self._bucket.announce_damage)
         self._ledger.begin(self.step // self.period)
-        moved = self._weights().sub_(self._base)
+        moved = self._moved()
         self._ledger.reduction(0, self._bucket, moved)()
         self._ledger.look()
         if self._ledger.verdict.non_finite:
@@ -250,7 +297,19 @@ class DCTAverager(ModelAverager):
             parameter.copy_(flat.view_as(parameter))
 
     def _weights(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self._names])
+        return torch.cat([parameter.detach().flatten().float() for parameter in self._names])
+
+    def _moved(self) -> Tensor:
+        """What weights have moved by since they were last set, flat, in float32.
+
+        They were set to the base as their dtype rounds it. What that took off is in no difference:
+        the base keeps it.
+        """
+        moved, sizes = self._weights(), self._plan.sizes
+        parts = zip(self._names, moved.split(sizes), self._base.split(sizes), strict=True)
+        for parameter, part, base in parts:
+            part.sub_(base.to(parameter.dtype))
+        return moved
 
     @torch.no_grad()
     def _go_on_from_base(self) -> None:
@@ -269,7 +328,7 @@ def _parameters(module: nn.Module) -> tuple[dict[Parameter, str], dict[Parameter
     if not trained:
         checks.fail(_OP, "module", "with parameters that require grad", "none")
     for parameter, name in trained.items():
-        checks.require_dtype(_OP, f"parameter {name}", parameter.dtype, (torch.float32,))
+        checks.require_dtype(_OP, f"parameter {name}", parameter.dtype, checks.FLOATS)
     devices = {parameter.device for parameter in trained | frozen}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))

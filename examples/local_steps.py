@@ -1,0 +1,55 @@
+"""Local steps: two ranks train with AdamW on their own, and average their largest changes.
+
+    torchrun --nproc-per-node 2 examples/local_steps.py
+
+Weights are bfloat16. Prints what is sent every tenth step; then the loss, which falls; then the
+fraction of entries that was sent each time; and a sum of the weights, the same on both ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import DCTAverager
+
+
+def batch(step, rank):
+    """A regression task; every rank and step has samples of its own."""
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    x = torch.randn(64, 128, generator=generator)
+    return x, x[:, :8].sum(1, keepdim=True).tanh()
+
+
+def train(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1)).bfloat16()
+    averager = DCTAverager(model, density=0.1, period=10)  # no DDP
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
+
+    if rank == 0:
+        print(averager.plan())
+    for step in range(301):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        loss = (model(x.bfloat16()).float() - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        averager.average_parameters()
+        if rank == 0 and step % 100 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    averager.flush()  # the last step, and all that waits
+    if rank == 0:
+        stats = averager.stats()
+        print(f"sent {stats['density']:.1%} of the entries, {stats['wire_bytes']:,} bytes a time")
+    total = sum(parameter.double().sum().item() for parameter in model.parameters())
+    print(f"rank {rank}: weights {total:.6f}")
+
+
+def main():
+    dist.init_process_group("gloo")
+    train(dist.get_rank())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
