@@ -173,17 +173,22 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
             record[option] = getattr(options, option)
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
-    for step, (loss, sent) in enumerate(steps, start=1):
+    for step, (loss, counts) in enumerate(steps, start=1):
         if not math.isfinite(loss):
             return record | {"diverged": step}
         recent.append(loss)
         if step % CURVE_EVERY == 0:
-            curve.append([step, sent, round(statistics.mean(recent), 5)])
+            curve.append([step, counts.sent, round(statistics.mean(recent), 5)])
             recent.clear()
         if step * TEST_POINTS % run.steps < TEST_POINTS:
             tested.append([step, task.score(model, "test")["loss"]])
     record |= {part: task.score(model, part) for part in ("validation", "test")}
-    record |= {"bytes_per_step": sent / run.steps, "cpu_seconds": time.process_time() - start}
+    if counts.payloads:
+        record["overflow"] = counts.overflowed / counts.payloads
+    record |= {
+        "bytes_per_step": counts.sent / run.steps,
+        "cpu_seconds": time.process_time() - start,
+    }
     return record
 
 
@@ -280,7 +285,7 @@ def tables(records: Sequence[dict]) -> str:
         dense = next((runs for name, runs in methods.items() if name == "dense"), None)
         scores = next(iter(methods.values()))[0]["test"]
         headings = ["method", *scores, "worst seed's loss", "loss over dense's, by seed", "at most"]
-        headings += ["bytes a step", "fewer by"]
+        headings += ["overflow", "bytes a step", "fewer by"]
         headings += ["rate", "rates tried", "seeds"]
         lines += [f"**{problem}, {steps:,} steps**", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
@@ -299,6 +304,8 @@ def tables(records: Sequence[dict]) -> str:
             )
             cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
             cells += [f"{max(run['test']['loss'] for run in runs):.4f}", over, most]
+            late = [run["overflow"] for run in runs if "overflow" in run]
+            cells.append(f"{statistics.mean(late):.1%}" if late else "")
             cells += [f"{runs[0]['bytes_per_step']:,.0f}", fewer, f"{runs[0]['rate']:g}"]
             cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs))]
             lines.append("| " + " | ".join(cells) + " |")

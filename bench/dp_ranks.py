@@ -15,14 +15,28 @@ from torch import Tensor, nn
 
 from dct_bench.topk import take_largest
 from dct_dlrm.modes import START_STEP
-from dct_kernels.layout import range_bounds
+from dct_kernels.layout import FLAG_OVERFLOW, range_bounds
 from dct_parallel import Compressor
 from dct_parallel.compressor import HEADROOM
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
+FLAGS_BYTE = 7  # of a payload's header
 
-class Exchange:
-    """What becomes of the ranks' gradients in a step; `sent`: bytes of a rank so far, counted.
+
+class Counts:
+    """`sent`: bytes of a rank so far, counted; `payloads` of all ranks, and which `overflowed`."""
+
+    sent = payloads = overflowed = 0
+
+    def note(self, payloads: Tensor) -> None:
+        """What all ranks packed in a step, [ranks, ..., nbytes]."""
+        flags = payloads.view(-1, payloads.shape[-1])[:, FLAGS_BYTE]
+        self.payloads += len(flags)
+        self.overflowed += int((flags & FLAG_OVERFLOW).sum())
+
+
+class Exchange(Counts):
+    """What becomes of the ranks' gradients in a step.
 
     Args:
         shapes: of the parameters, in the order of the flat gradients.
@@ -34,7 +48,6 @@ class Exchange:
         self.sizes = [shape.numel() for shape in shapes]
         self.ranks = ranks
         self.step = 0
-        self.sent = 0
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
         """The mean of the ranks' gradients [numel], as every rank then has it."""
@@ -80,6 +93,7 @@ class DCT(Exchange):
     def mean(self, grads: Sequence[Tensor]) -> Tensor:
         ranks = zip(self.compressors, grads, strict=True)
         payloads = torch.stack([compressor.pack(grad) for compressor, grad in ranks])
+        self.note(payloads)
         self.sent += self.payload_bytes(payloads)
         mean = torch.empty_like(grads[0])
         status = self.compressors[0].unpack(payloads, mean)
@@ -261,8 +275,8 @@ class PowerSGD(Exchange):
         return torch.outer(p, self.q[index]).flatten()
 
 
-class Local:
-    """What `DCTAverager` does every `period` steps, by the same compressor; `sent` as above.
+class Local(Counts):
+    """What `DCTAverager` does every `period` steps, by the same compressor.
 
     Args:
         models: every rank's, with equal weights.
@@ -277,7 +291,6 @@ class Local:
         self.weights = [list(model.parameters()) for model in models]
         self.period = period
         self.ranks = len(models)
-        self.sent = 0
         self.sizes = [weight.numel() for weight in self.weights[0]]
         self.compressors = compressors(self.sizes, self.ranks, density, **settings)
         self.base = self._flat(0)
@@ -293,6 +306,7 @@ class Local:
                 for rank, compressor in enumerate(self.compressors)
             ]
         )
+        self.note(payloads)
         self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
         mean = torch.empty_like(self.base)
         status = self.compressors[0].unpack(payloads, mean)
@@ -324,8 +338,8 @@ def train(
     make_exchange: Callable[[Sequence[torch.Size], int], Exchange],
     step_weights: Callable[[int], None],
     steps: int,
-) -> Iterator[tuple[float, int]]:
-    """(mean loss of the ranks, bytes that a rank has sent so far) of every step.
+) -> Iterator[tuple[float, Counts]]:
+    """(mean loss of the ranks, what has been sent so far) of every step.
 
     Args:
         model: trained in place.
@@ -350,7 +364,7 @@ def train(
             losses.append(loss.item())
         _point(order, exchange(list(grads)))
         step_weights(step)
-        yield sum(losses) / len(losses), exchange.sent
+        yield sum(losses) / len(losses), exchange
 
 
 def train_local(
@@ -360,7 +374,7 @@ def train_local(
     average: Local,
     step_weights: Sequence[Callable[[int], None]],
     steps: int,
-) -> Iterator[tuple[float, int]]:
+) -> Iterator[tuple[float, Counts]]:
     """As `train`, but every rank has a model, and an optimizer that sees its gradients alone."""
     for step in range(steps):
         losses = []
@@ -371,7 +385,7 @@ def train_local(
             step_own(step)
             losses.append(loss.item())
         average(step + 1)
-        yield sum(losses) / len(losses), average.sent
+        yield sum(losses) / len(losses), average
 
 
 def _point(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
