@@ -15,7 +15,8 @@ D being the percentage of entries sent, which all ranks gather; reduce_scatter:D
 range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
 picks:D%xM is DCT with thresholds from M picks. local:D%xH: every rank takes H steps of its own
 optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step;
-local-e3m0:D%xH sends that in entries of two bytes.
+local-e3m0:D%xH sends that in entries of two bytes. int8, int4 and ternary are the hook with every
+entry in so few bits, local-int4:100%xH and the like are that of local steps.
 Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
 Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
 first H steps, as it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
@@ -54,6 +55,7 @@ from torch import nn
 from dct_dlrm.argument_types import count, positive, several
 from dct_dlrm.command_line import Formatter, Parser
 from dct_parallel import RowWiseAdagrad
+from dct_parallel.exchange import quantized
 
 RATE_SEED, RATE_STEPS = 0, 600
 WARMUP_STEPS = 50  # of the text tasks' rate
@@ -104,7 +106,8 @@ def method(name: str) -> partial:
     """What makes the exchange of gradients, or the averaging of weights, from its name."""
     kind, colon, percent = name.partition(":")
     percent, by, steps = percent.partition("x")
-    plain = {
+    formats = {f: partial(dp_ranks.DCT, density=1, value_dtype=f) for f in quantized.FORMATS}
+    plain = formats | {
         "dense": partial(dp_ranks.Dense, dtype=torch.float32),
         "bf16": partial(dp_ranks.Dense, dtype=torch.bfloat16),
         "powersgd": partial(dp_ranks.PowerSGD),
@@ -115,7 +118,9 @@ def method(name: str) -> partial:
     sparse["reduce_scatter"] = dp_ranks.ReduceScatter
     sparse["e3m0"] = partial(dp_ranks.DCT, value_dtype="e3m0")
     timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
-    timed |= {"local-e3m0": partial(dp_ranks.Local, value_dtype="e3m0"), "picks": dp_ranks.DCT}
+    for format in ("e3m0", *quantized.FORMATS):
+        timed[f"local-{format}"] = partial(dp_ranks.Local, value_dtype=format)
+    timed["picks"] = dp_ranks.DCT
     try:
         density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
         by_what = "max_samples" if kind == "picks" else "period"

@@ -18,8 +18,11 @@ from dct_dlrm.modes import START_STEP
 from dct_kernels.layout import FLAG_OVERFLOW, range_bounds
 from dct_parallel import Compressor
 from dct_parallel.compressor import HEADROOM
+from dct_parallel.exchange import quantized
+from dct_parallel.exchange.codec import Codec
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
+CPU = torch.device("cpu")
 FLAGS_BYTE = 7  # of a payload's header
 
 
@@ -208,10 +211,14 @@ def cooldown(shapes, ranks: int, density: float, period: int) -> Scheduled:
 
 def compressors(
     sizes: Sequence[int], ranks: int, density: float, headroom: float = HEADROOM, **settings
-) -> list[Compressor]:
+) -> list[Codec]:
     """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`; the
     capacity is `headroom` * density * numel."""
     numel = sum(sizes)
+    if settings.get("value_dtype") in quantized.FORMATS:
+        assert density == 1, "in few bits every entry is sent"
+        format = settings["value_dtype"]
+        return [quantized.QuantizedRows(numel, format, 1, None, CPU) for _ in range(ranks)]
     settings["capacity"] = max(1, min(numel, math.ceil(headroom * density * numel)))
     return [Compressor(numel, [0, numel], density, **settings) for _ in range(ranks)]
 

@@ -39,6 +39,10 @@ SUB_STARTS = BLOCK // SUB_BLOCK - 1  # of a block
 # The scale's exponent as float32 stores it, from 2**-126 to 2**120: every code is a normal number.
 LEAST_SCALE, MOST_SCALE = 1, 247
 
+# Every entry in few bits, by rows of dct_kernels.row_quantize: dct_parallel makes such payloads.
+ROWS_VERSION = 3
+ROW_CODES = {"int8": 4, "int4": 5, "ternary": 6}
+
 
 class PayloadLayout(NamedTuple):
     """Byte offsets of one range's sections, and its size.
@@ -134,9 +138,10 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         (VERSION, code): dtype for dtype, code in VALUE_DTYPE_CODES.items()
     }
     kinds[E3M0_VERSION, E3M0_CODE] = E3M0
+    kinds |= {(ROWS_VERSION, code): format for format, code in ROW_CODES.items()}
     if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
-        rule = f"a DCT payload of version {VERSION} or {E3M0_VERSION}"
+        rule = f"a DCT payload of version {VERSION}, {E3M0_VERSION} or {ROWS_VERSION}"
         fail("payload_info", "payload", rule, got)
     value_dtype = kinds[version, code]
     return PayloadInfo(

@@ -370,12 +370,22 @@ def sent_dtype(value_dtype: torch.dtype | str, density: float) -> torch.dtype | 
 
 
 def check_settings(
-    owner: str, density: float, refresh_every: int, policy: str, value_dtype: torch.dtype | str
+    owner: str,
+    density: float,
+    refresh_every: int,
+    policy: str,
+    value_dtype: torch.dtype | str,
+    formats: Sequence[str] = (E3M0,),
 ) -> None:
-    """What a Compressor and everything built on it demand of these four."""
+    """What a Compressor and everything built on it demand of these four.
+
+    Args:
+        formats: of values, beside torch's dtypes.
+    """
     checks.require_density(owner, density)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
     checks.require_choice(owner, "policy", policy, POLICIES)
-    if value_dtype not in (*VALUE_DTYPE_CODES, E3M0):
-        rule = f"float32, bfloat16 or {E3M0!r}"
+    if value_dtype not in (*VALUE_DTYPE_CODES, *formats):
+        *others, last = map(repr, formats)
+        rule = f"{', '.join(['float32', 'bfloat16', *others])} or {last}"
         checks.fail(owner, "value_dtype", rule, value_dtype, TypeError)

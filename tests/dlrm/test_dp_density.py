@@ -27,8 +27,13 @@ STATES = {
     "dct": {"transport": "all_gather"},
     "reduce_scatter": {"transport": "reduce_scatter"},
     "e3m0": {"value_dtype": "e3m0"},
+    "int4": {"density": 1, "value_dtype": "int4"},
 }
-AVERAGERS = {"local": {}, "local-e3m0": {"value_dtype": "e3m0"}}
+AVERAGERS = {
+    "local": {},
+    "local-e3m0": {"value_dtype": "e3m0"},
+    "local-ternary": {"density": 1, "value_dtype": "ternary"},
+}
 
 
 def _optimizer(model):
@@ -42,7 +47,7 @@ def _real(text, folder):
     for name in (*STATES, "topk", "powersgd"):
         ddp = DistributedDataParallel(task.model(0), bucket_cap_mb=1024)
         if name in STATES:
-            state = DCTState(ddp, density=DENSITY, **STATES[name])
+            state = DCTState(ddp, **{"density": DENSITY} | STATES[name])
             ddp.register_comm_hook(state, dct_hook)
         elif name == "topk":
             ddp.register_comm_hook(TopKState(DENSITY), topk_hook)
@@ -58,7 +63,7 @@ def _real(text, folder):
             torch.save(ddp.module.state_dict(), folder / f"{name}.pt")
     for name, settings in AVERAGERS.items():
         model = task.model(0)
-        averager = DCTAverager(model, DENSITY, period=2, **settings)
+        averager = DCTAverager(model, **{"density": DENSITY, "period": 2} | settings)
         optimizer = _optimizer(model)
         for batch in itertools.islice(task.batches(0, rank, 2), STEPS):
             optimizer.zero_grad()
@@ -96,8 +101,8 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
     task = dp_tasks.TextTask(text, width=48, layers=1)
-    sparse = [f"{name}:5%" for name in (*STATES, "topk")] + [f"{name}:5%x2" for name in AVERAGERS]
-    for name in (*sparse, "powersgd"):
+    hooks = ("dct:5%", "reduce_scatter:5%", "e3m0:5%", "int4", "topk:5%", "powersgd")
+    for name in (*hooks, "local:5%x2", "local-e3m0:5%x2", "local-ternary:100%x2"):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
         for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order
@@ -130,7 +135,7 @@ def test_momentum_is_corrected_before_the_threshold():
 @pytest.mark.parametrize(
     "name",
     [
-        "int8",
+        "int5",
         "dct",
         "dct:1",
         "dct:0%",

@@ -9,9 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, WireMeter, dct_hook
 from dct_parallel.exchange import selection
+from dct_parallel.exchange.codec import Settings
 from ranks import Dictated, entry, gathered, run_ranks
 
 BLOCK = 16_384
+LARGEST_ENTRIES = Settings(0.005, 1000, "fresh", torch.bfloat16)
 SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nine
 
 
@@ -29,7 +31,13 @@ SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nin
     ],
 )
 def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
-    assert selection.transport_for(asked, numel, ranks).name == taken
+    assert selection.transport_for(asked, LARGEST_ENTRIES, numel, ranks).name == taken
+
+
+@pytest.mark.parametrize("ranks, taken", [(2, "all_gather"), (3, "reduce_scatter")])
+def test_every_entry_goes_to_owners_sooner(ranks, taken):
+    every_entry = Settings(1, 1000, "fresh", "int4")
+    assert selection.transport_for(None, every_entry, 2**24, ranks).name == taken
 
 
 @pytest.mark.parametrize("former, name", [("gather", "all_gather"), ("shard", "reduce_scatter")])

@@ -125,7 +125,7 @@ class Buckets:
         for bucket in self._buckets.values():
             known |= bucket.states()
         # What was loaded may have owners where buckets have none. All parameters do, or none.
-        owners = selection.keeps_owners(self._transport, self._group.size())
+        owners = selection.keeps_owners(self._transport, self._settings, self._group.size())
         owners = owners or any(state.owner is not None for state in known.values())
         states = {}
         for parameter, name in self._names.items():
@@ -172,7 +172,7 @@ class Buckets:
             tuple(names[piece.index] for piece in pieces),
             own,
             self._settings,
-            selection.transport_for(self._transport, longest, ranks),
+            selection.transport_for(self._transport, self._settings, longest, ranks),
             ranks,
         )
 

@@ -73,11 +73,13 @@ class DCTState:
         refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
             then an entry has two bytes, position and all (on the CPU so far), see docs/payload.md.
+            With density 1 also "int8", "int4" and "ternary": every entry in few bits, by rows of
+            1,024 with a scale each. What rounding takes off waits in the residual.
         transport: how payloads reach the other ranks. "all_gather": everybody gets all, so bytes
             grow with the ranks. "reduce_scatter": each rank sums and compresses again one range of
             every bucket; bytes do not grow with the ranks, as long as a bucket has a block of
             16,384 elements for each. None: all-gather up to 8 ranks, and in buckets of fewer than
-            four blocks a rank; reduce-scatter beyond.
+            four blocks a rank; reduce-scatter beyond, and of every entry in few bits from 3 ranks.
         process_group: ranks to average over, this one among them; default those of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): see `node_mesh`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as

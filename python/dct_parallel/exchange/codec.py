@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dct_kernels.layout import payload_layout
+from dct_kernels import checks
+from dct_kernels.layout import E3M0, payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity, sent_dtype
+from . import quantized
 
 
 class Codec(Protocol):
@@ -52,7 +54,17 @@ class Settings:
     op: dataclasses.InitVar[str] = "Settings"  # what is made, for errors
 
     def __post_init__(self, op: str) -> None:
-        check_settings(op, self.density, self.refresh_every, self.policy, self.value_dtype)
+        check_settings(
+            op,
+            self.density,
+            self.refresh_every,
+            self.policy,
+            self.value_dtype,
+            (E3M0, *quantized.FORMATS),
+        )
+        if self.in_rows and self.density < 1:
+            rule = f"1 with value_dtype {self.value_dtype!r}, which is of every entry"
+            checks.fail(op, "density", rule, self.density)
         sent = sent_dtype(self.value_dtype, self.density)
         object.__setattr__(self, "value_dtype", sent)  # frozen from here on
 
@@ -61,12 +73,19 @@ class Settings:
         told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
         return told | {"density": float(self.density)}
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether every entry is sent, in few bits."""
+        return self.value_dtype in quantized.FORMATS
+
     def capacity(self, numel: int) -> int:
         """Entries of room in the payload of a range of so many elements."""
         return default_capacity(numel, self.density)
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
         """Of the payload of one range; the longest has so many elements."""
+        if self.in_rows:
+            return quantized.payload_bytes(longest, str(self.value_dtype))
         return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
 
     def codec(
@@ -78,6 +97,12 @@ class Settings:
             bounds: of the ranges, from 0 to numel; each has a payload and a threshold of its own.
             row_of: where the tensor is itself a range, the elements of the longest one.
         """
+        if self.in_rows:
+            made: Codec = quantized.QuantizedRows(
+                bounds[-1], str(self.value_dtype), len(bounds) - 1, row_of, device
+            )
+            made.step = step
+            return made
         made = Compressor(
             bounds[-1],
             bounds,

@@ -139,7 +139,10 @@ def plan_table(
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
-    lines.append(f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes.")
+    if settings.density < 1:
+        lines.append(
+            f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes."
+        )
     return "\n".join(lines)
 
 

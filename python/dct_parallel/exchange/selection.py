@@ -6,15 +6,17 @@ from dct_kernels import checks
 from dct_kernels.layout import BLOCK
 
 from .all_gather import AllGather
+from .codec import Settings
 from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
 from .transport import Transport
 
 TRANSPORTS: dict[str, type[Transport]] = {t.name: t for t in (AllGather, ReduceScatter)}
 
-# By default payloads go to everybody up to so many ranks, and beyond that in buckets of fewer
-# blocks a rank: there a range is too short to save what a second collective costs.
-GATHER_RANKS, LEAST_BLOCKS = 8, 4
+# By default payloads go to everybody up to so many ranks, where every entry is sent to fewer; and
+# beyond that in buckets of fewer blocks a rank: there a range is too short to save what a second
+# collective costs.
+GATHER_RANKS, GATHER_RANKS_IN_ROWS, LEAST_BLOCKS = 8, 2, 4
 
 _FORMER = {"gather": "all_gather", "shard": "reduce_scatter"}
 
@@ -33,29 +35,36 @@ def name_of_today(transport: str) -> str:
     return _FORMER.get(transport, transport)
 
 
-def transport_for(transport: str | None, numel: int, ranks: int) -> type[Transport]:
+def transport_for(
+    transport: str | None, settings: Settings, numel: int, ranks: int
+) -> type[Transport]:
     """Of a bucket of so many elements between so many ranks."""
     if transport is not None:
         return TRANSPORTS[transport]
-    return AllGather if ranks <= GATHER_RANKS or numel < _least(ranks) else ReduceScatter
+    few = ranks <= _gather_ranks(settings)
+    return AllGather if few or numel < _least(ranks) else ReduceScatter
 
 
-def keeps_owners(transport: str | None, ranks: int) -> bool:
+def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
     """Whether buckets may have owners, whose residuals are part of a state then."""
-    return transport_for(transport, _least(ranks), ranks) is ReduceScatter
+    return transport_for(transport, settings, _least(ranks), ranks) is ReduceScatter
 
 
 def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
     """Why these plans are as they are."""
     if transport is not None:
         return "as asked"
-    ranks = plans[0].ranks
-    if ranks <= GATHER_RANKS:
-        return f"up to {GATHER_RANKS} ranks"
-    why = f"more than {GATHER_RANKS} ranks"
+    ranks, most = plans[0].ranks, _gather_ranks(plans[0].settings)
+    if ranks <= most:
+        return f"up to {most} ranks"
+    why = f"more than {most} ranks"
     if any(plan.transport is AllGather for plan in plans):
         why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
     return why
+
+
+def _gather_ranks(settings: Settings) -> int:
+    return GATHER_RANKS_IN_ROWS if settings.in_rows else GATHER_RANKS
 
 
 def _least(ranks: int) -> int:

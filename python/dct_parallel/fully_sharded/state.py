@@ -92,7 +92,7 @@ class FullyShardState:
         names = tuple(piece.name for piece in unit.pieces)
         sizes = tuple(piece.padded for piece in unit.pieces)
         ranks = self._group.size()
-        transport = selection.transport_for(self._transport, sum(sizes), ranks)
+        transport = selection.transport_for(self._transport, self.settings, sum(sizes), ranks)
         plan = BucketPlan(names, sizes, self.settings, transport, ranks)
         return Bucket(plan, self._group, self._device, packed, states)
 
@@ -217,7 +217,7 @@ class FullyShardState:
 
     def _entry(self) -> checkpoint.Entry:
         """What goes into a checkpoint now."""
-        owners = selection.keeps_owners(self._transport, self._group.size())
+        owners = selection.keeps_owners(self._transport, self.settings, self._group.size())
         parameters = {}
         for bucket, unit in zip(self._buckets, self._units, strict=True):
             states, packed = bucket.states(), bucket.codec.step

@@ -1,0 +1,151 @@
+"""Every entry in few bits: rows of 1,024 with a scale each; what rounding leaves waits.
+
+Of the ops of dct_kernels, by plain tensor operations. The payload is version 3, docs/payload.md.
+"""
+
+import torch
+from torch import Tensor
+
+from dct_kernels import row_dequantize, row_quantize
+from dct_kernels.layout import (
+    FLAG_DAMAGE,
+    FLAG_NON_FINITE,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    ROW_CODES,
+    ROWS_VERSION,
+    range_bounds,
+)
+from dct_kernels.row_layout import row_bytes
+
+ROW = 1024  # elements; a block of 16,384 is whole rows
+FORMATS = tuple(ROW_CODES)
+
+_FLAGS_BYTE = 7  # of the header
+_MOST = 2**32 - 1  # that the header's capacity and count can say
+
+
+def payload_bytes(numel: int, format: str) -> int:
+    """Of a range of so many elements: a multiple of 16."""
+    return (HEADER_BYTES + _rows(numel) * row_bytes(ROW, format) + 15) // 16 * 16
+
+
+class QuantizedRows:
+    """Packs all of a flat tensor, and keeps what rounding took off: a `Codec`.
+
+    Value + new residual is what was accumulated, exactly in "int8" and "int4"; in "ternary" to one
+    rounding of the residual, where an entry is far from its row's scale. A row with an entry that
+    is not finite keeps its residual as it was, every reader finds NaN in all of it, and a flag
+    says so.
+
+    Args:
+        numel: elements of the flat tensor.
+        format: "int8", "int4" or "ternary": see `dct_kernels.row_quantize`.
+        ranges: how many payloads there are, each of an equal range of whole blocks.
+        row_of: where this tensor is one range of several, the elements of the longest one.
+        device: of every tensor here.
+
+    Attributes:
+        residual: float32 [numel], what is still to be sent, in unscaled units.
+        threshold: float32 [ranges], zeros: everything is sent.
+        payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
+        step: how many times `pack` was called.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        format: str,
+        ranges: int,
+        row_of: int | None,
+        device: torch.device,
+    ) -> None:
+        longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
+        self._numel, self._format, self._ranges = numel, format, ranges
+        self._rows = _rows(longest)  # of a range, in the last ones beyond the tensor's end
+        self._row_bytes = row_bytes(ROW, format)
+        self._owed = torch.zeros(ranges * self._rows, ROW, device=device)
+        self.residual = self._owed.view(-1)[:numel]
+        self.threshold = torch.zeros(ranges, device=device)
+        self._payload = torch.zeros(
+            ranges, payload_bytes(longest, format), dtype=torch.uint8, device=device
+        )
+        self.payload = self._payload if ranges > 1 else self._payload[0]
+        sizes = [
+            high - low for low, high in (range_bounds(numel, ranges, r) for r in range(ranges))
+        ]
+        headers = bytearray(b"".join(_header(size, format) for size in sizes))
+        self._header = torch.frombuffer(headers, dtype=torch.uint8).view(ranges, -1).to(device)
+        self._checked = torch.full_like(self._header, 255)  # bits of it that have to be so
+        self._checked[:, _FLAGS_BYTE] = 255 - FLAG_NON_FINITE - FLAG_DAMAGE
+        self.step = 0
+
+    def pack(
+        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
+    ) -> Tensor:
+        """See `Compressor.pack`."""
+        acc = self._owed.clone()
+        acc.view(-1)[: self._numel] += grad if inv_scale is None else grad.float() * inv_scale
+        rows = row_quantize(acc, self._format)
+        left = acc.sub_(row_dequantize(rows, ROW, self._format, torch.float32))
+        finite = left.isfinite().all(1, keepdim=True)
+        self._owed.copy_(torch.where(finite, left, self._owed))
+        non_finite = ~finite.view(self._ranges, -1).all(1)
+        damage = None if status is None else (status != 0).any()
+        self._write(rows, FLAG_NON_FINITE * non_finite, damage)
+        self.step += 1
+        return self.payload
+
+    def pack_damage(self) -> Tensor:
+        """See `Compressor.pack_damage`: zeros, and the flag."""
+        nothing = self._payload.new_zeros(len(self._owed), self._row_bytes)
+        self._write(nothing, self.threshold, torch.ones_like(self.threshold, dtype=torch.bool))
+        return self.payload
+
+    def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
+        """See `Compressor.unpack`. A payload whose header is wrong adds nothing."""
+        payloads = payloads.view(-1, self._ranges, self._payload.shape[1])
+        wrong = (payloads[..., :HEADER_BYTES] ^ self._header) & self._checked
+        intact = (wrong == 0).all(2)
+        total = torch.zeros_like(self._owed)
+        for rank, whole in zip(payloads, intact, strict=True):
+            # Bytes of zeros are rows of zeros.
+            rows = self._rows_of(rank) * whole.view(-1, 1)
+            rows = rows.view(-1, self._row_bytes)
+            total += row_dequantize(rows, ROW, self._format, torch.float32)
+        factor = torch.tensor(1 / len(payloads), device=out.device)
+        if out_scale is not None:
+            factor = factor * out_scale
+        out.copy_(total.view(-1)[: self._numel] * factor)
+        return (~intact).any(1).int()
+
+    def take_back(self) -> None:
+        """See `Compressor.take_back`."""
+        sent = torch.empty_like(self.residual)
+        self.unpack(self.payload.unsqueeze(0), sent)
+        self.residual += torch.where(sent.isfinite(), sent, 0.0)
+        self._payload[:, :HEADER_BYTES].zero_()
+
+    def sent_of(self, bounds: Tensor) -> Tensor:
+        """See `Compressor.sent_of`: everything."""
+        return bounds.diff()
+
+    def _rows_of(self, payload: Tensor) -> Tensor:
+        """The rows' bytes of a payload [ranges, nbytes]."""
+        return payload[:, HEADER_BYTES : HEADER_BYTES + self._rows * self._row_bytes]
+
+    def _write(self, rows: Tensor, flags: Tensor, damage: Tensor | None) -> None:
+        self._payload[:, :HEADER_BYTES] = self._header
+        self._payload[:, _FLAGS_BYTE] = flags if damage is None else flags + FLAG_DAMAGE * damage
+        self._rows_of(self._payload).copy_(rows.view(self._ranges, -1))
+
+
+def _rows(numel: int) -> int:
+    return -(-numel // ROW)
+
+
+def _header(numel: int, format: str) -> bytes:
+    entries = min(numel, _MOST)
+    code = ROW_CODES[format]
+    return HEADER.pack(MAGIC, ROWS_VERSION, code, 0, numel, entries, entries, bytes(40))
