@@ -178,12 +178,6 @@ def _values(op: str, value_dtype: torch.dtype, value_format: str) -> torch.dtype
     return value_format or value_dtype
 
 
-def no_e3m0(op: str, backend: str, value_format: str) -> None:
-    """For the backends that have version 1 of the payload only."""
-    if value_format:
-        checks.fail(op, "value_format", f"empty on the backend {backend}", value_format)
-
-
 def _payload_bytes(
     op: str,
     arg: str,

@@ -86,6 +86,14 @@ def sub_starts(numel: int, ranges: int = 1) -> int:
     return HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1)
 
 
+def header_kind(value_dtype: torch.dtype | str) -> int:
+    """A header's first 8 bytes as a number: magic, version and value dtype, no flags."""
+    version, code = E3M0_VERSION, E3M0_CODE
+    if isinstance(value_dtype, torch.dtype):
+        version, code = VERSION, VALUE_DTYPE_CODES[value_dtype]
+    return MAGIC | version << 32 | code << 48
+
+
 def payload_layout(
     numel: int, capacity: int, value_dtype: torch.dtype | str, ranges: int = 1
 ) -> PayloadLayout:

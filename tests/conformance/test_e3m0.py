@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import e3m0, floats, payload
 from oracle.payload import Geometry
+from ptx import backend as ptx
 
 import dct_kernels
 from conformance import bits, calls, samples
@@ -17,10 +18,13 @@ from conformance import bits, calls, samples
 FLT_MAX, TINY = 2.0**128 - 2.0**104, 2.0**-149
 SIZES = (*samples.SIZES, 4095, 4096, 4097, 3 * 4096 + 1)
 BLOCKS_AND_A_BIT = 3 * 16384 + 100
+HAVE_IT = ("eager", "cpp", "triton", "ptx-triton")
 
 
-@pytest.fixture(params=[name for name in ("eager", "cpp") if name in BACKENDS], scope="session")
+@pytest.fixture(params=[name for name in BACKENDS if name in HAVE_IT], scope="session")
 def backend(request):
+    if request.param.startswith("ptx-"):
+        ptx.executor().configure(request.config.getoption("--ptx-seed"))
     return BACKENDS[request.param]
 
 
@@ -61,6 +65,7 @@ def test_sizes_and_dtypes(backend, numel, grad_dtype):
             calls.scatter_unpack(backend, [packed.rows], packed.geometry, before, 0.5, accumulate)
 
 
+@pytest.mark.many_programs
 def test_a_million_elements(backend):
     residual, grad = samples.normal(samples.LARGE), samples.normal(samples.LARGE, seed=1)
     packed = pack(backend, residual, grad, [3.0], capacity=samples.LARGE // 20, scale=[3.0])
@@ -115,6 +120,7 @@ def test_the_ends_of_float32(backend):
     assert packed.residual.tolist() == [2.0**31 - 256, 2.0**31, -FLT_MAX]
 
 
+@pytest.mark.many_launches
 def test_entries_far_apart_both_arrive(backend):
     """Of 10^4 scales, 128 a step: in 78 steps, and the 16 that are left in another."""
     residual, arrived, steps = torch.tensor([1e4, 1.0]), torch.zeros(2), 0
@@ -232,6 +238,7 @@ def test_unpack_ranks_and_ranges(backend, ranges, ranks):
             assert status == [0] * ranks
 
 
+@pytest.mark.many_programs
 def test_unpack_a_million_elements(backend):
     geometry = Geometry(samples.LARGE, 5000, "e3m0")
     rows = [calls.random_payload(geometry, 0.004, seed) for seed in range(2)]
@@ -350,6 +357,7 @@ def test_more_entries_than_a_sub_block_has_elements(backend):
     assert status_of(backend, geometry, [bytes(row)]) == 4
 
 
+@pytest.mark.many_launches
 def test_garbage_behind_a_sound_header(backend):
     """Random starts, sub-starts and entries, more or less sound; any 16 bits are an entry."""
     geometry = Geometry(BLOCKS_AND_A_BIT, 30, "e3m0")
@@ -496,7 +504,7 @@ def test_public_functions_check_too():
         dct_kernels.mask_pack(**args | {"scale": overlapping})
 
 
-@pytest.mark.parametrize("name", [name for name in ("cuda", "triton") if name in BACKENDS])
+@pytest.mark.parametrize("name", [name for name in ("cuda",) if name in BACKENDS])
 def test_the_others_refuse_it_by_name(name):
     """Before anything is written."""
     args, backend = arguments(), BACKENDS[name]
