@@ -107,7 +107,7 @@ def _mark_kernel(
 
     finite = is_finite(acc)
     odd = ~finite
-    if scale is not None:  # what passes and cannot be sent: that, and some more
+    if scale is not None:  # and whatever else cannot be sent
         odd = kept & ~holds(acc, load_scale(scale, range_index))
         kept = kept & ~odd
     counted = tl.sum(kept.to(tl.int32) + (odd.to(tl.int32) << 16))

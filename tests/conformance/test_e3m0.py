@@ -184,7 +184,7 @@ def test_ranges_overflow_one_by_one(backend, numel, ranges):
 @pytest.mark.parametrize("short_of", [0, 1, 5000, 16384])
 def test_everything_passes(backend, short_of):
     """Full sub-blocks, whose counts need 13 bits; the second call sends what did not fit."""
-    numel = 2 * 16384 + 5000
+    numel = 16384 + 5000
     acc = samples.normal(numel).sign() * 8
     packed = pack(backend, acc, capacity=numel - short_of, scale=[8.0], offset=1)
     assert packed.contents[0].sub_starts[:3] == [4096, 8192, 12288]
@@ -271,6 +271,7 @@ def rewritten(geometry, r=0, **changes):
     return [bytes(row) for row in rows]
 
 
+@pytest.mark.many_launches
 def test_every_byte_of_the_header(backend):
     """Every value of the version, of the dtype and of the scale; three bits of every other byte."""
     geometry = Geometry(500, 60, "e3m0")
