@@ -41,7 +41,9 @@ def holds(acc, biased):
     """What can be sent: half the scale or more, and less than 2**24 times the largest code."""
     magnitude = acc.to(tl.int32, bitcast=True) & _MAGNITUDE
     half_the_scale = tl.where(biased == 1, _HALF, (biased - 1) << 23)
-    return (magnitude >= half_the_scale) & (magnitude < tl.minimum(biased + 31, 255) << 23)
+    span = (tl.minimum(biased + 31, 255) << 23) - half_the_scale
+    # What is less than half the scale wraps around.
+    return (magnitude - half_the_scale).to(tl.uint32, bitcast=True) < span.to(tl.uint32)
 
 
 @triton.jit
@@ -96,7 +98,9 @@ def load_sub_starts(message, range_blocks, block, block_length, entries):
 @triton.jit
 def position_in_block(word, entry, sub_starts):
     """Of an entry, by its place among those of its block: 12 bits are in its word."""
-    sub_block = (entry >= (sub_starts >> 17 & 0x7FFF).to(tl.int32)).to(tl.int32)
-    sub_block += (entry >= (sub_starts >> 32 & 0x7FFF).to(tl.int32)).to(tl.int32)
-    sub_block += (entry >= (sub_starts >> 47 & 0x7FFF).to(tl.int32)).to(tl.int32)
-    return sub_block * _SUB_BLOCK | word >> 4
+    second = (sub_starts >> 17 & 0x7FFF).to(tl.int32)
+    third = (sub_starts >> 32 & 0x7FFF).to(tl.int32)
+    fourth = (sub_starts >> 47 & 0x7FFF).to(tl.int32)
+    later = tl.where(entry >= fourth, 3 * _SUB_BLOCK, 2 * _SUB_BLOCK)
+    sub_block = tl.where(entry >= third, later, tl.where(entry >= second, _SUB_BLOCK, 0))
+    return sub_block | word >> 4

@@ -106,17 +106,18 @@ def _mark_kernel(
         tl.atomic_add(counts + first + segment, 1, mask=kept, sem="relaxed")
 
     finite = is_finite(acc)
-    odd = ~finite
-    if scale is not None:  # and whatever else cannot be sent
-        odd = kept & ~holds(acc, load_scale(scale, range_index))
-        kept = kept & ~odd
-    counted = tl.sum(kept.to(tl.int32) + (odd.to(tl.int32) << 16))
+    apart = ~finite  # is counted in the upper half
+    if scale is not None:
+        apart = kept
+        kept = kept & holds(acc, load_scale(scale, range_index))
+    counted = tl.sum(kept.to(tl.int32) + (apart.to(tl.int32) << 16))
     count = (counted & 0xFFFF).to(tl.int64)
     passing = count
     non_finite = counted >> 16 != 0
     if scale is not None:
-        passing += counted >> 16
-        if non_finite:
+        passing = (counted >> 16).to(tl.int64)
+        non_finite = passing != count
+        if non_finite:  # or something else that cannot be sent
             non_finite = tl.max((~finite).to(tl.int32)) != 0
     tl.store(words + tl.program_id(0), count << 1 | non_finite.to(tl.int64))
     if whole:
