@@ -17,7 +17,14 @@ from torch import Tensor
 from .. import _contract, layout
 from ._e3m0 import decode, encode, holds, load_scale, store_sub_starts
 from ._launch import INTERPRETED, TL_DTYPES, launch
-from ._numeric import is_finite, load_accumulated, round_saturating, to_float
+from ._numeric import (
+    FLOAT32_INFINITY,
+    is_finite,
+    load_accumulated,
+    magnitude_key,
+    round_saturating,
+    to_float,
+)
 
 # Elements; a block of the payload begins with a tile, and of "e3m0" a tile is a sub-block.
 # Interpreted programs take long, not tiles.
@@ -91,6 +98,8 @@ def _mark_kernel(
     first = tl.minimum(_ends_up_to(ends, num_segments, begin), highest)
     tau = tl.load(threshold + first, mask=num_segments > 0, other=-1.0)
     first_end = tl.load(ends + first, mask=num_segments > 0, other=0)
+    if scale is not None:
+        biased = load_scale(scale, range_index)
     whole = (length == TILE) & (first_end >= begin + TILE) & ~(tau < 0)
     if whole:
         owned = tl.full([TILE], True, tl.int1)
@@ -109,7 +118,7 @@ def _mark_kernel(
     apart = ~finite  # is counted in the upper half
     if scale is not None:
         apart = kept
-        kept = kept & holds(acc, load_scale(scale, range_index))
+        kept = kept & holds(acc, biased)
     counted = tl.sum(kept.to(tl.int32) + (apart.to(tl.int32) << 16))
     count = (counted & 0xFFFF).to(tl.int64)
     passing = count
@@ -117,8 +126,10 @@ def _mark_kernel(
     if scale is not None:
         passing = (counted >> 16).to(tl.int64)
         non_finite = passing != count
-        if non_finite:  # or something else that cannot be sent
-            non_finite = tl.max((~finite).to(tl.int32)) != 0
+        if non_finite:  # or something else that cannot be sent; pack comes to neither
+            non_finite = tl.max(magnitude_key(acc)) == FLOAT32_INFINITY
+            old = tl.load(residual + i, mask=~finite, other=0.0)
+            tl.store(residual + i, tl.where(is_finite(old), old, 0.0), mask=~finite)
     tl.store(words + tl.program_id(0), count << 1 | non_finite.to(tl.int64))
     if whole:
         tl.atomic_add(counts + first, passing, sem="relaxed")
@@ -131,14 +142,9 @@ def _mark_kernel(
             tl.store(residual + i, acc)
         else:
             # Of a tile with an entry that is not finite, pack reads kept ones from the start; in
-            # "e3m0" nothing that is not finite is kept, and pack reads acc as ever.
+            # "e3m0" such an entry is not kept, and has been seen to.
             ready = ~kept if scale is None else finite
             tl.store(residual + i, acc, mask=tl.where(non_finite, owned & ready, owned))
-    if scale is not None:
-        lost = ~finite  # pack does not come to these
-        if non_finite:
-            old = tl.load(residual + i, mask=lost, other=0.0)
-            tl.store(residual + i, tl.where(is_finite(old), old, 0.0), mask=lost)
 
 
 @triton.jit
