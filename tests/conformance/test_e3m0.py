@@ -76,6 +76,7 @@ def test_a_million_elements(backend):
 SCALES = (0.0, -0.0, TINY, 2.0**-127, 2.0**-126, 1.4999, 1.5, -1.0, 2.0**97, 3e38, math.inf)
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("scale", [*SCALES, math.nan])
 @pytest.mark.parametrize("threshold", [0.0, math.nan])
 def test_conservation_over_all_exponents(backend, scale, threshold):
@@ -181,10 +182,11 @@ def test_ranges_overflow_one_by_one(backend, numel, ranges):
         calls.scatter_unpack(backend, [packed.rows] * 3, packed.geometry, three_dims=True)
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("short_of", [0, 1, 5000, 16384])
 def test_everything_passes(backend, short_of):
     """Full sub-blocks, whose counts need 13 bits; the second call sends what did not fit."""
-    numel = 16384 + 5000
+    numel = 2 * 16384 + 5000
     acc = samples.normal(numel).sign() * 8
     packed = pack(backend, acc, capacity=numel - short_of, scale=[8.0], offset=1)
     assert packed.contents[0].sub_starts[:3] == [4096, 8192, 12288]
