@@ -97,6 +97,6 @@ def test_at_density_1_values_are_bfloat16():
 
 @pytest.mark.parametrize("value_dtype", ["e3m1", torch.float16, 3])
 def test_other_formats_are_refused(value_dtype):
-    rule = "dct::DCTState: value_dtype must be float32, bfloat16 or 'e3m0', got"
+    rule = "value_dtype must be float32, bfloat16, 'e3m0', 'int8', 'int4' or 'ternary', got"
     with pytest.raises(TypeError, match=rule):
         DCTState(density=0.05, value_dtype=value_dtype)
