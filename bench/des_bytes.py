@@ -34,10 +34,11 @@ from dct_dlrm.data.features import Rows
 from dct_dlrm.launch import launch
 from dct_dlrm.models.factorised import FACTORISED, FeatureModel
 from dct_dlrm.models.substituted import SubstitutedModel
-from dct_parallel import FeatureRows, SubstituteOperator, WireMeter
+from dct_embeddings import FeatureRows, SubstituteOperator
+from dct_embeddings.substitution.operators import Bags
+from dct_parallel import WireMeter
 from dct_parallel.collectives import all_to_all
 from dct_parallel.rows.all_to_all import whole_rows
-from dct_parallel.substitution.operators import Bags
 
 STEPS = 3
 DES, PS, ONCE = "DES", "PS", "PS once"

@@ -24,7 +24,7 @@ from torch import nn
 
 from dct_dlrm.argument_types import count, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
-from dct_parallel import DynamicFeatureRows
+from dct_embeddings import DynamicFeatureRows
 
 BATCH, ROUNDS = 100_000, 31
 

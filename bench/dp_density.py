@@ -54,7 +54,7 @@ from torch import nn
 
 from dct_dlrm.argument_types import count, positive, several
 from dct_dlrm.command_line import Formatter, Parser
-from dct_parallel import RowWiseAdagrad
+from dct_embeddings import RowWiseAdagrad
 from dct_parallel.exchange import quantized
 
 RATE_SEED, RATE_STEPS = 0, 600

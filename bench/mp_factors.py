@@ -31,7 +31,7 @@ from dct_dlrm.data.features import Rows, table_rows
 from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
 from dct_dlrm.models.sharding import shard_tables
-from dct_parallel.rows.distinct import distinct
+from dct_embeddings.distinct import distinct
 
 MOST = 200  # batches of a size
 DEDUP = [name for name in NAMES if name.endswith("+dedup")]

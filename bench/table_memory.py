@@ -30,8 +30,8 @@ from dct_dlrm.models.two_dimensional import TwoDimensionalDLRM
 from dct_dlrm.optimizers import make_optimizers
 from dct_dlrm.parallel import make_sync, plan_tables
 from dct_dlrm.ranks import from_all_ranks
-from dct_parallel import ShardedEmbeddingBags
-from dct_parallel.two_dimensional.averages import Average
+from dct_embeddings import ShardedEmbeddingBags
+from dct_embeddings.two_dimensional.averages import Average
 
 KINDS = ("mp", "float32", "float16", "dct")
 
@@ -93,7 +93,7 @@ def _tensors(held: object) -> Iterator[Tensor]:
     elif isinstance(held, (list, tuple)):
         for part in held:
             yield from _tensors(part)
-    elif type(held).__module__.startswith("dct_parallel"):
+    elif type(held).__module__.startswith("dct_embeddings"):
         yield from _tensors(vars(held))
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "dct_kernels": ROOT,
     "dct_parallel": ROOT / "python",
+    "dct_embeddings": ROOT / "python",
     "dct_dlrm": ROOT / "python",
     "dct_bench": ROOT / "python",
 }
@@ -32,6 +33,8 @@ PUBLIC = {
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack_rows", "unpack_rows"),
         *("all_to_all_rows", "all_gather_rows"),
         *("all_to_all_rows_async", "all_gather_rows_async"),
+    },
+    "dct_embeddings": {
         *("RowWiseAdagrad", "MomentumScaledRowWiseAdagrad"),
         *("Shard", "plan_shards", "ShardedEmbeddingBags", "ReplicaSync"),
         *("EquivalentSubstitution", "FeatureRows", "SubstituteOperator", "LinearTerms"),
@@ -42,7 +45,7 @@ PUBLIC = {
 
 
 def _modules():
-    """{module: (package it resolves relative imports in, syntax tree)} of all four packages."""
+    """{module: (package it resolves relative imports in, syntax tree)} of every package."""
     found = {}
     for package, folder in FOLDERS.items():
         for path in sorted((folder / package).rglob("*.py")):
@@ -94,17 +97,22 @@ def test_a_package_imports_only_those_below_it():
         assert not above, f"{name} imports {above}"
 
 
-def test_the_foundation_knows_none_of_the_folders_that_stand_on_it():
-    # {folder: those it may know}
-    folders = {"exchange": set(), "rows": set()}
-    folders |= {door: {"exchange"} for door in ("data_parallel", "fully_sharded", "local_steps")}
-    folders |= {"two_dimensional": {"rows"}, "substitution": {"rows"}}
+# Of a package, {folder: those beside it that it may know}; what lies beside folders knows none.
+DOORS = ("data_parallel", "fully_sharded", "local_steps")
+KNOWN = {
+    "dct_parallel": {"exchange": set(), "rows": set(), **{door: {"exchange"} for door in DOORS}},
+    "dct_embeddings": {"two_dimensional": set(), "substitution": set()},
+}
+
+
+@pytest.mark.parametrize("package", KNOWN)
+def test_the_foundation_knows_none_of_the_folders_that_stand_on_it(package):
+    folders = KNOWN[package]
     for name, targets in _edges().items():
-        package, _, rest = name.partition(".")
-        if package != "dct_parallel" or not rest:
+        if not name.startswith(f"{package}."):
             continue
-        own = rest.partition(".")[0]
-        known = {t.split(".")[1] for t in targets if t.startswith("dct_parallel.")}
+        own = name.split(".")[1]
+        known = {t.split(".")[1] for t in targets if t.startswith(f"{package}.")}
         foreign = (known & folders.keys()) - {own} - folders.get(own, set())
         assert not foreign, f"{name} imports {foreign}"
 

@@ -14,7 +14,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_parallel import DCTState, DynamicFeatureRows
+from dct_embeddings import DynamicFeatureRows
+from dct_parallel import DCTState
 from dct_parallel.exchange import RECENT_STEPS
 
 from . import checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from dct_parallel import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
+from dct_embeddings import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 
 MOMENTUM = 0.9
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dct_parallel import ReplicaSync
+from dct_embeddings import ReplicaSync
 
 from .data.features import table_rows
 from .models.dlrm import DLRM

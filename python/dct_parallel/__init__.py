@@ -28,23 +28,11 @@ Or every entry of every row, in few bits.
 
     y = all_to_all_rows(x, splits, forward="int4", backward="int4")
 
-Embedding tables in shards inside a group of ranks, with replicas across groups.
-
-    bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
-    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], accumulator_scale=1 / replicas)
-    sync = ReplicaSync(bags, optimizer, every=10)
-
-Or operators on them computed where their rows are, of which partial results cross.
-
-    layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
-    linear, pooled = layer(ids, lengths)
-
 A folder holds one idea: exchange (a flat tensor into its mean over ranks), and the doors that stand
 on it side by side: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded
-(those of FSDP2) and local_steps (weights); rows (activations at a cut of a model), and on it
-two_dimensional (embedding tables in shards and replicas) and substitution (partial results of
-operators on shards). All stand on what lies beside them here: compressor (one tensor, no network),
-agreement, collectives, groups, mesh, and wire, which counts bytes.
+(those of FSDP2) and local_steps (weights); rows (activations at a cut of a model). All stand on
+what lies beside them here: compressor (one tensor, no network), agreement, collectives, groups,
+mesh, and wire, which counts bytes. Embedding tables are in dct_embeddings, which stands on this.
 """
 
 from .compressor import Compressor
@@ -57,44 +45,16 @@ from .rows.all_gather import all_gather_rows, all_gather_rows_async
 from .rows.all_to_all import all_to_all_rows, all_to_all_rows_async
 from .rows.packing import RowPack, RowUnpack, pack_rows, unpack_rows
 from .rows.quantizing import RowDequantize, RowQuantize
-from .substitution.dynamic_rows import DynamicFeatureRows
-from .substitution.dynamic_state import merge_feature_rows
-from .substitution.feature_rows import FeatureRows
-from .substitution.operators import (
-    FactorizationMachine,
-    FirstLayer,
-    LinearTerms,
-    SubstituteOperator,
-    SumPooledEmbedding,
-)
-from .substitution.substitution import EquivalentSubstitution
-from .two_dimensional.embedding_bags import ShardedEmbeddingBags
-from .two_dimensional.plan import Shard, plan_shards
-from .two_dimensional.replica_sync import ReplicaSync
-from .two_dimensional.row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 from .wire import WireMeter
 
 __all__ = [
     "Compressor",
     "DCTAverager",
     "DCTState",
-    "DynamicFeatureRows",
-    "EquivalentSubstitution",
-    "FactorizationMachine",
-    "FeatureRows",
-    "FirstLayer",
-    "LinearTerms",
-    "MomentumScaledRowWiseAdagrad",
-    "ReplicaSync",
     "RowDequantize",
     "RowPack",
     "RowQuantize",
     "RowUnpack",
-    "RowWiseAdagrad",
-    "Shard",
-    "ShardedEmbeddingBags",
-    "SubstituteOperator",
-    "SumPooledEmbedding",
     "WireMeter",
     "all_gather_rows",
     "all_gather_rows_async",
@@ -102,10 +62,8 @@ __all__ = [
     "all_to_all_rows_async",
     "dct_fully_shard_hook",
     "dct_hook",
-    "merge_feature_rows",
     "merge_states",
     "node_mesh",
     "pack_rows",
-    "plan_shards",
     "unpack_rows",
 ]

@@ -15,7 +15,7 @@ from dct_dlrm import arguments  # noqa: E402
 from dct_dlrm.data import dataset  # noqa: E402
 from dct_dlrm.launch import launch  # noqa: E402
 from dct_dlrm.models.factorised import FACTORISED  # noqa: E402
-from dct_parallel import FeatureRows  # noqa: E402
+from dct_embeddings import FeatureRows  # noqa: E402
 
 BATCH, DIM = 32, 4
 

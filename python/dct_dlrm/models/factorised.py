@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dct_parallel import (
-    FactorizationMachine,
-    LinearTerms,
-    SubstituteOperator,
-    SumPooledEmbedding,
-)
-from dct_parallel.substitution.operators import Bags
+from dct_embeddings import FactorizationMachine, LinearTerms, SubstituteOperator, SumPooledEmbedding
+from dct_embeddings.substitution.operators import Bags
 
 from .mlp import layers
 

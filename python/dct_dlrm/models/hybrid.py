@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dct_embeddings.distinct import distinct, repeat
 from dct_parallel.collectives import all_to_all
 from dct_parallel.rows.all_to_all import Exchange
-from dct_parallel.rows.distinct import distinct, repeat
 
 from .dlrm import DLRM, look_up
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_parallel import (
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FeatureRows,

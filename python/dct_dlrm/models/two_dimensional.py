@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_parallel import Shard, ShardedEmbeddingBags
+from dct_embeddings import Shard, ShardedEmbeddingBags
 from dct_parallel.rows.all_to_all import Exchange
 
 from ..errors import UsageError

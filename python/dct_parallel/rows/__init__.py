@@ -2,6 +2,5 @@
 
 Reading order: packing (a row's largest entries), codecs (rows as bytes, by those or in few bits),
 autograd and quantizing (in few bits, between two modules), counts and transfer (what a collective
-needs), all_to_all, all_gather; distinct (each row that a batch asks for, once) and bag_message
-(bags of ids to the owners of their rows).
+needs), all_to_all, all_gather.
 """

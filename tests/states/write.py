@@ -1,7 +1,8 @@
 """Writes 6004d3a.zip beside it: states as that commit saved them. Runs there alone:
 
     git worktree add OLD 6004d3a; cd OLD
-    DCT_BACKEND=eager PYTHONPATH=.:python:tests:tests/parallel python HERE/write.py HERE/6004d3a.zip
+    sed s/dct_embeddings/dct_parallel/ HERE/write.py > write.py  # of which it was a part then
+    DCT_BACKEND=eager PYTHONPATH=.:python:tests:tests/parallel python write.py HERE/6004d3a.zip
 
 A folder for each case, with a file for each rank, or what torch.distributed.checkpoint writes. What
 loads them, test_saved_states.py, makes its models by the functions below. Gradients are small
@@ -22,9 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import (
-    DCTAverager,
-    DCTState,
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,
@@ -34,12 +33,16 @@ from dct_parallel import (
     ReplicaSync,
     RowWiseAdagrad,
     ShardedEmbeddingBags,
+    merge_feature_rows,
+    plan_shards,
+)
+from dct_parallel import (
+    DCTAverager,
+    DCTState,
     dct_fully_shard_hook,
     dct_hook,
-    merge_feature_rows,
     merge_states,
     node_mesh,
-    plan_shards,
 )
 from ranks import Dictated, run_ranks
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_parallel import (
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,

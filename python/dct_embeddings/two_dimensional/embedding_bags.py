@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
+from dct_parallel.agreement import refusing
+from dct_parallel.collectives import all_to_all
+from dct_parallel.mesh import require_mesh, require_same_in_mesh
+from dct_parallel.rows.all_to_all import Exchange, whole_rows
+from dct_parallel.rows.counts import exchange_counts
 
-from ..agreement import refusing
-from ..collectives import all_to_all
-from ..mesh import require_mesh, require_same_in_mesh
-from ..rows.all_to_all import Exchange, whole_rows
-from ..rows.bag_message import by_rank, exchange_bags
-from ..rows.counts import exchange_counts
-from ..rows.distinct import distinct, repeat
+from ..bag_message import by_rank, exchange_bags
+from ..distinct import distinct, repeat
 from ..shard_identity import register_identity
 from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 

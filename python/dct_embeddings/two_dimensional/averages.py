@@ -13,9 +13,9 @@ from torch import Tensor
 import dct_kernels  # noqa: F401  (registers torch.ops.dct)
 from dct_kernels import checks
 from dct_kernels.layout import payload_layout
+from dct_parallel.collectives import all_gather, dense_mean
+from dct_parallel.compressor import default_capacity
 
-from ..collectives import all_gather, dense_mean
-from ..compressor import default_capacity
 from .touched_rows import TouchedRows
 
 _OP = "ReplicaSync"

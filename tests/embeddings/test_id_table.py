@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dct_parallel.substitution.id_table import SLOTS, IdTable, mix
+from dct_embeddings.substitution.id_table import SLOTS, IdTable, mix
 
 CPU = torch.device("cpu")
 

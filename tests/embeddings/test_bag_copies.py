@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
-from dct_parallel import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, WireMeter, plan_shards
+from dct_embeddings import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, plan_shards
+from dct_parallel import WireMeter
 from ranks import assert_same, gathered, run_ranks
 
 ROWS, WIDTH = 20, 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dct_parallel import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
+from dct_embeddings import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
 
 ROWS, WIDTH = 9, 5
 BATCHES = [[0, 3, 3, 8, 3], [8], [1, 0, 1], [2, 2, 3, 8, 8]]  # rows 4 to 7 are never met

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_kernels import checks
-
-from ..collectives import all_to_all
+from dct_parallel.collectives import all_to_all
 
 
 def by_rank(

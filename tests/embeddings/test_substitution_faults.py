@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_parallel import (
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FactorizationMachine,
@@ -18,7 +18,7 @@ from dct_parallel import (
     SubstituteOperator,
     SumPooledEmbedding,
 )
-from dct_parallel.substitution import substitution
+from dct_embeddings.substitution import substitution
 from ranks import run_ranks
 
 OWNER = "dct::EquivalentSubstitution: "

@@ -10,20 +10,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import (
-    DCTAverager,
-    DCTState,
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FeatureRows,
     LinearTerms,
     ReplicaSync,
     ShardedEmbeddingBags,
-    dct_fully_shard_hook,
-    dct_hook,
-    node_mesh,
     plan_shards,
 )
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
 from ranks import assert_same, batch, ddp, gathered, mlp, run_ranks, train_step, weights
 
 

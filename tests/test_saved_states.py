@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from dct_parallel import merge_feature_rows, merge_states
+from dct_embeddings import merge_feature_rows
+from dct_parallel import merge_states
 from ranks import entry, run_ranks
 from states import write
 

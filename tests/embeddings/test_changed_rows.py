@@ -14,14 +14,14 @@ import torch
 from hypothesis import strategies
 from torch.distributed.device_mesh import init_device_mesh
 
-from dct_parallel import (
+from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
     ReplicaSync,
     RowWiseAdagrad,
     ShardedEmbeddingBags,
-    WireMeter,
     plan_shards,
 )
+from dct_parallel import WireMeter
 from ranks import assert_same, run_ranks
 
 ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5

@@ -11,17 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import (
+from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
     ReplicaSync,
     RowWiseAdagrad,
     Shard,
     ShardedEmbeddingBags,
-    WireMeter,
-    all_to_all_rows,
     plan_shards,
 )
-from dct_parallel.two_dimensional import embedding_bags
+from dct_embeddings.two_dimensional import embedding_bags
+from dct_parallel import WireMeter, all_to_all_rows
 from ranks import run_ranks
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3

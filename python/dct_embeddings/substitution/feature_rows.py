@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
+from dct_parallel.agreement import refusing, require_alike
+from dct_parallel.groups import GroupOfModule, require_group
 
-from ..agreement import refusing, require_alike
-from ..groups import GroupOfModule, require_group
 from ..shard_identity import register_identity
 
 _OP = "FeatureRows"

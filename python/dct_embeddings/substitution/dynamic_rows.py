@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
+from dct_parallel.agreement import refusing, require_alike
 
-from ..agreement import refusing, require_alike
 from .dynamic_state import MERGED, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix

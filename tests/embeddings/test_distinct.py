@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dct_parallel.rows.distinct import distinct, repeat
+from dct_embeddings.distinct import distinct, repeat
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 1), (64, 5)])

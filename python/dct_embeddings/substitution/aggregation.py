@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_gather
-from ..groups import GroupForBackward
-from ..rows.autograd import with_gradient
-from ..rows.transfer import Transfer
+from dct_parallel.collectives import all_gather
+from dct_parallel.groups import GroupForBackward
+from dct_parallel.rows.autograd import with_gradient
+from dct_parallel.rows.transfer import Transfer
 
 
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from dct_kernels import checks
+from dct_parallel.agreement import refusing
+from dct_parallel.mesh import require_same_in_mesh
 
-from ..agreement import refusing
-from ..mesh import require_same_in_mesh
+from ..row_wise_adagrad import RowWiseAdagrad
 from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas
 from .embedding_bags import ShardedEmbeddingBags
-from .row_wise_adagrad import RowWiseAdagrad
 
 _OP = "ReplicaSync"
 _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a ReplicaSync

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dct_kernels import payload_layout
-from dct_parallel import (
+from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
     ReplicaSync,
     RowWiseAdagrad,
     ShardedEmbeddingBags,
-    WireMeter,
     plan_shards,
 )
-from dct_parallel.two_dimensional import averages
+from dct_embeddings.two_dimensional import averages
+from dct_kernels import payload_layout
+from dct_parallel import WireMeter
 from ranks import run_ranks
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1

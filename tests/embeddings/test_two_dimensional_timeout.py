@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_parallel import ShardedEmbeddingBags, plan_shards
+from dct_embeddings import ShardedEmbeddingBags, plan_shards
 from ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"

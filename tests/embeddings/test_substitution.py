@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import (
+from dct_embeddings import (
     EquivalentSubstitution,
     FactorizationMachine,
     FeatureRows,
@@ -18,8 +18,8 @@ from dct_parallel import (
     LinearTerms,
     SubstituteOperator,
     SumPooledEmbedding,
-    WireMeter,
 )
+from dct_parallel import WireMeter
 from ranks import run_ranks
 
 ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples of a step, of all ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dct_parallel import (
+from dct_embeddings import (
     DynamicFeatureRows,
     EquivalentSubstitution,
     FeatureRows,

@@ -1,0 +1,53 @@
+"""dct_embeddings: embedding tables that no rank can hold alone.
+
+Tables in shards inside a group of ranks, with replicas across groups.
+
+    bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
+    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], accumulator_scale=1 / replicas)
+    sync = ReplicaSync(bags, optimizer, every=10)
+
+Or operators on them computed where their rows are, of which partial results cross.
+
+    layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
+    linear, pooled = layer(ids, lengths)
+
+A folder holds one idea: two_dimensional (shards and replicas) and substitution (partial results of
+operators on shards). Neither knows the other. Both stand on what lies beside them here:
+row_wise_adagrad (the optimizers), distinct (each row that a batch asks for, once), bag_message
+(bags of ids to the owners of their rows) and shard_identity (whose rows a saved state has); and on
+dct_parallel, whose rows they send.
+"""
+
+from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad
+from .substitution.dynamic_rows import DynamicFeatureRows
+from .substitution.dynamic_state import merge_feature_rows
+from .substitution.feature_rows import FeatureRows
+from .substitution.operators import (
+    FactorizationMachine,
+    FirstLayer,
+    LinearTerms,
+    SubstituteOperator,
+    SumPooledEmbedding,
+)
+from .substitution.substitution import EquivalentSubstitution
+from .two_dimensional.embedding_bags import ShardedEmbeddingBags
+from .two_dimensional.plan import Shard, plan_shards
+from .two_dimensional.replica_sync import ReplicaSync
+
+__all__ = [
+    "DynamicFeatureRows",
+    "EquivalentSubstitution",
+    "FactorizationMachine",
+    "FeatureRows",
+    "FirstLayer",
+    "LinearTerms",
+    "MomentumScaledRowWiseAdagrad",
+    "ReplicaSync",
+    "RowWiseAdagrad",
+    "Shard",
+    "ShardedEmbeddingBags",
+    "SubstituteOperator",
+    "SumPooledEmbedding",
+    "merge_feature_rows",
+    "plan_shards",
+]
