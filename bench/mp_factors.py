@@ -30,7 +30,7 @@ from dct_dlrm.data import dataset
 from dct_dlrm.data.features import Rows, table_rows
 from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
-from dct_dlrm.models.sharding import shard_tables
+from dct_embeddings import plan_shards
 from dct_embeddings.distinct import distinct
 
 MOST = 200  # batches of a size
@@ -41,12 +41,12 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
     """Counts on one rank; the first prints the mean over all."""
     data = dataset.load(options)
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    plan = shard_tables(table_rows(options.hash_size), ranks)
-    others = [table for r, tables in enumerate(plan) if r != rank for table in tables]
+    plan = plan_shards(table_rows(options.hash_size), ranks)
+    others = [shard.table for r, own in enumerate(plan) if r != rank for shard in own]
     lines = []
     for batch in args.batches:
         wanted = distinct_rows(data.train, batch, others)
-        counts = 8 * len(others)  # to each owner of a table, how many of it
+        counts = 32 * (ranks - 1)  # to each other rank, how many, and what must be the same
         mean = torch.tensor([float(batch * len(others)), wanted, counts])
         dist.all_reduce(mean)
         lines.append(line(batch, *(mean / ranks).tolist(), args.exchanges, options.embedding_dim))

@@ -26,7 +26,7 @@ from dct_dlrm.data import dataset
 from dct_dlrm.launch import launch
 from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.models.row_exchange import EXCHANGES
-from dct_dlrm.models.two_dimensional import TwoDimensionalDLRM
+from dct_dlrm.models.sharded import ShardedDLRM
 from dct_dlrm.optimizers import make_optimizers
 from dct_dlrm.parallel import make_sync, plan_tables
 from dct_dlrm.ranks import from_all_ranks
@@ -44,7 +44,7 @@ def measure(kind: str, options: argparse.Namespace, periods: int) -> tuple[int, 
     data = dataset.load(own)
     whole = DLRM(data.tables, own.embedding_dim, own.bottom, own.top)
     exchange = EXCHANGES["dense"](own)
-    model = TwoDimensionalDLRM(whole, plan_tables(own), own.replicas, exchange)
+    model = ShardedDLRM(whole, plan_tables(own), exchange, replicas=own.replicas)
     optimizer = make_optimizers(model, own)["tables"]
     sync = None if kind == "mp" else make_sync(model, optimizer, "dct", own)
     average = sync and sync._average

@@ -24,7 +24,7 @@ from .errors import UsageError
 from .ranks import all_or_none, from_all_ranks
 
 MANIFEST = "checkpoint/manifest.json"
-VERSION = 1
+VERSION = 2  # 1: of --parallel hybrid, a weight for each table
 KINDS = {"version": int, "settings": dict, "number": int, "files": list}  # of the manifest
 
 

@@ -13,10 +13,8 @@ from rich.console import Console
 from . import plot, progress, report, tensorboard
 from .checkpoint import Checkpoints
 from .data.dataset import Dataset, load
-from .data.features import table_rows
 from .loop import Run, gather_rows, run, score
-from .models.sharding import describe
-from .parallel import plan_tables
+from .parallel import describe, plan_tables
 from .progress import Step
 from .ranks import from_all_ranks
 
@@ -157,7 +155,7 @@ def _plan(options: argparse.Namespace) -> str:
     if options.parallel == "des":
         made = options.dynamic_rows and f", as they appear, up to {options.dynamic_rows:,} a rank"
         return f"rows of all tables on all ranks, by a hash{made or ''}"
-    text = describe(plan_tables(options), table_rows(options.hash_size))
+    text = describe(plan_tables(options))
     if options.parallel == "2d":
         text += f"\nof each of {options.replicas} groups of ranks"
     return text

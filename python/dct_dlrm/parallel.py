@@ -1,6 +1,7 @@
 """How a model lies on the ranks, and how replicas of its tables meet."""
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,24 +9,42 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dct_embeddings import ReplicaSync
+from dct_embeddings import ReplicaSync, Shard, plan_shards
 
 from .data.features import table_rows
+from .errors import UsageError
 from .models.dlrm import DLRM
 from .models.factorised import FeatureModel
-from .models.hybrid import HybridDLRM
 from .models.row_exchange import EXCHANGES
-from .models.sharding import shard_tables
+from .models.sharded import ShardedDLRM
 from .models.substituted import SubstitutedModel
-from .models.two_dimensional import TwoDimensionalDLRM, ranks_of_a_group
 
 
-def plan_tables(options: argparse.Namespace) -> list[list[int]]:
-    """The tables of every rank among which they are sharded."""
-    ranks = dist.get_world_size()
-    if options.parallel == "2d":
-        ranks = ranks_of_a_group(ranks, options.replicas)
-    return shard_tables(table_rows(options.hash_size), ranks)
+def plan_tables(options: argparse.Namespace) -> list[list[Shard]]:
+    """Of every rank of a group, among which tables are sharded, those that it owns, whole."""
+    ranks, replicas = dist.get_world_size(), _replicas(options)
+    if ranks % replicas:
+        raise UsageError(f"--replicas must divide the {ranks} ranks, got {replicas}")
+    rows = table_rows(options.hash_size)
+    if ranks // replicas > len(rows):
+        raise UsageError(
+            f"--ranks must be at most {len(rows)} a replica, one table each, "
+            f"got {ranks // replicas}"
+        )
+    return plan_shards(rows, ranks // replicas)
+
+
+def describe(plan: Sequence[Sequence[Shard]]) -> str:
+    """A line for every rank: how many tables and rows, and which tables."""
+    return "\n".join(
+        f"rank {rank}: {len(own)} tables, {sum(shard.end - shard.first for shard in own):,} rows: "
+        + " ".join(str(shard.table) for shard in own)
+        for rank, own in enumerate(plan)
+    )
+
+
+def _replicas(options: argparse.Namespace) -> int:
+    return options.replicas if options.parallel == "2d" else 1
 
 
 def distribute(
@@ -40,10 +59,7 @@ def distribute(
         model.dense = _replicated(model.dense, options)
         return model, model.dense
     plan, exchange = plan_tables(options), EXCHANGES[mode](options)
-    if options.parallel == "hybrid":
-        model = HybridDLRM(model, plan, exchange, options.dedup)
-    else:
-        model = TwoDimensionalDLRM(model, plan, options.replicas, exchange, options.dedup)
+    model = ShardedDLRM(model, plan, exchange, options.dedup, _replicas(options))
     model.mlps = _replicated(model.mlps, options)
     return model, model.mlps
 
@@ -56,7 +72,7 @@ def make_sync(
     It notes every row that `optimizer` changes from now on: weights and `optimizer` are loaded by
     then.
     """
-    if not isinstance(model, TwoDimensionalDLRM):
+    if options.parallel != "2d":
         return None
     return ReplicaSync(model.tables, optimizer, options.sync_every, **_sync_format(mode, options))
 

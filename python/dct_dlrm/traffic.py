@@ -7,9 +7,8 @@ from torch import nn
 
 from dct_parallel import WireMeter
 
-from .models.hybrid import HybridDLRM
+from .models.sharded import ShardedDLRM
 from .models.substituted import SubstitutedModel
-from .models.two_dimensional import TwoDimensionalDLRM
 
 
 class Traffic:
@@ -21,10 +20,10 @@ class Traffic:
 
     Attributes:
         wire: bytes of each step in all collectives, without those of `node_group`.
-        purposes: of a model with sharded tables, bytes of each step, apart: "counts" (hybrid only;
-            else among ids), "ids", "sync" of replicas (2D only), the rows' (DES: partial results')
-            "mp_forward" and "mp_backward", and "dp", which is all the rest. With a `node_group`
-            "node": its own. Empty for other models.
+        purposes: of a model with sharded tables, bytes of each step, apart: "ids", "sync" of
+            replicas (2D only), the rows' (DES: partial results') "mp_forward" and "mp_backward",
+            and "dp", which is all the rest. With a `node_group` "node": its own. Empty for other
+            models.
     """
 
     def __init__(self, model: nn.Module, node_group: dist.ProcessGroup | None = None) -> None:
@@ -72,12 +71,9 @@ class Traffic:
 
 
 def _groups(model: nn.Module) -> dict[str, dist.ProcessGroup]:
-    if isinstance(model, HybridDLRM):
-        groups = {"counts": model.counts_group}
-    elif isinstance(model, TwoDimensionalDLRM):
-        groups = {"sync": model.sync_group}
-    elif isinstance(model, SubstitutedModel):
-        groups = {}
-    else:
+    if not isinstance(model, (ShardedDLRM, SubstitutedModel)):
         return {}
-    return groups | {"ids": model.ids_group, "rows": model.rows_group}
+    groups = {"ids": model.ids_group, "rows": model.rows_group}
+    if isinstance(model, ShardedDLRM) and model.replicas > 1:
+        groups["sync"] = model.sync_group
+    return groups

@@ -109,9 +109,9 @@ def test_other_settings_are_refused_by_name(saved):
 @pytest.mark.parametrize(
     "content",
     [
-        '{"version": 1, "settings": {}}',
-        '{"version": 1, "settings": [], "number": 2, "files": []}',
-        '{"version": 1, "settings": {}, "number": "2", "files": []}',
+        '{"version": 2, "settings": {}}',
+        '{"version": 2, "settings": [], "number": 2, "files": []}',
+        '{"version": 2, "settings": {}, "number": "2", "files": []}',
     ],
     ids=["lacks", "settings", "number"],
 )
@@ -122,9 +122,9 @@ def test_a_manifest_that_was_not_written_so_is_refused(saved, content):
 
 
 def test_another_version_is_refused(saved):
-    manifest = json.loads((saved / MANIFEST).read_text()) | {"version": 2}
+    manifest = json.loads((saved / MANIFEST).read_text()) | {"version": 1}
     (saved / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UsageError, match="must be of version 1, got 2"):
+    with pytest.raises(UsageError, match="must be of version 2, got 1"):
         _checkpoints(saved).load()
 
 

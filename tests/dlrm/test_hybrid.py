@@ -10,13 +10,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_dlrm import arguments, loop
 from dct_dlrm.data import dataset
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
 from dct_dlrm.models.dlrm import DLRM
-from dct_dlrm.models.hybrid import HybridDLRM
 from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
-from dct_dlrm.models.sharding import describe, shard_tables
+from dct_dlrm.models.sharded import ShardedDLRM
+from dct_dlrm.parallel import describe
+from dct_embeddings import Shard, plan_shards
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32"]
@@ -25,33 +24,9 @@ ROWS = [40, 3, 7, 40, 5]  # five tables: no number of ranks divides them
 DIM = 4
 
 
-@pytest.mark.parametrize("ranks", range(1, 27))
-def test_a_plan_has_every_table_once_and_as_many_on_every_rank(ranks):
-    plan = shard_tables(table_rows(4000), ranks)
-    assert sorted(t for tables in plan for t in tables) == list(range(26))
-    counts = [len(tables) for tables in plan]
-    assert len(plan) == ranks and max(counts) - min(counts) <= 1
-
-
-def test_a_plan_balances_sizes():
-    rows = table_rows(4000)
-    for ranks in (2, 4):
-        loads = [sum(rows[t] for t in tables) for tables in shard_tables(rows, ranks)]
-        assert max(loads) < 1.1 * sum(rows) / ranks
-    # Largest first: 9 | 8 7, then the rest to the smaller sum while there is room.
-    assert shard_tables([9, 1, 8, 7], 2) == [[0, 1], [2, 3]]
-    assert shard_tables([5, 5, 5], 3) == [[0], [1], [2]]
-
-
-def test_a_plan_for_more_ranks_than_tables():
-    with pytest.raises(UsageError, match="--ranks must be at most 3, one table each, got 4"):
-        shard_tables([5, 5, 5], 4)
-
-
 def test_the_plan_is_printed():
-    assert describe([[0, 2], [1]], [1000, 20, 300]) == (
-        "rank 0: 2 tables, 1,300 rows: 0 2\nrank 1: 1 tables, 20 rows: 1"
-    )
+    plan = [[Shard(0, 0, 1000), Shard(2, 0, 300)], [Shard(1, 0, 20)]]
+    assert describe(plan) == ("rank 0: 2 tables, 1,300 rows: 0 2\nrank 1: 1 tables, 20 rows: 1")
 
 
 def _model():
@@ -87,7 +62,7 @@ def _masked_model(density):
 def _against_one_process(folder):
     """Logits and the gradients of all weights, against one model that sees all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    plan = shard_tables(ROWS, ranks)
+    plan = plan_shards(ROWS, ranks)
     float32 = torch.float32
     for density, exchange, dedup in (
         (1.0, every_entry("float32", "float32"), False),
@@ -98,14 +73,13 @@ def _against_one_process(folder):
         whole = _masked_model(density)
         reference = torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean()
         reference.backward()
-        model = HybridDLRM(_model(), plan, exchange, dedup)
-        assert len(model.tables) == len(plan[rank])
+        model = ShardedDLRM(_model(), plan, exchange, dedup)
         samples = _samples(rank)
         torch.testing.assert_close(model(*samples[:2]), whole(*samples[:2]))
         _loss(model, samples).backward()
-        for table, own in zip(plan[rank], model.tables, strict=True):
-            assert own.weight.grad.any()
-            torch.testing.assert_close(own.weight.grad, whole.tables[table].weight.grad)
+        own = torch.cat([whole.tables[shard.table].weight.grad for shard in plan[rank]])
+        assert own.any()
+        torch.testing.assert_close(model.tables.weight.grad, own)
         for layers, replicated in ((whole.bottom, "bottom"), (whole.top, "top")):
             for expected, weight in zip(
                 layers.parameters(),

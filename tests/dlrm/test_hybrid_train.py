@@ -18,8 +18,9 @@ from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.train import main
 
 RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8
+COUNTS = 32  # to the other rank: how many ids, and what must be the same
 LINEARS = [(16, 13), (DIM, 16), (64, DIM + 27 * 26 // 2), (1, 64)]
-PURPOSES = ("counts", "ids", "mp_forward", "mp_backward", "dp")
+PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +40,20 @@ def _sent(run):
 
 
 def test_bytes_by_formula(results):
-    """A rank sends the other ids of 13 tables, and as many embeddings of every sample."""
+    """A rank sends the other lengths and ids of 13 tables, as many embeddings of every sample."""
     rows = 13 * BATCH
+    ids = COUNTS + (4 + 4) * rows
     numel = sum(out * (inputs + 1) for out, inputs in LINEARS)
     sent = {mode: _sent(run) for mode, run in results.items()}
     whole = rows * DIM
     assert sent["dense"] == {
-        "counts": 0,
-        "ids": 4 * rows,
+        "ids": ids,
         "mp_forward": 4 * whole,
         "mp_backward": 4 * whole,
         "dp": 4 * numel,
     }
     assert sent["bf16"] == {
-        "counts": 0,
-        "ids": 4 * rows,
+        "ids": ids,
         "mp_forward": 2 * whole,
         "mp_backward": 2 * whole,
         "dp": 2 * numel,
@@ -61,7 +61,7 @@ def test_bytes_by_formula(results):
     assert sent["powersgd"] == sent["dense"] | {"dp": sent["powersgd"]["dp"]}
     assert sent["powersgd"]["dp"] < sent["bf16"]["dp"]
     # Bfloat16 values; positions as a bitmap of 8 bits; nothing but values back.
-    assert sent["dct"]["ids"] == 4 * rows
+    assert sent["dct"]["ids"] == ids
     assert sent["dct"]["mp_forward"] == rows * (2 * K + 1)
     assert sent["dct"]["mp_backward"] == rows * 2 * K
     assert sent["dct"]["dp"] < 0.1 * sent["dense"]["dp"]
@@ -132,15 +132,14 @@ def test_with_a_mesh_gradients_alone_are_compared():
 
 
 def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
-    """A count a table; then as many ids as rows, which are fewer than the samples'."""
+    """As many ids as rows, which are fewer than the samples'."""
     command = ["--parallel", "hybrid", "--modes", "dct", "--rows", "1500", "--hash-size", "50"]
     command += ["--batch-size", str(BATCH), "--embedding-dim", str(DIM), "--bottom", "16"]
     command += ["--top", "64", "--mp-format", "int4,sign", "--dedup", "--out", str(tmp_path)]
     assert main(command) == 0
     sent = _sent(json.loads((tmp_path / "summary.json").read_text())["modes"]["dct"][0])
-    assert sent["counts"] == 8 * 13
     # What one rank asks the other answers; these are means over both.
-    asked = sent["ids"] / 4
+    asked = (sent["ids"] - COUNTS) / 4
     assert 0 < asked < 0.5 * 13 * BATCH
     assert sent["mp_backward"] == pytest.approx(asked * (DIM / 8 + 2))
     assert sent["mp_forward"] == pytest.approx(asked * (DIM / 2 + 2))
@@ -176,6 +175,7 @@ def _train_with_tables_that_stand_still(parallel):
     named = {
         name.split("module.")[-1].removeprefix("model."): p for name, p in model.named_parameters()
     }
+    named |= {f"tables.{table}.weight": weight for table, weight in enumerate(_tables(model))}
     for name, weight in fresh.named_parameters():
         assert torch.equal(named[name], weight) == name.startswith("tables."), name
 
@@ -193,8 +193,7 @@ def _first_steps(parallel):
     torch.manual_seed(0)
     fresh = DLRM(table_rows(50), 1, options.bottom, options.top).tables
     moved = [
-        (table.weight - start.weight).abs()
-        for table, start in zip(_tables(model), fresh, strict=True)
+        (table - start.weight).abs() for table, start in zip(_tables(model), fresh, strict=True)
     ]
     moved = torch.cat(moved).detach()
     # A row that was met once has moved by lr, whatever its gradient; none by more in a step.
@@ -203,7 +202,10 @@ def _first_steps(parallel):
 
 
 def _tables(model):
-    return model.tables if hasattr(model, "tables") else model.module.tables
+    """The weights of all, which one rank has."""
+    if hasattr(model, "tables"):
+        return model.tables.shards().values()
+    return [table.weight for table in model.module.tables]
 
 
 @pytest.mark.parametrize("parallel", ["data", "hybrid"])

@@ -384,7 +384,26 @@ def test_a_state_of_other_shards_is_refused():
     run_ranks(_state_of_another_shard, 2)
 
 
+@pytest.mark.parametrize("row_wise", [[], [3, 7]])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 13, 23, 24])
+def test_a_plan_has_every_table_once_and_as_many_on_every_rank(ranks, row_wise):
+    rows = [int(2 ** (12 * (table * 7 % 26) / 26)) * 30 for table in range(26)]
+    plan = plan_shards(rows, ranks, row_wise)
+    whole = [[shard for shard in own if shard.table not in row_wise] for own in plan]
+    assert sorted(table for own in whole for table, _, _ in own) == [
+        table for table in range(26) if table not in row_wise
+    ]
+    counts = [len(own) for own in whole]
+    assert max(counts) - min(counts) <= 1
+    if ranks <= 4 and not row_wise:
+        loads = [sum(end - first for _, first, end in own) for own in plan]
+        assert max(loads) < 1.1 * sum(rows) / ranks
+
+
 def test_plans():
+    # Largest first: 9 | 8 7, then the rest to the smaller sum while there is room.
+    plan = plan_shards([9, 1, 8, 7], 2)
+    assert [[shard.table for shard in own] for own in plan] == [[0, 1], [2, 3]]
     assert plan_shards([5, 9, 2, 4], 2) == [
         [Shard(1, 0, 9), Shard(2, 0, 2)],
         [Shard(0, 0, 5), Shard(3, 0, 4)],

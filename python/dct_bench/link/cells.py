@@ -26,7 +26,7 @@ class Cell:
         node_bytes: that a rank hands to the collectives inside a node that a mesh has.
         wire_bytes, packets: that left a rank's interface, by its counters.
         purpose_bytes: of a hybrid model, what payload_bytes are for; else empty.
-        purpose_ms: {counts, ids, rows, dp: time that some of its collectives took}, likewise.
+        purpose_ms: {ids, rows, dp: time that some of its collectives took}, likewise.
     """
 
     ranks: int

@@ -152,7 +152,7 @@ def _print_purposes(console: Console, cells: list[Cell]) -> None:
         times.add_row(*name, *(f"{ms:.2f}" for ms in cell.purpose_ms.values()))
     console.print(bytes_of)
     console.print(times)
-    text = "a step's first collective waits for the rank that comes later: ids, or counts of rows"
+    text = "a step's first collective, of ids, waits for the rank that comes later"
     console.print(f"{text}\n", markup=False, highlight=False)
 
 

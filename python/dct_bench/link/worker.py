@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_dlrm.data.features import Rows, table_rows
 from dct_dlrm.data.synthetic import Generator
 from dct_dlrm.models.dlrm import DLRM
-from dct_dlrm.models.hybrid import HybridDLRM
-from dct_dlrm.models.sharding import shard_tables
+from dct_dlrm.models.sharded import ShardedDLRM
 from dct_dlrm.traffic import Traffic
+from dct_embeddings import plan_shards
 from dct_parallel import DCTState
 
 from .methods import METHODS, Method
@@ -99,9 +99,9 @@ class Worker:
         if method.exchange is None:
             model = ddp = self._replicated(model)
         else:
-            plan = shard_tables(table_rows(self.options.hash_size), self.ranks)
+            plan = plan_shards(table_rows(self.options.hash_size), self.ranks)
             exchange = phases.timed(method.exchange(self.options))
-            model = HybridDLRM(model, plan, exchange, method.dedup)
+            model = ShardedDLRM(model, plan, exchange, method.dedup)
             ddp = model.mlps = self._replicated(model.mlps)
         phases.watch(ddp)
         return model, method.register(ddp, self.options)
@@ -175,7 +175,7 @@ class Worker:
 
 def _by_purpose(wire: dict[str, float]) -> dict[str, float]:
     """Seconds by what they were for, from seconds by process group."""
-    rows = {purpose: wire.pop(purpose, 0.0) for purpose in ("counts", "ids", "rows")}
+    rows = {purpose: wire.pop(purpose, 0.0) for purpose in ("ids", "rows")}
     return rows | {"dp": sum(wire.values())}
 
 

@@ -1,6 +1,6 @@
 """What is trained.
 
-Reading order: mlp and dlrm; factorised (LR, FM, DeepFM); sharding, row_exchange and hybrid (a DLRM
-of which every rank has a part); two_dimensional (of which there are several such); substituted (any
-of them, every rank with some rows of all tables).
+Reading order: mlp and dlrm; factorised (LR, FM, DeepFM); row_exchange and sharded (a DLRM of whose
+tables every rank has some, once or in replicas); substituted (any of them, every rank with some
+rows of all tables).
 """

@@ -14,7 +14,7 @@ from dct_embeddings import (
 from ..errors import UsageError
 from .dlrm import DLRM
 from .factorised import FeatureModel, LocalOperators
-from .hybrid import MLPs
+from .sharded import MLPs
 
 
 class SubstitutedModel(FeatureModel):

@@ -21,10 +21,11 @@ class Shard(NamedTuple):
 def plan_shards(
     rows: Sequence[int], ranks: int, row_wise: Collection[int] = ()
 ) -> list[list[Shard]]:
-    """Tables in `row_wise` cut evenly over all ranks, the others whole, balanced in rows.
+    """Tables in `row_wise` cut evenly over all ranks, the others whole, balanced.
 
-    Whole tables go largest first to the rank with the fewest rows so far. Deterministic; ties go to
-    the lower table and rank.
+    Every rank gets as many whole tables as another, give or take one: equal traffic. They go
+    largest first, each to the rank with the fewest rows so far that has room for a table.
+    Deterministic; ties go to the lower table and rank.
 
     Args:
         rows: of each table, from 1 up.
@@ -55,12 +56,15 @@ def plan_shards(
         cuts = [rows[table] * rank // ranks for rank in range(ranks + 1)]
         for rank, own in enumerate(plan):
             own.append(Shard(table, cuts[rank], cuts[rank + 1]))
-    load = [rows_of(own) for own in plan]
+    load, tables = [rows_of(own) for own in plan], [0] * ranks
     whole = set(range(len(rows))) - set(row_wise)
+    fewest, with_one_more = divmod(len(whole), ranks)
     for table in sorted(whole, key=lambda table: (-rows[table], table)):
-        rank = min(range(ranks), key=load.__getitem__)
+        most = fewest + (sum(count > fewest for count in tables) < with_one_more)
+        rank = min((r for r in range(ranks) if tables[r] < most), key=load.__getitem__)
         plan[rank].append(Shard(table, 0, rows[table]))
         load[rank] += rows[table]
+        tables[rank] += 1
     return [sorted(own) for own in plan]
 
 

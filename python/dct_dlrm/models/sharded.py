@@ -1,4 +1,7 @@
-"""Two-dimensional parallelism: tables in shards inside a group of ranks, replicas across groups."""
+"""Embedding tables in shards inside a group of ranks, the MLPs on all: hybrid parallelism, and 2D.
+
+Hybrid is one group of all ranks. With several, each has a replica of the tables.
+"""
 
 from collections.abc import Sequence
 
@@ -10,23 +13,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_embeddings import Shard, ShardedEmbeddingBags
 from dct_parallel.rows.all_to_all import Exchange
 
-from ..errors import UsageError
 from .dlrm import DLRM
-from .hybrid import MLPs
 
 
-class TwoDimensionalDLRM(nn.Module):
-    """A DLRM whose tables are `ShardedEmbeddingBags`, of one id each.
+class ShardedDLRM(nn.Module):
+    """A DLRM whose tables are `ShardedEmbeddingBags`, of one id each: same training, other traffic.
 
-    With one replica bitwise a `HybridDLRM`; that is why gradients of tables are dense. Averaging
-    the replicas is up to `ReplicaSync`, and the gradients of `mlps` to DistributedDataParallel.
+    Gradients of tables are dense, as those of the whole model. A row that crosses is one embedding,
+    of one sample and one table: in rows of several tables' embeddings side by side, DCT would pick
+    those of tables that began large, and the others would never learn.
+
+    Averaging the gradients of `mlps` is up to DistributedDataParallel, and the replicas to
+    `ReplicaSync`. Gradients of tables are divided by the size of a group, as an average is, so that
+    one learning rate fits both. Forward and backward are collective, with the same number of
+    samples on every rank.
 
     Args:
         model: the whole DLRM, equal on every rank; what this rank does not own is dropped from it.
-        plan: the tables of every rank of a group.
-        replicas: groups of ranks.
+        plan: the shards of every rank of a group.
         exchange: of rows.
-        dedup: whether a row that several samples of a rank's batch ask for crosses once.
+        dedup: whether a row that several samples of a rank's batch ask for crosses once, and so
+            does its gradient, their sum.
+        replicas: groups of ranks.
 
     Attributes:
         tables: this rank's.
@@ -37,17 +45,17 @@ class TwoDimensionalDLRM(nn.Module):
     def __init__(
         self,
         model: DLRM,
-        plan: Sequence[Sequence[int]],
-        replicas: int,
+        plan: Sequence[Sequence[Shard]],
         exchange: Exchange,
         dedup: bool = False,
+        replicas: int = 1,
     ) -> None:
         super().__init__()
+        self.replicas = replicas
         ranks = torch.arange(replicas * len(plan)).view(replicas, len(plan))
         # Not by init_device_mesh, which takes the group of all ranks where it fits: DDP's.
-        self.sync_group, _ = dist.new_subgroups_by_enumeration(ranks.t().tolist())
-        self.ids_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-        self.rows_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        self.sync_group = _group(ranks.t(), "sync")
+        self.ids_group, self.rows_group = _group(ranks, "ids"), _group(ranks, "rows")
         mesh = DeviceMesh.from_group(
             [self.sync_group, self.ids_group],
             "cpu",
@@ -59,9 +67,8 @@ class TwoDimensionalDLRM(nn.Module):
             return exchange(x, splits, output_splits, group=self.rows_group)
 
         tables = [table.weight for table in model.tables]
-        shards = [[Shard(table, 0, len(tables[table])) for table in own] for own in plan]
         self.tables = ShardedEmbeddingBags(
-            tables, shards, mesh, exchange_rows, dedup=dedup, sparse=False
+            tables, plan, mesh, exchange_rows, dedup=dedup, sparse=False
         )
         self.mlps = MLPs(model)
 
@@ -77,8 +84,19 @@ class TwoDimensionalDLRM(nn.Module):
         return self.mlps(ints, embedded)
 
 
-def ranks_of_a_group(ranks: int, replicas: int) -> int:
-    """How many ranks share a replica of the tables."""
-    if ranks % replicas:
-        raise UsageError(f"--replicas must divide the {ranks} ranks, got {replicas}")
-    return ranks // replicas
+class MLPs(nn.Module):
+    """What every rank has: a DLRM without its tables, which is given their embeddings."""
+
+    def __init__(self, model: DLRM) -> None:
+        super().__init__()
+        del model.tables
+        self.model = model
+
+    def forward(self, ints: Tensor, embedded: Tensor) -> Tensor:
+        return self.model.interact(ints, embedded)
+
+
+def _group(rows: Tensor, name: str) -> dist.ProcessGroup:
+    """Of the ranks in this rank's row."""
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)
+    return own
