@@ -5,7 +5,7 @@
 
 A variant is mp, full model parallelism over all ranks, or OPTIMIZER/PERIOD or
 OPTIMIZER/PERIOD/FORMAT with 2 replicas (--replicas): row-wise AdaGrad as it is (c1), with squares
-scaled by 1 / replicas (scaled), and divided by the accumulators of the last sync, too (delayed);
+divided by the replicas (scaled), and divided by the accumulators of the last sync, too (delayed);
 steps between syncs; what crosses then: float32 rows, float16 deltas, or the largest entries of
 deltas (dct, --sync-density). Ids are generated, by a power law. Nothing else is compressed. All
 runs of a seed start from the same weights and see the same batches.

@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=tuple(EMBEDDING_OPTIMIZERS),
         default="sgd",
         help="of the embedding tables: SGD, or AdaGrad with one accumulator a row; 2d: also with "
-        "accumulators scaled by 1 / REPLICAS",
+        "accumulators divided by REPLICAS",
     )
     training.add_argument(
         "--delayed-accumulator",

@@ -26,7 +26,7 @@ EMBEDDING_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     SCALED: lambda params, lr, options: MomentumScaledRowWiseAdagrad(
         params,
         lr,
-        accumulator_scale=1 / options.replicas,
+        scale=options.replicas,
         delayed=options.delayed_accumulator,
     ),
 }

@@ -3,7 +3,7 @@
 Tables in shards inside a group of ranks, with replicas across groups.
 
     bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
-    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], accumulator_scale=1 / replicas)
+    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
     sync = ReplicaSync(bags, optimizer, every=10)
 
 Or operators on them computed where their rows are, of which partial results cross.

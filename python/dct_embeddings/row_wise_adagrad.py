@@ -109,19 +109,25 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             grad = grad.coalesce()
             grad, rows = grad.values(), grad.indices()[0]
         accumulator, synced = self.to_average(weight), self.state[weight]["sum"]
-        accumulator[rows] += group.get("accumulator_scale", 1) * grad.square().mean(1)
-        divisor = torch.where(synced[rows] > 0, synced[rows], accumulator[rows]).sqrt()
-        weight[rows] -= group["lr"] * grad / (divisor + group["eps"]).unsqueeze(1)
+        accumulator[rows] += grad.square().mean(1)
+        used = torch.where(synced[rows] > 0, synced[rows], accumulator[rows])
+        weight[rows] -= group["lr"] * grad / self._divisor(used, group).unsqueeze(1)
+
+    def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
+        """What gradients are divided by, for these rows' accumulators [n]."""
+        divisor: Tensor = accumulator.sqrt() + group["eps"]
+        return divisor
 
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
-        for name, most in {"lr": math.inf, "eps": math.inf, "accumulator_scale": 1}.items():
+        for name in ("lr", "eps", "scale"):
             if name not in group:
                 continue
             checks.require_number(op, name, group[name])
-            if not 0 < group[name] <= most or group[name] == math.inf:  # false of a NaN as well
-                rule = "finite and above 0" if most == math.inf else f"in (0, {most}]"
-                checks.fail(op, name, rule, group[name])
+            fits = group[name] >= 1 if name == "scale" else group[name] > 0  # false of a NaN
+            if not fits or group[name] == math.inf:
+                rule = "at least 1" if name == "scale" else "above 0"
+                checks.fail(op, name, f"finite and {rule}", group[name])
         for index, weight in enumerate(group["params"]):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
@@ -133,9 +139,15 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     """Row-wise AdaGrad for tables of which M replicas are averaged: our reconstruction.
 
     Two-dimensional sparse parallelism (arXiv 2508.03854) trains M groups, each with a replica of
-    all tables, and averages weights and accumulators. It names a momentum-scaled row-wise AdaGrad
-    against what that does to quality. Its equation is not known to us; this one is derived from
-    what averaging does.
+    all tables, and averages weights and accumulators. Its momentum-scaled row-wise AdaGrad is, in
+    our reconstruction, after a review,
+
+        v[r] += mean(G ** 2)
+        w[r] -= lr * G / sqrt(v[r] / c + eps)
+
+    with c the number of replicas. The accumulator is a `RowWiseAdagrad`'s, and c is applied where
+    it is used: it may change in training, and from there on steps are those of a run that always
+    had it. Why c, and the delay, is derived here from what averaging does.
 
     *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not meet the row. One
     group with all samples would have G = mean(g_i) and accumulate mean(G ** 2); replicas accumulate
@@ -146,41 +158,58 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     - are independent noise in every group: E[G ** 2] = s ** 2 / M, shared s ** 2: M times as well;
     - are the same in every group: both g ** 2.
 
-    So the accumulator is scaled, v += c * mean(g_i ** 2), with c between 1 / M, right for rare and
-    for noisy rows, which most rows of a recommender are, and 1, right for frequent clean ones: at
-    c = 1 / M those take steps sqrt(M) times too large. As accumulators start at 0, c does just what
-    dividing lr and eps by sqrt(c) does.
+    So c is between M, right for rare and for noisy rows, which most rows of a recommender are, and
+    1, right for frequent clean ones: at c = M those take steps sqrt(M) times too large. A constant
+    c does just what multiplying lr by sqrt(c), and eps by c, does.
 
     *The delay.* Replicas that divide by accumulators of their own do not average to a step by their
     averaged gradient. So with `delayed` a row is divided by the root of v as of the last sync, the
     same on every replica, and what came since waits in a second accumulator until the next sync.
     (TorchRec's authors write of a momentum "behind by one sync step" for AdaGrad.) Averaged weights
-    are then the last synced ones minus lr * mean(sum of gradients) / (sqrt(v) + eps), exactly. A
+    are then the last synced ones minus lr * mean(sum of gradients) / sqrt(v / c + eps), exactly. A
     row whose v is 0, not met before the last sync, is divided by what waits.
 
-    With accumulator_scale 1 and not delayed, bitwise a `RowWiseAdagrad`.
+    A state that was saved with `accumulator_scale` s, of the rule that multiplied squares before
+    they were accumulated and added eps to the root, is converted when it is loaded: c is 1 / s, v
+    is multiplied by that, and eps squared. Steps go on as they were, but for roundings.
 
     Args:
-        params, lr, eps: as of `RowWiseAdagrad`.
-        accumulator_scale: c above, in (0, 1]; 1 / M for M replicas of a table.
+        params, lr: as of `RowWiseAdagrad`.
+        eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: where v is
+            0, the same step.
+        scale: c above, from 1 up; M for M replicas of a table.
         delayed: divide by the accumulator of the last sync.
 
     State of a weight: `sum`, v above, and, if delayed, `pending`, what waits: [rows] each.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
     """
 
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 0.01,
-        eps: float = 1e-8,
+        eps: float = 1e-16,
         *,
-        accumulator_scale: float,
+        scale: float,
         delayed: bool = False,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "eps": eps,
-            "accumulator_scale": accumulator_scale,
-            "delayed": delayed,
-        }
+        settings = {"lr": lr, "eps": eps, "scale": scale, "delayed": delayed}
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer does; a state of the former rule is converted."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if "accumulator_scale" not in group:
+                continue
+            group["scale"] = 1 / group.pop("accumulator_scale")
+            group["eps"] = max(group["eps"] ** 2, torch.finfo(torch.float32).tiny)  # not 0
+            for weight in group["params"]:
+                for name, accumulator in self.state[weight].items():
+                    self.state[weight][name] = accumulator * group["scale"]  # not the saved one
+
+    def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
+        divisor: Tensor = (accumulator / group["scale"] + group["eps"]).sqrt()
+        return divisor

@@ -28,7 +28,7 @@ ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=LR),
     "rowwise": partial(RowWiseAdagrad, lr=LR),
-    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, accumulator_scale=0.5, delayed=True),
+    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, scale=2, delayed=True),
 }
 FORMATS = [
     {},

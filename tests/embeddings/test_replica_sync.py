@@ -29,7 +29,7 @@ DENSITY = 0.1
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=LR),
     "rowwise": partial(RowWiseAdagrad, lr=LR),
-    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, accumulator_scale=0.5, delayed=True),
+    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, scale=2, delayed=True),
 }
 
 

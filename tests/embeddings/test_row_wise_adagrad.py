@@ -25,7 +25,7 @@ def _per_id(step):
     return torch.randn(len(BATCHES[step]), WIDTH, generator=generator, dtype=torch.float64)
 
 
-def _oracle(scale=1.0):
+def _oracle(divisor=lambda v: math.sqrt(v) + EPS):
     """Weights and accumulators after BATCHES, row by row in float64."""
     w, v = _weights().numpy().copy(), np.zeros(ROWS)
     for step, ids in enumerate(BATCHES):
@@ -33,8 +33,8 @@ def _oracle(scale=1.0):
         for row, grad in zip(ids, _per_id(step).numpy(), strict=True):
             total[row] = total.get(row, 0.0) + grad
         for row, grad in total.items():
-            v[row] += scale * sum(float(entry) ** 2 for entry in grad) / WIDTH
-            w[row] -= LR * grad / (math.sqrt(v[row]) + EPS)
+            v[row] += sum(float(entry) ** 2 for entry in grad) / WIDTH
+            w[row] -= LR * grad / divisor(v[row])
     return w, v
 
 
@@ -52,7 +52,7 @@ def _step(weight, optimizer, step, sparse=True, bags=False):
 
 def _trained(optimizer_class, dtype=torch.float64, sparse=True, bags=False, **settings):
     weight = nn.Parameter(_weights(dtype))
-    optimizer = optimizer_class([weight], LR, EPS, **settings)
+    optimizer = optimizer_class([weight], LR, **settings)
     for step in range(len(BATCHES)):
         _step(weight, optimizer, step, sparse, bags)
     return weight, optimizer
@@ -71,39 +71,68 @@ def test_against_the_oracle(dtype, near, sparse, bags):
     assert torch.equal(weight.detach()[4:8], _weights(dtype)[4:8])  # bit for bit as they were
 
 
-def test_the_scale_is_of_squares():
-    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=0.25)
-    w, v = _oracle(scale=0.25)
+@pytest.mark.parametrize("delayed", [False, True])  # until the first sync, by what waits
+def test_the_scale_is_of_accumulators_as_they_are_used(delayed):
+    settings = {"scale": 3, "eps": 0.01, "delayed": delayed}  # an eps that shows
+    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
+    w, v = _oracle(lambda v: math.sqrt(v / 3 + 0.01))
     assert np.abs(weight.detach().numpy() - w).max() < 1e-14
-    assert np.abs(optimizer.state[weight]["sum"].numpy() - v).max() < 1e-14
+    assert np.abs(optimizer.to_average(weight).numpy() - v).max() < 1e-14
 
 
-def test_a_scale_is_a_learning_rate():
-    """As accumulators start at 0: c divides lr and eps by sqrt(c)."""
-    scaled, _ = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=0.25)
-    faster = nn.Parameter(_weights())
-    optimizer = RowWiseAdagrad([faster], 2 * LR, 2 * EPS)
-    for step in range(len(BATCHES)):
-        _step(faster, optimizer, step)
-    assert torch.allclose(scaled, faster, rtol=0, atol=1e-14)
+def test_a_scale_that_changes_is_as_if_it_had_always_been():
+    """Bitwise: of the former scale nothing is in the accumulators."""
+    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, scale=3)
+    always, other = _trained(MomentumScaledRowWiseAdagrad, scale=5)
+    assert torch.equal(optimizer.state[weight]["sum"], other.state[always]["sum"])
+    optimizer.param_groups[0]["scale"] = 5
+    always.data.copy_(weight.detach())
+    for weights, of_them in ((weight, optimizer), (always, other)):
+        _step(weights, of_them, 3)
+    assert torch.equal(weight, always)
+
+
+def test_the_default_steps_are_those_of_row_wise_adagrad():
+    plain, _ = _trained(RowWiseAdagrad)
+    scaled, _ = _trained(MomentumScaledRowWiseAdagrad, scale=1)
+    assert torch.allclose(plain, scaled, rtol=0, atol=2 * EPS)
+    for optimizer_class, given in (
+        (RowWiseAdagrad, {}),
+        (MomentumScaledRowWiseAdagrad, {"scale": 4}),
+    ):
+        (group,) = optimizer_class([_table()], **given).param_groups
+        assert optimizer_class([_table()], **given)._divisor(torch.zeros(1), group) == EPS
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_scale_1_is_row_wise_adagrad(delayed):
-    """Bitwise; delayed as well, until the first sync: every row is divided by what waits."""
-    plain, _ = _trained(RowWiseAdagrad)
-    scaled, _ = _trained(MomentumScaledRowWiseAdagrad, accumulator_scale=1, delayed=delayed)
-    assert torch.equal(plain, scaled)
+def test_a_state_of_the_former_rule_goes_on(delayed):
+    """Of squares multiplied before they were accumulated; twice from one state."""
+    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, scale=4, delayed=delayed)
+    saved = copy.deepcopy(optimizer.state_dict())
+    (group,) = saved["param_groups"]
+    group |= {"accumulator_scale": 1 / group.pop("scale"), "eps": 1e-8}
+    for name, accumulator in saved["state"][0].items():
+        saved["state"][0][name] = accumulator / 4
+    for _ in range(2):
+        resumed = nn.Parameter(weight.detach().clone())
+        other = MomentumScaledRowWiseAdagrad([resumed], 1.0, scale=1)
+        other.load_state_dict(saved)
+        assert other.param_groups[0].keys() == optimizer.param_groups[0].keys()
+        before = weight.detach().clone()
+        _step(resumed, other, 3)
+    _step(weight, optimizer, 3)
+    assert torch.equal(weight, resumed) and not torch.equal(weight, before)
+    assert torch.equal(optimizer.to_average(weight), other.to_average(resumed))
 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_saved_state_goes_on_bitwise(delayed):
-    settings = {"accumulator_scale": 0.5, "delayed": delayed}
+    settings = {"scale": 2, "delayed": delayed}
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
     optimizer.averaged(weight, torch.arange(len(weight)))
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = nn.Parameter(weight.detach().clone())
-    other = MomentumScaledRowWiseAdagrad([resumed], 1.0, accumulator_scale=1)
+    other = MomentumScaledRowWiseAdagrad([resumed], 1.0, scale=1)
     other.load_state_dict(saved)
     for weights, of_them in ((weight, optimizer), (resumed, other)):
         _step(weights, of_them, 3)
@@ -133,7 +162,7 @@ def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
     """Whatever they do between two syncs: lr * mean(sum of gradients) / root of the synced v."""
     weights, optimizers = _replicas(
         3,
-        lambda w: MomentumScaledRowWiseAdagrad([w], LR, EPS, accumulator_scale=1 / 3, delayed=True),
+        lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True),
     )
     generator = torch.Generator().manual_seed(7)
 
@@ -151,10 +180,10 @@ def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
                 squares += weight.grad.square().mean(1)
                 optimizer.step()
         _sync(weights, optimizers)
-        expected = synced + squares / 9  # scaled by 1/3, averaged over 3
+        expected = synced + squares / 3  # averaged
         assert torch.allclose(optimizers[0].state[weights[0]]["sum"], expected, rtol=1e-13)
         if period > 0:  # in the first there is no synced accumulator yet
-            step = LR * (total / 3) / (synced.sqrt() + EPS).unsqueeze(1)
+            step = LR * (total / 3) / (synced / 3).sqrt().unsqueeze(1)
             assert torch.allclose(weights[0], base - step, rtol=0, atol=1e-14)
 
 
@@ -170,8 +199,7 @@ def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, row
     one_group = RowWiseAdagrad([together], LR)
     weights = [nn.Parameter(start.clone()) for _ in range(replicas)]
     optimizers = [
-        MomentumScaledRowWiseAdagrad([w], LR, accumulator_scale=scale, delayed=delayed)
-        for w in weights
+        MomentumScaledRowWiseAdagrad([w], LR, scale=scale, delayed=delayed) for w in weights
     ]
     for _ in range(steps):
         met = torch.rand(replicas, rows, 1, generator=generator) < chance
@@ -193,9 +221,9 @@ def _relative_step(replicas, scale, chance, noise, delayed=False, steps=600, row
     ids=["rare", "noisy", "clean"],
 )
 def test_steps_of_4_averaged_replicas(chance, noise, unscaled, scaled, delayed):
-    """Rare and noisy rows go 1 / sqrt(4) as far unless scaled by 1 / 4; clean ones then twice."""
-    assert _relative_step(4, 1.0, chance, noise, delayed) == pytest.approx(unscaled, rel=0.15)
-    assert _relative_step(4, 1 / 4, chance, noise, delayed) == pytest.approx(scaled, rel=0.15)
+    """Rare and noisy rows go 1 / sqrt(4) as far unless scaled by 4; clean ones then twice."""
+    assert _relative_step(4, 1, chance, noise, delayed) == pytest.approx(unscaled, rel=0.15)
+    assert _relative_step(4, 4, chance, noise, delayed) == pytest.approx(scaled, rel=0.15)
 
 
 def _table(dtype=torch.float32, shape=(4, 2)):
@@ -211,7 +239,7 @@ def _table(dtype=torch.float32, shape=(4, 2)):
             "params must be tensors, or groups of them, got int",
         ),
         (
-            lambda: MomentumScaledRowWiseAdagrad(5, accumulator_scale=1),
+            lambda: MomentumScaledRowWiseAdagrad(5, scale=1),
             TypeError,
             "dct::MomentumScaledRowWiseAdagrad: params must be tensors, or groups of them, got int",
         ),
@@ -230,9 +258,9 @@ def _table(dtype=torch.float32, shape=(4, 2)):
             r"params\[0\] must be \[rows, d\] with d from 1 up, got \(4,\)",
         ),
         (
-            lambda: MomentumScaledRowWiseAdagrad([_table()], accumulator_scale=1.5),
+            lambda: MomentumScaledRowWiseAdagrad([_table()], scale=0.5),
             ValueError,
-            r"dct::MomentumScaledRowWiseAdagrad: accumulator_scale must be in \(0, 1\], got 1.5",
+            "dct::MomentumScaledRowWiseAdagrad: scale must be finite and at least 1, got 0.5",
         ),
     ],
 )
@@ -252,7 +280,7 @@ def test_a_refused_group_is_not_added():
 
 
 def test_a_weight_of_another_optimizer_is_refused():
-    optimizer = MomentumScaledRowWiseAdagrad([_table()], accumulator_scale=1, delayed=True)
+    optimizer = MomentumScaledRowWiseAdagrad([_table()], scale=1, delayed=True)
     for own in (optimizer, RowWiseAdagrad([_table()])):
         with pytest.raises(ValueError, match="weight must be one of params, got another"):
             own.to_average(_table())

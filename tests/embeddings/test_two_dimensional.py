@@ -150,7 +150,7 @@ def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync():
 
 def _replicas_meet(rank):
     mesh = _mesh(2, 2)
-    scaled = partial(MomentumScaledRowWiseAdagrad, accumulator_scale=0.5, delayed=True)
+    scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
         bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
         watched = bags.weight, optimizer.to_average(bags.weight)

@@ -1,7 +1,7 @@
 """Writes 6004d3a.zip beside it: states as that commit saved them. Runs there alone:
 
     git worktree add OLD 6004d3a; cd OLD
-    sed s/dct_embeddings/dct_parallel/ HERE/write.py > write.py  # of which it was a part then
+    sed 's/dct_embeddings/dct_parallel/; s/scale=2/accumulator_scale=0.5/' HERE/write.py > write.py
     DCT_BACKEND=eager PYTHONPATH=.:python:tests:tests/parallel python write.py HERE/6004d3a.zip
 
 A folder for each case, with a file for each rank, or what torch.distributed.checkpoint writes. What
@@ -91,9 +91,7 @@ def tables(seed):
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(rows, WIDTH, generator=generator) for rows in TABLES]
     bags = ShardedEmbeddingBags(weights, plan_shards(TABLES, 2), mesh)
-    optimizer = MomentumScaledRowWiseAdagrad(
-        [bags.weight], lr=0.1, accumulator_scale=0.5, delayed=True
-    )
+    optimizer = MomentumScaledRowWiseAdagrad([bags.weight], lr=0.1, scale=2, delayed=True)
     return bags, optimizer
 
 
