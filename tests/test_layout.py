@@ -101,7 +101,7 @@ def test_a_package_imports_only_those_below_it():
 DOORS = ("data_parallel", "fully_sharded", "local_steps")
 KNOWN = {
     "dct_parallel": {"exchange": set(), "rows": set(), **{door: {"exchange"} for door in DOORS}},
-    "dct_embeddings": {"two_dimensional": set(), "substitution": set()},
+    "dct_embeddings": {"two_dimensional": set(), "substitution": set(), "torchrec": set()},
 }
 
 
@@ -121,6 +121,21 @@ def test_the_exchange_has_no_word_of_what_stands_on_it():
     for path in (ROOT / "python/dct_parallel/exchange").glob("*.py"):
         words = {"ddp", "fsdp", "fully_shard", "distributeddataparallel"}
         assert not words & set(re.findall(r"\w+", path.read_text().lower())), path
+
+
+def test_torchrec_is_imported_by_its_adapters_alone():
+    users = {
+        name
+        for name, (within, tree) in MODULES.items()
+        if any(source.partition(".")[0] == "torchrec" for source, _ in _imports(tree, within))
+    }
+    assert users and all(name.startswith("dct_embeddings.torchrec.") for name in users)
+    adapters = {
+        name
+        for name, targets in _edges().items()
+        if any(target.startswith("dct_embeddings.torchrec") for target in targets)
+    }
+    assert all(name.startswith("dct_embeddings.torchrec") for name in adapters)
 
 
 def test_no_circles():
@@ -163,8 +178,9 @@ def test_a_wheel_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    # Triton's kernels and the programs' main modules are imported elsewhere, by what needs them.
-    names = [n for n in MODULES if not n.startswith("dct_kernels.triton") and "__main__" not in n]
+    # Triton's kernels, adapters and programs' main modules are imported by what needs them alone.
+    needed = ("dct_kernels.triton", "dct_embeddings.torchrec")
+    names = [n for n in MODULES if not n.startswith(needed) and "__main__" not in n]
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}:\n"

@@ -11,11 +11,11 @@ Or operators on them computed where their rows are, of which partial results cro
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
-A folder holds one idea: two_dimensional (shards and replicas) and substitution (partial results of
-operators on shards). Neither knows the other. Both stand on what lies beside them here:
-row_wise_adagrad (the optimizers), distinct (each row that a batch asks for, once), bag_message
-(bags of ids to the owners of their rows) and shard_identity (whose rows a saved state has); and on
-dct_parallel, whose rows they send.
+A folder holds one idea: two_dimensional (shards and replicas), substitution (partial results of
+operators on shards) and torchrec (adapters, for where that is installed). None knows another. They
+stand on what lies beside them here: row_wise_adagrad (the optimizers), distinct (each row that a
+batch asks for, once), bag_message (bags of ids to the owners of their rows) and shard_identity
+(whose rows a saved state has); and on dct_parallel, whose rows they send.
 """
 
 from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad

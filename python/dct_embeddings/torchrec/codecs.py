@@ -1,0 +1,99 @@
+"""Rows in few bits in TorchRec's all-to-all of embeddings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import CommOp, QuantizedCommCodecs
+
+from dct_kernels import checks
+from dct_parallel.rows.codecs import dequantize, format_bytes, quantize, require_format
+
+_OP = "qcomm_codecs"
+_REDUCE_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
+
+
+def qcomm_codecs(
+    width: int, forward: str = "int4", backward: str = "sign"
+) -> dict[str, QuantizedCommCodecs]:
+    """Codecs for a sharder: embeddings cross in one number format, their gradients in another.
+
+    For tables that are sharded table-, column- or table-column-wise, pooled or not; of several
+    ids a sample or of batches that vary. Each `width` entries have a scale of their own. The
+    gradient is straight-through: that of what arrived, quantized on its way. "float32" both ways
+    is the exchange without codecs, bit for bit. Deterministic.
+
+    Our reconstruction of row-wise quantized exchange, by TorchRec's own plug (QuantizedCommCodec).
+
+    Args:
+        width: entries with a scale of their own. It must divide the width of every shard: their
+            greatest common divisor, or less. Of widths TorchRec tells a codec sums of ranks only.
+        forward: of embeddings, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
+            `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
+        backward: of their gradients, one of these.
+
+    Returns:
+        A `qcomm_codecs_registry`. Where TorchRec asks it for a codec of a reduce-scatter, it raises
+        ValueError: row-wise and table-row-wise sharding sum what was sent, which are no numbers
+        here.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it. In the first
+            exchange: `width` does not divide the sum of widths on some rank; on every rank.
+
+    >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(64))
+    """
+    checks.require_int(_OP, "width", width, 1, 2**31 - 1)
+    require_format(_OP, "forward", forward)
+    require_format(_OP, "backward", backward)
+    codecs = QuantizedCommCodecs(RowCodec(width, forward), RowCodec(width, backward))
+    ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
+    return _Registry({op.name: codecs for op in ops})
+
+
+class RowCodec:
+    """TorchRec's QuantizedCommCodec of rows of `width` entries, in one number format.
+
+    A message is uint8, `format_bytes` for each row. Without a context: TorchRec's code for padding
+    and for batches that vary looks for one first.
+    """
+
+    quantized_dtype = torch.uint8
+
+    def __init__(self, width: int, format: str) -> None:
+        self._width, self._format, self._bytes = width, format, format_bytes(width, format)
+
+    def encode(self, input_tensor: Tensor, ctx: object = None) -> Tensor:
+        return quantize(input_tensor.reshape(-1, self._width), self._format).flatten()
+
+    def decode(self, input_grad: Tensor, ctx: object = None) -> Tensor:
+        rows = input_grad.view(-1, self._bytes)
+        return dequantize(rows, self._width, self._format, torch.float32).flatten()
+
+    def calc_quantized_size(self, input_len: int, ctx: object = None) -> int:
+        self._require_rows("elements of a message", [input_len])
+        return input_len // self._width * self._bytes
+
+    def create_context(self) -> None:
+        return None
+
+    def padded_size(
+        self, input_tensor: Tensor, dim_per_rank: Sequence[int], my_rank: int, qcomm_ctx: object
+    ) -> tuple[int, int]:
+        self._require_rows("widths of shards, summed by rank,", list(dim_per_rank))
+        return input_tensor.shape[-1], 0
+
+    def _require_rows(self, arg: str, sizes: list[int]) -> None:
+        if any(size % self._width for size in sizes):
+            checks.fail(_OP, arg, f"multiples of width {self._width}", sizes)
+
+
+class _Registry(dict[str, QuantizedCommCodecs]):
+    """Of codecs by name of what they are for. TorchRec asks by `get` when it shards a module."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key == _REDUCE_SCATTER:
+            rule, got = "table-, column- or table-column-wise", "rows on several ranks"
+            checks.fail(_OP, "sharding", rule, f"{got}: their reduce-scatter would sum bytes")
+        return super().get(key, default)

@@ -1,0 +1,51 @@
+"""The hook on the dense part of a TorchRec model."""
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dct_kernels import checks
+from dct_parallel import DCTState, dct_hook
+
+_OP = "compress_dense"
+
+
+def compress_dense(
+    dmp: DistributedModelParallel, density: float = 0.005, **settings: Any
+) -> DCTState:
+    """Average the gradients of what is not sharded by `dct_hook`, from now on.
+
+    TorchRec wraps that in one DistributedDataParallel, which has one slot for a hook. Tables that
+    are sharded data-parallel do not go through it. Collective; before the first step, on every
+    rank.
+
+    Args:
+        dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
+        density, settings: as of `DCTState`.
+
+    Returns:
+        The hook's state. Its `state_dict()` belongs beside the model's, one per rank, or the state
+        itself into torch.distributed.checkpoint.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, `dmp` has no DistributedDataParallel
+            yet, or the slot is taken; the text names what by.
+    """
+    checks.require_type(
+        _OP, "dmp", dmp, DistributedModelParallel, "a DistributedModelParallel or DMPCollection"
+    )
+    ddp = dmp._dmp_wrapped_module
+    if not isinstance(ddp, DistributedDataParallel):
+        rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
+        checks.fail(_OP, "dmp", rule, f"a {type(ddp).__name__} in it")
+    if ddp._comm_hooks:
+        hook, _ = ddp._comm_hooks[0]
+        got = getattr(hook, "__qualname__", type(hook).__name__)
+        rule = (
+            "one whose DistributedDataParallel has no hook yet (allreduce_comm_precision sets one)"
+        )
+        checks.fail(_OP, "dmp", rule, got)
+    state = DCTState(ddp, density=density, **settings)
+    ddp.register_comm_hook(state, dct_hook)
+    return state
