@@ -9,11 +9,12 @@ OTHER_TORCH ?= torch==2.14.1
 BIN     := $(VENV)/bin
 OTHER   := $(abspath $(VENV)-abi/bin)
 RECIPES := $(abspath $(VENV)-recipes/bin)
+TORCHREC := $(abspath $(VENV)-torchrec/bin)
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
 
 CUDA_ARCHS ?= 9.0
 
-.PHONY: help train test lint native sanitize abi recipes aot cuda triton check-all clean
+.PHONY: help train test lint native sanitize abi recipes torchrec aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make lint       ruff, mypy and clang-format"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
+	@echo "make torchrec   the adapters for TorchRec, beside it"
 	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
@@ -98,6 +100,19 @@ recipes: $(VENV)/built $(VENV)-recipes/installed
 	$(RECIPES)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(RECIPES)/pytest recipes
 
+# What goes with TORCH (docs/torchrec.md); they pin none themselves.
+$(VENV)-torchrec/installed:
+	$(PYTHON) -m venv $(VENV)-torchrec
+	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy pytest
+	$(TORCHREC)/pip install --quiet --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
+	touch $@
+
+torchrec: $(VENV)/built $(VENV)-torchrec/installed
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(TORCHREC)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	cd tests && $(TORCHREC)/pytest torchrec
+
 # The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
 # and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
 COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
@@ -131,7 +146,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-check-all: test lint abi recipes sanitize triton
+check-all: test lint abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
@@ -142,4 +157,4 @@ check-all: test lint abi recipes sanitize triton
 	$(BIN)/python tests/torch_ddp.py
 
 clean:
-	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes
+	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes $(VENV)-torchrec
