@@ -20,8 +20,11 @@ from collection import allow_cpu
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
 )
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
@@ -47,20 +50,28 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    def __init__(self, optimizer, lr):
+    """Of bags, or with `pooled` false of rows that it adds up itself."""
+
+    def __init__(self, optimizer, lr, pooled=True):
         super().__init__()
+        self.pooled = pooled
+        config, collection = EmbeddingBagConfig, EmbeddingBagCollection
+        if not pooled:
+            config, collection = EmbeddingConfig, EmbeddingCollection
         tables = [
-            EmbeddingBagConfig(
-                name=f"t{i}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=[f"f{i}"]
-            )
+            config(name=f"t{i}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=[f"f{i}"])
             for i in range(TABLES)
         ]
-        self.bags = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+        self.bags = collection(device=torch.device("meta"), tables=tables)
         self.over = nn.Sequential(nn.Linear(TABLES * WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
         apply_optimizer_in_backward(optimizer, self.bags.parameters(), {"lr": lr})
 
     def forward(self, features):
-        return self.over(self.bags(features).values()).squeeze(1)
+        found = self.bags(features)
+        if self.pooled:
+            return self.over(found.values()).squeeze(1)
+        rows = [found[f"f{i}"].values().view(-1, BAG, WIDTH).sum(1) for i in range(TABLES)]
+        return self.over(torch.cat(rows, dim=1)).squeeze(1)
 
 
 def _prepare():
@@ -82,12 +93,11 @@ def _plan(model, shardings, sharder, ranks):
     return ShardingPlan(plan={"bags": own})
 
 
-def _parallel(codecs=None, sharding=lambda i: table_wise(rank=i % 2), **settings):
+def _parallel(codecs=None, sharding=lambda i: table_wise(rank=i % 2), pooled=True, **settings):
     torch.manual_seed(0)
-    model, sharder = (
-        Model(torch.optim.SGD, 1.0),
-        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
-    )
+    model = Model(torch.optim.SGD, 1.0, pooled)
+    kind = EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder
+    sharder = kind(qcomm_codecs_registry=codecs)
     plan = _plan(model, {f"t{i}": sharding(i) for i in range(TABLES)}, sharder, 2)
     return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder], **settings)
 
@@ -139,6 +149,12 @@ def _codecs(rank):
     # Ids, their lengths and the gradients of the dense part are among them, alike.
     assert of_floats[0] - of_few[0] == rows * (256 - 34)
     assert of_floats[1] - of_few[1] == rows * (256 - 10)
+    by_id = _parallel(qcomm_codecs(WIDTH), pooled=False)
+    assert _train(by_id) == pytest.approx(losses, abs=0.02)
+    of_floats = _bytes_of_rows(_parallel(qcomm_codecs(WIDTH, "float32", "float32"), pooled=False))
+    of_few = _bytes_of_rows(by_id)
+    assert of_floats[0] - of_few[0] == rows * BAG * (256 - 34)
+    assert of_floats[1] - of_few[1] == rows * BAG * (256 - 10)
     half = _parallel(qcomm_codecs(32, "int8", "int8"), lambda i: column_wise(ranks=[0, 1]))
     assert _train(half) == pytest.approx(losses, abs=0.02)
     text = "dct::qcomm_codecs: sharding must be table-, column- or table-column-wise, got rows on"

@@ -19,10 +19,10 @@ def qcomm_codecs(
 ) -> dict[str, QuantizedCommCodecs]:
     """Codecs for a sharder: embeddings cross in one number format, their gradients in another.
 
-    For tables that are sharded table-, column- or table-column-wise, pooled or not; of several
-    ids a sample or of batches that vary. Each `width` entries have a scale of their own. The
-    gradient is straight-through: that of what arrived, quantized on its way. "float32" both ways
-    is the exchange without codecs, bit for bit. Deterministic.
+    For tables that are sharded table-, column- or table-column-wise, pooled or not. Each `width`
+    entries have a scale of their own. The gradient is straight-through: that of what arrived,
+    quantized on its way. "float32" both ways is the exchange without codecs, bit for bit.
+    Deterministic.
 
     Our reconstruction of row-wise quantized exchange, by TorchRec's own plug (QuantizedCommCodec).
 
