@@ -93,8 +93,10 @@ def wide_rows(density: float) -> Exchange:
         if rest:
             raise ValueError(f"wide rows need ranks that divide {TABLES}, got {group.size()}")
         per_sample = [[count // tables for count in counts] for counts in (splits, output_splits)]
-        wide = x.reshape(-1, tables * x.shape[1])
-        return packed(wide, *per_sample, group=group).view(-1, x.shape[1])
+        ranks, width = group.size(), x.shape[1]  # rows come for every rank table by table
+        wide = x.view(ranks, tables, -1, width).transpose(1, 2).reshape(-1, tables * width)
+        arrived = packed(wide, *per_sample, group=group).view(ranks, -1, tables, width)
+        return arrived.transpose(1, 2).reshape(-1, width)
 
     return exchange
 

@@ -124,7 +124,7 @@ def report(records: Sequence[dict]) -> str:
         edge = "" if grid[0] < rates[name] < grid[-1] else " (edge)"
         cells = [
             name,
-            f"{_sent(runs[0], 'ids') + _sent(runs[0], 'counts'):,.0f}",
+            f"{_sent(runs[0], 'ids'):,.0f}",
             f"{_sent(runs[0], 'mp_forward'):,.0f}",
             f"{_sent(runs[0], 'mp_backward'):,.0f}",
             f"{whole / sent:.1f}x" if whole else "-",

@@ -59,12 +59,15 @@ def _exchanges(folder):
     assert torch.equal(y, torch.cat([(x * m)[own] for x, m in zip(sent, masks, strict=True)]))
     assert torch.equal(grad, returned * masks[rank])
 
-    y, grad = run(mp_density.wide_rows(DENSITY))  # two samples a rank, 13 tables wide
+    y, grad = run(mp_density.wide_rows(DENSITY))  # of 13 tables, two samples a rank
+    of_samples = [[26 * r + s + 2 * table for table in range(13)] for r in range(2) for s in (0, 1)]
     masks = []
     for x in sent:
-        wide = x.view(4, 13 * WIDTH)
-        kept = wide.topk(13 * K).indices
-        masks.append(torch.zeros_like(wide).scatter(1, kept, 1).view(52, WIDTH))
+        masks.append(torch.zeros_like(x))
+        for rows in of_samples:
+            kept = torch.zeros(13 * WIDTH)
+            kept[x[rows].flatten().topk(13 * K).indices] = 1
+            masks[-1][rows] = kept.view(13, WIDTH)
     assert torch.equal(y, torch.cat([(x * m)[own] for x, m in zip(sent, masks, strict=True)]))
     assert torch.equal(grad, returned * masks[rank])
     Path(folder, f"done{rank}").touch()

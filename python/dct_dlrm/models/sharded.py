@@ -31,7 +31,7 @@ class ShardedDLRM(nn.Module):
     Args:
         model: the whole DLRM, equal on every rank; what this rank does not own is dropped from it.
         plan: the shards of every rank of a group.
-        exchange: of rows.
+        exchange: of rows; may be replaced between steps, on all ranks.
         dedup: whether a row that several samples of a rank's batch ask for crosses once, and so
             does its gradient, their sum.
         replicas: groups of ranks.
@@ -51,7 +51,7 @@ class ShardedDLRM(nn.Module):
         replicas: int = 1,
     ) -> None:
         super().__init__()
-        self.replicas = replicas
+        self.exchange, self.replicas = exchange, replicas
         ranks = torch.arange(replicas * len(plan)).view(replicas, len(plan))
         # Not by init_device_mesh, which takes the group of all ranks where it fits: DDP's.
         self.sync_group = _group(ranks.t(), "sync")
@@ -64,7 +64,7 @@ class ShardedDLRM(nn.Module):
         )
 
         def exchange_rows(x: Tensor, splits: list, output_splits: list, *, group) -> Tensor:
-            return exchange(x, splits, output_splits, group=self.rows_group)
+            return self.exchange(x, splits, output_splits, group=self.rows_group)
 
         tables = [table.weight for table in model.tables]
         self.tables = ShardedEmbeddingBags(
