@@ -73,7 +73,7 @@ def line(
 ) -> str:
     """A line of the table."""
     cells = [f"{batch:,}", f"{rows:,.0f}", f"{wanted:,.0f}: {rows / wanted:.2f}x"]
-    cells.append(f"{4 * wanted + counts:,.0f}, without {4 * rows:,.0f}")
+    cells.append(f"{4 * wanted + counts:,.0f}, without {8 * rows + counts:,.0f}")
     for name in names:
         kind = Kind.parse(name)
         codec = kind.codec(width)
