@@ -18,7 +18,7 @@ from dct_dlrm.models.dlrm import DLRM
 from dct_dlrm.train import main
 
 RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8
-COUNTS = 32  # to the other rank: how many ids, and what must be the same
+COUNTS = 40  # to the other rank: how many ids, in bags of what length; what must be the same
 LINEARS = [(16, 13), (DIM, 16), (64, DIM + 27 * 26 // 2), (1, 64)]
 PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
 
@@ -40,9 +40,9 @@ def _sent(run):
 
 
 def test_bytes_by_formula(results):
-    """A rank sends the other lengths and ids of 13 tables, as many embeddings of every sample."""
+    """A rank sends the other ids of 13 tables, one a bag, and as many embeddings of a sample."""
     rows = 13 * BATCH
-    ids = COUNTS + (4 + 4) * rows
+    ids = COUNTS + 4 * rows
     numel = sum(out * (inputs + 1) for out, inputs in LINEARS)
     sent = {mode: _sent(run) for mode, run in results.items()}
     whole = rows * DIM

@@ -256,14 +256,14 @@ def _refusals(rank):
     with WireMeter() as meter:
         out = bags(ids, lengths)
         # Counts; the other's bags and ids; its samples' rows.
-        assert meter.take() == 32 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
+        assert meter.take() == 40 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
     once = ShardedEmbeddingBags(two, own, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
         # Counts; the other's distinct ids; the rows that the other asks for: 1 and 3 of the tables.
-        assert meter.take() == 32 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
+        assert meter.take() == 40 + 4 * (3, 1)[rank] + (1, 3)[rank] * WIDTH * 8
     bags_of_2 = [two[0][3], two[0][3], two[1][0], two[1][[0, 3, 1]].sum(0)]
     assert torch.allclose(out.transpose(0, 1).flatten(0, 1), torch.stack(bags_of_2), atol=1e-15)
     out.sum().backward()
@@ -325,10 +325,12 @@ def _refusals(rank):
     by_rank = embedding_bags.by_rank
 
     def lying(*given):
-        of_bags, names = by_rank(*given)
-        return [own + 1 for own in of_bags], names
+        of_bags, names, _ = by_rank(*given)
+        return [own + 1 for own in of_bags], names, [-1] * len(names)
 
     embedding_bags.by_rank = lying
+    refused(r"lengths of bags must be of \[", lambda: bags(ids, lengths))
+    embedding_bags.by_rank = lambda *given: (*by_rank(*given)[:2], [7] * 2)  # of all bags alike
     refused(r"lengths of bags must be of \[", lambda: bags(ids, lengths))
     embedding_bags.by_rank = by_rank
     refused(

@@ -146,14 +146,15 @@ class EquivalentSubstitution(nn.Module):
         rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
         owners, names = self.rows.owners(ids)
         bag = torch.repeat_interleave(torch.arange(bags, device=ids.device), lengths.flatten())
-        lengths_of, names_of = by_rank(owners * bags + bag, names, [bags] * ranks)
+        lengths_of, names_of, _ = by_rank(owners * bags + bag, names, [bags] * ranks)
         if self.aggregate == "all_reduce":
             own, checksum = names_of[rank], _checksum(ids, lengths)
             _, tight = self._agree([0] * ranks, lengths.shape, len(own), checksum)
             return own, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
         arriving, tight = self._agree([len(own) for own in names_of], lengths.shape, len(ids))
         group = self._ids_group.get()
-        came, own = exchange_bags(_OP, lengths_of, names_of, arriving, group)
+        differ = [(count, -1) for count in arriving]  # lengths cross, whatever they are
+        came, own = exchange_bags(_OP, lengths_of, names_of, [-1] * ranks, differ, group)
         return own, Bags(came.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:

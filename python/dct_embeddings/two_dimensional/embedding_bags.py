@@ -17,7 +17,7 @@ from dct_parallel.agreement import refusing
 from dct_parallel.collectives import all_to_all
 from dct_parallel.mesh import require_mesh, require_same_in_mesh
 from dct_parallel.rows.all_to_all import Exchange, whole_rows
-from dct_parallel.rows.counts import exchange_counts
+from dct_parallel.rows.counts import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags
 from ..distinct import distinct, repeat
@@ -143,7 +143,7 @@ class ShardedEmbeddingBags(nn.Module):
             bag, place, rows = self._locate(ids, lengths, batch)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._counted([0] * group.size(), 0, group, usable=False)
+                self._counted([(0, 0)] * group.size(), 0, group, usable=False)
             raise
         if self.dedup:
             return self._distinct(place, rows, lengths, group)
@@ -154,13 +154,15 @@ class ShardedEmbeddingBags(nn.Module):
     ) -> Tensor:
         """Their owners add up what they own of a bag: a row for every sample and shard crosses.
 
-        A rank is sent the lengths of its bags, of every shard and sample, then their ids in it.
+        A rank is sent the lengths of its bags, of every shard and sample, if they differ, then
+        their ids in it.
         """
         own_bags = len(self._own) * batch
         bags_of = [len(own) * batch for own in self.plan]
-        lengths, wanted = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
-        asked = self._counted([len(own) for own in wanted], batch, group)
-        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, asked, group)
+        lengths, wanted, alike = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
+        told = [(len(own), of) for own, of in zip(wanted, alike, strict=True)]
+        asked = self._counted(told, batch, group)
+        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, alike, asked, group)
         pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
         arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=group)
         sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
@@ -174,7 +176,8 @@ class ShardedEmbeddingBags(nn.Module):
         wanted, inverse, of_shards = distinct(rows, place, len(self._shift))
         of_ranks = of_shards.split([len(own) for own in self.plan])
         counts = torch.stack([own.sum() for own in of_ranks]).tolist()
-        asked = self._counted(counts, lengths.shape[1], group)
+        told = self._counted([(count, -1) for count in counts], lengths.shape[1], group)
+        asked = [count for count, _ in told]
         wanted_here = all_to_all(wanted, counts, asked, group)
         arrived = self.exchange(self._look_up(wanted_here), asked, counts, group=group)
         bags = _sum_of_bags(repeat(arrived, inverse), lengths.flatten())
@@ -188,12 +191,18 @@ class ShardedEmbeddingBags(nn.Module):
         return looked_up
 
     def _counted(
-        self, counts: list[int], batch: int, group: dist.ProcessGroup, usable: bool = True
-    ) -> list[int]:
-        """How many ids each rank sends to this one, which sends `counts`, if all of them can."""
+        self,
+        told: list[tuple[int, int]],
+        batch: int,
+        group: dist.ProcessGroup,
+        usable: bool = True,
+    ) -> list[tuple[int, int]]:
+        """How many ids each rank sends to this one, and the length of all their bags or -1, if all
+        of them can send; this one tells the others as much."""
         must_match = {"input accepted": usable, "batch": batch}
         must_match["gradients"] = torch.is_grad_enabled()
-        return exchange_counts(_OP, counts, must_match, self.weight.device, group)
+        heard = exchange_numbers(_OP, told, must_match, self.weight.device, group)
+        return [(count, alike) for count, alike in heard]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of every id its bag, the place of its shard, and its row in its owner's weight (int32).
