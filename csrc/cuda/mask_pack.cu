@@ -49,10 +49,10 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   if (staged != cudaSuccess) return staged;
   const int64_t of_range =
       max(int64_t{tiles.tiles_per_full}, max(int64_t{tiles.short_tiles}, int64_t{1}));
-  const int64_t per_part = max(ceil_div(of_range, kMostParts), int64_t{kWarps});
+  // A multiple of the warps, which place as many tiles at a time, among them whole payload blocks.
+  const int64_t per_part = max(ceil_div(of_range, kMostParts * kWarps), int64_t{1}) * kWarps;
   const int64_t parts = ceil_div(of_range, per_part);
-  const PayloadLayout layout =
-      payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
+  const Sections layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(mask_pack_place_kernel<Grad>, dim3(static_cast<unsigned>(parts * args.ranges)),
                 kThreads, 0, stream, args, tiles, layout, staging, static_cast<unsigned>(parts),
                 static_cast<unsigned>(per_part));

@@ -15,7 +15,8 @@ from dct_kernels._schemas import OPS
 
 from . import build
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "e3m0": 3}
+Argument = torch.Tensor | torch.dtype | str | int | float | None
 
 
 @functools.cache
@@ -35,16 +36,16 @@ def counted() -> tuple[int, int]:
     return kernels.value, memsets.value
 
 
-def _call(op: str, *arguments: torch.Tensor | torch.dtype | int | float | None) -> None:
+def _call(op: str, *arguments: Argument) -> None:
     error = getattr(_library(), op)(*map(to_c, arguments))
     if error:
         raise RuntimeError(f"{op} returned cudaError_t {error}")
 
 
-def to_c(argument: torch.Tensor | torch.dtype | int | float | None):
+def to_c(argument: Argument):
     if isinstance(argument, torch.Tensor):
         return ctypes.c_int64(argument.data_ptr())
-    if isinstance(argument, torch.dtype):
+    if isinstance(argument, torch.dtype | str):
         return ctypes.c_int64(_DTYPES[argument])
     if isinstance(argument, float):
         return ctypes.c_double(argument)
@@ -97,9 +98,11 @@ def mask_pack(
     value_dtype,
     inv_scale=None,
     status=None,
+    value_format="",
+    scale=None,
 ):
     args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status)
+    _contract.mask_pack(*args, inv_scale, status, value_format, scale)
     call(
         "mask_pack",
         residual,
@@ -113,17 +116,27 @@ def mask_pack(
         payload,
         payload.shape[0] if payload.dim() == 2 else 1,
         capacity,
-        value_dtype,
+        value_format or value_dtype,
         inv_scale,
         status,
         0 if status is None else status.numel(),
+        scale,
     )
 
 
 def scatter_unpack(
-    call, payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
+    call,
+    payloads,
+    out,
+    capacity,
+    value_dtype,
+    scale=1.0,
+    accumulate=False,
+    out_scale=None,
+    value_format="",
 ):
-    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale, value_format)
+    _contract.scatter_unpack(*args)
     status = _poisoned(payloads.shape[0], dtype=torch.int32)
     call(
         "scatter_unpack",
@@ -131,7 +144,7 @@ def scatter_unpack(
         payloads.shape[0],
         payloads.shape[1] if payloads.dim() == 3 else 1,
         capacity,
-        value_dtype,
+        value_format or value_dtype,
         out,
         out.dtype,
         out.numel(),

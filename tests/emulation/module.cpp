@@ -60,7 +60,7 @@ int64_t track_threshold(int64_t threshold, int64_t seen, int64_t target, int64_t
 int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
                   int64_t segments, int64_t threshold, int64_t seen, int64_t num_segments,
                   int64_t payload, int64_t ranges, int64_t capacity, int64_t value_dtype,
-                  int64_t inv_scale, int64_t status, int64_t num_status) {
+                  int64_t inv_scale, int64_t status, int64_t num_status, int64_t scale) {
   const dct::MaskPackArgs args = {at<float>(residual),
                                   at<void>(grad),
                                   dtype(grad_dtype),
@@ -75,7 +75,8 @@ int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t nu
                                   dtype(value_dtype),
                                   at<float>(inv_scale),
                                   at<int32_t>(status),
-                                  num_status};
+                                  num_status,
+                                  at<float>(scale)};
   dct::MaskPackArgs large = args;
   large.numel *= times;
   large.capacity *= times;

@@ -23,7 +23,8 @@ struct Records {
 
 // A warp stages its tile pass by pass: it reads, adds, marks what passes, collects that, and writes
 // the rest. A vector with an entry is written with the entry: until then the residual has what was
-// there, which is what it keeps if the sum is not finite.
+// there, which is what it keeps if the sum is not finite. What passes and cannot be sent, in e3m0,
+// is staged as well, so that the second kernel can count it.
 template <typename Grad>
 struct WarpStager {
   static constexpr int kOwn = kVectors<Grad> * kVectorElements;  // of a lane in a pass
@@ -34,22 +35,28 @@ struct WarpStager {
   Records& records;
   int64_t begin;
   unsigned slot;
-  uint32_t kept = 0, staged = 0, waiting = 0;
+  const uint32_t& scale;  // of e3m0
+  uint32_t passed = 0, staged = 0, waiting = 0;
+  uint32_t unsent = 0;  // of this lane: what passed and cannot be sent
   bool non_finite = false;
 
   // `length`: elements of the tile, in `segments`.
   __device__ WarpCount run(const Segments& segments, int length, bool aligned) {
-    if (segments.skipped()) return {0, 0, uint32_t(staging.warp_tile()) / kRow};
+    if (segments.skipped()) return {0, 0, 0, uint16_t(staging.warp_tile() / kRow)};
     const int done = stage(segments, aligned ? length / kPass * kPass : 0);
     flush();
     // The rest, which the second kernel places: entries behind it, and the header, need its count.
-    const auto count = [&](int64_t, float sum, bool, bool keeps) {
-      kept += __popc(__ballot_sync(kFullWarp, keeps));
-      non_finite |= keeps && !is_finite(sum);
+    const auto count = [&](int64_t, float sum, bool, bool passes) {
+      passed += __popc(__ballot_sync(kFullWarp, passes));
+      unsent += passes && !format().sends(sum);
+      non_finite |= passes && !is_finite(sum);
     };
     for_each_element<Grad>(args, segments, begin, done, length, count);
-    return {kept, staged, uint32_t(done) / kRow};
+    const uint32_t kept = passed - __reduce_add_sync(kFullWarp, unsent);
+    return {uint16_t(passed), uint16_t(kept), uint16_t(staged), uint16_t(done / kRow)};
   }
+
+  __device__ ValueFormat format() const { return {args.value_dtype, scale}; }
 
   // Stages whole passes up to `end`, as long as there is room. How much a pass keeps is known
   // before anything of it is written: the second kernel must find what is left out as it was.
@@ -101,8 +108,8 @@ struct WarpStager {
         }
       }
       const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(keeps));
-      if (waiting + of_pass > kRecords || kept + of_pass > staging.room) break;
-      kept += of_pass;
+      if (waiting + of_pass > kRecords || passed + of_pass > staging.room) break;
+      passed += of_pass;
       if (of_pass != 0) collect(sums, keeps, pass + lane);
       if constexpr (kHasGrad<Grad>) {
 #pragma unroll
@@ -146,8 +153,9 @@ struct WarpStager {
       for (uint32_t left = which & 15; left != 0; left &= left - 1) {
         const int e = __ffs(static_cast<int>(left)) - 1;
         const bool finite = is_finite(sums[e]);
-        const Taken taken = take(sums[e], args.value_dtype);
+        const Taken taken = format().take(sums[e]);
         entries.put(entry, begin + offset + e, taken.bits);
+        unsent += format().sends_nothing(taken.bits);
         sums[e] = finite ? taken.left : finite_or_zero(residual[e]);
         non_finite |= !finite;
         ++entry;
@@ -166,16 +174,19 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     Records records[kWarps];
     Range tile;
     Segments segments;  // of the tile
+    uint32_t scale;     // of its range, in e3m0
     uint32_t sum;       // kept | warps << 16 | those with an entry that is not finite << 24
   };
   DCT_SHARED(Shared, shared);
   const int lane = lane_index(), warp = warp_index();
   if (warp == 0) {
-    const Range tile = tiles.locate(blockIdx.x).bounds;
+    const RangeTiles::Tile at = tiles.locate(blockIdx.x);
+    const Range tile = at.bounds;
     const Segments found = find_segments(args, all_segments(args), tile.begin, tile.end);
     if (lane == 0) {
       shared.tile = tile;
       shared.segments = found;
+      shared.scale = format_of(args, at.range).scale;
       shared.sum = 0;
     }
   }
@@ -191,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   const unsigned slot = blockIdx.x * kWarps + warp;
   const int64_t begin = shared.tile.begin + warp * staging.warp_tile();
   const int length = min(static_cast<int>(shared.tile.end - begin), staging.warp_tile());
-  WarpStager<Grad> stager = {args, staging, shared.records[warp], begin, slot};
+  WarpStager<Grad> stager = {args, staging, shared.records[warp], begin, slot, shared.scale};
   const WarpCount counted =
       stager.run(find_segments(args, shared.segments, begin, begin + length), length, aligned);
   const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;

@@ -8,6 +8,7 @@
 #include "../../common/ops.h"
 #include "elements.cuh"
 #include "range_tiles.cuh"
+#include "sections.cuh"
 #include "warp.cuh"
 
 namespace dct::cuda {
@@ -19,20 +20,25 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 template <typename Grad>
 constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
 
-// Of a warp's tile: entries kept, and staged; and rows that are done. Of the rows behind, nothing
-// has been written, and what is staged is the first of what is kept.
-struct WarpCount {
-  uint32_t kept : 12, staged : 12, rows : 8;
+// Of a warp's tile: entries that pass, and those of them that are kept, to be packed, which in e3m0
+// may be fewer; entries in the warp's slot, the first of those that pass; and rows that are done.
+// Of the rows behind, nothing has been written.
+struct alignas(8) WarpCount {
+  uint16_t passed, kept, staged, rows;
 };
 
 // Where entries go: a slot, or the payload.
 struct Sink {
   uint16_t* positions;
-  uint8_t* values;
-  uint32_t room;  // for so many
+  uint8_t* values;  // null in a payload of e3m0, where a position is the whole entry
+  uint32_t room;    // for so many
   DType value_dtype;
 
   __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
+    if (values == nullptr) {
+      positions[entry] = static_cast<uint16_t>(element % kSubBlock << 4 | bits);
+      return;
+    }
     positions[entry] = static_cast<uint16_t>(element % kBlock);
     store_value(values, entry, bits, value_dtype);
   }
@@ -100,12 +106,17 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
   return in.one() ? in.tau : effective(args.threshold[segment_of(args, in, index)]);
 }
 
+__device__ inline ValueFormat format_of(const MaskPackArgs& args, int range) {
+  const bool e3m0 = args.value_dtype == DType::kE3M0;
+  return {args.value_dtype, e3m0 ? E3M0Scale::nearest(args.scale[range]).biased() : 0};
+}
+
 // What the residual keeps of a sum that is not finite: what it had.
 __device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// By one warp, slowly: function(element, sum, owned, kept) for elements [first, end) from `begin`
+// By one warp, slowly: function(element, sum, owned, passes) for elements [first, end) from `begin`
 // on, one a lane, whatever their alignment and segments are. Lanes past the end, and those of
-// skipped segments, own nothing. Both kernels call it, and find the same kept.
+// skipped segments, own nothing. Both kernels call it, and find the same.
 template <typename Grad, typename Function>
 __device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t begin,
                                  int first, int end, Function function) {
@@ -135,13 +146,13 @@ __device__ void for_each_element(const MaskPackArgs& args, const Segments& in, i
   }
 }
 
-// Counts kept entries and blocks' tiles of a segment in its word: kept << 26 | tiles. Who reaches
-// its number of tiles knows all that is kept, and writes `seen`. One does, whatever the offsets
-// are.
+// Counts entries that pass and blocks' tiles of a segment in its word: passed << 26 | tiles. Who
+// reaches its number of tiles knows all that pass, and writes `seen`. One does, whatever the
+// offsets are.
 __device__ inline void add_to_segment(const MaskPackArgs& args, const Staging& staging, int segment,
-                                      Word kept, Word tiles) {
+                                      Word passed, Word tiles) {
   constexpr int kTileBits = 26;
-  const Word added = kept << kTileBits | tiles;
+  const Word added = passed << kTileBits | tiles;
   const Word now = atomicAdd(&staging.segments[segment], added) + added;
   if (tiles == 0) return;
   const int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
