@@ -33,19 +33,20 @@ int64_t lay_out(const MaskPackArgs& args, const MaskPackSizes& sizes, uint8_t* m
   };
   staging.segments = reinterpret_cast<Word*>(take(sizeof(Word) * args.num_segments));
   staging.totals = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * tiles));
+  staging.unsent = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * tiles));
   staging.counts = reinterpret_cast<WarpCount*>(take(sizeof(WarpCount) * tiles * kWarps));
   staging.slots = take(tiles * kWarps * sizes.room * (2 + itemsize(args.value_dtype)));
   return bytes;
 }
 
-template <typename Grad>
+template <typename Grad, typename Format>
 cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging& staging,
                 cudaStream_t stream) {
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
                        is_aligned(args.grad, kVectorElements * sizeof(Grad));
   const cudaError_t staged =
-      launch(mask_pack_stage_kernel<Grad>, dim3(static_cast<unsigned>(tiles.total)), kThreads, 0,
-             stream, args, tiles, staging, aligned);
+      launch(mask_pack_stage_kernel<Grad, Format>, dim3(static_cast<unsigned>(tiles.total)),
+             kThreads, 0, stream, args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
   const int64_t of_range =
       max(int64_t{tiles.tiles_per_full}, max(int64_t{tiles.short_tiles}, int64_t{1}));
@@ -53,9 +54,9 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   const int64_t per_part = max(ceil_div(of_range, kMostParts * kWarps), int64_t{1}) * kWarps;
   const int64_t parts = ceil_div(of_range, per_part);
   const Sections layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(mask_pack_place_kernel<Grad>, dim3(static_cast<unsigned>(parts * args.ranges)),
-                kThreads, 0, stream, args, tiles, layout, staging, static_cast<unsigned>(parts),
-                static_cast<unsigned>(per_part));
+  return launch(mask_pack_place_kernel<Grad, Format>,
+                dim3(static_cast<unsigned>(parts * args.ranges)), kThreads, 0, stream, args, tiles,
+                layout, staging, static_cast<unsigned>(parts), static_cast<unsigned>(per_part));
 }
 
 }  // namespace
@@ -86,9 +87,12 @@ cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void
   if (tiles.total > kMaxGrid / kWarps || args.num_segments > 1 << 30) return cudaErrorInvalidValue;
   Staging staging;
   lay_out(args, sizes, static_cast<uint8_t*>(scratch), staging);
-  if (args.grad == nullptr) return run<NoGrad>(args, tiles, staging, stream);
-  return dispatch(args.grad_dtype,
-                  [&](auto grad) { return run<decltype(grad)>(args, tiles, staging, stream); });
+  const auto run_on = [&](auto grad) {
+    using Grad = decltype(grad);
+    return args.value_dtype == DType::kE3M0 ? run<Grad, E3M0Format>(args, tiles, staging, stream)
+                                            : run<Grad, FloatFormat>(args, tiles, staging, stream);
+  };
+  return args.grad == nullptr ? run_on(NoGrad{}) : dispatch(args.grad_dtype, run_on);
 }
 
 }  // namespace dct::cuda

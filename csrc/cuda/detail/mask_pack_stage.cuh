@@ -25,7 +25,7 @@ struct Records {
 // the rest. A vector with an entry is written with the entry: until then the residual has what was
 // there, which is what it keeps if the sum is not finite. What passes and cannot be sent, in e3m0,
 // is staged as well, so that the second kernel can count it.
-template <typename Grad>
+template <typename Grad, typename Format>
 struct WarpStager {
   static constexpr int kOwn = kVectors<Grad> * kVectorElements;  // of a lane in a pass
   static constexpr int kPass = kWarpSize * kOwn;
@@ -35,28 +35,27 @@ struct WarpStager {
   Records& records;
   int64_t begin;
   unsigned slot;
-  const uint32_t& scale;  // of e3m0
+  const int& range;
   uint32_t passed = 0, staged = 0, waiting = 0;
-  uint32_t unsent = 0;  // of this lane: what passed and cannot be sent
+  uint32_t unsent = 0;  // of this lane: what passes and cannot be sent
   bool non_finite = false;
 
   // `length`: elements of the tile, in `segments`.
   __device__ WarpCount run(const Segments& segments, int length, bool aligned) {
-    if (segments.skipped()) return {0, 0, 0, uint16_t(staging.warp_tile() / kRow)};
+    if (segments.skipped()) return {0, 0, uint32_t(staging.warp_tile()) / kRow};
     const int done = stage(segments, aligned ? length / kPass * kPass : 0);
     flush();
     // The rest, which the second kernel places: entries behind it, and the header, need its count.
-    const auto count = [&](int64_t, float sum, bool, bool passes) {
-      passed += __popc(__ballot_sync(kFullWarp, passes));
-      unsent += passes && !format().sends(sum);
-      non_finite |= passes && !is_finite(sum);
+    const Format format(args, range);
+    const auto count = [&](int64_t, float sum, bool, bool passing) {
+      passed += __popc(__ballot_sync(kFullWarp, passing));
+      unsent += passing && !format.sends(sum);
+      non_finite |= passing && !is_finite(sum);
     };
     for_each_element<Grad>(args, segments, begin, done, length, count);
-    const uint32_t kept = passed - __reduce_add_sync(kFullWarp, unsent);
-    return {uint16_t(passed), uint16_t(kept), uint16_t(staged), uint16_t(done / kRow)};
+    if (Format::kE3M0) unsent = __reduce_add_sync(kFullWarp, unsent);
+    return {passed - unsent, staged, uint32_t(done) / kRow};
   }
-
-  __device__ ValueFormat format() const { return {args.value_dtype, scale}; }
 
   // Stages whole passes up to `end`, as long as there is room. How much a pass keeps is known
   // before anything of it is written: the second kernel must find what is left out as it was.
@@ -139,7 +138,8 @@ struct WarpStager {
 
   // Moves what has been collected to the slot, and what that leaves to the residual.
   __device__ void flush() {
-    const Sink entries = staging.slot(slot, args.value_dtype);
+    const Format format(args, range);
+    const Sink entries = staging.slot(slot, format.dtype);
     __syncwarp();
     for (uint32_t first = 0; first < waiting; first += kWarpSize) {
       const uint32_t at = first + lane_index();
@@ -153,9 +153,9 @@ struct WarpStager {
       for (uint32_t left = which & 15; left != 0; left &= left - 1) {
         const int e = __ffs(static_cast<int>(left)) - 1;
         const bool finite = is_finite(sums[e]);
-        const Taken taken = format().take(sums[e]);
+        const Taken taken = format.take(sums[e]);
         entries.put(entry, begin + offset + e, taken.bits);
-        unsent += format().sends_nothing(taken.bits);
+        unsent += !format.is_sent(taken.bits);
         sums[e] = finite ? taken.left : finite_or_zero(residual[e]);
         non_finite |= !finite;
         ++entry;
@@ -167,15 +167,16 @@ struct WarpStager {
   }
 };
 
-template <typename Grad>
+template <typename Grad, typename Format>
 __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     mask_pack_stage_kernel(MaskPackArgs args, RangeTiles tiles, Staging staging, bool aligned) {
   struct Shared {
     Records records[kWarps];
     Range tile;
     Segments segments;  // of the tile
-    uint32_t scale;     // of its range, in e3m0
-    uint32_t sum;       // kept | warps << 16 | those with an entry that is not finite << 24
+    int range;
+    uint32_t sum;     // kept | warps << 16 | those with an entry that is not finite << 24
+    uint32_t unsent;  // and warps << 16
   };
   DCT_SHARED(Shared, shared);
   const int lane = lane_index(), warp = warp_index();
@@ -186,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     if (lane == 0) {
       shared.tile = tile;
       shared.segments = found;
-      shared.scale = format_of(args, at.range).scale;
-      shared.sum = 0;
+      shared.range = at.range;
+      shared.sum = shared.unsent = 0;
     }
   }
   // The words of the segments, for the second kernel; and segments without elements, which lie in
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   const unsigned slot = blockIdx.x * kWarps + warp;
   const int64_t begin = shared.tile.begin + warp * staging.warp_tile();
   const int length = min(static_cast<int>(shared.tile.end - begin), staging.warp_tile());
-  WarpStager<Grad> stager = {args, staging, shared.records[warp], begin, slot, shared.scale};
+  WarpStager<Grad, Format> stager = {args,  staging, shared.records[warp],
+                                     begin, slot,    shared.range};
   const WarpCount counted =
       stager.run(find_segments(args, shared.segments, begin, begin + length), length, aligned);
   const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
@@ -213,6 +215,10 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
   const uint32_t sum = atomicAdd(&shared.sum, own) + own;
   if ((sum >> 16 & 255) == kWarps) {
     staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
+  }
+  if constexpr (Format::kE3M0) {
+    const uint32_t unsent = atomicAdd(&shared.unsent, stager.unsent | 1u << 16) + stager.unsent;
+    if (unsent >> 16 == kWarps - 1) staging.unsent[blockIdx.x] = unsent & 0xffff;
   }
 }
 

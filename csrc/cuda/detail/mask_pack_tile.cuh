@@ -20,25 +20,21 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 template <typename Grad>
 constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
 
-// Of a warp's tile: entries that pass, and those of them that are kept, to be packed, which in e3m0
-// may be fewer; entries in the warp's slot, the first of those that pass; and rows that are done.
-// Of the rows behind, nothing has been written.
-struct alignas(8) WarpCount {
-  uint16_t passed, kept, staged, rows;
+// Of a warp's tile: entries kept, to be packed; entries in its slot; and rows that are done. Of the
+// rows behind, nothing has been written. What is staged is the first of what passes. That is kept,
+// but for sums that e3m0 cannot send: they are counted, and keep their place in the slot.
+struct WarpCount {
+  uint32_t kept : 12, staged : 12, rows : 8;
 };
 
 // Where entries go: a slot, or the payload.
 struct Sink {
   uint16_t* positions;
-  uint8_t* values;  // null in a payload of e3m0, where a position is the whole entry
-  uint32_t room;    // for so many
+  uint8_t* values;
+  uint32_t room;  // for so many
   DType value_dtype;
 
   __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
-    if (values == nullptr) {
-      positions[entry] = static_cast<uint16_t>(element % kSubBlock << 4 | bits);
-      return;
-    }
     positions[entry] = static_cast<uint16_t>(element % kBlock);
     store_value(values, entry, bits, value_dtype);
   }
@@ -49,7 +45,8 @@ struct Staging {
   int warp_tile_bits;  // log2 of a warp's tile; a block's is kWarps of them, and divides kBlock
   uint32_t room;       // entries of a slot, a multiple of 8
   Word* segments;      // [num_segments] of add_to_segment
-  uint32_t* totals;    // [tiles]: kept | whether one of them is not finite << 31
+  uint32_t* totals;    // [tiles]: kept | whether one that passes is not finite << 31
+  uint32_t* unsent;    // [tiles]: those that pass and e3m0 cannot send
   WarpCount* counts;   // [tiles, kWarps]
   uint8_t* slots;      // [tiles, kWarps]: u16 positions[room], value[room]
 
@@ -104,11 +101,6 @@ __device__ inline int segment_of(const MaskPackArgs& args, const Segments& in, i
 }
 __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
   return in.one() ? in.tau : effective(args.threshold[segment_of(args, in, index)]);
-}
-
-__device__ inline ValueFormat format_of(const MaskPackArgs& args, int range) {
-  const bool e3m0 = args.value_dtype == DType::kE3M0;
-  return {args.value_dtype, e3m0 ? E3M0Scale::nearest(args.scale[range]).biased() : 0};
 }
 
 // What the residual keeps of a sum that is not finite: what it had.
