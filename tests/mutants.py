@@ -41,14 +41,14 @@ MUTANTS = {
     "nothing given back on overflow": Mutant(
         "mask_pack",
         "detail/mask_pack_place.cuh",
-        "restore(left, bits[a], args.value_dtype)",
-        "restore(left, 0, args.value_dtype)",
+        "__fadd_rn(left, format.value(bits[a]))",
+        "__fadd_rn(left, 0.0f)",
     ),
     "part of a pass written before it is left out": Mutant(
         "mask_pack",
         "detail/mask_pack_stage.cuh",
-        "kept + of_pass > staging.room) break;",
-        "kept + of_pass > staging.room) {\n"
+        "passed + of_pass > staging.room) break;",
+        "passed + of_pass > staging.room) {\n"
         "        if (kHasGrad<Grad>) stream_out(residual, sums[0]);\n"
         "        break;\n"
         "      }",
@@ -71,15 +71,27 @@ MUTANTS = {
         "is_aligned(args.residual, kVectorElements * sizeof(float))",
         "is_aligned(args.residual, 8)",
     ),
+    "what e3m0 cannot send is sent": Mutant(
+        "mask_pack", "detail/elements.cuh", "if (!sends(sum)) return {kNoCode, sum};", ""
+    ),
+    "sub-starts counted from their tile, not from its block": Mutant(
+        "mask_pack",
+        "detail/mask_pack_place.cuh",
+        "entries_before(warp & -int(kBlock / tiles.tile))",
+        "at",
+    ),
+    "sub-starts past the capacity": Mutant(
+        "mask_pack", "detail/mask_pack_place.cuh", "min(entries, payload.room)", "entries"
+    ),
     "a mask that differs between lanes": Mutant(
         "scatter_unpack",
-        "scatter_unpack.cu",
+        "detail/rank_block.cuh",
         "__any_sync(kFullWarp, bad)",
         "__any_sync(lane_index() < 16 ? 0xffffu : kFullWarp, bad)",
     ),
     "lanes that vote at two places": Mutant(
         "scatter_unpack",
-        "scatter_unpack.cu",
+        "detail/rank_block.cuh",
         "    if (__any_sync(kFullWarp, bad)) return false;",
         "    bool any;\n"
         "    if (lane < 16) {\n"

@@ -53,13 +53,6 @@ Tensor scratch_like(const Tensor& tensor, int64_t nbytes) {
   return new_empty(tensor, {nbytes}, ScalarType::Byte);
 }
 
-// Backends eager and cpp alone have it.
-void require_no_e3m0(const char* op, DType value_dtype) {
-  if (value_dtype == DType::kE3M0) {
-    Checks(op).fail("value_format", "empty on the backend cuda", std::string("e3m0"));
-  }
-}
-
 Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const Tensor& segments,
                         double density, int64_t max_samples, int64_t seed,
                         const OptionalTensor& inv_scale) {
@@ -90,7 +83,6 @@ void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor&
   const MaskPackArgs args =
       mask_pack_args(residual, grad, segments, threshold, payload, seen, capacity, value_dtype,
                      inv_scale, status, value_format, scale);
-  require_no_e3m0("mask_pack", args.value_dtype);
   const OnDeviceOf device(residual);
   const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args));
   require_success("mask_pack", cuda::mask_pack(args, scratch.mutable_data_ptr(), device.stream()));
@@ -101,7 +93,6 @@ Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacit
                       const OptionalTensor& out_scale, const std::string& value_format) {
   ScatterUnpackArgs args = scatter_unpack_args(payloads, out, capacity, value_dtype, scale,
                                                accumulate, out_scale, value_format);
-  require_no_e3m0("scatter_unpack", args.value_dtype);
   const OnDeviceOf device(out);
   Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
   args.status = status.mutable_data_ptr<int32_t>();

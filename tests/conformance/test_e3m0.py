@@ -5,23 +5,32 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import BACKENDS
+from conftest import BACKENDS, started
+from emulation import backend as emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import e3m0, floats, payload
 from oracle.payload import Geometry
+from ptx import backend as ptx
 
 import dct_kernels
 from conformance import bits, calls, samples
+from conformance.arguments import placed
 
 FLT_MAX, TINY = 2.0**128 - 2.0**104, 2.0**-149
 SIZES = (*samples.SIZES, 4095, 4096, 4097, 3 * 4096 + 1)
 BLOCKS_AND_A_BIT = 3 * 16384 + 100
 
 
+CUT_AS_OF = {
+    "emulated": emulated.cut_as_of,
+    "ptx-cuda": lambda times: ptx.executor().cut_as_of(times),
+}
+
+
 @pytest.fixture(params=[name for name in BACKENDS if "triton" not in name], scope="session")
 def backend(request):
-    return BACKENDS[request.param]
+    return started(request.param, request.config)
 
 
 def pack(backend, residual, grad=None, threshold=(0.0,), **options):
@@ -186,6 +195,39 @@ def test_everything_passes(backend, short_of):
     late = pack(backend, packed.residual, capacity=numel, scale=[8.0])
     assert late.contents[0].count == short_of
     assert np.array_equal(sent_of(packed) + sent_of(late), acc.numpy())
+
+
+@pytest.mark.parametrize("capacity", [40_000, 700, 250])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32, torch.bfloat16], ids=bits.name)
+@pytest.mark.parametrize("times", [1, 64, 128], ids=["4096", "8192", "16384"])
+def test_tiles(backend, request, times, grad_dtype, capacity):
+    """Of all sizes, in ranges and segments; entries that cannot be sent between others.
+
+    Nothing but zeros is below the threshold of the second segment, and most is too small to send.
+    """
+    numel, name = 5 * 16384 + 4096 + 700, request.node.callspec.params["backend"]
+    residual = samples.normal(numel)
+    residual[torch.arange(0, numel, 501)] = 2.0**40
+    residual[16384 + 5], residual[3 * 16384 + 70] = math.nan, math.inf
+    grad = samples.normal(numel, grad_dtype, seed=1) if grad_dtype else None
+    segments = [0, 30_000, 36_000, 36_000, 36_100, 70_000, numel]
+    few = torch.arange(30_000, 36_000) % 40 > 0
+    for x in (residual, grad):
+        if x is not None:
+            x[30_000:36_000][few] = 0
+    if name in CUT_AS_OF:
+        CUT_AS_OF[name](times)
+    try:
+        packed = pack(
+            backend, residual, grad, [3.0, 0.0, 9.0, -1.0, 3.0, 3.5], segments=segments,
+            capacity=capacity, ranges=2, scale=[3.0, 4.0],
+        )  # fmt: skip
+    finally:
+        if name in CUT_AS_OF:
+            CUT_AS_OF[name](1)
+    acc = floats.accumulate(bits.numbers(residual), bits.numbers(grad), None)
+    skipped = (np.arange(numel) >= 36_000) & (np.arange(numel) < 36_100)
+    assert_conserved(packed, np.where(skipped, bits.numbers(residual), acc))
 
 
 def test_nothing_passes(backend):
@@ -475,7 +517,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "text"), WRONG, ids=[text[:40] for _, text in WRONG])
 def test_wrong_arguments(backend, change, text):
-    args = arguments() | change
+    args = {name: placed(a, backend.device) for name, a in (arguments() | change).items()}
     with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
         backend.mask_pack(**args)
     assert f"dct::mask_pack: {text}" in str(caught.value)
@@ -496,8 +538,8 @@ def test_public_functions_check_too():
         dct_kernels.mask_pack(**args | {"scale": overlapping})
 
 
-@pytest.mark.parametrize("name", [name for name in ("cuda", "triton") if name in BACKENDS])
-def test_the_others_refuse_it_by_name(name):
+@pytest.mark.parametrize("name", ["triton"] if "triton" in BACKENDS else [])
+def test_triton_refuses_it_by_name(name):
     """Before anything is written."""
     args, backend = arguments(), BACKENDS[name]
     args = {k: v.to(backend.device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}

@@ -29,6 +29,11 @@ def configure(seed: int, resident_blocks: int = 3) -> None:
     _library().configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
 
 
+def cut_as_of(times: int) -> None:
+    """Let mask_pack cut up tensors as it does those that are so many times as large."""
+    _library().mask_pack_as_of(ctypes.c_int64(times))
+
+
 def counted() -> tuple[int, int]:
     """(kernels, memsets) launched so far."""
     kernels, memsets = ctypes.c_int64(), ctypes.c_int64()

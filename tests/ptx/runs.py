@@ -41,6 +41,20 @@ def mask_pack_at_8_bytes(backend):
     return left, payload, seen
 
 
+def mask_pack_e3m0(backend):
+    """Of four tiles a block. What passes is above 3 or 2; what is above 4 can be sent, and there
+    is room for a part of it that ends within a block.
+    """
+    numel, capacity = 9 * 4096 + 77, 100
+    residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
+    segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
+    payload = torch.zeros(payload_layout(numel, capacity, "e3m0", 1).nbytes, dtype=torch.uint8)
+    seen = torch.zeros(2, dtype=torch.int32)
+    arguments = (residual, grad, segments, threshold, payload, seen, capacity, torch.bfloat16)
+    backend.mask_pack(*arguments, None, None, "e3m0", torch.tensor([8.0]))
+    return residual, payload, seen
+
+
 def scatter_unpack(backend):
     """Dense enough that some fifty positions are in all three payloads: their order shows."""
     numel, capacity = 20001, 3000

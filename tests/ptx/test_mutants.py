@@ -31,6 +31,9 @@ CAUGHT = {
         runs.mask_pack_at_8_bytes,
         "16 bytes misaligned",
     ),
+    "what e3m0 cannot send is sent": (runs.mask_pack_e3m0, "wrong"),
+    "sub-starts counted from their tile, not from its block": (runs.mask_pack_e3m0, "wrong"),
+    "sub-starts past the capacity": (runs.mask_pack_e3m0, "wrong"),
     "a mask that differs between lanes": (runs.scatter_unpack, "deadlock"),
     "lanes that vote at two places": (runs.scatter_unpack, "waits for it elsewhere"),
     "ranks not added in order": (runs.scatter_unpack, "wrong"),
@@ -63,7 +66,7 @@ def test_mutant_is_caught(name, tmp_path):
     assert caught is not None and re.search(report, caught), caught
 
 
-EVERY_RUN = [*(getattr(runs, op) for op in OPS), runs.mask_pack_at_8_bytes]
+EVERY_RUN = [*(getattr(runs, op) for op in OPS), runs.mask_pack_at_8_bytes, runs.mask_pack_e3m0]
 
 
 @pytest.mark.parametrize("run", EVERY_RUN)

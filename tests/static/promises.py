@@ -46,8 +46,8 @@ PROMISES = {
     # gradient eight, and only what is kept is written.
     # With a gradient 64 registers do not hold all eight loads on every architecture: four at least.
     "mask_pack_stage_kernel": Promise(wide_loads=4, wide_stores=4, in_flight={STREAMS: 4}),
-    "mask_pack_stage_kernel<float>": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 4}),
-    "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
+    "mask_pack_stage_kernel<float,": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 4}),
+    "mask_pack_stage_kernel<NoGrad,": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
     "mask_pack_place_kernel": Promise(in_flight={LOADS: 8}, between_blocks=SEGMENTS),
     # Four picks of x and of the residual.
     "sample_threshold_kernel<float>": Promise(
@@ -73,6 +73,15 @@ PROMISES = {
         wide_loads=1,
         wide_stores=1,
         in_flight={STREAMS: 16},
+        between_blocks=("RED.E.OR.STRONG.GPU",),
+        dynamic_shared_bytes=16384 * 4,
+        fewer_blocks={80: 2},
+    ),
+    # Of e3m0 a position is all there is to read.
+    "scatter_unpack_kernel<E3M0": Promise(
+        wide_loads=1,
+        wide_stores=1,
+        in_flight={STREAMS: 8},
         between_blocks=("RED.E.OR.STRONG.GPU",),
         dynamic_shared_bytes=16384 * 4,
         fewer_blocks={80: 2},
