@@ -42,11 +42,12 @@ def mask_pack_at_8_bytes(backend):
 
 
 def mask_pack_e3m0(backend):
-    """Of four tiles a block. What passes is above 3 or 2; what is above 4 can be sent, and there
-    is room for a part of it that ends within a block.
+    """Four tiles a block. What passes is above 3 or 2; what is above 4 can be sent, and there is
+    room for a part of it that ends within a block. The last tile has some, before empty sub-blocks.
     """
     numel, capacity = 9 * 4096 + 77, 100
     residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
+    residual[-20:] = 20.0
     segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
     payload = torch.zeros(payload_layout(numel, capacity, "e3m0", 1).nbytes, dtype=torch.uint8)
     seen = torch.zeros(2, dtype=torch.int32)
