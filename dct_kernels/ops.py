@@ -121,7 +121,7 @@ def mask_pack(
     the larger of two; what is beyond them is sent as the largest, and the rest of it stays. Not
     packed are what is not finite (the header says so, and `scatter_unpack` makes element 0 of the
     range NaN), what is below s / 2, and what is 2**31 * s or more: float32 cannot subtract a code
-    from it exactly. They count in `seen`. Backends eager, cpp and triton.
+    from it exactly. They count in `seen`.
 
     Args:
         residual: float32 [numel], read and written.

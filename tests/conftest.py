@@ -82,13 +82,8 @@ def one_origin_of_ranks(request):
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
     """The ops of one backend as callables, and `.device`, where its tensors live."""
-    return started(request.param, request.config)
-
-
-def started(name, config):
-    """One of BACKENDS, under the seeds that were asked for."""
-    if name == "emulated":
-        emulated.configure(config.getoption("--emulation-seed"))
-    if name.startswith("ptx-"):
-        ptx.executor().configure(config.getoption("--ptx-seed"))
-    return BACKENDS[name]
+    if request.param == "emulated":
+        emulated.configure(request.config.getoption("--emulation-seed"))
+    if request.param.startswith("ptx-"):
+        ptx.executor().configure(request.config.getoption("--ptx-seed"))
+    return BACKENDS[request.param]

@@ -76,8 +76,8 @@ class Compressor:
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
         policy: "fresh" or "fixed".
         value_dtype: of the values in the payload, torch.bfloat16, torch.float32, or "e3m0": two
-            bytes an entry, position and all (on the CPU and by Triton so far; bfloat16 at density
-            1, where no threshold gives a scale).
+            bytes an entry, position and all (bfloat16 at density 1, where no threshold gives a
+            scale).
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.

@@ -1,11 +1,10 @@
-"""Payload version 2, "e3m0": what differs from version 1, on the backends that have it."""
+"""Payload version 2, "e3m0": what differs from version 1."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import BACKENDS, started
 from emulation import backend as emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,17 +19,10 @@ from conformance.arguments import placed
 FLT_MAX, TINY = 2.0**128 - 2.0**104, 2.0**-149
 SIZES = (*samples.SIZES, 4095, 4096, 4097, 3 * 4096 + 1)
 BLOCKS_AND_A_BIT = 3 * 16384 + 100
-
-
 CUT_AS_OF = {
     "emulated": emulated.cut_as_of,
     "ptx-cuda": lambda times: ptx.executor().cut_as_of(times),
 }
-
-
-@pytest.fixture(params=[name for name in BACKENDS if "triton" not in name], scope="session")
-def backend(request):
-    return started(request.param, request.config)
 
 
 def pack(backend, residual, grad=None, threshold=(0.0,), **options):
@@ -70,6 +62,7 @@ def test_sizes_and_dtypes(backend, numel, grad_dtype):
             calls.scatter_unpack(backend, [packed.rows], packed.geometry, before, 0.5, accumulate)
 
 
+@pytest.mark.many_programs
 def test_a_million_elements(backend):
     residual, grad = samples.normal(samples.LARGE), samples.normal(samples.LARGE, seed=1)
     packed = pack(backend, residual, grad, [3.0], capacity=samples.LARGE // 20, scale=[3.0])
@@ -80,6 +73,7 @@ def test_a_million_elements(backend):
 SCALES = (0.0, -0.0, TINY, 2.0**-127, 2.0**-126, 1.4999, 1.5, -1.0, 2.0**97, 3e38, math.inf)
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("scale", [*SCALES, math.nan])
 @pytest.mark.parametrize("threshold", [0.0, math.nan])
 def test_conservation_over_all_exponents(backend, scale, threshold):
@@ -124,6 +118,7 @@ def test_the_ends_of_float32(backend):
     assert packed.residual.tolist() == [2.0**31 - 256, 2.0**31, -FLT_MAX]
 
 
+@pytest.mark.many_launches
 def test_entries_far_apart_both_arrive(backend):
     """Of 10^4 scales, 128 a step: in 78 steps, and the 16 that are left in another."""
     residual, arrived, steps = torch.tensor([1e4, 1.0]), torch.zeros(2), 0
@@ -184,6 +179,7 @@ def test_ranges_overflow_one_by_one(backend, numel, ranges):
         calls.scatter_unpack(backend, [packed.rows] * 3, packed.geometry, three_dims=True)
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("short_of", [0, 1, 5000, 16384])
 def test_everything_passes(backend, short_of):
     """Full sub-blocks, whose counts need 13 bits; the second call sends what did not fit."""
@@ -197,6 +193,7 @@ def test_everything_passes(backend, short_of):
     assert np.array_equal(sent_of(packed) + sent_of(late), acc.numpy())
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("capacity", [40_000, 700, 250])
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32, torch.bfloat16], ids=bits.name)
 @pytest.mark.parametrize("times", [1, 64, 128], ids=["4096", "8192", "16384"])
@@ -274,6 +271,7 @@ def test_unpack_ranks_and_ranges(backend, ranges, ranks):
             assert status == [0] * ranks
 
 
+@pytest.mark.many_programs
 def test_unpack_a_million_elements(backend):
     geometry = Geometry(samples.LARGE, 5000, "e3m0")
     rows = [calls.random_payload(geometry, 0.004, seed) for seed in range(2)]
@@ -306,6 +304,7 @@ def rewritten(geometry, r=0, **changes):
     return [bytes(row) for row in rows]
 
 
+@pytest.mark.many_launches
 def test_every_byte_of_the_header(backend):
     """Every value of the version, of the dtype and of the scale; three bits of every other byte."""
     geometry = Geometry(500, 60, "e3m0")
@@ -392,6 +391,7 @@ def test_more_entries_than_a_sub_block_has_elements(backend):
     assert status_of(backend, geometry, [bytes(row)]) == 4
 
 
+@pytest.mark.many_launches
 def test_garbage_behind_a_sound_header(backend):
     """Random starts, sub-starts and entries, more or less sound; any 16 bits are an entry."""
     geometry = Geometry(BLOCKS_AND_A_BIT, 30, "e3m0")
@@ -536,19 +536,3 @@ def test_public_functions_check_too():
     overlapping = args["residual"][:1]
     with pytest.raises(ValueError, match="scale must be apart from residual in memory"):
         dct_kernels.mask_pack(**args | {"scale": overlapping})
-
-
-@pytest.mark.parametrize("name", ["triton"] if "triton" in BACKENDS else [])
-def test_triton_refuses_it_by_name(name):
-    """Before anything is written."""
-    args, backend = arguments(), BACKENDS[name]
-    args = {k: v.to(backend.device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    text = f"value_format must be empty on the backend {name}, got e3m0"
-    with pytest.raises((ValueError, RuntimeError), match=f"dct::mask_pack: {text}"):
-        backend.mask_pack(**args)
-    assert args["residual"].eq(1).all()
-    assert args["payload"].eq(0).all()
-    payloads, out = args["payload"].unsqueeze(0), args["residual"]
-    with pytest.raises((ValueError, RuntimeError), match=f"dct::scatter_unpack: {text}"):
-        backend.scatter_unpack(payloads, out, 10, torch.bfloat16, value_format="e3m0")
-    assert out.eq(1).all()
