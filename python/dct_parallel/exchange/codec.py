@@ -1,7 +1,8 @@
 """What is in a payload: the seam between compression and what moves it.
 
-Buckets, plans and transports know a codec by what stands here. Another one brings its own settings,
-which make it, and a payload that begins with the header of dct_kernels.layout.
+Buckets, plans and transports know a codec by what stands here. There are two, the largest entries
+(Compressor) and every entry in few bits (quantized); another brings a payload that begins with the
+header of dct_kernels.layout, and a case in Settings.
 """
 
 import dataclasses
@@ -42,6 +43,8 @@ class Codec(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What a user chose, for every bucket alike; makes the codec, and knows its sizes.
+
+    With value_dtype "e3m0" at density 1, where no threshold gives a scale, it is torch.bfloat16.
 
     Raises:
         ValueError, TypeError: one of them is out of its range; the text names it.
