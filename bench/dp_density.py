@@ -133,7 +133,10 @@ def method(name: str) -> partial:
     if bool(by) != (kind in timed) or settings.get(by_what, 1) < 1:
         rule = f"with xH from 1 up for {', '.join(timed)}, without for others"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-    return partial(make, **settings)
+    made = partial(make, **settings)
+    if made.keywords.get("value_dtype") in quantized.FORMATS and density < 1:
+        raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
+    return made
 
 
 def named(name: str) -> str:
@@ -173,9 +176,10 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     curve, recent, tested = [], [], []
     record = run._asdict() | {"ranks": options.ranks, "data": task.description}
     record |= {"curve": curve, "test_curve": tested}
-    for option in ("batch", "headroom"):
-        if getattr(options, option) is not None:
-            record[option] = getattr(options, option)
+    if options.batch is not None:
+        record["batch"] = options.batch
+    if "headroom" in make.keywords:
+        record["headroom"] = make.keywords["headroom"]
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, counts) in enumerate(steps, start=1):
@@ -371,7 +375,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
-    add("--headroom", type=positive, metavar="R", help="room, in place of 1.25 x what is to pass")
+    add(
+        "--headroom", type=positive, metavar="R", help="room, in place of 1.25; needs its own --out"
+    )
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
     add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")

@@ -385,7 +385,8 @@ def check_settings(
     checks.require_density(owner, density)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)
     checks.require_choice(owner, "policy", policy, POLICIES)
-    if value_dtype not in (*VALUE_DTYPE_CODES, *formats):
+    known = isinstance(value_dtype, (torch.dtype, str))
+    if not known or value_dtype not in (*VALUE_DTYPE_CODES, *formats):
         *others, last = map(repr, formats)
         rule = f"{', '.join(['float32', 'bfloat16', *others])} or {last}"
         checks.fail(owner, "value_dtype", rule, value_dtype, TypeError)

@@ -146,6 +146,7 @@ def test_momentum_is_corrected_before_the_threshold():
         "dct:1%x2",
         "local:1%",
         "warmup:1%x0",
+        "local-int8:10%x10",
     ],
 )
 def test_a_wrong_method(name):

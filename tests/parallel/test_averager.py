@@ -141,13 +141,62 @@ def _flushed(rank):
     before = averager.state_dict()
     with torch.no_grad():
         model[0][0] = torch.inf if rank else 1.0
-    with pytest.raises(RuntimeError, match=r"dct::flush: weights must be finite on every rank"):
+    with pytest.raises(RuntimeError, match=r"dct::flush: weights must be finite, .* on every rank"):
         averager.flush()
     assert torch.equal(entry(before)["parameters"]["0"]["base"], averager._base[:3000])
 
 
 def test_a_flush_sends_all_that_waits():
     run_ranks(_flushed, 2)
+
+
+def _flushed_after_damage(rank):
+    """Rank 0 has received damage, and tells so by what the others wait for."""
+    model = nn.ParameterList([torch.zeros(5000)])
+    averager = DCTAverager(model, density=0.1, period=1)
+    all_gather = by_all_gather.all_gather
+
+    def in_flight(output, tensor, group):
+        all_gather(output, tensor, group)
+        if rank == 0:
+            output[1, 0] ^= 0xFF
+
+    by_all_gather.all_gather = in_flight
+    with torch.no_grad():
+        model[0] += 1
+    averager.average_parameters()
+    before = weights(model)
+    with pytest.raises(RuntimeError) as error:
+        averager.flush()
+    assert torch.equal(weights(model), before)
+    return str(error.value)
+
+
+def test_a_flush_after_damage_is_refused_on_every_rank():
+    receiver, other = run_ranks(_flushed_after_damage, 2)
+    assert "every payload of averaging 1 must be intact, got status 1 from rank 1" in receiver
+    assert other.startswith(
+        "dct::flush: weights must be finite, and every payload intact, on every"
+    )
+
+
+def _flushed_after_a_load(rank):
+    """Rank 0 goes back to an earlier state, rank 1 to a later one."""
+    model = nn.ParameterList([torch.zeros(300)])
+    averager = DCTAverager(model, density=0.1, period=1)
+    states = []
+    for _ in range(2):
+        with torch.no_grad():
+            model[0] += torch.randn(300)
+        averager.average_parameters()
+        states.append(averager.state_dict())
+    averager.load_state_dict(states[rank])
+    with pytest.raises(ValueError, match="step must be the same on every rank, got 1 on rank 0, 2"):
+        averager.flush()
+
+
+def test_a_flush_after_different_loads_is_refused():
+    run_ranks(_flushed_after_a_load, 2)
 
 
 def _told(rank):

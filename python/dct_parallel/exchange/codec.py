@@ -70,6 +70,7 @@ class Settings:
             checks.fail(op, "density", rule, self.density)
         sent = sent_dtype(self.value_dtype, self.density)
         object.__setattr__(self, "value_dtype", sent)  # frozen from here on
+        object.__setattr__(self, "density", float(self.density))
 
     def as_told(self) -> dict[str, str | float]:
         """What JSON can hold of them, for ranks to compare."""

@@ -89,6 +89,11 @@ class StepLedger:
         self.verdict = Verdict()
         self.step += 1
 
+    def compare(self, number: int) -> None:
+        """Raise on every rank if they do not go on from the same step, after a load, of this
+        number: for what is exchanged outside of steps."""
+        self._guard.begin_step(number)
+
     def carry_out(self, collectives: Callable[[], _Result]) -> _Result:
         """What `collectives` returns; for whatever a step exchanges. See `RunGuard.carry_out`."""
         return self._guard.carry_out(collectives)

@@ -1,6 +1,7 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -59,7 +60,8 @@ class DCTAverager(ModelAverager):
     (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
     weights after a `period`-th step.
 
-    Memory: 8 bytes a parameter, 4 more while averaging, and the payload once per rank.
+    Memory: 8 bytes a parameter, 4 more while averaging (16 in few bits, and in `flush` 15), and the
+    payload once per rank.
 
     Args:
         module: parameters on one CPU or CUDA device; those that require grad are averaged. They are
@@ -69,7 +71,8 @@ class DCTAverager(ModelAverager):
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
-        value_dtype: of the values sent: see `DCTState`.
+        value_dtype: of the values sent: see `DCTState`. Here all ranks gather all payloads, so that
+            bytes grow with the ranks: every entry in few bits is for few.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
 
@@ -145,7 +148,8 @@ class DCTAverager(ModelAverager):
                 is not so wait until the group's timeout: go back to a checkpoint then.
             RuntimeError: a payload of one of the last two averagings was damaged. Or some rank has
                 weights that are NaN or infinite: every rank raises, its weights are those of the
-                last averaging, and what they had moved by since waits in the residuals.
+                last averaging, and what they had moved by since waits in the residuals; in few bits
+                but for rows of 1,024 with such a weight.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
@@ -162,17 +166,29 @@ class DCTAverager(ModelAverager):
         on all ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes an element.
 
         Raises:
-            ValueError: other parameters require grad than when this was made.
-            RuntimeError: a payload was damaged. Or some rank has weights that are NaN or infinite:
-                every rank raises, and nothing has changed.
+            ValueError: ranks do not go on from the same step, after a load. Or other parameters
+                require grad than when this was made, on this rank: ranks on which that is not so
+                wait until the group's timeout.
+            RuntimeError: a payload was damaged, or some rank has weights that are NaN or infinite.
+                Every rank raises, and nothing has changed.
         """
         self._require_same_parameters("flush")
-        self._ledger.finish(self._bucket.announce_damage)
         residual = self._bucket.codec.residual
         owed = self._moved().add_(residual)
-        mean = self._ledger.carry_out(lambda: dense_mean(owed, torch.float32, self.process_group))
+
+        def mean_of(owed: Tensor) -> Tensor:
+            return dense_mean(owed, torch.float32, self.process_group)
+
+        # Who received damage lets the others find NaN: they are in this collective.
+        def announce() -> None:
+            mean_of(torch.full_like(owed, torch.nan))
+
+        self._ledger.finish(announce)
+        self._ledger.compare(self.step // self.period)
+        mean = self._ledger.carry_out(partial(mean_of, owed))
         if not mean.isfinite().all():
-            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
+            rule = "finite, and every payload intact, on every rank"
+            checks.fail("flush", "weights", rule, "NaN or Inf", RuntimeError)
         residual.zero_()
         self._base += mean
         self._go_on_from_base()
@@ -292,7 +308,7 @@ class DCTAverager(ModelAverager):
     def _take_those_of_first_rank(self) -> None:
         first = dist.get_global_rank(self.process_group, 0)
         for parameter in self._module.parameters():
-            flat = parameter.detach().flatten()  # its memory, if that is contiguous
+            flat = parameter.detach().flatten().contiguous()  # its memory, if that is
             dist.broadcast(flat.view(torch.uint8), first, self.process_group)  # of any dtype
             parameter.copy_(flat.view_as(parameter))
 
