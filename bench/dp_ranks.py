@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dct_bench.topk import take_largest
 from dct_dlrm.modes import START_STEP
-from dct_kernels.layout import FLAG_OVERFLOW, range_bounds
+from dct_kernels import payload_info
+from dct_kernels.layout import range_bounds
 from dct_parallel import Compressor
 from dct_parallel.compressor import HEADROOM
 from dct_parallel.exchange import quantized
@@ -23,7 +24,6 @@ from dct_parallel.exchange.codec import Codec
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 CPU = torch.device("cpu")
-FLAGS_BYTE = 7  # of a payload's header
 
 
 class Counts:
@@ -33,9 +33,9 @@ class Counts:
 
     def note(self, payloads: Tensor) -> None:
         """What all ranks packed in a step, [ranks, ..., nbytes]."""
-        flags = payloads.view(-1, payloads.shape[-1])[:, FLAGS_BYTE]
-        self.payloads += len(flags)
-        self.overflowed += int((flags & FLAG_OVERFLOW).sum())
+        rows = payloads.view(-1, payloads.shape[-1])
+        self.payloads += len(rows)
+        self.overflowed += sum(payload_info(row).overflow for row in rows)
 
 
 class Exchange(Counts):

@@ -30,6 +30,7 @@ FLAG_NON_FINITE = 2
 FLAG_DAMAGE = 4  # of a payload that the sender received in its last step
 VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
+FLAGS_BYTE = 7  # of the header
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
 E3M0 = "e3m0"

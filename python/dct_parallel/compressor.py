@@ -21,6 +21,7 @@ from dct_kernels import checks
 from dct_kernels.layout import (
     BLOCK,
     E3M0,
+    FLAGS_BYTE,
     HEADER_BYTES,
     SUB_BLOCK,
     SUB_STARTS,
@@ -37,7 +38,7 @@ HEADROOM = 1.25  # capacity over what is to pass
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _ONE_PICK = 2.0**-40  # a density, of whatever sample
-_FLAGS_BYTE, _COUNT_WORD = 7, 5  # of the payload's header
+_COUNT_WORD = 5  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
 _mask_pack = torch.ops.dct.mask_pack.default
@@ -246,7 +247,7 @@ class Compressor:
         second call adds nothing. Allocates `numel` float32.
         """
         # With both flags set, unpacking would put a NaN over element 0.
-        self.payload[..., _FLAGS_BYTE].zero_()
+        self.payload[..., FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
         self._unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)

@@ -490,6 +490,13 @@ def test_a_wrong_argument(one_rank, module, arguments, error, text):
         DCTAverager(module, **arguments)
 
 
+def test_a_parameter_may_have_strides(one_rank):
+    model = nn.ParameterList([nn.Parameter(torch.arange(7.0)[::2])])
+    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    averager.average_parameters()
+    assert model[0].tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 def test_ddp_is_refused(one_rank):
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     for module in (model, nn.Sequential(nn.ReLU(), model)):

@@ -75,7 +75,7 @@ class Settings:
     def as_told(self) -> dict[str, str | float]:
         """What JSON can hold of them, for ranks to compare."""
         told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
-        return told | {"density": float(self.density)}
+        return told | {"density": self.density}
 
     @property
     def in_rows(self) -> bool:
@@ -101,23 +101,23 @@ class Settings:
             bounds: of the ranges, from 0 to numel; each has a payload and a threshold of its own.
             row_of: where the tensor is itself a range, the elements of the longest one.
         """
+        made: Codec
         if self.in_rows:
-            made: Codec = quantized.QuantizedRows(
+            made = quantized.QuantizedRows(
                 bounds[-1], str(self.value_dtype), len(bounds) - 1, row_of, device
             )
-            made.step = step
-            return made
-        made = Compressor(
-            bounds[-1],
-            bounds,
-            self.density,
-            refresh_every=self.refresh_every,
-            policy=self.policy,
-            value_dtype=self.value_dtype,
-            capacity=self.capacity(bounds[1] if row_of is None else row_of),
-            ranges=len(bounds) - 1,
-            row_of=row_of,
-            device=device,
-        )
+        else:
+            made = Compressor(
+                bounds[-1],
+                bounds,
+                self.density,
+                refresh_every=self.refresh_every,
+                policy=self.policy,
+                value_dtype=self.value_dtype,
+                capacity=self.capacity(bounds[1] if row_of is None else row_of),
+                ranges=len(bounds) - 1,
+                row_of=row_of,
+                device=device,
+            )
         made.step = step
         return made

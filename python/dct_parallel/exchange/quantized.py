@@ -10,6 +10,7 @@ from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.layout import (
     FLAG_DAMAGE,
     FLAG_NON_FINITE,
+    FLAGS_BYTE,
     HEADER,
     HEADER_BYTES,
     MAGIC,
@@ -22,7 +23,6 @@ from dct_kernels.row_layout import row_bytes
 ROW = 1024  # elements; a block of 16,384 is whole rows
 FORMATS = tuple(ROW_CODES)
 
-_FLAGS_BYTE = 7  # of the header
 _MOST = 2**32 - 1  # that the header's capacity and count can say
 
 
@@ -78,7 +78,7 @@ class QuantizedRows:
         headers = bytearray(b"".join(_header(size, format) for size in sizes))
         self._header = torch.frombuffer(headers, dtype=torch.uint8).view(ranges, -1).to(device)
         self._checked = torch.full_like(self._header, 255)  # bits of it that have to be so
-        self._checked[:, _FLAGS_BYTE] = 255 - FLAG_NON_FINITE - FLAG_DAMAGE
+        self._checked[:, FLAGS_BYTE] = 255 - FLAG_NON_FINITE - FLAG_DAMAGE
         self.step = 0
 
     def pack(
@@ -89,8 +89,9 @@ class QuantizedRows:
         acc.view(-1)[: self._numel] += grad if inv_scale is None else grad.float() * inv_scale
         rows = row_quantize(acc, self._format)
         left = acc.sub_(row_dequantize(rows, ROW, self._format, torch.float32))
-        finite = left.isfinite().all(1, keepdim=True)
-        self._owed.copy_(torch.where(finite, left, self._owed))
+        least, most = left.aminmax(dim=1, keepdim=True)  # a NaN is both
+        finite = least.isfinite() & most.isfinite()
+        torch.where(finite, left, self._owed, out=self._owed)
         non_finite = ~finite.view(self._ranges, -1).all(1)
         damage = None if status is None else (status != 0).any()
         self._write(rows, FLAG_NON_FINITE * non_finite, damage)
@@ -114,10 +115,9 @@ class QuantizedRows:
             rows = self._rows_of(rank) * whole.view(-1, 1)
             rows = rows.view(-1, self._row_bytes)
             total += row_dequantize(rows, ROW, self._format, torch.float32)
-        factor = torch.tensor(1 / len(payloads), device=out.device)
-        if out_scale is not None:
-            factor = factor * out_scale
-        out.copy_(total.view(-1)[: self._numel] * factor)
+        part = 1 / len(payloads)  # a number: no copy to the device, which the host waits for
+        factor = part if out_scale is None else out_scale * part
+        torch.mul(total.view(-1)[: self._numel], factor, out=out)
         return (~intact).any(1).int()
 
     def take_back(self) -> None:
@@ -137,7 +137,7 @@ class QuantizedRows:
 
     def _write(self, rows: Tensor, flags: Tensor, damage: Tensor | None) -> None:
         self._payload[:, :HEADER_BYTES] = self._header
-        self._payload[:, _FLAGS_BYTE] = flags if damage is None else flags + FLAG_DAMAGE * damage
+        self._payload[:, FLAGS_BYTE] = flags if damage is None else flags + FLAG_DAMAGE * damage
         self._rows_of(self._payload).copy_(rows.view(self._ranges, -1))
 
 

@@ -60,7 +60,7 @@ class DCTAverager(ModelAverager):
     (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
     weights after a `period`-th step.
 
-    Memory: 8 bytes a parameter, 4 more while averaging (16 in few bits, and in `flush` 15), and the
+    Memory: 8 bytes a parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and the
     payload once per rank.
 
     Args:
