@@ -2,21 +2,29 @@
 
     python bench/dp_density.py --problems text-adamw --methods dense dct:1% --rates 1e-3,2e-3,4e-3
     python bench/dp_density.py --problems clicks-sgd --steps 3000 --methods dense bf16 dct:1%
-    python bench/dp_density.py --problems clicks-sgd --data ROWS.tsv --steps 300 --rates 0.1
+    python bench/dp_density.py --problems clicks-sgd --schedule constant --data ROWS.tsv --rates 0.1
 
-Problems: text-... train a transformer (width 96, 3 layers, 8 x 64 characters a rank) on the
-characters of --text, which is generated if it is not there; the rate rises over the first 50 steps.
-clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a rank), generated or --data: with SGD,
-or with row-wise AdaGrad on its tables and Adam on its MLPs, where the rate is Adam's, and the
-tables' is --table-lr.
+Problems: text-... train a transformer (--width 96, --layers 3, 8 x 64 characters a rank) on the
+characters of --text, which is generated if it is not there; text-muon has Muon on the matrices of
+its layers and AdamW on the rest. clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a
+rank), generated or --data: with SGD, or with row-wise AdaGrad on its tables and Adam on its MLPs,
+where the rate is Adam's, and the tables' is --table-lr.
+
+Schedules: the rate of text-... rises over the first 50 steps. Then it falls to 0 along a cosine;
+stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is constant.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
 range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
-picks:D%xM is DCT with thresholds from M picks. local:D%xH: every rank takes H steps of its own
-optimizer, then D % of what its weights have moved by are sent, with error feedback: D / H a step;
-local-e3m0:D%xH sends that in entries of two bytes. int8, int4 and ternary are the hook with every
-entry in so few bits, local-int4:100%xH and the like are that of local steps.
+picks:D%xM is DCT with thresholds from M picks. int8, int4 and ternary: every entry in so few bits.
+
+local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
+by are sent, with error feedback: D / H a step; local-e3m0:D%xH in entries of two bytes,
+local-int4:100%xH and the like with every entry in few bits. They take settings after commas:
+decay=B (of the residual), overlap=N (steps that ranks go on while an exchange runs), mean=senders
+(of an entry over the ranks that sent it). Beside them: postlocal:xH, float32 weights averaged;
+diloco:xH, with its outer optimizer; sparseloco:D%xH, with its top-k, 2-bit values and decay.
+
 Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
 Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
 first H steps, as it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
@@ -28,8 +36,8 @@ one process, bit for bit as real ones; bytes are what a rank sends, by formula.
 
 Each finished run is a file in --out, and is not repeated: a command that was interrupted goes on
 where it was, and methods, rates and seeds may be added. In the end it prints a report on all runs
-in --out, and writes it there (report.md, and plots of the loss against steps and against bytes).
-With --beside NAME=DIR it shows DCT's runs of another version of the code, too.
+in --out, and writes it there: report.md, and plots of the test loss against steps, and of how far
+it ends over dense's against bytes.
 """
 
 import argparse
@@ -37,6 +45,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,12 +53,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import dp_local
 import dp_ranks
 import dp_tasks
 import torch
+from matplotlib import color_sequences
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from run_files import beside, spread, with_error, write
+from run_files import spread, with_error, write
 from torch import nn
 
 from dct_dlrm.argument_types import count, positive, several
@@ -70,12 +81,18 @@ class Problem(NamedTuple):
     optimizers: Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]
     warmup: int
     rates: tuple[float, ...]  # tried, unless others are asked for
-    cosine: bool = False  # whether the rate decays to 0
 
-    def rate_at(self, step: int, steps: int) -> float:
+    def rate_at(self, schedule: str, step: int, steps: int) -> float:
         """The part of the full rate that step number `step` of so many is taken with."""
-        decay = (1 + math.cos(math.pi * step / steps)) / 2 if self.cosine else 1
-        return decay * min(1, (step + 1) / max(1, self.warmup))
+        return SCHEDULES[schedule](step / steps) * min(1, (step + 1) / max(1, self.warmup))
+
+
+# Of the part of the steps that is behind: the part of the full rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "wsd": lambda part: min(1, 5 * (1 - part)),
+    "constant": lambda part: 1,
+}
 
 
 def _one(make: Callable) -> Callable:
@@ -88,13 +105,18 @@ def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
     return [tables, torch.optim.Adam(mlps, lr=rate, fused=True)]
 
 
+def _muon_and_adamw(model: nn.Module, rate: float, table_rate: float) -> list:
+    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+    muon = torch.optim.Muon(hidden, lr=rate, adjust_lr_fn="match_rms_adamw")
+    return [muon, _adamw(others, lr=rate)]
+
+
 _sgd = partial(torch.optim.SGD, fused=True)
-_text_adamw = Problem(
-    "text", _one(partial(torch.optim.AdamW, fused=True)), WARMUP_STEPS, (1e-3, 2e-3, 4e-3)
-)
+_adamw = partial(torch.optim.AdamW, fused=True)
 PROBLEMS = {
-    "text-adamw": _text_adamw,
-    "text-adamw-cosine": _text_adamw._replace(cosine=True),
+    "text-adamw": Problem("text", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
+    "text-muon": Problem("text", _muon_and_adamw, WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
     "text-sgd": Problem("text", _one(_sgd), WARMUP_STEPS, (0.5, 1.0)),
     "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
@@ -102,41 +124,61 @@ PROBLEMS = {
 }
 
 
+# What a method's name has after its colon: D, a percentage, and xH, a number.
+METHODS: dict[str, tuple[str, partial]] = {
+    "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
+    "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
+    "powersgd": ("", partial(dp_ranks.PowerSGD)),
+    "topk": ("D%", partial(dp_ranks.TopK)),
+    "dct": ("D%", partial(dp_ranks.DCT)),
+    "e3m0": ("D%", partial(dp_ranks.DCT, value_dtype="e3m0")),
+    "reduce_scatter": ("D%", partial(dp_ranks.ReduceScatter)),
+    "corrected": ("D%", partial(dp_ranks.MomentumCorrected)),
+    "picks": ("D%xH", partial(dp_ranks.DCT)),
+    "warmup": ("D%xH", partial(dp_ranks.warmup)),
+    "cooldown": ("D%xH", partial(dp_ranks.cooldown)),
+    "local": ("D%xH", partial(dp_local.Local)),
+    "local-e3m0": ("D%xH", partial(dp_local.Local, value_dtype="e3m0")),
+    "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
+    "postlocal": ("xH", partial(dp_local.Dense)),
+    "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),
+}
+for _format in quantized.FORMATS:
+    METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, value_dtype=_format))
+    METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, value_dtype=_format))
+SETTINGS = {"decay": float, "overlap": int, "mean": str}  # of local steps
+
+
 def method(name: str) -> partial:
     """What makes the exchange of gradients, or the averaging of weights, from its name."""
-    kind, colon, percent = name.partition(":")
-    percent, by, steps = percent.partition("x")
-    formats = {f: partial(dp_ranks.DCT, density=1, value_dtype=f) for f in quantized.FORMATS}
-    plain = formats | {
-        "dense": partial(dp_ranks.Dense, dtype=torch.float32),
-        "bf16": partial(dp_ranks.Dense, dtype=torch.bfloat16),
-        "powersgd": partial(dp_ranks.PowerSGD),
-    }
-    if kind in plain and not colon:
-        return plain[kind]
-    sparse = {"topk": dp_ranks.TopK, "dct": dp_ranks.DCT, "corrected": dp_ranks.MomentumCorrected}
-    sparse["reduce_scatter"] = dp_ranks.ReduceScatter
-    sparse["e3m0"] = partial(dp_ranks.DCT, value_dtype="e3m0")
-    timed = {"local": dp_ranks.Local, "warmup": dp_ranks.warmup, "cooldown": dp_ranks.cooldown}
-    for format in ("e3m0", *quantized.FORMATS):
-        timed[f"local-{format}"] = partial(dp_ranks.Local, value_dtype=format)
-    timed["picks"] = dp_ranks.DCT
-    try:
-        density, make = float(percent.removesuffix("%")) / 100, (sparse | timed)[kind]
-        by_what = "max_samples" if kind == "picks" else "period"
-        settings = {"density": density} | ({by_what: int(steps)} if by else {})
-    except (KeyError, ValueError):
-        rule = f"{', '.join(plain)}, {', '.join(sparse)}:D%, or {', '.join(timed)}:D%xH"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}") from None
-    if not percent.endswith("%") or not 0 < density <= 1:
-        raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-    if bool(by) != (kind in timed) or settings.get(by_what, 1) < 1:
-        rule = f"with xH from 1 up for {', '.join(timed)}, without for others"
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-    made = partial(make, **settings)
-    if made.keywords.get("value_dtype") in quantized.FORMATS and density < 1:
-        raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
+    found = re.fullmatch(r"([\w-]+)(?::(?:([\d.]+)%)?(?:x(\d+))?)?((?:,\w+=[\w.]+)*)", name)
+    kind, percent, number, settings = found.groups() if found else (name, None, None, "")
+    has = "D%" * (percent is not None) + "xH" * (number is not None)
+    if kind not in METHODS or METHODS[kind][0] != has:
+        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
+    made = METHODS[kind][1]
+    if percent is not None:
+        made = partial(made, density=float(percent) / 100)
+        if not 0 < made.keywords["density"] <= 1:
+            raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
+        if made.keywords.get("value_dtype") in quantized.FORMATS and float(percent) < 100:
+            raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
+    if number is not None:
+        if int(number) < 1:
+            raise argparse.ArgumentTypeError(f"must have an H from 1 up, got {name!r}")
+        made = partial(made, **{"max_samples" if kind == "picks" else "period": int(number)})
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        if key not in SETTINGS or not is_local(made):
+            rule = f"without settings, or those of local steps ({', '.join(SETTINGS)})"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
+        made = partial(made, **{key: SETTINGS[key](value)})
     return made
+
+
+def is_local(made: partial) -> bool:
+    return isinstance(made.func, type) and issubclass(made.func, dp_local.Averaging)
 
 
 def named(name: str) -> str:
@@ -147,15 +189,16 @@ def named(name: str) -> str:
 
 class Run(NamedTuple):
     problem: str
+    schedule: str
     method: str
     rate: float
     seed: int
     steps: int
 
     def path(self, folder: Path) -> Path:
-        name = self.method.replace(":", "-").replace("%", "percent")
+        name = re.sub("[:,=]", "-", self.method).replace("%", "percent")
         rate = f"lr{self.rate:g}_seed{self.seed}_{self.steps}steps"
-        return folder / f"{self.problem}_{name}_{rate}.json"
+        return folder / f"{self.problem}_{self.schedule}_{name}_{rate}.json"
 
 
 def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
@@ -164,12 +207,12 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     model = task.model(run.seed)
     batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
     make = method(run.method)
-    if options.headroom is not None and make.func in (dp_ranks.DCT, dp_ranks.Local):
+    if options.headroom is not None and make.func in (dp_ranks.DCT, dp_local.Local):
         make = partial(make, headroom=options.headroom)
-    if make.func is dp_ranks.Local:
+    if is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [stepper(own, run, options) for own in models]
-        steps = dp_ranks.train_local(models, task.loss, batches, make(models), updates, run.steps)
+        steps = dp_local.train(models, task.loss, batches, make(models), updates, run.steps)
     else:
         update = stepper(model, run, options)
         steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
@@ -213,7 +256,7 @@ def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable
 
     def update(step: int) -> None:
         for group, rate in zip(groups, full, strict=True):
-            group["lr"] = rate * problem.rate_at(step, run.steps)
+            group["lr"] = rate * problem.rate_at(run.schedule, step, run.steps)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -225,12 +268,13 @@ def load(folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))]
 
 
-def best_rate(records: Sequence[dict], problem: str, name: str) -> float | None:
+def best_rate(records: Sequence[dict], problem: str, schedule: str, name: str) -> float | None:
     """The only one, or that of the lowest validation loss at 600 steps, from seed 0."""
     runs = [
         record
         for record in records
-        if (record["problem"], record["method"]) == (problem, name) and "diverged" not in record
+        if (record["problem"], record["schedule"], record["method"]) == (problem, schedule, name)
+        and "diverged" not in record
     ]
     rates = {record["rate"] for record in runs}
     if len(rates) == 1:
@@ -250,7 +294,7 @@ def work(options: argparse.Namespace) -> None:
     def task(name: str) -> dp_tasks.Task:
         batch = {} if options.batch is None else {"batch": options.batch}
         if name == "text":
-            return dp_tasks.TextTask(options.text, **batch)
+            return dp_tasks.TextTask(options.text, options.width, options.layers, **batch)
         return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
     def finish(run: Run) -> None:
@@ -265,23 +309,26 @@ def work(options: argparse.Namespace) -> None:
     for problem, name in itertools.product(options.problems, options.methods):
         rates = options.rates or PROBLEMS[problem].rates
         for rate in rates if len(rates) > 1 else ():
-            finish(Run(problem, name, rate, RATE_SEED, RATE_STEPS))
+            finish(Run(problem, options.schedule, name, rate, RATE_SEED, RATE_STEPS))
     for seed, problem, name in itertools.product(
         range(options.seeds), options.problems, options.methods
     ):
         rates = options.rates or PROBLEMS[problem].rates
-        rate = best_rate(load(options.out), problem, name) if len(rates) > 1 else rates[0]
+        rate = rates[0]
+        if len(rates) > 1:
+            rate = best_rate(load(options.out), problem, options.schedule, name)
         if rate is not None:
-            finish(Run(problem, name, rate, seed, options.steps))
+            finish(Run(problem, options.schedule, name, rate, seed, options.steps))
 
 
-def best_runs(records: Sequence[dict]) -> dict[tuple[str, int], dict[str, list[dict]]]:
-    """{(problem, steps): {method: its runs at its best rate, by seed}}."""
+def best_runs(records: Sequence[dict]) -> dict[tuple[str, str, int], dict[str, list[dict]]]:
+    """{(problem, schedule, steps): {method: its runs at its best rate, by seed}}."""
     found: dict = {}
     for record in sorted(records, key=lambda record: record["seed"]):
-        problem, name = record["problem"], record["method"]
-        if "diverged" not in record and record["rate"] == best_rate(records, problem, name):
-            runs = found.setdefault((problem, record["steps"]), {})
+        problem, schedule, name = record["problem"], record["schedule"], record["method"]
+        rate = best_rate(records, problem, schedule, name)
+        if "diverged" not in record and record["rate"] == rate:
+            runs = found.setdefault((problem, schedule, record["steps"]), {})
             runs.setdefault(name, []).append(record)
     return found
 
@@ -290,13 +337,13 @@ def tables(records: Sequence[dict]) -> str:
     """Markdown: the test part's scores, mean ± standard deviation over seeds; differences of its
     loss from dense's by seed, mean ± standard error, and the largest."""
     lines = []
-    for (problem, steps), methods in best_runs(records).items():
+    for (problem, schedule, steps), methods in best_runs(records).items():
         dense = next((runs for name, runs in methods.items() if name == "dense"), None)
         scores = next(iter(methods.values()))[0]["test"]
         headings = ["method", *scores, "worst seed's loss", "loss over dense's, by seed", "at most"]
         headings += ["overflow", "bytes a step", "fewer by"]
         headings += ["rate", "rates tried", "seeds"]
-        lines += [f"**{problem}, {steps:,} steps**", ""]
+        lines += [f"**{problem}, {schedule}, {steps:,} steps**", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
         for name, runs in sorted(methods.items(), key=lambda item: -item[1][0]["bytes_per_step"]):
             over, most, fewer = "", "", ""
@@ -308,7 +355,8 @@ def tables(records: Sequence[dict]) -> str:
                 {
                     record["rate"]
                     for record in records
-                    if (record["problem"], record["method"]) == (problem, name)
+                    if (record["problem"], record["schedule"], record["method"])
+                    == (problem, schedule, name)
                 }
             )
             cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
@@ -329,39 +377,30 @@ def paired(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
 
 
 def plot(folder: Path, records: Sequence[dict]) -> None:
-    """The training loss against steps and bytes, the test loss against steps: means over seeds."""
-    for (problem, steps), methods in best_runs(records).items():
-        figure = Figure(figsize=(15, 4.5), layout="constrained")
+    """The test loss against steps, and at the end over dense's against bytes: means over seeds."""
+    for (problem, schedule, steps), methods in best_runs(records).items():
+        figure = Figure(figsize=(13, 5), layout="constrained")
         FigureCanvasAgg(figure)
-        left, right, tested = figure.subplots(1, 3)
-        right.sharey(left)
-        for name, runs in methods.items():
-            if all(map(_tail, runs)):
-                test_curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
-                tested.plot(test_curves[:, 0], test_curves[:, 1], label=name, linewidth=1)
-            curves = torch.tensor([run["curve"] for run in runs]).mean(0)
-            left.plot(curves[:, 0], curves[:, 2], label=name, linewidth=1)
-            right.plot(curves[:, 1], curves[:, 2], label=name, linewidth=1)
-        lowest = min(run["curve"][-1][2] for runs in methods.values() for run in runs)
-        start = statistics.mean(runs[0]["curve"][1][2] for runs in methods.values())
-        left.set(xlabel="step", ylabel=f"training loss, {CURVE_EVERY} steps' mean")
-        left.set_ylim(bottom=lowest - 0.05 * abs(start - lowest), top=max(start, lowest + 0.01))
-        right.set(xlabel="bytes that a rank has sent", xscale="log")
-        tails = [point[1] for runs in methods.values() for run in runs for point in _tail(run)]
-        tested.set(xlabel="step", ylabel="test loss")
-        if tails:
-            tested.set_ylim(0.998 * min(tails), 1.002 * max(tails))
-        for axes in (left, right, tested):
+        left, right = figure.subplots(1, 2)
+        colors = color_sequences["tab20"]
+        for number, (name, runs) in enumerate(methods.items()):
+            curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
+            late = curves[len(curves) // 3 :]  # the rest is steep
+            style = {"color": colors[number % len(colors)], "label": name}
+            left.plot(late[:, 0], late[:, 1], linewidth=1, **style)
+            pairs = paired(runs, methods.get("dense", []))
+            if pairs:
+                error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0
+                sent = runs[0]["bytes_per_step"]
+                right.errorbar([sent], [statistics.mean(pairs)], [error], fmt="o", **style)
+        left.set(xlabel="step", ylabel="test loss")
+        right.set(xlabel="bytes a rank sends a step", ylabel="test loss over dense", xscale="log")
+        for axes in (left, right):
             axes.grid(alpha=0.3)
-        left.legend(fontsize=7)
-        figure.suptitle(f"{problem}, means of {len(runs)} seeds")
-        figure.savefig(folder / f"{problem}-{steps}.png", dpi=110)
-
-
-def _tail(run: dict) -> list:
-    """Its test curve without the first third, which is steep; earlier versions noted none."""
-    curve = run.get("test_curve", [])
-    return curve[len(curve) // 3 :]
+        figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        seeds = {len(runs) for runs in methods.values()}
+        figure.suptitle(f"{problem}, {schedule}, {steps:,} steps; means of {max(seeds)} seeds")
+        figure.savefig(folder / f"{problem}-{schedule}-{steps}.png", dpi=110)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -370,6 +409,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
     add("--methods", nargs="+", type=named, default=["dense", "bf16", "dct:1%"], metavar="M")
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
+    add("--schedule", choices=SCHEDULES, default="cosine")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
     add("--steps", type=count, default=RATE_STEPS)
     add("--seeds", type=count, default=3)
@@ -378,11 +418,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--headroom", type=positive, metavar="R", help="room, in place of 1.25; needs its own --out"
     )
+    add("--width", type=count, default=96, help="of the transformer; needs its own --out")
+    add("--layers", type=count, default=3, help="of the transformer; needs its own --out")
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
     add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
     add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")
     add("--out", type=Path, default=Path("runs/dp_density"))
-    add("--beside", nargs="*", type=beside, default=[], metavar="NAME=DIR")
     return parser.parse_args(arguments)
 
 
@@ -391,9 +432,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     work(options)
     records = load(options.out)
-    for name, folder in options.beside:
-        others = [record for record in load(folder) if record["method"].startswith("dct:")]
-        records += [record | {"method": f"{record['method']} {name}"} for record in others]
     report = tables(records)
     (options.out / "report.md").write_text(report)
     plot(options.out, records)

@@ -282,51 +282,6 @@ class PowerSGD(Exchange):
         return torch.outer(p, self.q[index]).flatten()
 
 
-class Local(Counts):
-    """What `DCTAverager` does every `period` steps, by the same compressor.
-
-    Args:
-        models: every rank's, with equal weights.
-        density: of what a rank's weights have moved by since the last time.
-        period: steps.
-        settings: the compressors'.
-    """
-
-    def __init__(
-        self, models: Sequence[nn.Module], density: float, period: int, **settings
-    ) -> None:
-        self.weights = [list(model.parameters()) for model in models]
-        self.period = period
-        self.ranks = len(models)
-        self.sizes = [weight.numel() for weight in self.weights[0]]
-        self.compressors = compressors(self.sizes, self.ranks, density, **settings)
-        self.base = self._flat(0)
-
-    @torch.no_grad()
-    def __call__(self, step: int) -> None:
-        """To be called after step number `step`, from 1 up."""
-        if step % self.period:
-            return
-        payloads = torch.stack(
-            [
-                compressor.pack(self._flat(rank) - self.base)
-                for rank, compressor in enumerate(self.compressors)
-            ]
-        )
-        self.note(payloads)
-        self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
-        mean = torch.empty_like(self.base)
-        status = self.compressors[0].unpack(payloads, mean)
-        assert not status.any()
-        self.base += mean
-        for weights in self.weights:
-            for weight, part in zip(weights, self.base.split(self.sizes), strict=True):
-                weight.copy_(part.view_as(weight))
-
-    def _flat(self, rank: int) -> Tensor:
-        return torch.cat([weight.detach().flatten() for weight in self.weights[rank]])
-
-
 def finishing_order(model: nn.Module, loss: Tensor) -> list[nn.Parameter]:
     """The parameters as backward finishes them. Their gradients are None afterwards."""
     order: list[nn.Parameter] = []
@@ -372,27 +327,6 @@ def train(
         _point(order, exchange(list(grads)))
         step_weights(step)
         yield sum(losses) / len(losses), exchange
-
-
-def train_local(
-    models: Sequence[nn.Module],
-    loss_of: Callable[[nn.Module, object], Tensor],
-    batches: Sequence[Iterator],
-    average: Local,
-    step_weights: Sequence[Callable[[int], None]],
-    steps: int,
-) -> Iterator[tuple[float, Counts]]:
-    """As `train`, but every rank has a model, and an optimizer that sees its gradients alone."""
-    for step in range(steps):
-        losses = []
-        for model, own, step_own in zip(models, batches, step_weights, strict=True):
-            model.zero_grad()
-            loss = loss_of(model, next(own))
-            loss.backward()
-            step_own(step)
-            losses.append(loss.item())
-        average(step + 1)
-        yield sum(losses) / len(losses), average
 
 
 def _point(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:

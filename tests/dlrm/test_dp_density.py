@@ -17,6 +17,7 @@ from dct_parallel import DCTAverager, DCTState, dct_hook
 BENCH = Path(__file__).parents[2] / "bench" / "dp_density.py"
 sys.path.insert(0, str(BENCH.parent))
 import dp_density  # noqa: E402
+import dp_local  # noqa: E402
 import dp_ranks  # noqa: E402
 import dp_tasks  # noqa: E402
 
@@ -79,8 +80,8 @@ def _simulated(task, make):
     optimizers = [_optimizer(model) for model in models]
     updates = [lambda step, own=own: own.step() for own in optimizers]
     batches = [task.batches(0, rank, 2) for rank in range(2)]
-    if make.func is dp_ranks.Local:
-        run = dp_ranks.train_local(models, task.loss, batches, make(models), updates, STEPS)
+    if dp_density.is_local(make):
+        run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
     else:
         run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
     assert len(list(run)) == STEPS
@@ -147,6 +148,9 @@ def test_momentum_is_corrected_before_the_threshold():
         "local:1%",
         "warmup:1%x0",
         "local-int8:10%x10",
+        "diloco",
+        "local:10%x10,outer=1",
+        "dct:1%,decay=0.9",
     ],
 )
 def test_a_wrong_method(name):
@@ -154,11 +158,12 @@ def test_a_wrong_method(name):
         dp_density.named(name)
 
 
-def _record(name, rate, seed, loss, steps=600, problem="text-adamw"):
+def _record(name, rate, seed, loss, steps=600, problem="text-adamw", schedule="cosine"):
     parts = {part: {"loss": loss} for part in ("validation", "test")}
     curve = [[20, 20 * rate, 2 * loss], [40, 40 * rate, loss]]
     return {
         "problem": problem,
+        "schedule": schedule,
         "method": name,
         "rate": rate,
         "seed": seed,
@@ -173,10 +178,11 @@ def test_rates_are_chosen_at_600_steps_of_seed_0():
     records = [_record("dense", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
     records += [_record("dense", 9, 1, 0.1), _record("dense", 1, 0, 0.1, steps=3000)]
     records += [_record("dense", 1, 0, 0.1, problem="clicks-sgd"), _record("bf16", 1, 0, 0.1)]
-    diverged = {"problem": "text-adamw", "method": "dense", "rate": 27, "seed": 0, "steps": 600}
-    records += [diverged | {"diverged": 5}]
-    assert dp_density.best_rate(records, "text-adamw", "dense") == 3
-    assert dp_density.best_rate(records, "text-adamw", "dct:1%") is None
+    records += [_record("dense", 1, 0, 0.1, schedule="wsd")]
+    diverged = {key: records[0][key] for key in ("problem", "schedule", "method", "seed", "steps")}
+    records += [diverged | {"rate": 27, "diverged": 5}]
+    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense") == 3
+    assert dp_density.best_rate(records, "text-adamw", "cosine", "dct:1%") is None
 
 
 def test_the_table_compares_seed_by_seed(tmp_path):
@@ -184,12 +190,12 @@ def test_the_table_compares_seed_by_seed(tmp_path):
     some = (0, 1, 3)  # seed 2 to come
     records += [_record("dct:1%", 9, seed, 1.25 + seed) | {"overflow": 0.5} for seed in some]
     lines = dp_density.tables(records).splitlines()
-    assert lines[0] == "**text-adamw, 600 steps**"
+    assert lines[0] == "**text-adamw, cosine, 600 steps**"
     dense = "| dense | 2.0000 ± 1.0000 | 3.0000 | +0.0000 ± 0.0000 | +0.0000 |  | 100 | 1.0x | 3 |"
     assert lines[4].startswith(dense)
     assert "| 4.2500 | +0.2500 ± 0.0000 | +0.2500 | 50.0% | 4 | 25.0x | 9 | 9 | 3 |" in lines[5]
     dp_density.plot(tmp_path, records)
-    assert (tmp_path / "text-adamw-600.png").stat().st_size > 1000
+    assert (tmp_path / "text-adamw-cosine-600.png").stat().st_size > 1000
 
 
 @pytest.mark.large
@@ -253,7 +259,90 @@ def test_schedules_go_by_the_step_and_lose_nothing():
 
 
 def test_a_rate_rises_then_stays_or_decays_to_zero():
-    constant, cosine = (dp_density.PROBLEMS[name] for name in ("text-adamw", "text-adamw-cosine"))
-    assert [constant.rate_at(step, 600) for step in (0, 24, 49, 599)] == [0.02, 0.5, 1, 1]
-    rates = [cosine.rate_at(step, 600) for step in (0, 149, 300, 600)]
-    assert rates == pytest.approx([0.02, (1 + 2**-0.5) / 2, 0.5, 0], abs=0.003)
+    def rates(schedule, *steps):
+        return [dp_density.PROBLEMS["text-adamw"].rate_at(schedule, step, 600) for step in steps]
+
+    assert rates("constant", 0, 24, 49, 599) == [0.02, 0.5, 1, 1]
+    cosine = [0.02, (1 + 2**-0.5) / 2, 0.5, 0]
+    assert rates("cosine", 0, 149, 300, 600) == pytest.approx(cosine, abs=0.003)
+    wsd = [0.02, 1, 1, 0.5, 0]
+    assert rates("wsd", 0, 49, 480, 540, 600) == pytest.approx(wsd, abs=1e-9)
+
+
+def _walk(average, moves, steps):
+    """Let every rank's weights move by integers, and average: `moves` [steps, ranks, numel]."""
+    for step, own in enumerate(moves[:steps], start=1):
+        with torch.no_grad():
+            for weights, move in zip(average.weights, own, strict=True):
+                weights[0] += move.view_as(weights[0])
+        average(step)
+
+
+def _models(ranks, numel):
+    models = [torch.nn.Linear(numel, 1, bias=False) for _ in range(ranks)]
+    for model in models:
+        torch.nn.init.zeros_(model.weight)
+    return models
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_mean_that_arrives_later_loses_no_move(overlap):
+    moves = torch.randint(-8, 9, (6, 2, 50), generator=torch.Generator().manual_seed(0)).float()
+    make = dp_density.method(f"postlocal:x3,overlap={overlap}")
+    average = make(_models(2, 50))
+    _walk(average, moves, 5)
+    for rank, weights in enumerate(average.weights):
+        expected = moves[:3].mean(1).sum(0) + moves[3:5, rank].sum(0)
+        assert torch.equal(weights[0].flatten(), expected)
+    average = make(_models(2, 50))
+    _walk(average, moves, 6)
+    average.arrive()
+    for weights in average.weights:
+        assert torch.equal(weights[0].flatten(), moves.mean(1).sum(0))
+
+
+def test_outer_momentum_is_nesterovs():
+    average = dp_density.method("diloco:x1")(_models(2, 4))
+    velocity = base = 0.0
+    for _ in range(3):
+        _walk(average, torch.ones(1, 2, 4), 1)
+        velocity = 0.9 * velocity + 1
+        base += 0.7 * (1 + 0.9 * velocity)
+        torch.testing.assert_close(average.base, torch.full((4,), base))
+
+
+def test_a_mean_over_senders_is_not_over_ranks():
+    average = dp_density.method("local:10%x1,mean=senders")(_models(2, 100))
+    moves = torch.zeros(1, 2, 100)
+    moves[0, 0, :5], moves[0, 1, 3:8] = 4, 2
+    _walk(average, moves, 1)
+    assert average.base[:9].tolist() == [4, 4, 4, 3, 3, 2, 2, 2, 0]
+
+
+def test_a_residual_decays():
+    average = dp_density.method("local:10%x1,decay=0.5")(_models(2, 1000))
+    moves = torch.randint(-8, 9, (2, 2, 1000), generator=torch.Generator().manual_seed(0)).float()
+    _walk(average, moves, 1)
+    left = [compressor.residual.clone() for compressor in average.compressors]
+    base = average.base.clone()
+    _walk(average, moves[1:], 1)
+    for own in average.compressors:
+        own.residual -= left.pop(0) / 2
+    owed = sum(own.residual for own in average.compressors) / 2
+    assert torch.equal(average.base - base + owed, moves[1].mean(0))
+
+
+def test_sparseloco_keeps_what_it_did_not_send():
+    average = dp_density.method("sparseloco:1.5625%x1")(_models(2, 5000))
+    moves = torch.randn(1, 2, 5000, generator=torch.Generator().manual_seed(0))
+    _walk(average, moves, 1)
+    sent = moves[0] - torch.stack(average.residuals)
+    assert [(own != 0).sum().item() for own in sent] == [64 + 14] * 2
+    for own, move in zip(sent, moves[0], strict=True):
+        for chunk, of_move, count in zip(own.split(4096), move.split(4096), (64, 14), strict=True):
+            assert set(chunk.nonzero()[:, 0].tolist()) == set(of_move.abs().topk(count)[1].tolist())
+        # Each of the four values is the mean of those it stands for.
+        means = [move[own == value].mean() for value in own[own != 0].unique()]
+        assert 2 <= len(means) <= 4
+        torch.testing.assert_close(torch.stack(means), own[own != 0].unique())
+    assert average.sent == 78 * 14 // 8 + 16
