@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from dct_parallel.exchange.quantized import FORMATS
+
+from .modes import VALUE_DTYPES
 from .optimizers import EMBEDDING_OPTIMIZERS, SCALED
 
 TABLES_WHOLE = ("data", "des")  # --parallel that cut no table off the model
@@ -39,6 +42,7 @@ RULES = (
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
     Rule("density value_dtype refresh_every policy transport", "modes", ("dct",)),
+    Rule("value_dtype", "density", (1.0,), unless={*VALUE_DTYPES} - {*FORMATS}),
     Rule("refresh_every", "policy", ("fixed",)),
     Rule("local_size", "modes", ("dct",), unless=(1,)),
     Rule("mp_density mp_format sync_density sync_dtype", "modes", ("dct",)),
@@ -76,7 +80,7 @@ def _broken(given: Collection[str], options: argparse.Namespace) -> Iterator[str
             if values == ():
                 yield f"{option} must come without {flag(setting)}, got both"
             else:
-                wanted = f" {' or '.join(values)}" if values else ""
+                wanted = f" {' or '.join(map(str, values))}" if values else ""
                 shown = ",".join(map(str, held)) if is_given else "none"
                 yield f"{option} must come with {flag(setting)}{wanted}, got {shown}"
 

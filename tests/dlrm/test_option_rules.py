@@ -36,6 +36,7 @@ DCT = "must come with --modes dct, got"
         ),
         ("--density 0.005 --modes dense", f"--density {DCT} dense"),
         ("--refresh-every 9 --modes dense,bf16", f"--refresh-every {DCT} dense,bf16"),
+        ("--value-dtype int4", "--value-dtype int4 must come with --density 1.0, got 0.005"),
         ("--policy fixed --modes powersgd", f"--policy {DCT} powersgd"),
         ("--transport all_gather --modes bf16", f"--transport {DCT} bf16"),
         ("--parallel hybrid --modes dense --mp-format int8,int8", f"--mp-format {DCT} dense"),

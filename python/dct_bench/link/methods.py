@@ -7,17 +7,20 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_dlrm.models.row_exchange import every_entry, largest_entries
 from dct_dlrm.modes import MODES, START_STEP
+from dct_parallel import DCTAverager
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.rows.all_to_all import Exchange
 
 from ..topk import take_largest
+
+PERIOD = 10  # of local steps
 
 
 class TopKState:
@@ -72,12 +75,19 @@ def _powersgd(rank: int) -> Callable:
     return register
 
 
-def _dct_with(mesh: bool = False, **chosen: str) -> Callable:
+def _dct_with(mesh: bool = False, **chosen: object) -> Callable:
     def register(ddp: DistributedDataParallel, options: argparse.Namespace) -> object:
         local_size = {"local_size": options.node_ranks} if mesh else {}
         return MODES["dct"](ddp, argparse.Namespace(**vars(options) | chosen | local_size))
 
     return register
+
+
+def _averager(density: float, value_dtype: torch.dtype | str) -> Callable:
+    def make(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
+        return DCTAverager(model, density, PERIOD, value_dtype=value_dtype)
+
+    return make
 
 
 Leaving = Callable[[int, int], float]  # of ranks, and ranks a node
@@ -101,14 +111,17 @@ class Method(NamedTuple):
 
     With `dedup` each distinct row of a batch crosses once. `leaving`: which part of what ranks hand
     to collectives, those inside the nodes of a mesh apart, leaves their node. A ring goes through
-    all ranks of a node, and only the last one's successor is in another.
+    all ranks of a node, and only the last one's successor is in another. With a `period` ranks take
+    local steps, and average their weights as often: there is no DDP.
     """
 
     title: str
-    register: Callable[[DistributedDataParallel, argparse.Namespace], object]  # its hook
+    # Its hook, or its averager; returns the state.
+    register: Callable[[nn.Module, argparse.Namespace], object]
     exchange: Callable[[argparse.Namespace], Exchange] | None = None
     dedup: bool = False
     leaving: Leaving = _ring
+    period: int = 0
 
     @property
     def dense(self) -> str:
@@ -141,9 +154,14 @@ REPLICATED = {
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
     "dct-e3m0": Method("DCT, two bytes an entry", _dct_with(value_dtype="e3m0")),
+    "dct-int4": Method("every entry, int4", _dct_with(density=1.0, value_dtype="int4")),
     "dct-reduce-scatter": Method(
         "DCT, reduce-scatter", _dct_with(transport="reduce_scatter"), leaving=_to_owners
     ),
+}
+LOCAL = {
+    "local": Method("local steps, 10 %", _averager(0.1, torch.bfloat16), period=PERIOD),
+    "local-ternary": Method("local steps, ternary", _averager(1.0, "ternary"), period=PERIOD),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
@@ -163,4 +181,4 @@ MESH = {
         leaving=_everything,
     ),
 }
-METHODS = REPLICATED | HYBRID | MESH
+METHODS = REPLICATED | LOCAL | HYBRID | MESH

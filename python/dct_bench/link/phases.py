@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 
 import torch.distributed as dist
@@ -85,6 +86,16 @@ class Phases:
                 y.register_hook(lambda _: begun.append(time.perf_counter()))
                 x.register_hook(lambda _: self._end("exchange", begun.pop()))
             return y
+
+        return timed
+
+    def timed_call(self, exchange: Callable[[], None]) -> Callable[[], None]:
+        """The exchange of weights, timed."""
+
+        def timed() -> None:
+            start = time.perf_counter()
+            exchange()
+            self._end("exchange", start)
 
         return timed
 

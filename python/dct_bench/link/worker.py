@@ -7,6 +7,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -94,8 +95,10 @@ class Worker:
         return DLRM(rows, options.embedding_dim, options.bottom, options.top)
 
     def _parallel_model(self, method: Method, phases: Phases) -> tuple[torch.nn.Module, object]:
-        """The model, and the state of its hook if it has one."""
+        """The model, and the state of its hook, or its averager, if it has one."""
         model = self._model()
+        if method.period:
+            return model, method.register(model, self.options)
         if method.exchange is None:
             model = ddp = self._replicated(model)
         else:
@@ -123,6 +126,7 @@ class Worker:
         leaving = method.leaving(self.ranks, self.options.node_ranks)
         model, state = self._parallel_model(method, phases)
         node_group = state.node_group if isinstance(state, DCTState) else None
+        average = phases.timed_call(state.average_parameters) if method.period else None
         optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr, fused=True)
 
         def step(number: int, traffic: Traffic) -> float:
@@ -134,6 +138,8 @@ class Worker:
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
+            if average is not None:
+                average()
             took = time.perf_counter() - start
             traffic.step_done()
             return took
@@ -143,6 +149,8 @@ class Worker:
         longest = torch.tensor(statistics.median(warm[WARMUP_STEPS // 2 :]))
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # ranks must agree
         steps = min(steps, max(MIN_STEPS, int(seconds / longest.item())))
+        period = max(1, method.period)  # of whole periods a step's mean is told
+        steps = period * math.ceil(steps / period)
         dist.barrier()
         phases.take(0)
         phases.take_wire()
@@ -157,20 +165,25 @@ class Worker:
         dist.barrier()  # what others still send is on its way, too
         after = self._counted()
         return {
-            "seconds": times,
-            "phases": {phase: [part[phase] for part in split] for phase in PHASES},
-            "payload_bytes": leaving * sum(traffic.wire),
+            "seconds": _means(times, period),
+            "phases": {phase: _means([part[phase] for part in split], period) for phase in PHASES},
+            "payload_bytes": leaving * sum(traffic.wire) / period,
             "node_bytes": inside,
             "purpose_bytes": {name: sum(sent) for name, sent in traffic.purposes.items()},
             "purpose_seconds": _by_purpose(wire) if traffic.purposes else {},
-            "wire_bytes": after[0] - before[0],
-            "packets": after[1] - before[1],
+            "wire_bytes": (after[0] - before[0]) / period,
+            "packets": (after[1] - before[1]) / period,
         }
 
     def _counted(self) -> tuple[int, int]:
         """(bytes, packets) that left through the interface, ever."""
         sent = (self.counters / name for name in ("tx_bytes", "tx_packets"))
         return tuple(int(path.read_text()) for path in sent)
+
+
+def _means(values: list[float], period: int) -> list[float]:
+    """Of every `period` values, one after the other."""
+    return [statistics.mean(values[i : i + period]) for i in range(0, len(values), period)]
 
 
 def _by_purpose(wire: dict[str, float]) -> dict[str, float]:

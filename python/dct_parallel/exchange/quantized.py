@@ -89,8 +89,8 @@ class QuantizedRows:
         acc.view(-1)[: self._numel] += grad if inv_scale is None else grad.float() * inv_scale
         rows = row_quantize(acc, self._format)
         left = acc.sub_(row_dequantize(rows, ROW, self._format, torch.float32))
-        least, most = left.aminmax(dim=1, keepdim=True)  # a NaN is both
-        finite = least.isfinite() & most.isfinite()
+        # A NaN is both. (aminmax takes 30 times as long as the two on the CPU.)
+        finite = left.amin(1, keepdim=True).isfinite() & left.amax(1, keepdim=True).isfinite()
         torch.where(finite, left, self._owed, out=self._owed)
         non_finite = ~finite.view(self._ranges, -1).all(1)
         damage = None if status is None else (status != 0).any()
