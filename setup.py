@@ -1,4 +1,5 @@
-"""Builds dct_kernels._C, one abi3 library against the stable ABI of the torch that is installed.
+"""Builds libraries against the stable ABI of the torch that is installed: dct_kernels/_C.abi3.so,
+and with CUDA kernels dct_kernels/_cuda.abi3.so beside it, which only a CUDA torch loads.
 
     pip install --no-build-isolation .    CPU kernels, and CUDA's with a CUDA torch and nvcc
     DCT_CUDA=0 or 1                       never build CUDA kernels, or stop if it cannot be done
@@ -157,8 +158,6 @@ def cuda_toolkit(torch) -> Path | None:
         if toolkit is None:
             name = f"the toolkit of CUDA {numbers(cuda)[0]}"
             missing.append(f"{name} ({reason}; CUDA_HOME says where it is)")
-    if not any(map(is_cuda, sources())):
-        missing.append("CUDA sources in csrc/sources.txt")
     if wanted and missing:
         stop(f"DCT_CUDA=1, but these are missing: {', '.join(missing)}")
     if missing:
@@ -171,11 +170,17 @@ def sources() -> list[str]:
     return (ROOT / "csrc" / "sources.txt").read_text().split()
 
 
-def is_cuda(source: str) -> bool:
-    return source.startswith(("csrc/cuda/", "csrc/bindings/cuda"))
+def sources_of(library: str) -> list[str]:
+    """Of `_C` or `_cuda`: its kernels, its registrations, and the bindings that both have."""
+    other = (
+        ("csrc/cuda/", "csrc/bindings/cuda.")
+        if library == "_C"
+        else ("csrc/cpu/", "csrc/bindings/cpu.")
+    )
+    return [source for source in sources() if not source.startswith(other)]
 
 
-def extension():
+def extensions():
     try:
         import torch
     except ImportError as error:
@@ -188,7 +193,6 @@ def extension():
         os.environ["CUDA_HOME"] = str(toolkit)  # read by the import that follows
     from torch.utils import cpp_extension
 
-    cuda = toolkit is not None
     debug = flag("DCT_DEBUG")
     sanitizers = os.environ.get("DCT_SANITIZE", "")
     define = ["-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*numbers(OLDEST_TORCH))]
@@ -209,23 +213,29 @@ def extension():
         cxx += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-O1", "-g"]
         link += [f"-fsanitize={sanitizers}"]
     nvcc = [*common, "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-    if cuda:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
-        cxx.append("-DUSE_CUDA")
-        nvcc.append("-DUSE_CUDA")
-    make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
+    makes = {"_C": cpp_extension.CppExtension}
     build = cpp_extension.BuildExtension
-    return make(
-        name="dct_kernels._C",
-        sources=[source for source in sources() if cuda or not is_cuda(source)],
-        depends=[
-            "csrc/sources.txt",
-            *(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h")),
-        ],
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=link,
-        py_limited_api=True,
-    ), with_hint(build) if cuda else build
+    if toolkit is not None:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+        makes["_cuda"] = cpp_extension.CUDAExtension
+        build = with_hint(build)
+    return [
+        make(
+            name=f"dct_kernels.{library}",
+            sources=sources_of(library),
+            depends=[
+                "csrc/sources.txt",
+                *(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h")),
+            ],
+            extra_compile_args={
+                "cxx": [*cxx, *(["-DUSE_CUDA"] if library == "_cuda" else [])],
+                "nvcc": [*nvcc, "-DUSE_CUDA"],
+            },
+            extra_link_args=link,
+            py_limited_api=True,
+        )
+        for library, make in makes.items()
+    ], build
 
 
 def with_hint(build: type) -> type:
@@ -249,9 +259,9 @@ def main() -> None:
     if reason is not None:
         note(f"nothing is compiled, dct_kernels will run without kernels of its own: {reason}")
     else:
-        module, build_ext = extension()
+        modules, build_ext = extensions()
         built = {
-            "ext_modules": [module],
+            "ext_modules": modules,
             "cmdclass": {"build_ext": build_ext},
             "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
         }

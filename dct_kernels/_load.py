@@ -7,6 +7,7 @@ devices they were built for, eager PyTorch for the rest.
 
 import importlib
 import importlib.util
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
 
 _KEYS = {"cpp": "CPU", "cuda": "CUDA"}
+_LIBRARIES = {"cpp": "_C", "cuda": "_cuda"}
+_PACKAGE = Path(__file__).parent
 _missing: dict[str, str] = {}  # backend -> why this process does not have it
 
 
@@ -58,27 +61,42 @@ def setup() -> None:
 
 
 def _load_extension() -> None:
-    reason = ""
-    files = sorted(Path(__file__).parent.glob("_C*.so"))
-    if REQUESTED not in (None, *_KEYS):
-        reason = f"DCT_BACKEND={REQUESTED}"
-    elif not files:
-        reason = _why_no_extension()
-    else:
-        try:
-            torch.ops.load_library(files[0])
-        except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
-            reason = f"{files[0].name} does not load: {error}"
-    for name, key in _KEYS.items():
-        if not _has_kernel(key):
-            _missing[name] = reason or f"the extension was built without {key} kernels"
+    for backend, name in _LIBRARIES.items():
+        reason = _why_not_loaded(backend, next(_PACKAGE.glob(f"{name}.*so"), None))
+        if reason:
+            _missing[backend] = reason
+
+
+def _why_not_loaded(backend: str, file: Path | None) -> str:
+    """Loads it; why not, or ""."""
+    if REQUESTED not in (None, *_LIBRARIES):
+        return f"DCT_BACKEND={REQUESTED}"
+    if file is None:
+        without = "the extension was built without CUDA kernels"
+        return _missing.get("cpp", without) if backend == "cuda" else _why_no_extension()
+    if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
+        return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
+    try:
+        torch.ops.load_library(file)
+    except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
+        return f"{file.name} does not load: {error}"
+    return ""
+
+
+def _is_for_cuda(file: Path, version: str | None) -> bool:
+    """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
+    runtime = f"libcudart.so.{(version or 'none').partition('.')[0]}\0".encode()
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ).find(runtime) >= 0
 
 
 def _why_no_extension() -> str:
-    folder = Path(__file__).parent
-    if (folder.parent / "setup.py").exists():
-        return f"nothing is compiled in this checkout, {folder.parent}: leave it, or build in place"
-    return f"nothing is compiled in {folder}: install again with a C++ compiler and no DCT_BUILD=0"
+    checkout = _PACKAGE.parent
+    if (checkout / "setup.py").exists():
+        return f"nothing is compiled in this checkout, {checkout}: leave it, or build in place"
+    return (
+        f"nothing is compiled in {_PACKAGE}: install again with a C++ compiler and no DCT_BUILD=0"
+    )
 
 
 def _has_kernel(key: str) -> bool:

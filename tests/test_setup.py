@@ -197,7 +197,9 @@ def test_a_failed_build_ends_with_the_way_around(tmp_path):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "csrc" / "cuda").mkdir(parents=True)
-    (tmp_path / "csrc" / "sources.txt").write_text("csrc/cuda/mask_pack.cu\n")
+    (tmp_path / "csrc" / "cpu").mkdir()
+    (tmp_path / "csrc" / "sources.txt").write_text("csrc/cpu/empty.cpp\ncsrc/cuda/mask_pack.cu\n")
+    (tmp_path / "csrc" / "cpu" / "empty.cpp").touch()
     (tmp_path / "csrc" / "cuda" / "mask_pack.cu").touch()
     (tmp_path / "python").mkdir()
     environment = {**os.environ, "CUDA_HOME": str(home), "TORCH_CUDA_ARCH_LIST": "9.0"}

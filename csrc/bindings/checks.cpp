@@ -3,7 +3,8 @@
 #include <torch/csrc/stable/device.h>
 
 #include <algorithm>
-#include <charconv>
+#include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -62,11 +63,18 @@ std::string name(torch::stable::Device device) {
   }
 }
 
-// As Python writes it: the shortest text that reads back as `value`.
+// As Python writes it: the shortest text that reads back as `value`. Not by std::to_chars, which
+// needs the libstdc++ of gcc 11.
 std::string number(double value) {
-  char buffer[32];
-  std::string text(buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr);
-  return text.find_first_not_of("-0123456789") == std::string::npos ? text + ".0" : text;
+  const double magnitude = value < 0 ? -value : value;
+  const bool scientific = magnitude >= 1e16 || (magnitude > 0 && magnitude < 1e-4);
+  char text[48];
+  int digits = 0;
+  do {
+    std::snprintf(text, sizeof(text), scientific ? "%.*e" : "%.*f", digits, value);
+  } while (++digits < 22 && std::strtod(text, nullptr) != value);
+  const bool whole = std::string(text).find_first_not_of("-0123456789") == std::string::npos;
+  return whole ? std::string(text) + ".0" : text;
 }
 
 DType to_dtype(ScalarType dtype) {

@@ -87,7 +87,8 @@ def uncompiled(request, tmp_path):
     copy = tmp_path / "dct_kernels"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if request.param == "garbage":
-        (copy / "_C.abi3.so").write_bytes(b"not a library")
+        for name in ("_C", "_cuda"):
+            (copy / f"{name}.abi3.so").write_bytes(b"not a library")
     return copy
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import dct_kernels
-from dct_kernels._load import available
+from dct_kernels._load import _is_for_cuda, available
 from dct_kernels._schemas import OPS
 
 from . import toolkit
 
-LIBRARY = next(Path(dct_kernels.__file__).parent.glob("_C*.so"), None)
+LIBRARY = next(Path(dct_kernels.__file__).parent.glob("_cuda*.so"), None)
 
 pytestmark = pytest.mark.skipif(
     bool(available()["cuda"]), reason=f"no CUDA kernels here: {available()['cuda']}"
@@ -35,7 +35,26 @@ def test_every_op_has_a_kernel(op, key):
 
 
 def test_one_file_serves_every_python():
-    assert LIBRARY.name == "_C.abi3.so"
+    assert LIBRARY.name == "_cuda.abi3.so"
+
+
+def test_only_the_cuda_library_needs_cuda():
+    """So that one wheel serves a torch without CUDA, and one of another CUDA version."""
+    (cpu,) = LIBRARY.parent.glob("_C*.so")
+    assert not re.search(r"NEEDED.*cuda", output("readelf", "-d", str(cpu)))
+    assert re.search(r"NEEDED.*libcudart", output("readelf", "-d", str(LIBRARY)))
+    major = int(torch.version.cuda.partition(".")[0])
+    assert _is_for_cuda(LIBRARY, f"{major}.1")
+    assert not _is_for_cuda(LIBRARY, f"{major - 1}.8")
+    assert not _is_for_cuda(LIBRARY, None)
+
+
+def test_runs_with_the_c_libraries_of_manylinux_2_28():
+    for library in LIBRARY.parent.glob("_*.so"):
+        versions = re.findall(r"@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", output("nm", "-D", str(library)))
+        newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+        for name, version in versions:
+            assert tuple(map(int, version.split("."))) <= newest[name], (library.name, name)
 
 
 def test_needs_nothing_of_torch_but_its_stable_abi():
