@@ -458,8 +458,10 @@ def test_damage_is_raised_on_every_rank():
 
 
 def _settings_that_differ(rank):
-    with pytest.raises(ValueError, match=r"period must be .* got 2 on rank 0, 3 on rank 1"):
-        DCTAverager(_model(), period=2 + rank)
+    for name, values in {"period": (2, 3), "residual_decay": (1.0, 0.5)}.items():
+        got = "got {} on rank 0, {} on rank 1".format(*values)
+        with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
+            DCTAverager(_model(), **{name: values[rank]})
 
 
 def test_ranks_with_other_settings_raise():
@@ -477,6 +479,9 @@ def one_rank(tmp_path):
     "module, arguments, error, text",
     [
         (nn.Linear(2, 2), {"period": 0}, ValueError, "period must be "),
+        (nn.Linear(2, 2), {"residual_decay": 0}, ValueError, r"residual_decay must be in \(0, 1\]"),
+        (nn.Linear(2, 2), {"residual_decay": 1.1}, ValueError, "residual_decay must be .* got 1.1"),
+        (nn.Linear(2, 2), {"residual_decay": "x"}, TypeError, "residual_decay must be a number"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),

@@ -184,6 +184,8 @@ def _averager(rank):
             (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
             (["period"], 3, "period must be 2, as this state was made with, got 3"),
             (["period"], 0, "period must be an integer in .*, got 0"),
+            (["residual_decay"], 0.5, r"residual_decay must be 1\.0, as this state was made with"),
+            (["residual_decay"], 0, r"residual_decay must be a number in \(0, 1\], got 0"),
         ]
 
     _refuses_and_goes_on(rank, make, flaws)
@@ -193,16 +195,21 @@ def test_the_averager():
     run_ranks(_averager, 2)
 
 
-def _without_a_period(rank):
-    """As early states are."""
-    averagers = [DCTAverager(mlp(32, 2), density=0.1, period=period) for period in (2, 3)]
+def _early(rank):
+    """A state without settings of the averager is of any period, and its residual did not decay."""
+    settings = ({}, {"period": 3}, {"residual_decay": 0.5})
+    averagers = [DCTAverager(mlp(32, 2), density=0.1, **kwargs) for kwargs in settings]
     state = averagers[0].state_dict()
     (own,) = state["ranks"]
-    averagers[1].load_state_dict(_with(state, ["ranks", own, "period"], GONE))
+    for key in ("period", "residual_decay"):
+        state = _with(state, ["ranks", own, key], GONE)
+    averagers[1].load_state_dict(state)
+    with pytest.raises(ValueError, match=r"residual_decay must be 0\.5, .*, got 1\.0"):
+        averagers[2].load_state_dict(state)
 
 
-def test_an_averagers_state_without_a_period_is_loaded():
-    run_ranks(_without_a_period, 2)
+def test_an_averagers_early_states_are_loaded():
+    run_ranks(_early, 2)
 
 
 def _mesh():

@@ -12,6 +12,7 @@ tensors only, so torch.load(weights_only=True) reads it.
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 import torch
@@ -39,7 +40,8 @@ class Sizes(_OfMesh):
 
 
 class _Optional(TypedDict, total=False):
-    period: int  # of a DCTAverager; early states leave it out
+    period: int  # of a DCTAverager; early states leave it out, and the next
+    residual_decay: float
     recent: Tensor  # see RecentStats.state; early states leave it out
 
 
@@ -71,8 +73,10 @@ _RECENT = fields.tensor(
 _ENTRY = ENTRY | {
     "local_size": fields.integer(1, default=None),
     "period": fields.integer(1, default=None),
+    "residual_decay": fields.FRACTION._replace(default=None),
     "recent": _RECENT,
 }
+_BEFORE: dict[str, object] = {"residual_decay": 1.0}  # there were such settings
 _STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks": fields.BY_NAME}
 
 
@@ -138,10 +142,10 @@ def find(
     sizes: dict[str, int],
     world_size: int,
     local_size: int = 1,
-    period: int | None = None,
+    averager: Mapping[str, object] | None = None,
 ) -> Entry:
-    """This rank's entry, checked as a whole; refuses another rank's, another world size, density,
-    period or model.
+    """This rank's entry, checked as a whole; refuses another rank's, another world size, other
+    settings or another model.
 
     Of one for all ranks, those of a node owe their share each.
 
@@ -150,7 +154,7 @@ def find(
         rank, settings: this run's.
         sizes: {name: numel} of this model's parameters.
         world_size, local_size: how many ranks there are, and in each node of a mesh.
-        period: a DCTAverager's; None: the state is to be a DCTState's.
+        averager: settings of a DCTAverager; None: the state is to be a DCTState's.
     """
     op = "load_state_dict"
     version, found = opened(op, state)
@@ -161,7 +165,7 @@ def find(
     entry = require_entry(op, version, saved, sizes)
     parameters = entry["parameters"]
     based = {name for name, segment in parameters.items() if "base" in segment}
-    if period is None and ("period" in entry or based):
+    if averager is None and ("period" in entry or based):
         checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
     if MEAN not in found:
         why = " as in this run (merge_states makes a state for any)"
@@ -169,12 +173,13 @@ def find(
         _require_same(op, "local_size", local_size, entry.get("local_size", 1), why)
     why = ", as this state was made with"
     _require_same(op, "density", settings.density, entry["density"], why)
-    _require_same(op, "period", period, entry.get("period", period), why)
+    for key, here in (averager or {}).items():
+        _require_same(op, key, here, dict(entry).get(key, _BEFORE.get(key, here)), why)
     difference = parameters.keys() ^ sizes.keys()
     if parameters and difference:
         got = f"a difference in {', '.join(sorted(difference))}"
         checks.fail(op, "parameters", "those of this model", got)
-    if period is not None and sizes.keys() - based:
+    if averager is not None and sizes.keys() - based:
         checks.fail(op, "state", "a DCTAverager's", "one without a base")
     if not parameters and sizes:
         warnings.warn(

@@ -41,7 +41,7 @@ class DCTAverager(ModelAverager):
     `period`-th step, for all weights as one flat tensor,
 
         moved = weights - base + residual     on every rank
-        sent = the largest `density` of moved, residual = moved - sent
+        sent = the largest `density` of moved, residual = (moved - sent) * residual_decay
         base += mean of all ranks' sent
         weights = base
 
@@ -52,8 +52,8 @@ class DCTAverager(ModelAverager):
     bursts that they take for noise, and late, while the weights that gradients are computed on know
     nothing of what waits. Local steps are dense, and at once. At a constant learning rate they end
     level with a dense run, under one that decays behind it. As SparseLoCo (arXiv 2508.15706) does,
-    but with thresholds instead of chunked top-k, bfloat16 values, residuals that do not decay, and
-    a plain mean as its outer optimizer.
+    but with thresholds instead of chunked top-k, bfloat16 values, and a plain mean as its outer
+    optimizer.
 
     It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
     GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
@@ -75,6 +75,8 @@ class DCTAverager(ModelAverager):
             bytes grow with the ranks: every entry in few bits is for few.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
+        residual_decay: in (0, 1]: each averaging multiplies by it what stays behind, as SparseLoCo
+            does with .95. Below 1 something is lost, of what waits longest most.
 
     Attributes:
         step: calls of `average_parameters`.
@@ -102,14 +104,19 @@ class DCTAverager(ModelAverager):
         value_dtype: torch.dtype | str = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
+        residual_decay: float = 1.0,
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
             self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
             checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+            checks.require_number(_OP, "residual_decay", residual_decay)
+            if not 0 < residual_decay <= 1:  # false of a NaN as well
+                checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
             self._names, frozen = _parameters(module)
         self.period = period
+        self._own = {"period": period, "residual_decay": float(residual_decay)}
         self._module = module
         self._device = next(iter(self._names)).device
         sizes = tuple(parameter.numel() for parameter in self._names)
@@ -124,7 +131,7 @@ class DCTAverager(ModelAverager):
                 "version": __version__,
                 "model": describe(self._names),
                 "frozen": describe(frozen),
-                "period": period,
+                **self._own,
                 **self._settings.as_told(),
             },
         )
@@ -148,8 +155,8 @@ class DCTAverager(ModelAverager):
                 is not so wait until the group's timeout: go back to a checkpoint then.
             RuntimeError: a payload of one of the last two averagings was damaged. Or some rank has
                 weights that are NaN or infinite: every rank raises, its weights are those of the
-                last averaging, and what they had moved by since waits in the residuals; in few bits
-                but for rows of 1,024 with such a weight.
+                last averaging, and what they had moved by since waits in the residuals, which did
+                not decay once more; in few bits but for rows of 1,024 with such a weight.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
@@ -235,7 +242,7 @@ class DCTAverager(ModelAverager):
             "step": self.step,
             "world_size": self.process_group.size(),
             "density": self._settings.density,
-            "period": self.period,
+            **self._own,
             "parameters": parameters,
         }
         return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
@@ -248,15 +255,15 @@ class DCTAverager(ModelAverager):
         A state that is refused changes nothing.
 
         Raises:
-            ValueError: made with another version, density, period or number of ranks, by another
-                rank, or for another model; or something in it is missing, of another type or shape
-                or not finite.
+            ValueError: made with another version, density, period, residual_decay or number of
+                ranks, by another rank, or for another model; or something in it is missing, of
+                another type or shape or not finite.
             TypeError: no state dict.
         """
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
         entry = checkpoint.find(
-            state, dist.get_rank(), self._settings, sizes, ranks, period=self.period
+            state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
         )
         saved = entry["parameters"]
         self._ledger.load(entry, entry["step"] // self.period)
@@ -294,6 +301,9 @@ class DCTAverager(ModelAverager):
             self._refuse_non_finite()
         self._base += moved
         self._go_on_from_base()
+        # For the next averaging: of one that is refused the residual then knows nothing.
+        if self._own["residual_decay"] < 1:
+            self._bucket.codec.residual.mul_(self._own["residual_decay"])
 
     def _refuse_non_finite(self) -> NoReturn:
         """On all ranks, as all saw it: what they moved by waits, but for what is not finite."""
