@@ -110,7 +110,7 @@ def _averaged(rank, states):
     _, averager = write.averaged()
     averager.load_state_dict(saved)
     assert averager.step == write.STEPS
-    own = {"period": 2, "residual_decay": 1.0}
+    own = {"period": 2, "residual_decay": 1.0, "overlap": 0}
     _require_same(entry(averager.state_dict()), own | _kept(entry(saved)))
     assert _non_zero(entry(saved), "residual") > 100 and _non_zero(entry(saved), "base") > 10
 

@@ -61,35 +61,6 @@ def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit():
     assert torch.equal(first, second)
 
 
-def _conserves(rank):
-    """What all ranks moved by = what the base moved by + what waits, whatever the density."""
-    torch.manual_seed(0)
-    model = nn.ParameterList([torch.zeros(3000), torch.zeros(40), torch.zeros(50, 70)])
-    averager = DCTAverager(model, density=0.05, period=2, value_dtype=torch.float32)
-    generator = torch.Generator().manual_seed(rank)
-    moved = torch.zeros(3000 + 40 + 3500, dtype=torch.float64)
-    for _ in range(12):
-        parts = []
-        for parameter in model:
-            move = torch.randint(-8, 9, parameter.shape, generator=generator) / 8.0  # exact sums
-            with torch.no_grad():
-                parameter += move
-            parts.append(move.flatten())
-        moved += torch.cat(parts)
-        averager.average_parameters()
-    after = weights(model)
-    assert_same(after)
-    saved = entry(averager.state_dict())["parameters"]
-    residual = torch.cat([saved[name]["residual"] for name in ("0", "1", "2")])
-    assert residual.count_nonzero() > 1000
-    owed = sum(gathered(residual.double())) + 2 * after.double()
-    assert torch.equal(owed, sum(gathered(moved)))
-
-
-def test_nothing_is_lost():
-    run_ranks(_conserves, 2)
-
-
 def _low_precision(rank):
     """Half of an ulp of bfloat16 is averaged at a time: weights move at every second one."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
@@ -141,43 +112,13 @@ def _flushed(rank):
     before = averager.state_dict()
     with torch.no_grad():
         model[0][0] = torch.inf if rank else 1.0
-    with pytest.raises(RuntimeError, match=r"dct::flush: weights must be finite, .* on every rank"):
+    with pytest.raises(RuntimeError, match="dct::flush: weights must be finite on every rank"):
         averager.flush()
     assert torch.equal(entry(before)["parameters"]["0"]["base"], averager._base[:3000])
 
 
 def test_a_flush_sends_all_that_waits():
     run_ranks(_flushed, 2)
-
-
-def _flushed_after_damage(rank):
-    """Rank 0 has received damage, and tells so by what the others wait for."""
-    model = nn.ParameterList([torch.zeros(5000)])
-    averager = DCTAverager(model, density=0.1, period=1)
-    all_gather = by_all_gather.all_gather
-
-    def in_flight(output, tensor, group):
-        all_gather(output, tensor, group)
-        if rank == 0:
-            output[1, 0] ^= 0xFF
-
-    by_all_gather.all_gather = in_flight
-    with torch.no_grad():
-        model[0] += 1
-    averager.average_parameters()
-    before = weights(model)
-    with pytest.raises(RuntimeError) as error:
-        averager.flush()
-    assert torch.equal(weights(model), before)
-    return str(error.value)
-
-
-def test_a_flush_after_damage_is_refused_on_every_rank():
-    receiver, other = run_ranks(_flushed_after_damage, 2)
-    assert "every payload of averaging 1 must be intact, got status 1 from rank 1" in receiver
-    assert other.startswith(
-        "dct::flush: weights must be finite, and every payload intact, on every"
-    )
 
 
 def _flushed_after_a_load(rank):
@@ -207,6 +148,7 @@ def _told(rank):
         "density": None,
         "overflow": 0.0,
         "wire_bytes": averager.wire_bytes,
+        "under_way": False,
     }
     for _ in range(20):
         with torch.no_grad():
@@ -229,8 +171,8 @@ def _equal_ranks(rank, period):
     """In which of 10,000 steps the ranks averaged; they are equal after each thousandth."""
     model = nn.Linear(20, 20)
     averager = DCTAverager(model, density=0.1, period=period)
-    reduce, averaged = averager._bucket.reduce, []
-    averager._bucket.reduce = lambda *args: averaged.append(averager.step) or reduce(*args)
+    finish, averaged = averager._bucket.finish, []
+    averager._bucket.finish = lambda out: averaged.append(averager.step) or finish(out)
     generator = torch.Generator().manual_seed(rank)
     for step in range(1, 10_001):
         with torch.no_grad():
@@ -253,30 +195,53 @@ def _through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def _resumed(rank, stop):
-    model = _model(rank)
-    averager, optimizer = DCTAverager(model, density=0.1, period=PERIOD), _adamw(model)
-    _train(model, optimizer, averager, rank, range(stop))
-    parts = [model, optimizer, averager]
-    saved = _through_a_file([part.state_dict() for part in parts])
-    _train(model, optimizer, averager, rank, range(stop, 20))
-    other = _model(5)
-    again = DCTAverager(other, density=0.1, period=PERIOD)
-    parts = [other, _adamw(other), again]
-    for part, state in zip(parts, saved, strict=True):
-        part.load_state_dict(state)
-    assert again.step == stop
-    _train(*parts, rank, range(stop, 20))
-    assert torch.equal(weights(model), weights(other))
-    ends = [entry(a.state_dict())["parameters"] for a in (averager, again)]
-    for name, state in ends[0].items():
-        for part, value in state.items():
-            assert torch.equal(value, ends[1][name][part]), (name, part)
+def _resumed(rank, overlap, dtype):
+    """A run that saves after each step, and those that go on from there, against one that does
+    not."""
+
+    def make(seed):
+        model = _model(seed).to(dtype)
+        averager = DCTAverager(model, 0.1, PERIOD, overlap=overlap, residual_decay=0.9)
+        return model, _adamw(model), averager
+
+    def step(number, model, optimizer, averager):
+        x, y = batch(number, rank, 32)
+        train_step(model, optimizer, x.to(dtype), y.to(dtype))
+        averager.average_parameters()
+
+    undisturbed, saving, saved, after = make(rank), make(rank), [], []
+    for number in range(4 * PERIOD):
+        step(number, *undisturbed)
+        step(number, *saving)
+        saved.append(_through_a_file([part.state_dict() for part in saving]))
+        after.append(weights(undisturbed[0]))
+        assert torch.equal(weights(saving[0]), after[-1])
+    resumed = make(5)
+    for stop in range(PERIOD, 2 * PERIOD + 1):
+        for part, state in zip(resumed, saved[stop - 1], strict=True):
+            part.load_state_dict(state)
+        averager = resumed[2]
+        assert averager.step == stop
+        assert averager.stats()["under_way"] == (stop % PERIOD < overlap)
+        _require_same_state(averager.state_dict(), saved[stop - 1][2])
+        for number in range(stop, 4 * PERIOD):  # ends within an exchange: the next load forgets it
+            step(number, *resumed)
+            assert torch.equal(weights(resumed[0]), after[number]), (stop, number)
+        _require_same_state(averager.state_dict(), saved[-1][2])
 
 
-@pytest.mark.parametrize("stop", [7, 9])  # between two averagings, right after one
-def test_resumed_is_undisturbed_bit_for_bit(stop):
-    run_ranks(_resumed, 2, stop)
+def _require_same_state(state, other):
+    for name, parts in entry(state)["parameters"].items():
+        for key, value in parts.items():
+            assert torch.equal(value, entry(other)["parameters"][name][key]), (name, key)
+    assert torch.equal(entry(state)["recent"].nan_to_num(), entry(other)["recent"].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (PERIOD - 1, torch.float32)]
+)
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype):
+    run_ranks(_resumed, 2, overlap, dtype)
 
 
 def _merged(rank):
@@ -345,7 +310,7 @@ def _bytes(rank):
         for _ in range(4):
             averager.average_parameters()
         sent = meter.take()
-    assert sent == 2 * averager.wire_bytes
+    assert sent == 2 * (averager.wire_bytes + all_reduce_bytes(8, 2))  # and whether it arrived
     assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 
 
@@ -388,77 +353,93 @@ def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in():
     run_ranks(_skipped_on_one_rank, 2)
 
 
-def _non_finite(rank, value_dtype):
-    """Moves of an eighth and its multiples; at the third averaging one weight of rank 1 is NaN."""
+class _Damaging:
+    """Of a payload from rank 1, its first byte, on its way to rank 0."""
+
+    def __init__(self, work, received):
+        self._work, self._received = work, received
+
+    def wait(self):
+        self._work.wait()
+        self._received[1, 0] ^= 0xFF  # the magic
+
+
+def _refused(rank, fault, value_dtype, overlap):
+    """Moves of an eighth and its multiples; something is wrong in the third averaging."""
+    period = overlap + 1
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    averager = DCTAverager(model, density=0.05, period=1, value_dtype=value_dtype)
+    averager = DCTAverager(model, 0.05, period, value_dtype=value_dtype, overlap=overlap)
+    all_gather = by_all_gather.all_gather
+
+    def in_flight(output, tensor, group, async_op):
+        work = all_gather(output, tensor, group, async_op)
+        bad = fault == "damage" and averager.step == 3 * period and rank == 0
+        return _Damaging(work, output) if bad else work
+
+    by_all_gather.all_gather = in_flight
     generator = torch.Generator().manual_seed(rank)
     moved, said = torch.zeros(5070, dtype=torch.float64), None
-    for number in range(1, 41):
+    for step in range(1, 8 * period + 1):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
-        move[7:] *= number < 20  # then what waits arrives
-        before = weights(model)
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):
                 parameter += part
-            if number == 3 and rank == 1:
+            if fault == "nan" and step == 3 * period and rank == 1:
                 model[0][7] = torch.nan
+                moved[7] = move[7] = 0  # what this weight had moved by since the last averaging
+            if said is None and fault == "nan" and rank == 1 and step > 3 * period:
                 move[7] = 0
+        base = averager._base.clone()
         moved += move
         try:
             averager.average_parameters()
         except RuntimeError as error:
-            assert number == 3 and torch.equal(weights(model), before)
+            assert step == 3 * period + overlap and said is None
+            assert torch.equal(weights(model), base)
+            assert_same(base)
             said = str(error)
-        assert_same(weights(model))
-    saved = entry(averager.state_dict())["parameters"]
-    residual = torch.cat([saved[name]["residual"] for name in ("0", "1")])
-    owed = sum(gathered(residual.double())) + 2 * weights(model).double()
-    assert torch.equal(owed, sum(gathered(moved)))
+        assert_same(averager._base)
+    assert averager._base.count_nonzero() > 1000
+    averager.flush()
+    assert_same(weights(model))
+    assert torch.equal(2 * weights(model).double(), sum(gathered(moved)))
     return said
 
 
-@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16, "e3m0"], ids=str)
-def test_weights_that_are_not_finite_are_not_averaged(value_dtype):
-    rule = "dct::average_parameters: weights at averaging 3 must be finite on every rank, got NaN"
-    assert run_ranks(_non_finite, 2, value_dtype) == [
-        f"{rule} or Inf on another rank",
-        f"{rule} or Inf in 0",
-    ]
-
-
-def _damaged(rank):
-    model = nn.ParameterList([torch.zeros(5000)])
-    averager = DCTAverager(model, density=0.1, period=1)
-    all_gather, number = by_all_gather.all_gather, 0
-
-    def in_flight(output, tensor, group):
-        all_gather(output, tensor, group)
-        if number == 3 and rank == 0:
-            output[1, 0] ^= 0xFF  # the magic of what rank 1 sent
-
-    by_all_gather.all_gather = in_flight
-    for number in range(1, 6):
-        with torch.no_grad():
-            model[0] += rank + 1
-        try:
-            averager.average_parameters()
-        except RuntimeError as error:
-            with pytest.raises(RuntimeError, match="must be intact"):
-                averager.state_dict()
-            return number, str(error)
-
-
-def test_damage_is_raised_on_every_rank():
-    (first, receiver), (second, other) = run_ranks(_damaged, 2)
-    assert (first, second) == (4, 5)
-    rule = "dct::average_parameters: every payload {} must be intact, got {}"
-    assert receiver == rule.format("of averaging 3", "status 1 from rank 1 in bucket 0")
-    assert other == rule.format("up to averaging 4", "damage that rank 0 received")
+@pytest.mark.parametrize(
+    ("fault", "value_dtype", "overlap"),
+    [
+        ("nan", torch.float32, 0),
+        ("nan", torch.bfloat16, 1),
+        ("nan", "e3m0", 0),
+        ("damage", torch.bfloat16, 0),
+        ("damage", "e3m0", 1),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
+    fault, value_dtype, overlap
+):
+    rule = "dct::average_parameters: {} must be {}, got {}"
+    nan = "weights at averaging 3", "finite on every rank"
+    expected = {
+        "nan": [
+            rule.format(*nan, "NaN or Inf on another rank"),
+            rule.format(*nan, "NaN or Inf in 0"),
+        ],
+        "damage": [
+            rule.format(
+                "every payload of averaging 3", "intact", "status 1 from rank 1 in bucket 0"
+            ),
+            rule.format("every payload up to averaging 3", "intact", "damage that rank 0 received"),
+        ],
+    }
+    assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
 
 
 def _settings_that_differ(rank):
-    for name, values in {"period": (2, 3), "residual_decay": (1.0, 0.5)}.items():
+    settings = {"period": (2, 3), "residual_decay": (1.0, 0.5), "overlap": (0, 1)}
+    for name, values in settings.items():
         got = "got {} on rank 0, {} on rank 1".format(*values)
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
             DCTAverager(_model(), **{name: values[rank]})
@@ -482,6 +463,9 @@ def one_rank(tmp_path):
         (nn.Linear(2, 2), {"residual_decay": 0}, ValueError, r"residual_decay must be in \(0, 1\]"),
         (nn.Linear(2, 2), {"residual_decay": 1.1}, ValueError, "residual_decay must be .* got 1.1"),
         (nn.Linear(2, 2), {"residual_decay": "x"}, TypeError, "residual_decay must be a number"),
+        (nn.Linear(2, 2), {"overlap": 10}, ValueError, r"overlap must be in \[0, 9\], got 10"),
+        (nn.Linear(2, 2), {"overlap": -1, "period": 1}, ValueError, r"overlap must be in \[0, 0\]"),
+        (nn.Linear(2, 2), {"overlap": 0.5}, TypeError, "overlap must be an integer, got float"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),

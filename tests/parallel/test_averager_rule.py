@@ -21,19 +21,30 @@ class _Rule:
         self.decay = decay
         self.weights, self.residual = np.zeros((2, ranks, sum(SIZES)))
         self.base = np.zeros(sum(SIZES))
+        self.arrived = True
 
-    def average(self, thresholds):
-        moved = self.weights - self.base
-        finite = np.isfinite(moved)
-        acc = self.decay * self.residual + np.where(finite, moved, 0)
-        if not finite.all():
-            # As if it had not happened: what was not sent decays once, as before the next one.
-            self.residual = acc / self.decay
-        else:
-            sent = np.where(abs(acc) >= thresholds, acc, 0)
-            self.residual = acc - sent
-            self.base = self.base + sent.mean(0)
-        self.weights[:] = self.base
+    def start(self, thresholds):
+        self.then, moved = self.weights.copy(), self.weights - self.base
+        self.sound = np.isfinite(moved).all()
+        self.acc = self.decay * self.residual + _finite(moved)
+        sent = np.where(abs(self.acc) >= thresholds, self.acc, 0)
+        self.residual = self.acc - sent
+        self.coming = self.base + sent.mean(0)
+        self.arrived = False
+
+    def arrive(self):
+        since = self.weights - self.then
+        if self.sound:
+            self.base = self.coming
+            self.weights = self.base + since
+        else:  # as if there had been no averaging: all that ranks moved by waits
+            self.residual = (self.acc + _finite(since)) / self.decay
+            self.weights[:] = self.base
+        self.arrived = True
+
+
+def _finite(x):
+    return np.where(np.isfinite(x), x, 0)
 
 
 def _saved(averager, key):
@@ -41,36 +52,109 @@ def _saved(averager, key):
     return torch.cat([parts[key] for parts in parameters.values()]).double().numpy()
 
 
-def _follows_the_rule(rank, ranks, period, decay, bad):
+def _follows_the_rule(rank, ranks, period, overlap, decay, bad):
     model = nn.ParameterList(map(torch.zeros, SIZES))
-    averager = DCTAverager(model, 0.05, period, value_dtype=torch.float32, residual_decay=decay)
+    averager = DCTAverager(
+        model, 0.05, period, value_dtype=torch.float32, residual_decay=decay, overlap=overlap
+    )
     rule, generator = _Rule(ranks, decay), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
         moves = generator.integers(-1024, 1025, rule.weights.shape) * 3 / 256
         rule.weights += moves
+        breaks = bad and step == BAD * period
         with torch.no_grad():
             parts = torch.from_numpy(moves[rank]).float().split(SIZES)
             torch._foreach_add_(list(model), list(parts))
-            if bad and step == BAD * period:
+            if breaks:
                 rule.weights[-1, 7] = np.nan
                 model[0][7] = torch.nan if rank == ranks - 1 else model[0][7]
-        if bad and step == BAD * period:
+        if bad and step == BAD * period + overlap:
             with pytest.raises(RuntimeError, match="finite on every rank"):
                 averager.average_parameters()
         else:
             averager.average_parameters()
         if step % period == 0:
-            rule.average(torch.cat(gathered(averager._bucket.codec.threshold))[:, None].numpy())
-        assert np.array_equal(weights(model).numpy(), rule.weights[rank]), step
-        assert np.array_equal(_saved(averager, "residual"), decay * rule.residual[rank]), step
-        assert np.array_equal(_saved(averager, "base"), rule.base), step
+            rule.start(torch.cat(gathered(averager._bucket.codec.threshold))[:, None].numpy())
+        if step >= period and step % period == overlap:
+            rule.arrive()
+        assert np.array_equal(weights(model).numpy(), rule.weights[rank], equal_nan=True), step
+        assert averager.stats()["under_way"] == (not rule.arrived)
+        if not (rule.arrived or rule.sound):
+            with pytest.raises(RuntimeError, match="dct::state_dict: weights at averaging 3 must"):
+                averager.state_dict()
+            continue
+        decayed = rule.residual[rank] * (decay if rule.arrived else 1)
+        assert np.array_equal(_saved(averager, "residual"), decayed), step
+        base = rule.base if rule.arrived else rule.coming
+        assert np.array_equal(_saved(averager, "base"), base), step
     assert averager.stats()["overflow"] == 0
     assert np.count_nonzero(rule.base) > 1000 and np.count_nonzero(rule.residual) > 1000
 
 
 @pytest.mark.parametrize(
-    ("ranks", "period", "decay", "bad"),
-    [(2, 2, 1.0, False), (3, 1, 0.5, False), (2, 2, 0.5, True)],
+    ("ranks", "period", "overlap", "decay", "bad"),
+    [
+        (2, 2, 0, 1.0, False),
+        (3, 1, 0, 0.5, False),
+        (2, 2, 0, 0.5, True),
+        (3, 3, 1, 0.5, False),
+        (2, 3, 2, 1.0, False),
+        (2, 3, 2, 0.5, True),
+    ],
 )
-def test_it_follows_the_rule(ranks, period, decay, bad):
-    run_ranks(_follows_the_rule, ranks, ranks, period, decay, bad)
+def test_it_follows_the_rule(ranks, period, overlap, decay, bad):
+    run_ranks(_follows_the_rule, ranks, ranks, period, overlap, decay, bad)
+
+
+def _conserves(rank, overlap):
+    """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
+    averager = DCTAverager(model, 0.05, 3, value_dtype=torch.float32, overlap=overlap)
+    generator = torch.Generator().manual_seed(rank)
+    moved = torch.zeros(9000, dtype=torch.float64)
+    for step in range(1, 15):
+        before = weights(model).double()
+        with torch.no_grad():
+            for parameter in model:
+                parameter += torch.randint(-8, 9, (3000,), generator=generator)
+        moved += weights(model).double() - before
+        averager.average_parameters()
+        if step == 7:  # under way
+            averager.flush()
+            assert averager.stats()["under_way"] is False
+            mean = 256 + sum(gathered(moved)) / 2
+            assert np.array_equal(_saved(averager, "base"), mean)
+    assert np.count_nonzero(_saved(averager, "residual")) > 1000
+    averager.flush()
+    mean = 256 + sum(gathered(moved)) / 2
+    assert np.array_equal(_saved(averager, "base"), mean)
+    for parameter, part in zip(model, mean.split(3000), strict=True):
+        assert torch.equal(parameter, part.to(parameter.dtype))
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_nothing_is_lost_in_few_bits(overlap):
+    run_ranks(_conserves, 2, overlap)
+
+
+def _in_rows(rank, value_dtype):
+    """Every entry in few bits, while ranks go on."""
+    model = nn.ParameterList([torch.zeros(5000)])
+    averager = DCTAverager(model, 1, 2, value_dtype=value_dtype, overlap=1)
+    generator = torch.Generator().manual_seed(rank)
+    moved = torch.zeros(5000, dtype=torch.float64)
+    for _ in range(9):
+        move = torch.randn(5000, generator=generator)
+        moved += move
+        with torch.no_grad():
+            model[0] += move
+        averager.average_parameters()
+    assert weights(model).count_nonzero() == 5000
+    averager.flush()
+    mean = sum(gathered(moved)) / 2
+    torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
+
+
+def test_nothing_is_lost_of_entries_in_few_bits():
+    run_ranks(_in_rows, 2, "ternary")

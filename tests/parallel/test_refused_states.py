@@ -169,7 +169,7 @@ def test_the_hooks_state(transport):
 def _averager(rank):
     def make():
         model = mlp(32, 2)
-        averager = DCTAverager(model, density=0.1, period=2)
+        averager = DCTAverager(model, density=0.1, period=5, overlap=2)  # saved under way
         return model, averager, _sgd(model), averager.average_parameters
 
     def flaws(entry):
@@ -180,9 +180,16 @@ def _averager(rank):
         return [
             *ENTRY,
             *RECENT,
-            *_of_tensors(saved[WEIGHT], base="state must be a DCTAverager's, got one without"),
+            *_of_tensors(
+                saved[WEIGHT],
+                base="state must be a DCTAverager's, got one without",
+                started="started must be of all weights while an exchange is under way, or of none",
+            ),
+            (["step"], 7, "started must be of all weights while .* got that of .* at step 7"),
+            (["overlap"], 1, "overlap must be 2, as this state was made with, got 1"),
+            (["overlap"], -1, "overlap must be an integer in .*, got -1"),
             (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
-            (["period"], 3, "period must be 2, as this state was made with, got 3"),
+            (["period"], 3, "period must be 5, as this state was made with, got 3"),
             (["period"], 0, "period must be an integer in .*, got 0"),
             (["residual_decay"], 0.5, r"residual_decay must be 1\.0, as this state was made with"),
             (["residual_decay"], 0, r"residual_decay must be a number in \(0, 1\], got 0"),
@@ -201,7 +208,7 @@ def _early(rank):
     averagers = [DCTAverager(mlp(32, 2), density=0.1, **kwargs) for kwargs in settings]
     state = averagers[0].state_dict()
     (own,) = state["ranks"]
-    for key in ("period", "residual_decay"):
+    for key in ("period", "residual_decay", "overlap"):
         state = _with(state, ["ranks", own, key], GONE)
     averagers[1].load_state_dict(state)
     with pytest.raises(ValueError, match=r"residual_decay must be 0\.5, .*, got 1\.0"):

@@ -36,10 +36,18 @@ class AllGather(Transport):
         super().__init__(plan, codec, group)
         self._payloads = codec.payload.new_zeros(group.size(), codec.payload.numel())
         self._headers = headers(self._payloads)
+        self._started: dist.Work | None = None
+
+    def start(self) -> None:
+        self._started = all_gather(self._payloads, self._codec.payload, self._group, async_op=True)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         with record_function("dct::exchange"):
-            all_gather(self._payloads, self._codec.payload, self._group)
+            if self._started is None:
+                all_gather(self._payloads, self._codec.payload, self._group)
+            else:
+                self._started.wait()  # on CUDA it is the stream that waits
+                self._started = None
         with record_function("dct::unpack"):
             status = self._codec.unpack(self._payloads, out, out_scale)
         return status, *self._headers

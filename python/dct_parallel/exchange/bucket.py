@@ -93,12 +93,25 @@ class Bucket:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
         """
+        self._pack(buffer, inv_scale)
+        self.finish(buffer, scale)
+
+    def start(self, buffer: Tensor) -> None:
+        """Pack `buffer`, which is free then, and begin to send. `finish` is to come before the next
+        `start`: what was packed is sent from where it stands."""
+        self._pack(buffer)
+        self._transport.start()
+
+    def _pack(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
         with record_function("dct::pack"):
             self.codec.pack(buffer, inv_scale)
             if self._watches and self.codec.step % LOOK_EVERY == 0:
                 found = self.codec.sent_of(self._bounds) > 0
                 self._found.masked_fill_(found, self.codec.step)
-        self._raw_status = self._transport.reduce(buffer, scale)
+
+    def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
+        """Write the mean over the group of what all ranks packed into `out`."""
+        self._raw_status = self._transport.reduce(out, scale)
         with record_function("dct::read_back"):
             self._readback.post(*self._raw_status)
         self._fresh = True

@@ -26,6 +26,7 @@ from .recent_stats import RECENT_STEPS
 from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 VERSION, OWNERS, PARTS = 2, 1, 2
+BASE, STARTED = "base", "started"  # of a DCTAverager; weights as an exchange under way began
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 
@@ -42,6 +43,7 @@ class Sizes(_OfMesh):
 class _Optional(TypedDict, total=False):
     period: int  # of a DCTAverager; early states leave it out, and the next
     residual_decay: float
+    overlap: int
     recent: Tensor  # see RecentStats.state; early states leave it out
 
 
@@ -74,9 +76,10 @@ _ENTRY = ENTRY | {
     "local_size": fields.integer(1, default=None),
     "period": fields.integer(1, default=None),
     "residual_decay": fields.FRACTION._replace(default=None),
+    "overlap": fields.integer(0, default=None),
     "recent": _RECENT,
 }
-_BEFORE: dict[str, object] = {"residual_decay": 1.0}  # there were such settings
+_BEFORE: dict[str, object] = {"residual_decay": 1.0, "overlap": 0}  # there were such settings
 _STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks": fields.BY_NAME}
 
 
@@ -85,7 +88,8 @@ def _segment(numel: int) -> dict[str, fields.Field]:
     return {
         RESIDUAL: fields.tensor([numel]),
         OWNER_RESIDUAL: fields.tensor([numel], default=None),
-        "base": fields.tensor([numel], default=None),
+        BASE: fields.tensor([numel], default=None),
+        STARTED: fields.tensor([numel], default=None),
     }
 
 
@@ -164,7 +168,7 @@ def find(
         checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
     entry = require_entry(op, version, saved, sizes)
     parameters = entry["parameters"]
-    based = {name for name, segment in parameters.items() if "base" in segment}
+    based = {name for name, segment in parameters.items() if BASE in segment}
     if averager is None and ("period" in entry or based):
         checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
     if MEAN not in found:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.profiler import record_function
 
-from .bucket import AnyBucket
+from .bucket import AnyBucket, Bucket
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .recent_stats import RecentStats
@@ -35,6 +35,7 @@ class StepLedger:
     Attributes:
         step: steps begun.
         verdict: of the last step, as far as this rank has looked.
+        damage: what an error says of a payload that was damaged, if one was.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StepLedger:
         self.step = self._number = step
         self.verdict = Verdict()
         self._sent: dict[int, AnyBucket] = {}  # of the last step, until taken back
-        self._damage: str | None = None  # the error that every later step raises
+        self.damage: str | None = None  # the error that every later step raises
         self._unannounced = False  # to the other ranks
 
     @property
@@ -103,6 +104,11 @@ class StepLedger:
         self._sent[number] = bucket
         return partial(self.carry_out, partial(self._reduce, bucket, buffer))
 
+    def start(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Begin to send a step's only bucket: see `Bucket.start`."""
+        self._sent[0] = bucket
+        self.carry_out(partial(bucket.start, buffer))
+
     def _reduce(self, bucket: AnyBucket, buffer: Tensor) -> Tensor:
         bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
         return buffer
@@ -127,10 +133,10 @@ class StepLedger:
         self._loss_scale.saw(overflow=verdict.non_finite)
         when = f"{self._step_name} {self._number}"
         if verdict.damaged:
-            self._damage = self._error(f"of {when}", "; ".join(verdict.damaged))
+            self.damage = self._error(f"of {when}", "; ".join(verdict.damaged))
         elif verdict.told:
             got = f"damage that rank {verdict.told[0]} received"
-            self._damage = self._error(f"up to {when}", got)
+            self.damage = self._error(f"up to {when}", got)
         # Where others told of it, all ranks know that training ends here.
         self._unannounced = bool(verdict.damaged) and not verdict.told
 
@@ -148,8 +154,8 @@ class StepLedger:
         if announce is not None and self._unannounced:
             self._unannounced = False
             announce()
-        if self._damage is not None:
-            raise RuntimeError(self._damage)
+        if self.damage is not None:
+            raise RuntimeError(self.damage)
         if self._loss_scale.skipped():
             self.take_back()
 
@@ -157,6 +163,11 @@ class StepLedger:
         """Return what was sent in the last step to the residuals; called again, nothing."""
         while self._sent:
             self._sent.popitem()[1].take_back()
+
+    def undo(self) -> None:
+        """The last step was not applied, on no rank: take it back, and what was damaged is past."""
+        self.take_back()
+        self.damage, self._unannounced = None, False
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """How the last 100 steps went, and what a step costs: see `DCTState.stats`."""

@@ -16,6 +16,7 @@ from .recent_stats import RecentStats
 from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 _OP = "merge_states"
+_PARTS = checkpoint.BASE, checkpoint.STARTED
 
 
 def merge_states(
@@ -65,7 +66,7 @@ def merge_states(
             entry = checkpoint.require_entry(_OP, version, saved, sizes, f" of rank {rank}")
             told[rank] = {k: v for k, v in entry.items() if k not in ("parameters", "recent")}
             told[rank]["parameters"] = ", ".join(
-                name + " and its base" * ("base" in segment)
+                name + "".join(f" and its {part}" for part in _PARTS if part in segment)
                 for name, segment in entry["parameters"].items()
             )
             for name, segment in entry["parameters"].items():

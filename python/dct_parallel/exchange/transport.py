@@ -47,6 +47,9 @@ class Transport(ABC):
         self._ranks = dist.get_process_group_ranks(group)  # as errors call them
         self._senders = torch.tensor(self._ranks, device=codec.payload.device)
 
+    def start(self) -> None:  # noqa: B027  # by default nothing
+        """Begin to send what the codec packed, as far as `reduce` need not wait for others."""
+
     @abstractmethod
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         """Write the mean of the payloads that all ranks' codecs hold into `out`.

@@ -1,5 +1,6 @@
 """Weights of ranks that train on their own, averaged every few steps by their largest changes."""
 
+import dataclasses
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import __version__, checks
 
@@ -25,8 +25,24 @@ from ..exchange.parameters import describe
 from ..exchange.plan import BucketPlan, plan_table
 from ..exchange.run_guard import RunGuard
 from ..exchange.segment_state import SegmentState
+from .weights import FlatWeights
 
 _OP = "DCTAverager"
+
+
+@dataclasses.dataclass
+class _UnderWay:
+    """An exchange between its start and its arrival.
+
+    Attributes:
+        weights: of this rank as it began, flat; None if it arrives in the same step.
+        base: as it will be, once the payloads are here.
+        sound: whether all ranks are known to have received them intact.
+    """
+
+    weights: Tensor | None
+    base: Tensor | None = None
+    sound: bool = False
 
 
 class DCTAverager(ModelAverager):
@@ -105,42 +121,47 @@ class DCTAverager(ModelAverager):
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
         residual_decay: float = 1.0,
+        overlap: int = 0,
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
             self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
             checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+            checks.require_int(_OP, "overlap", overlap, 0, period - 1)
             checks.require_number(_OP, "residual_decay", residual_decay)
             if not 0 < residual_decay <= 1:  # false of a NaN as well
                 checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
-            self._names, frozen = _parameters(module)
-        self.period = period
-        self._own = {"period": period, "residual_decay": float(residual_decay)}
-        self._module = module
-        self._device = next(iter(self._names)).device
-        sizes = tuple(parameter.numel() for parameter in self._names)
-        names = tuple(self._names.values())
-        self._plan = BucketPlan(names, sizes, self._settings, AllGather, group.size())
+            self._weights = FlatWeights(_OP, module)
+        self.period, self.overlap, self.residual_decay = period, overlap, float(residual_decay)
+        self._own = {"period": period, "overlap": overlap, "residual_decay": self.residual_decay}
+        names = self._weights.names
+        sizes = self._weights.sizes
+        self._plan = BucketPlan(
+            tuple(names.values()), sizes, self._settings, AllGather, group.size()
+        )
         self.wire_bytes = self._plan.wire_bytes
+        self._device = self._weights.device
         guard = RunGuard(
             _OP,
             group,
             self._device,
             {
                 "version": __version__,
-                "model": describe(self._names),
-                "frozen": describe(frozen),
+                "model": describe(names),
+                "frozen": describe(self._weights.frozen),
                 **self._own,
                 **self._settings.as_told(),
             },
         )
         # Its steps are averagings.
         self._ledger = StepLedger("average_parameters", guard, step_name="averaging")
-        self._take_those_of_first_rank()
-        self._base = self._weights()
+        self._weights.take_those_of_first_rank(group)
+        self._base = self._weights.read()
         self._bucket = self._new_bucket({})
+        self._under_way: _UnderWay | None = None
 
+    @torch.no_grad()
     def average_parameters(
         self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
     ) -> None:
@@ -153,52 +174,48 @@ class DCTAverager(ModelAverager):
             ValueError: at an averaging, other parameters require grad than when this was made; on
                 this rank. Nothing was averaged, and the step is not counted. Ranks on which that
                 is not so wait until the group's timeout: go back to a checkpoint then.
-            RuntimeError: a payload of one of the last two averagings was damaged. Or some rank has
-                weights that are NaN or infinite: every rank raises, its weights are those of the
-                last averaging, and what they had moved by since waits in the residuals, which did
-                not decay once more; in few bits but for rows of 1,024 with such a weight.
+            RuntimeError: some rank had weights that were NaN or infinite as the exchange began, or
+                received a payload that was damaged. Every rank raises as that exchange arrives. Its
+                weights are those of the last averaging, and what they had moved by since waits in
+                the residuals, which did not decay once more: training can go on. NaN and Inf are
+                lost, and in few bits what rows of 1,024 with such a weight had moved by.
+                Or a rank is gone: the others raise at the group's timeout; go back to a checkpoint.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
-            self._require_same_parameters("average_parameters")
+            self._weights.require_same("average_parameters")
         self.step += 1
         if averages:
-            self._average()
+            self._start()
+        if self.step % self.period >= self.overlap:
+            self._arrive()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Average now, and all that waits with it: dense, in float32, where training ends.
 
-        On every rank, after whichever step, which is not counted. Weights are then bitwise the same
-        on all ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes an element.
+        On every rank, after whichever step, which is not counted. An exchange under way arrives
+        first. Weights are then bitwise the same on all ranks, and no residual is left; a ring sends
+        8 (P - 1) / P bytes an element. What waits has decayed as before an averaging.
 
         Raises:
             ValueError: ranks do not go on from the same step, after a load. Or other parameters
                 require grad than when this was made, on this rank: ranks on which that is not so
                 wait until the group's timeout.
-            RuntimeError: a payload was damaged, or some rank has weights that are NaN or infinite.
-                Every rank raises, and nothing has changed.
+            RuntimeError: some rank has weights that are NaN or infinite. Every rank raises, and
+                nothing has changed. Or as `average_parameters`, of the exchange that was under way.
         """
-        self._require_same_parameters("flush")
-        residual = self._bucket.codec.residual
-        owed = self._moved().add_(residual)
-
-        def mean_of(owed: Tensor) -> Tensor:
-            return dense_mean(owed, torch.float32, self.process_group)
-
-        # Who received damage lets the others find NaN: they are in this collective.
-        def announce() -> None:
-            mean_of(torch.full_like(owed, torch.nan))
-
-        self._ledger.finish(announce)
+        self._weights.require_same("flush")
         self._ledger.compare(self.step // self.period)
-        mean = self._ledger.carry_out(partial(mean_of, owed))
+        self._arrive()
+        residual = self._bucket.codec.residual
+        owed = self._weights.moved_from(self._base).add_(residual)
+        mean = self._ledger.carry_out(partial(dense_mean, owed, torch.float32, self.process_group))
         if not mean.isfinite().all():
-            rule = "finite, and every payload intact, on every rank"
-            checks.fail("flush", "weights", rule, "NaN or Inf", RuntimeError)
+            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         residual.zero_()
         self._base += mean
-        self._go_on_from_base()
+        self._weights.write(self._base)
 
     def plan(self) -> str:
         """What is sent in an averaging, as a table, and what that is a step."""
@@ -206,37 +223,44 @@ class DCTAverager(ModelAverager):
         dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
-        return table + line + (f", {fewer:,.1f}x fewer than that." if fewer else ".")
+        line += f", {fewer:,.1f}x fewer than that." if fewer else "."
+        line += f" An exchange arrives {self.overlap} steps later." if self.overlap else ""
+        return table + line
 
     def stats(self) -> dict[str, float | int | None]:
-        """How the last 100 averagings went. Waits for the last one.
+        """How the last 100 averagings went that arrived. Does not wait.
 
         `step`: steps taken; `density`: entries that this rank sent over all, a mean over averagings
         (None before any is); `overflow`: fraction of payloads, of all ranks, that were too small
-        for what passed; `wire_bytes`: what a rank sends in an averaging.
-
-        Raises:
-            RuntimeError: a payload was damaged.
+        for what passed; `wire_bytes`: what a rank sends in an averaging; `under_way`: whether an
+        exchange is, of which these figures know nothing yet.
         """
-        self._ledger.finish()
         stats = self._ledger.stats([self._plan])
-        return {**stats, "step": self.step}
+        return {**stats, "step": self.step, "under_way": self._under_way is not None}
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and step, and the base. Copies, on the CPU.
 
         One file a rank, beside the rank's weights and optimizer, which differ between averagings.
+        It waits for the payloads of an exchange under way, which arrives in its own step none the
+        less, here and in a run that goes on from this.
 
         Raises:
-            RuntimeError: a payload was damaged.
+            RuntimeError: that exchange has what `average_parameters` will raise of. Nothing has
+                changed.
         """
-        self._ledger.finish()
-        states = self._bucket.states().items()
-        bases = self._base.split(self._plan.sizes)
-        parameters = {
-            name: state.as_dict() | {"base": base.to("cpu", copy=True)}
-            for (name, state), base in zip(states, bases, strict=True)
-        }
+        flat = {checkpoint.BASE: self._base}
+        if self._under_way is not None:
+            flat[checkpoint.BASE] = self._receive(self._under_way)
+            self._require_sound("state_dict")
+            if self._under_way.weights is not None:
+                flat[checkpoint.STARTED] = self._under_way.weights
+        parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
+        for key, values in flat.items():
+            parts = zip(parameters.values(), values.split(self._plan.sizes), strict=True)
+            for parameter, part in parts:
+                parameter[key] = part.to("cpu", copy=True)
         entry = {
             **self._ledger.saved(),
             "step": self.step,
@@ -250,14 +274,15 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
-        (With policy "fixed" a threshold is sampled anew, so that bits may differ.)
+        (With policy "fixed" a threshold is sampled anew, so that bits may differ.) An exchange
+        under way is forgotten.
 
         A state that is refused changes nothing.
 
         Raises:
-            ValueError: made with another version, density, period, residual_decay or number of
-                ranks, by another rank, or for another model; or something in it is missing, of
-                another type or shape or not finite.
+            ValueError: made with another version, density, period, residual_decay, overlap or
+                number of ranks, by another rank, or for another model; or something in it is
+                missing, of another type or shape or not finite.
             TypeError: no state dict.
         """
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
@@ -265,11 +290,22 @@ class DCTAverager(ModelAverager):
         entry = checkpoint.find(
             state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
         )
-        saved = entry["parameters"]
-        self._ledger.load(entry, entry["step"] // self.period)
+        saved, step = entry["parameters"], entry["step"]
+        started = [name for name in sizes if checkpoint.STARTED in saved[name]]
+        if started and (len(started) < len(sizes) or step % self.period >= self.overlap):
+            rule = "of all weights while an exchange is under way, or of none"
+            got = f"that of {', '.join(started)} at step {step}"
+            checks.fail("load_state_dict", checkpoint.STARTED, rule, got)
+
+        def flat(key: str) -> Tensor:
+            return torch.cat([saved[name][key] for name in sizes]).to(self._device)
+
+        self._ledger.load(entry, step // self.period)
         self._bucket = self._new_bucket(saved)
-        self.step = entry["step"]
-        self._base.copy_(torch.cat([saved[name]["base"] for name in sizes]))
+        self.step, self._base = step, flat(checkpoint.BASE)
+        self._under_way = (
+            _UnderWay(flat(checkpoint.STARTED), self._base, sound=True) if started else None
+        )
 
     def __getstate__(self) -> NoReturn:
         rule = "kept apart from what is copied or pickled (save its state_dict())"
@@ -280,87 +316,68 @@ class DCTAverager(ModelAverager):
         group, averagings = self.process_group, self._ledger.step
         return Bucket(self._plan, group, self._device, averagings, states, watches=False)
 
-    def _require_same_parameters(self, op: str) -> None:
-        """Raise if others require grad than at the start: ranks would train those each alone."""
-        now = _named(self._module, trained=True)
-        names = now | self._names
-        different = [names[parameter] for parameter in now.keys() ^ self._names.keys()]
-        if different:
-            rule = "with the same parameters that require grad as when this averager was made"
-            got = f"a difference in {', '.join(sorted(set(different)))}: make another averager"
-            checks.fail(op, "module", rule, got)
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        self._ledger.finish(self._bucket.announce_damage)
+    def _start(self) -> None:
+        """An averaging begins: nothing here waits for other ranks, or for the device."""
         self._ledger.begin(self.step // self.period)
-        moved = self._moved()
-        self._ledger.reduction(0, self._bucket, moved)()
-        self._ledger.look()
+        weights = self._weights.read() if self.overlap else None
+        self._ledger.start(self._bucket, self._weights.moved_from(self._base))
+        self._under_way = _UnderWay(weights)
+
+    def _receive(self, under_way: "_UnderWay") -> Tensor:
+        """The base as the exchange makes it. Waits for the payloads; nothing has changed."""
+        if under_way.base is None:
+            mean = torch.empty_like(self._base)
+            self._ledger.carry_out(partial(self._bucket.finish, mean))
+            self._ledger.look()
+            under_way.base = mean.add_(self._base)
+        return under_way.base
+
+    def _arrive(self) -> None:
+        """The exchange under way, if one is, ends on every rank."""
+        if self._under_way is None:
+            return
+        under_way = self._under_way
+        base = self._receive(under_way)
+        if not under_way.sound:
+            self._hear_of_damage()
+        self._under_way = None
+        moved = None
+        if under_way.weights is not None:
+            moved = self._weights.read().sub_(under_way.weights)  # in the steps since
+        try:
+            self._require_sound("average_parameters")
+        except RuntimeError:
+            self._ledger.undo()
+            self._go_on(moved, self._base)
+            raise
+        self._base = base
+        if self.residual_decay < 1:
+            self._bucket.codec.residual.mul_(self.residual_decay)
+        self._go_on(moved, base if moved is None else base + moved)
+
+    def _go_on(self, moved: Tensor | None, weights: Tensor) -> None:
+        """Set the weights. What they do not show of `moved`, as they are rounded, waits."""
+        self._weights.write(weights)
+        if moved is not None:
+            moved.sub_(self._weights.moved_from(self._base))
+            self._bucket.codec.residual += moved.nan_to_num_(0, 0, 0)
+
+    def _hear_of_damage(self) -> None:
+        """What one rank received and could not use, all know of: 8 bytes, in each averaging."""
+        seen = self._ledger.verdict
+        said = torch.tensor([dist.get_rank() + 1 if seen.damaged else 0], device=self._device)
+        collective = partial(dist.all_reduce, said, dist.ReduceOp.MAX, self.process_group)
+        self._ledger.carry_out(collective)
+        rank = int(said)
+        if rank and not seen.damaged:
+            self._ledger.hear(seen._replace(told=[rank - 1]))
+
+    def _require_sound(self, op: str) -> None:
+        """Raise if what was received cannot be used; all ranks know the same of it by then."""
+        if self._ledger.damage is not None:
+            raise RuntimeError(self._ledger.damage)
         if self._ledger.verdict.non_finite:
-            self._refuse_non_finite()
-        self._base += moved
-        self._go_on_from_base()
-        # For the next averaging: of one that is refused the residual then knows nothing.
-        if self._own["residual_decay"] < 1:
-            self._bucket.codec.residual.mul_(self._own["residual_decay"])
-
-    def _refuse_non_finite(self) -> NoReturn:
-        """On all ranks, as all saw it: what they moved by waits, but for what is not finite."""
-        here = [name for parameter, name in self._names.items() if not parameter.isfinite().all()]
-        got = f"NaN or Inf in {', '.join(here)}" if here else "NaN or Inf on another rank"
-        self._ledger.take_back()
-        self._go_on_from_base()
-        op, number = "average_parameters", self.step // self.period
-        checks.fail(op, f"weights at averaging {number}", "finite on every rank", got, RuntimeError)
-
-    @torch.no_grad()
-    def _take_those_of_first_rank(self) -> None:
-        first = dist.get_global_rank(self.process_group, 0)
-        for parameter in self._module.parameters():
-            flat = parameter.detach().flatten().contiguous()  # its memory, if that is
-            dist.broadcast(flat.view(torch.uint8), first, self.process_group)  # of any dtype
-            parameter.copy_(flat.view_as(parameter))
-
-    def _weights(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten().float() for parameter in self._names])
-
-    def _moved(self) -> Tensor:
-        """What weights have moved by since they were last set, flat, in float32.
-
-        They were set to the base as their dtype rounds it. What that took off is in no difference:
-        the base keeps it.
-        """
-        moved, sizes = self._weights(), self._plan.sizes
-        parts = zip(self._names, moved.split(sizes), self._base.split(sizes), strict=True)
-        for parameter, part, base in parts:
-            part.sub_(base.to(parameter.dtype))
-        return moved
-
-    @torch.no_grad()
-    def _go_on_from_base(self) -> None:
-        for parameter, part in zip(self._names, self._base.split(self._plan.sizes), strict=True):
-            parameter.copy_(part.view_as(parameter))
-
-
-def _parameters(module: nn.Module) -> tuple[dict[Parameter, str], dict[Parameter, str]]:
-    """{parameter: name} of those that require grad, and of the others."""
-    if not isinstance(module, nn.Module):
-        checks.fail(_OP, "module", "an nn.Module", type(module).__name__, TypeError)
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        rule = "without DistributedDataParallel, which averages all gradients in every step"
-        checks.fail(_OP, "module", rule, type(module).__name__, TypeError)
-    trained, frozen = _named(module, trained=True), _named(module, trained=False)
-    if not trained:
-        checks.fail(_OP, "module", "with parameters that require grad", "none")
-    for parameter, name in trained.items():
-        checks.require_dtype(_OP, f"parameter {name}", parameter.dtype, checks.FLOATS)
-    devices = {parameter.device for parameter in trained | frozen}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        got = ", ".join(sorted(map(str, devices)))
-        checks.fail(_OP, "module", "on one device, the CPU or CUDA", got)
-    return trained, frozen
-
-
-def _named(module: nn.Module, trained: bool) -> dict[Parameter, str]:
-    return {p: name for name, p in module.named_parameters() if p.requires_grad == trained}
+            here = self._weights.non_finite()
+            got = f"NaN or Inf in {', '.join(here)}" if here else "NaN or Inf on another rank"
+            arg = f"weights at averaging {self.step // self.period}"
+            checks.fail(op, arg, "finite on every rank", got, RuntimeError)
