@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -381,14 +382,12 @@ def _refused(rank, fault, value_dtype, overlap):
     moved, said = torch.zeros(5070, dtype=torch.float64), None
     for step in range(1, 8 * period + 1):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
+        move[7] = 0  # where it would be lost
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):
                 parameter += part
             if fault == "nan" and step == 3 * period and rank == 1:
                 model[0][7] = torch.nan
-                moved[7] = move[7] = 0  # what this weight had moved by since the last averaging
-            if said is None and fault == "nan" and rank == 1 and step > 3 * period:
-                move[7] = 0
         base = averager._base.clone()
         moved += move
         try:
@@ -435,6 +434,21 @@ def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
         ],
     }
     assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
+
+
+def _gone(rank):
+    """Rank 1 stops, or is killed, in the middle of an exchange."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    averager = DCTAverager(_model(), period=3, overlap=1, process_group=group)
+    for _ in range(3):
+        averager.average_parameters()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
+            averager.average_parameters()
+
+
+def test_who_waits_for_a_rank_that_is_gone_ends_at_the_timeout():
+    run_ranks(_gone, 2)
 
 
 def _settings_that_differ(rank):

@@ -64,6 +64,14 @@ class DCTAverager(ModelAverager):
     so that weights are then bitwise the same on all ranks, and what was not sent has left them and
     waits in the residual. A step costs density / period of the entries, in bytes: 1 % as above.
 
+    With `overlap` steps, the exchange begins after the `period`-th step and arrives that many calls
+    later. Ranks train on meanwhile, and the last line is (as in LOSCAR, arXiv 2605.20866)
+
+        weights = base + (weights - weights as the exchange began)
+
+    What ranks moved by in those steps is in no average yet, but in the next `weights - base`: so
+    nothing is lost. The base is the same on all ranks; weights are so after `flush` alone.
+
     For optimizers that divide by a running mean of squares (Adam). Sparse gradients come to them in
     bursts that they take for noise, and late, while the weights that gradients are computed on know
     nothing of what waits. Local steps are dense, and at once. At a constant learning rate they end
@@ -74,16 +82,18 @@ class DCTAverager(ModelAverager):
     It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
     GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
     (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
-    weights after a `period`-th step.
+    weights after a `period`-th step, with `overlap` after `flush`.
 
     Memory: 8 bytes a parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and the
-    payload once per rank.
+    payload once per rank. With `overlap` 4 more from the start of an exchange until it arrives, and
+    12 more as it does.
 
     Args:
         module: parameters on one CPU or CUDA device; those that require grad are averaged. They are
-            float32, bfloat16 or float16, of which weights are then rounded from a base in float32.
-            No DDP. All parameters of the first rank, frozen ones as well, replace the others'.
-            Which of them require grad must stay the same.
+            float32, bfloat16 or float16, of which weights are then rounded from a base in float32:
+            it keeps what they do not show of averages, the residual what they do not show of what
+            a rank moved by during an exchange. No DDP. All parameters of the first rank, frozen
+            ones as well, replace the others'. Which of them require grad must stay the same.
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
@@ -93,14 +103,15 @@ class DCTAverager(ModelAverager):
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         residual_decay: in (0, 1]: each averaging multiplies by it what stays behind, as SparseLoCo
             does with .95. Below 1 something is lost, of what waits longest most.
+        overlap: steps that an exchange has to arrive, from 0, at once, to period - 1. In between
+            nothing waits for it, on CUDA neither the host nor the stream. The group may be used for
+            other collectives, in the same order on every rank.
 
     Attributes:
         step: calls of `average_parameters`.
-        period: as given.
-        wire_bytes: what a rank sends in an averaging, the same on every rank each time.
-
-    A payload damaged on its way is not used. Who received it raises at the next averaging, all
-    others at the one after that. Go back to a checkpoint then.
+        period, overlap, residual_decay: as given.
+        wire_bytes: what a rank sends in an averaging, the same on every rank each time. Beside that
+            all ranks reduce 8 bytes: whether one received a payload that was damaged.
 
     It belongs to its module and its process group, so it cannot be copied or pickled: keep it
     beside what is (a module that gets an EMA, say), and `state_dict()` in checkpoints.
