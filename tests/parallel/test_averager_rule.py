@@ -150,7 +150,7 @@ def _in_rows(rank, value_dtype):
         with torch.no_grad():
             model[0] += move
         averager.average_parameters()
-    assert weights(model).count_nonzero() == 5000
+    assert averager.plan().endswith("x fewer than that. An exchange arrives after 1 more.")
     averager.flush()
     mean = sum(gathered(moved)) / 2
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)

@@ -235,7 +235,7 @@ class DCTAverager(ModelAverager):
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
         line += f", {fewer:,.1f}x fewer than that." if fewer else "."
-        line += f" An exchange arrives {self.overlap} steps later." if self.overlap else ""
+        line += f" An exchange arrives after {self.overlap} more." if self.overlap else ""
         return table + line
 
     def stats(self) -> dict[str, float | int | None]:
