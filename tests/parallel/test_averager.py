@@ -436,19 +436,27 @@ def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
     assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
 
 
-def _gone(rank):
-    """Rank 1 stops, or is killed, in the middle of an exchange."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    averager = DCTAverager(_model(), period=3, overlap=1, process_group=group)
-    for _ in range(3):
+def _apart(rank):
+    """Rank 1 begins an exchange late, and is gone before it arrives."""
+    group, store = dist.new_group(timeout=timedelta(seconds=5)), dist.group.WORLD.get_group_store()
+    averager = DCTAverager(_model(), period=3, overlap=2, process_group=group)
+    for _ in range(5):  # as the first one begins they compare steps
         averager.average_parameters()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
-            averager.average_parameters()
+    if rank == 1:
+        store.wait(["rank 0 went on"])
+        averager.average_parameters()
+        return
+    averager.average_parameters()
+    averager.average_parameters()
+    assert averager.stats()["under_way"]
+    store.set("rank 0 went on", "")
+    averager.state_dict()  # of one rank alone
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
+        averager.average_parameters()
 
 
-def test_who_waits_for_a_rank_that_is_gone_ends_at_the_timeout():
-    run_ranks(_gone, 2)
+def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout():
+    run_ranks(_apart, 2)
 
 
 def _settings_that_differ(rank):

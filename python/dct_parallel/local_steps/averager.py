@@ -104,8 +104,9 @@ class DCTAverager(ModelAverager):
         residual_decay: in (0, 1]: each averaging multiplies by it what stays behind, as SparseLoCo
             does with .95. Below 1 something is lost, of what waits longest most.
         overlap: steps that an exchange has to arrive, from 0, at once, to period - 1. In between
-            nothing waits for it, on CUDA neither the host nor the stream. The group may be used for
-            other collectives, in the same order on every rank.
+            nothing waits for it, on CUDA neither the host nor the stream; as it begins only the
+            first one of a run, or after a load, does, for all ranks to come. The group may be used
+            for other collectives, in the same order on every rank.
 
     Attributes:
         step: calls of `average_parameters`.
@@ -328,7 +329,7 @@ class DCTAverager(ModelAverager):
         return Bucket(self._plan, group, self._device, averagings, states, watches=False)
 
     def _start(self) -> None:
-        """An averaging begins: nothing here waits for other ranks, or for the device."""
+        """An averaging begins. Waits for nothing, but the first time for ranks that compare."""
         self._ledger.begin(self.step // self.period)
         weights = self._weights.read() if self.overlap else None
         self._ledger.start(self._bucket, self._weights.moved_from(self._base))
