@@ -2,8 +2,8 @@
 
 Every rank has a model and an optimizer that sees its gradients alone. Every `period` steps the
 ranks exchange what their weights have moved by since the last time. `Local` does so by the
-compressors of `DCTAverager`, bit for bit as real ranks do; the others are the rules of other
-systems, for comparison.
+compressors of `DCTAverager`, and without overlap bit for bit as real ranks do. The others are the
+rules of other systems, for comparison.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,7 @@ class Averaging(dp_ranks.Counts):
             parts = zip(weights, self.base.split(self.sizes), before.split(self.sizes), strict=True)
             for weight, base, sent_from in parts:
                 base, sent_from = base.view_as(weight), sent_from.view_as(weight)
-                weight.copy_(weight + (base - sent_from) if self.overlap else base)
+                weight.copy_(base + (weight - sent_from) if self.overlap else base)
         self.sent_from = []
 
     def change(self, moved: Sequence[Tensor]) -> Tensor:
