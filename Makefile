@@ -100,7 +100,7 @@ recipes: $(VENV)/built $(VENV)-recipes/installed
 	$(RECIPES)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(RECIPES)/pytest recipes
 
-# What goes with TORCH (docs/torchrec.md); they pin none themselves.
+# What goes with TORCH (docs/guide/torchrec.md); they pin none themselves.
 $(VENV)-torchrec/installed:
 	$(PYTHON) -m venv $(VENV)-torchrec
 	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy pytest
@@ -136,7 +136,7 @@ aot: $(VENV)/built
 	$(BIN)/python -m pytest tests/aot
 
 # The Triton kernels on every Triton they are meant for: interpreted, and compiled; by the newest for
-# all targets (docs/kernels.md says what the older ones do there).
+# all targets (docs/design/kernels.md says what the older ones do there).
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \

@@ -321,7 +321,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     The result is bytes, which carry no gradient: straight-through is for the caller to arrange.
     A row's bytes follow from that row alone, and their number from d and the format, so no sizes
-    need exchanging. Formats, with bytes a row, codes first (docs/ops.md has every bit):
+    need exchanging. Formats, with bytes a row, codes first (docs/reference/ops.md has every bit):
 
     - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
@@ -355,7 +355,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
 
-    Rows are not trusted: any bytes give some number, NaN or infinity, as docs/ops.md states, and
+    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md), and
     no access out of bounds.
 
     Args:

@@ -11,12 +11,13 @@ from programs import ROOT, blocks, in_forks
 
 from dct_parallel.rows.all_to_all import whole_rows
 
-PAGES = {page.name: page for page in (ROOT / "docs").glob("*.md")}
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page for page in DOCS.rglob("*.md")}
 # Signatures stand in blocks of their own, without a language.
 SIGNATURE_PAGES = {
-    "dct_kernels": "ops.md",
-    "dct_parallel": "api.md",
-    "dct_embeddings": "embeddings.md",
+    "dct_kernels": "reference/ops.md",
+    "dct_parallel": "reference/api.md",
+    "dct_embeddings": "reference/embeddings.md",
 }
 PUBLIC = [
     (package, name)
@@ -38,9 +39,12 @@ def test_docstring_examples(name):
 
 def test_every_program_is_run():
     assert [page for page, _ in PROGRAMS] == [
-        "cluster.md",
-        "substitution.md",
-        *["training.md"] * 6,
+        "guide/cluster.md",
+        "guide/ddp.md",
+        "guide/des.md",
+        "guide/embeddings.md",
+        *["guide/rows.md"] * 3,
+        "guide/transformers.md",
     ]
 
 
@@ -48,13 +52,13 @@ def test_every_program_is_run():
     "index",
     [
         pytest.param(0, id="cluster"),
-        pytest.param(1, id="substitution"),
-        pytest.param(2, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(3, id="local-steps"),
+        pytest.param(1, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
+        pytest.param(2, id="substitution"),
+        pytest.param(3, id="shards-and-replicas"),
         pytest.param(4, id="cut"),
         pytest.param(5, id="pipeline"),
         pytest.param(6, id="exchange"),
-        pytest.param(7, id="shards-and-replicas"),
+        pytest.param(7, id="local-steps"),
     ],
 )
 @in_forks
@@ -110,7 +114,7 @@ def test_methods_are_named(package, name):
     "page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md", "../bench/README.md"]
 )
 def test_links_lead_somewhere(page):
-    path = ROOT / "docs" / page
+    path = DOCS / page
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         if target.startswith("https://"):
             continue
@@ -124,7 +128,7 @@ def test_links_lead_somewhere(page):
 
 def test_paths_named_exist():
     """Files of the repository that a page names in code marks are where it says."""
-    folders = ("", "python/")
+    folders = ("", "python/", "python/dct_parallel/")
     for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"`([\w/]+/[\w.]+\.(?:py|cu|cuh|h|cpp|sh))\b", page.read_text()):
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page}: {name}"

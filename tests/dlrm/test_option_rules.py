@@ -106,7 +106,7 @@ def test_values_are_those_given_or_the_defaults():
 
 def _commands():
     """Every command line of dct-train in the documentation, and in its own help."""
-    texts = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]]
+    texts = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
     for text in [*texts, arguments.EPILOG]:
         lines = text.replace("\\\n", " ").splitlines()
         for line in lines:

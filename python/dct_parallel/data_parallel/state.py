@@ -72,7 +72,7 @@ class DCTState:
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
-            then an entry has two bytes, position and all, see docs/payload.md.
+            then an entry has two bytes, position and all, see docs/reference/payload.md.
             With density 1 also "int8", "int4" and "ternary": every entry in few bits, by rows of
             1,024 with a scale each. What rounding takes off waits in the residual.
         transport: how payloads reach the other ranks. "all_gather": everybody gets all, so bytes

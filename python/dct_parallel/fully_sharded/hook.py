@@ -54,7 +54,7 @@ def dct_fully_shard_hook(
     shard*, and each module's payload once per replica. Filling of uneven shards is never sent.
     Residuals are in units of the gradient that FSDP passes to its hook.
 
-    As with DDP's hook, AdamW loses quality by it, SGD does not (docs/cluster.md has figures).
+    As with DDP's hook, AdamW loses quality by it, SGD does not (docs/guide/fsdp2.md).
 
     Replicas have to be equal at the start: FSDP broadcasts nothing. Every replica's backward pass
     goes through the same modules in the same order, and gives every parameter a gradient
