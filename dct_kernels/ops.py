@@ -221,7 +221,8 @@ def scatter_unpack(
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
         out: float32, bfloat16 or float16 [numel], written.
-        capacity, value_dtype: as given to mask_pack.
+        capacity: as given to mask_pack.
+        value_dtype: as given to mask_pack.
         scale: 1 / P for a mean. Rounded to float32 once.
         accumulate: add to `out` instead of overwriting it.
         out_scale: float32, one element, or None.

@@ -174,7 +174,8 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     is multiplied by that, and eps squared. Steps go on as they were, but for roundings.
 
     Args:
-        params, lr: as of `RowWiseAdagrad`.
+        params: as of `RowWiseAdagrad`.
+        lr: as of `RowWiseAdagrad`.
         eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: where v is
             0, the same step.
         scale: c above, from 1 up; M for M replicas of a table.

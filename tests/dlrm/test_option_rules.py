@@ -107,7 +107,7 @@ def test_values_are_those_given_or_the_defaults():
 def _commands():
     """Every command line of dct-train in the documentation, and in its own help."""
     texts = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
-    for text in [*texts, arguments.EPILOG]:
+    for text in [*texts, arguments.EPILOG, arguments.EPILOG_OF_MOST]:
         lines = text.replace("\\\n", " ").splitlines()
         for line in lines:
             found = re.match(r"\s*(?:dct-train|.* -m dct_dlrm\.train)( .*)?$", line)

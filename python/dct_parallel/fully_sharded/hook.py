@@ -73,7 +73,9 @@ def dct_fully_shard_hook(
         model: all of whose trainable parameters are in modules that `fully_shard` was applied to.
         mesh: of all ranks, with dimensions "replicate" and "shard".
         density: fraction of a rank's part of each module sent per step, in (0, 1].
-        refresh_every, value_dtype, policy: see `DCTState`.
+        refresh_every: see `DCTState`.
+        value_dtype: see `DCTState`.
+        policy: see `DCTState`.
         transport: between replicas, "all_gather", "reduce_scatter" or None: see `DCTState`.
         grad_scaler: the GradScaler that scales the loss, if one does. What was packed for a step
             that it skipped is taken back.

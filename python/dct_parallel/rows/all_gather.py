@@ -50,8 +50,11 @@ def all_gather_rows(
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
-        density, value_dtype: of each part of a row, as of `all_to_all_rows`.
-        forward, backward, group: as of `all_to_all_rows`.
+        density: of each part of a row, as of `all_to_all_rows`.
+        value_dtype: as of `all_to_all_rows`.
+        forward: as of `all_to_all_rows`.
+        backward: as of `all_to_all_rows`.
+        group: as of `all_to_all_rows`.
 
     Returns:
         [B, sum of every rank's d] of x's dtype, in rank order.

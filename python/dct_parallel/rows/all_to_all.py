@@ -60,7 +60,8 @@ def all_to_all_rows(
         density: fraction of each row to send, in (0, 1].
         value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
             float16; default x's.
-        forward, backward: number formats of rows and of their gradients, instead of a density.
+        forward: number format of rows, instead of a density.
+        backward: number format of their gradients.
         group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
             a rank that is gone.
 
