@@ -14,13 +14,14 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 CUDA_ARCHS ?= 9.0
 
-.PHONY: help train test lint native sanitize abi recipes torchrec aot cuda triton check-all clean
+.PHONY: help train test lint docs native sanitize abi recipes torchrec aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (about 3 minutes)"
 	@echo "make test       the test suite: Python and native"
 	@echo "make lint       ruff, mypy and clang-format"
+	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
 	@echo "make torchrec   the adapters for TorchRec, beside it"
@@ -34,7 +35,7 @@ $(VENV)/installed: pyproject.toml setup.py
 	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=64" wheel ninja cmake
-	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint]'
+	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,docs]'
 	@touch $@
 
 # The compiler's commands, a thousand characters each, are shown where one of them fails.
@@ -72,6 +73,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
+
+# Pages, docstrings and what commands print for --help; mkdocs.yml makes warnings errors.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/installed
+	$(BIN)/python -m mkdocs build --quiet
 
 $(VENV)-abi/installed:
 	$(PYTHON) -m venv $(VENV)-abi
@@ -146,7 +152,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-check-all: test lint abi recipes torchrec sanitize triton
+check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done

@@ -3,13 +3,19 @@
 `make docs` checks the rest: the site is generated from docstrings and from what --help prints.
 """
 
+import ast
+import contextlib
 import doctest
 import importlib
+import inspect
 import re
+import shlex
 
 import pytest
 import torch
 from programs import ROOT, blocks, in_forks
+
+from dct_bench import cli
 
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in DOCS.rglob("*.md")}
@@ -19,6 +25,9 @@ GENERATED = {
     "dct_parallel": "reference/parallel.md",
     "dct_embeddings": "reference/embeddings.md",
 }
+PUBLIC = [
+    (package, name) for package in GENERATED for name in importlib.import_module(package).__all__
+]
 RECIPES = "guide/recipes.md"
 # Recipes continue the first program of their page.
 _first, *_recipes = blocks(PAGES[RECIPES])
@@ -97,6 +106,36 @@ def test_every_public_name_is_on_its_page(package):
     assert sorted(generated) == sorted(importlib.import_module(package).__all__)
 
 
+def _calls(text):
+    """Calls in the code of a page: of spans, blocks and lines of blocks that are Python."""
+    fenced = re.findall(r"```(?:python)?\n(.*?)```", text, re.S)
+    lines = [line.partition("  #")[0] for block in fenced for line in block.splitlines()]
+    for code in {*fenced, *lines, *re.findall(r"`([^`\n]+)`", text)}:
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(code.strip())):
+                if isinstance(node, ast.Call):
+                    yield node
+
+
+def test_calls_fit_the_signatures():
+    """Also in code that no test runs: arguments are those that the function has."""
+    public = {name: getattr(importlib.import_module(package), name) for package, name in PUBLIC}
+    signatures, found = {name: inspect.signature(made) for name, made in public.items()}, 0
+    for page in [*PAGES.values(), ROOT / "README.md"]:
+        for call in _calls(page.read_text()):
+            signature = signatures.get(getattr(call.func, "id", None))
+            if signature is None or any(isinstance(a, ast.Starred) for a in call.args):
+                continue
+            found += 1
+            places = [...] * len(call.args)
+            names = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
+            try:
+                signature.bind_partial(*places, **names)
+            except TypeError as error:
+                pytest.fail(f"{page}: {ast.unparse(call)}: {error}")
+    assert found > 40
+
+
 def _source_texts():
     """The texts of all messages: string literals that follow one another are one."""
     folders = (ROOT / "dct_kernels", ROOT / "python", ROOT / "csrc")
@@ -133,6 +172,20 @@ def test_links_lead_somewhere(page):
         anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
         anchors |= set(re.findall(r"^::: (\S+)$", found.read_text() if section else "", re.M))
         assert not section or section in anchors, target
+
+
+def _bench_commands():
+    """Every command line of dct-bench in the documentation."""
+    for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text().replace("\\\n", " ")
+        yield from re.findall(r"^(?:sudo )?(?:dct-bench|\$\(which dct-bench\)) (.*)$", text, re.M)
+
+
+def test_commands_of_dct_bench():
+    commands = sorted(set(_bench_commands()))
+    assert len(commands) > 5
+    for command in commands:
+        cli.parse(shlex.split(command, comments=True))
 
 
 def test_paths_named_exist():
