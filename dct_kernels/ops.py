@@ -118,10 +118,10 @@ def mask_pack(
 
     With value_dtype "e3m0" an entry is 16 bits: its position, and plus or minus s * 2**e, e from 0
     to 7, where s is the power of two nearest to `scale`. acc is rounded to the nearest of these,
-    the larger of two; what is beyond them is sent as the largest, and the rest of it stays. Not
-    packed are what is not finite (the header says so, and `scatter_unpack` makes element 0 of the
-    range NaN), what is below s / 2, and what is 2**31 * s or more: float32 cannot subtract a code
-    from it exactly. They count in `seen`.
+    the larger of two; larger magnitudes are sent as the largest code, and the remainder stays. Not
+    packed, but counted in `seen`, are non-finite entries (the header says so, and `scatter_unpack`
+    makes element 0 of the range NaN), entries below s / 2, and entries of 2**31 * s or more, from
+    which float32 cannot subtract a code exactly.
 
     Args:
         residual: float32 [numel], read and written.
@@ -136,7 +136,7 @@ def mask_pack(
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
             to infinity saturates), or "e3m0".
         inv_scale: float32, one element, or None.
-        status: int32 [P], what the last `scatter_unpack` returned, or None. If one of them is not
+        status: int32 [P], the result of the last `scatter_unpack`, or None. If one of them is not
             0, every range's header says "damage": all ranks learn what this one saw.
         scale: float32 [R], for "e3m0" only: the magnitude that the smallest code of each range is
             nearest to, its threshold or `value_scale`. It is kept within 2**-126 and 2**120.
@@ -172,10 +172,10 @@ def mask_pack(
 
 
 def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
-    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 what the largest needs.
+    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 one that fits `largest`.
 
     The smallest code is then the power of two nearest to the threshold, and the largest one 85 to
-    171 times the threshold. Of a threshold of 0 the largest code is nearest to `largest`.
+    171 times the threshold. With a threshold of 0 the largest code is the one nearest to `largest`.
 
     Args:
         threshold: float32 [R], of each range.
