@@ -16,13 +16,14 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_ARCHS  ?= 9.0
 WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 
-.PHONY: help train test lint native sanitize abi recipes torchrec wheel aot cuda triton check-all clean
+.PHONY: help train test lint docs native sanitize abi recipes torchrec wheel aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (about 3 minutes)"
 	@echo "make test       the test suite: Python and native"
 	@echo "make lint       ruff, mypy and clang-format"
+	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
 	@echo "make torchrec   the adapters for TorchRec, beside it"
@@ -37,7 +38,7 @@ $(VENV)/installed: pyproject.toml setup.py
 	@echo "installing $(TORCH) and tools into $(VENV) (a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet $(TORCH) "setuptools>=64" wheel ninja cmake
-	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint]'
+	@DCT_BUILD=0 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,lint,docs]'
 	@touch $@
 
 # The compiler's commands, a thousand characters each, are shown where one of them fails.
@@ -77,6 +78,11 @@ lint: $(VENV)/installed
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 
+# Pages, docstrings and what commands print for --help; mkdocs.yml makes warnings errors.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/installed
+	$(BIN)/python -m mkdocs build --quiet
+
 $(VENV)-abi/installed:
 	$(PYTHON) -m venv $(VENV)-abi
 	$(OTHER)/pip install --quiet $(OTHER_TORCH) "setuptools>=64" wheel ninja expecttest hypothesis numpy pytest pytest-xdist
@@ -104,7 +110,7 @@ recipes: $(VENV)/built $(VENV)-recipes/installed
 	$(RECIPES)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(RECIPES)/pytest recipes
 
-# What goes with TORCH (docs/torchrec.md); they pin none themselves.
+# What goes with TORCH (docs/guide/torchrec.md); they pin none themselves.
 $(VENV)-torchrec/installed:
 	$(PYTHON) -m venv $(VENV)-torchrec
 	$(TORCHREC)/pip install --quiet $(TORCH) tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath psutil hypothesis numpy pytest
@@ -157,7 +163,7 @@ aot: $(VENV)/built
 	$(BIN)/python -m pytest tests/aot
 
 # The Triton kernels on every Triton they are meant for: interpreted, and compiled; by the newest for
-# all targets (docs/kernels.md says what the older ones do there).
+# all targets (docs/design/kernels.md says what the older ones do there).
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \
@@ -167,7 +173,7 @@ triton: $(VENV)/built
 	done
 	$(BIN)/python -m pytest tests/aot -m large
 
-check-all: test lint abi recipes torchrec sanitize triton
+check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done

@@ -118,10 +118,10 @@ def mask_pack(
 
     With value_dtype "e3m0" an entry is 16 bits: its position, and plus or minus s * 2**e, e from 0
     to 7, where s is the power of two nearest to `scale`. acc is rounded to the nearest of these,
-    the larger of two; what is beyond them is sent as the largest, and the rest of it stays. Not
-    packed are what is not finite (the header says so, and `scatter_unpack` makes element 0 of the
-    range NaN), what is below s / 2, and what is 2**31 * s or more: float32 cannot subtract a code
-    from it exactly. They count in `seen`.
+    the larger of two; larger magnitudes are sent as the largest code, and the remainder stays. Not
+    packed, but counted in `seen`, are non-finite entries (the header says so, and `scatter_unpack`
+    makes element 0 of the range NaN), entries below s / 2, and entries of 2**31 * s or more, from
+    which float32 cannot subtract a code exactly.
 
     Args:
         residual: float32 [numel], read and written.
@@ -136,7 +136,7 @@ def mask_pack(
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
             to infinity saturates), or "e3m0".
         inv_scale: float32, one element, or None.
-        status: int32 [P], what the last `scatter_unpack` returned, or None. If one of them is not
+        status: int32 [P], the result of the last `scatter_unpack`, or None. If one of them is not
             0, every range's header says "damage": all ranks learn what this one saw.
         scale: float32 [R], for "e3m0" only: the magnitude that the smallest code of each range is
             nearest to, its threshold or `value_scale`. It is kept within 2**-126 and 2**120.
@@ -172,10 +172,10 @@ def mask_pack(
 
 
 def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
-    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 what the largest needs.
+    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 one that fits `largest`.
 
     The smallest code is then the power of two nearest to the threshold, and the largest one 85 to
-    171 times the threshold. Of a threshold of 0 the largest code is nearest to `largest`.
+    171 times the threshold. With a threshold of 0 the largest code is the one nearest to `largest`.
 
     Args:
         threshold: float32 [R], of each range.
@@ -221,7 +221,8 @@ def scatter_unpack(
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
         out: float32, bfloat16 or float16 [numel], written.
-        capacity, value_dtype: as given to mask_pack.
+        capacity: as given to mask_pack.
+        value_dtype: as given to mask_pack.
         scale: 1 / P for a mean. Rounded to float32 once.
         accumulate: add to `out` instead of overwriting it.
         out_scale: float32, one element, or None.
@@ -321,7 +322,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     The result is bytes, which carry no gradient: straight-through is for the caller to arrange.
     A row's bytes follow from that row alone, and their number from d and the format, so no sizes
-    need exchanging. Formats, with bytes a row, codes first (docs/ops.md has every bit):
+    need exchanging. Formats, with bytes a row, codes first (docs/reference/ops.md has every bit):
 
     - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
@@ -355,7 +356,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
 
-    Rows are not trusted: any bytes give some number, NaN or infinity, as docs/ops.md states, and
+    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md), and
     no access out of bounds.
 
     Args:

@@ -1,4 +1,4 @@
-"""What an op launches on CUDA, as docs/kernels.md states it.
+"""What an op launches on CUDA, as docs/design/kernels.md states it.
 
 Checked in tests/emulation/test_launches.py.
 """

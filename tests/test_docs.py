@@ -1,29 +1,40 @@
-"""The documentation holds: its programs and examples run, its signatures are the code's."""
+"""The documentation holds: its programs run, its names, messages, links and paths are there.
 
+`make docs` checks the rest: the site is generated from docstrings and from what --help prints.
+"""
+
+import ast
+import contextlib
 import doctest
 import importlib
 import inspect
 import re
+import shlex
 
 import pytest
 import torch
 from programs import ROOT, blocks, in_forks
 
-from dct_parallel.rows.all_to_all import whole_rows
+from dct_bench import cli
 
-PAGES = {page.name: page for page in (ROOT / "docs").glob("*.md")}
-# Signatures stand in blocks of their own, without a language.
-SIGNATURE_PAGES = {
-    "dct_kernels": "ops.md",
-    "dct_parallel": "api.md",
-    "dct_embeddings": "embeddings.md",
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page for page in DOCS.rglob("*.md")}
+# The page on which every public name of a package is generated from its docstring.
+GENERATED = {
+    "dct_kernels": "reference/kernels.md",
+    "dct_parallel": "reference/parallel.md",
+    "dct_embeddings": "reference/embeddings.md",
 }
 PUBLIC = [
-    (package, name)
-    for package in SIGNATURE_PAGES
-    for name in importlib.import_module(package).__all__
+    (package, name) for package in GENERATED for name in importlib.import_module(package).__all__
 ]
-PROGRAMS = [(page, block) for page in sorted(PAGES) for block in blocks(PAGES[page])]
+RECIPES = "guide/recipes.md"
+# Recipes continue the first program of their page.
+_first, *_recipes = blocks(PAGES[RECIPES])
+PROGRAMS = [
+    *[(page, block) for page in sorted(PAGES) for block in blocks(PAGES[page]) if page != RECIPES],
+    *[(RECIPES, f"{_first}{recipe}dist.destroy_process_group()\n") for recipe in _recipes],
+]
 
 
 @pytest.mark.parametrize("name", ["dct_kernels.ops", "dct_kernels.layout"])
@@ -38,9 +49,14 @@ def test_docstring_examples(name):
 
 def test_every_program_is_run():
     assert [page for page, _ in PROGRAMS] == [
-        "cluster.md",
-        "substitution.md",
-        *["training.md"] * 6,
+        "guide/cluster.md",
+        "guide/ddp.md",
+        "guide/des.md",
+        "guide/embeddings.md",
+        *["guide/rows.md"] * 3,
+        "guide/transformers.md",
+        "reference/ops.md",
+        *[RECIPES] * 13,
     ]
 
 
@@ -48,13 +64,27 @@ def test_every_program_is_run():
     "index",
     [
         pytest.param(0, id="cluster"),
-        pytest.param(1, id="substitution"),
-        pytest.param(2, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(3, id="local-steps"),
+        pytest.param(1, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
+        pytest.param(2, id="substitution"),
+        pytest.param(3, id="shards-and-replicas"),
         pytest.param(4, id="cut"),
         pytest.param(5, id="pipeline"),
         pytest.param(6, id="exchange"),
-        pytest.param(7, id="shards-and-replicas"),
+        pytest.param(7, id="local-steps"),
+        pytest.param(8, id="ops"),
+        pytest.param(9, id="amp"),
+        pytest.param(10, id="clipping"),
+        pytest.param(11, id="scheduler"),
+        pytest.param(12, id="accumulation"),
+        pytest.param(13, id="parameter-groups"),
+        pytest.param(14, id="freezing"),
+        pytest.param(15, id="compile"),
+        pytest.param(16, id="evaluation"),
+        pytest.param(17, id="ema"),
+        pytest.param(18, id="uneven-inputs"),
+        pytest.param(19, id="tensorboard"),
+        pytest.param(20, id="two-models"),
+        pytest.param(21, id="bytes"),
     ],
 )
 @in_forks
@@ -69,48 +99,69 @@ def test_program(run, index, tmp_path):
     run(script, tmp_path)
 
 
-def _parameters(signature):
-    """[(name, kind, default)]: annotations are the code's alone."""
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+@pytest.mark.parametrize("package", GENERATED)
+def test_every_public_name_is_on_its_page(package):
+    """And no other: of a name that is not there the strict build of the site complains."""
+    generated = re.findall(rf"^::: {package}\.(\w+)$", PAGES[GENERATED[package]].read_text(), re.M)
+    assert sorted(generated) == sorted(importlib.import_module(package).__all__)
 
 
-@pytest.mark.parametrize(("package", "name"), PUBLIC)
-def test_signature(package, name):
-    """The page shows the signature as it is, defaults included."""
-    public = getattr(importlib.import_module(package), name)
-    page = PAGES[SIGNATURE_PAGES[package]].read_text()
-    (written,) = re.findall(rf"^```\n{name}(\([^`]*\))\n```$", page, re.MULTILINE)
-    namespace = {"torch": torch, "whole_rows": whole_rows}
-    exec(f"def documented{written}: pass", namespace)
-    documented = inspect.signature(namespace["documented"])
-    assert _parameters(documented) == _parameters(inspect.signature(public))
+def _calls(text):
+    """Calls in the code of a page: of spans, blocks and lines of blocks that are Python."""
+    fenced = re.findall(r"```(?:python)?\n(.*?)```", text, re.S)
+    lines = [line.partition("  #")[0] for block in fenced for line in block.splitlines()]
+    for code in {*fenced, *lines, *re.findall(r"`([^`\n]+)`", text)}:
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(code.strip())):
+                if isinstance(node, ast.Call):
+                    yield node
 
 
-@pytest.mark.parametrize(
-    "package, name",
-    [
-        ("dct_parallel", "DCTState"),
-        ("dct_parallel", "DCTAverager"),
-        ("dct_parallel", "Compressor"),
-        ("dct_parallel", "WireMeter"),
-        ("dct_embeddings", "ReplicaSync"),
-    ],
-)
-def test_methods_are_named(package, name):
-    page = PAGES[SIGNATURE_PAGES[package]].read_text()
-    section = page[page.index(f"## {name}\n") :].split("\n## ")[0]
-    public = getattr(importlib.import_module(package), name)
-    for name, member in vars(public).items():
-        if not name.startswith("_"):
-            named = f"`{name}`" if isinstance(member, property) else f"`{name}("
-            assert named in section or f"`{name}`," in section, name
+def test_calls_fit_the_signatures():
+    """Also in code that no test runs: arguments are those that the function has."""
+    public = {name: getattr(importlib.import_module(package), name) for package, name in PUBLIC}
+    signatures, found = {name: inspect.signature(made) for name, made in public.items()}, 0
+    for page in [*PAGES.values(), ROOT / "README.md"]:
+        for call in _calls(page.read_text()):
+            signature = signatures.get(getattr(call.func, "id", None))
+            if signature is None or any(isinstance(a, ast.Starred) for a in call.args):
+                continue
+            found += 1
+            places = [...] * len(call.args)
+            names = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
+            try:
+                signature.bind_partial(*places, **names)
+            except TypeError as error:
+                pytest.fail(f"{page}: {ast.unparse(call)}: {error}")
+    assert found > 40
+
+
+def _source_texts():
+    """The texts of all messages: string literals that follow one another are one."""
+    folders = (ROOT / "dct_kernels", ROOT / "python", ROOT / "csrc")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    text = "\n".join(path.read_text() for path in [*files, ROOT / "setup.py"])
+    return re.sub(r'"\n\s*f?"', "", text)
+
+
+def test_messages_quoted_are_those_of_the_code():
+    """Of a line that troubleshooting.md quotes all that is not <...>, piece by piece."""
+    page = PAGES["guide/troubleshooting.md"].read_text()
+    quoted = "\n".join(re.findall(r"```\n(.*?)```", page, re.S)).splitlines()
+    ours = [line for line in quoted if line.startswith(("dct::", "DCT:", "setup.py:"))]
+    assert len(ours) > 10
+    source = _source_texts()
+    for line in ours:
+        line = re.sub(r"^(dct::[^:]*|setup.py):", "", line)
+        for piece in re.split(r"<.*?>| must (?:be|do) |, got |every rank", line):
+            assert piece.strip() in source, f"{line}: {piece}"
 
 
 @pytest.mark.parametrize(
     "page", [*sorted(PAGES), "../README.md", "../CHANGELOG.md", "../bench/README.md"]
 )
 def test_links_lead_somewhere(page):
-    path = ROOT / "docs" / page
+    path = DOCS / page
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         if target.startswith("https://"):
             continue
@@ -119,12 +170,27 @@ def test_links_lead_somewhere(page):
         assert found.exists(), target
         headings = re.findall(r"^#+ (.*)$", found.read_text() if section else "", re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+        anchors |= set(re.findall(r"^::: (\S+)$", found.read_text() if section else "", re.M))
         assert not section or section in anchors, target
+
+
+def _bench_commands():
+    """Every command line of dct-bench in the documentation."""
+    for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text().replace("\\\n", " ")
+        yield from re.findall(r"^(?:sudo )?(?:dct-bench|\$\(which dct-bench\)) (.*)$", text, re.M)
+
+
+def test_commands_of_dct_bench():
+    commands = sorted(set(_bench_commands()))
+    assert len(commands) > 5
+    for command in commands:
+        cli.parse(shlex.split(command, comments=True))
 
 
 def test_paths_named_exist():
     """Files of the repository that a page names in code marks are where it says."""
-    folders = ("", "python/")
+    folders = ("", "python/", "python/dct_parallel/")
     for page in [*PAGES.values(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"`([\w/]+/[\w.]+\.(?:py|cu|cuh|h|cpp|sh))\b", page.read_text()):
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page}: {name}"

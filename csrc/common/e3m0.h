@@ -2,7 +2,7 @@
 
 // Payload version 2, "e3m0": an entry is 16 bits, a position in a sub-block, a sign and an exponent
 // over the payload's scale: header | u32 starts[blocks + 1], u16 sub_starts[blocks][3] | u16
-// entry[capacity]. One per range; docs/payload.md describes it.
+// entry[capacity]. One per range; docs/reference/payload.md describes it.
 //
 // Nothing is lost: value + residual is acc, bit for bit. Let v be the code's value, a power of two,
 // a = |acc|, and u the unit in a's last place. A code is sent only if v <= 2 a (the smallest code

@@ -1,7 +1,7 @@
 #pragma once
 
 // The payload, version 1: header | u32 starts[blocks + 1] | u16 positions[capacity] |
-// value[capacity]. One per range; docs/payload.md describes it. Version 2 is in e3m0.h.
+// value[capacity]. One per range. Described in docs/reference/payload.md; version 2 is in e3m0.h.
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Quantized rows: codes of all columns, then their scale. docs/ops.md states every bit. What is
-// here, the kernels of the CPU and of CUDA share.
+// Quantized rows: codes of all columns, then their scale. docs/reference/ops.md states every
+// bit. What is here, the kernels of the CPU and of CUDA share.
 
 #include <cstdint>
 #include <type_traits>

@@ -1,7 +1,7 @@
 #pragma once
 
-// Codes into a row's bytes (docs/ops.md says how they lie there), by the instructions that make
-// bits of comparisons and move bytes: the compiler has no loop for them.
+// Codes into a row's bytes (layout: docs/reference/ops.md), by the instructions that make bits of
+// comparisons and move bytes: the compiler has no loop for them.
 
 #include <cstdint>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Entries out of a row's bytes of several codes each (docs/ops.md says how they lie there): a code
+// Entries out of a row's bytes of several codes each (layout: docs/reference/ops.md): a code
 // has at most 16 values, so an entry is looked up among these, in a register. The compiler has no
 // loop for that.
 

@@ -1,4 +1,4 @@
-"""Eager row_quantize and row_dequantize. docs/ops.md states the formats."""
+"""Eager row_quantize and row_dequantize. docs/reference/ops.md states the formats."""
 
 import torch
 from torch import Tensor

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/recipes/with_torchrec.py
 
-Needs torchrec and fbgemm-gpu (docs/torchrec.md says how to install them). Trains four tables,
+Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md says how to install them). Trains four tables,
 each on one rank, and an MLP on both. Prints the loss of the first steps and of the last, and what
 a rank sent.
 """

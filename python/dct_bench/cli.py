@@ -1,5 +1,6 @@
 """dct-bench: one subcommand per folder."""
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -16,14 +17,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status("dct-bench", lambda: _run(arguments))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; exits with status 2 and a text that names argument, rule and value."""
     parser = Parser(prog="dct-bench", description=DESCRIPTION)
     add_version(parser)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         _module(name, "arguments").add_parser(subparsers, name)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
+    options = parse(arguments)
     return exit_status(
         f"dct-bench {options.command}", lambda: _module(options.command, "command").run(options)
     )

@@ -11,7 +11,7 @@ from dct_parallel.rows.codecs import ROW_FORMATS
 
 from . import option_rules
 from .argument_types import count, density, number, pair, positive, several, widths
-from .command_line import Formatter, Parser, add_out, add_version
+from .command_line import Formatter, Parser, add_out, add_two_helps, add_version
 from .launch import under_torchrun
 from .models.factorised import FACTORISED
 from .modes import MODES, START_STEP, VALUE_DTYPES
@@ -48,14 +48,34 @@ examples:
 DIR receives summary.json (results), history.json (per step) and curves.png, anew after every run of
 a mode and a seed: what an interrupted command has finished is kept.
 """
+# What --help shows; --help-all shows the rest as well.
+MOST = (
+    *("--data", "--rows", "--ranks", "--epochs", "--batch-size", "--lr", "--optimizer", "--seeds"),
+    *("--parallel", "--modes", "--density", "--out"),
+)
+EPILOG_OF_MOST = """\
+examples:
+  dct-train
+      rows from the generator, 2 local ranks, dense beside DCT
+  dct-train --data train.txt.gz --modes dense,bf16,powersgd,dct --seeds 3 --out runs/mine
+      Criteo's file, every mode, mean and spread of 3 seeds
+
+All other options (tables, rows in few bits, transports, restarts, torchrun): dct-train --help-all
+"""
 FOLDER, RESULT = "runs/dlrm", "summary.json"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; exits with status 2 and a text that names argument, rule and value."""
     parser = Parser(
-        prog="dct-train", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
+        prog="dct-train",
+        usage="%(prog)s [-h] [--help-all] [OPTION ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Formatter,
+        add_help=False,
     )
+    add_two_helps(parser, MOST, EPILOG_OF_MOST)
     add_version(parser)
     fraction = number(float, lambda x: 0 < x < 1, "a number in (0, 1)")
 
@@ -104,7 +124,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="F",
         help="fraction of the rows kept for the test, chosen by a hash of the row number",
     )
-
     data.add_argument(
         "--validation-fraction",
         type=number(float, lambda x: 0 <= x < 1, "a number in [0, 1)"),
@@ -169,10 +188,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--parallel",
         choices=("data", "hybrid", "2d", "des"),
         default="data",
-        help="every rank has all weights, or the MLPs and its share of the embedding tables: then "
-        "pooled embeddings cross forward and their gradients back. 2d: the tables are shared in "
-        "groups of ranks, each with a replica of them, which are averaged. des (distributed "
-        "equivalent substitution): ranks share the rows of every table, and partial results cross",
+        help="data: every rank has all weights. hybrid: the MLPs and a share of the embedding "
+        "tables; ranks exchange pooled embeddings and their gradients. 2d: groups of ranks share "
+        "the tables, each group has a replica, and replicas are averaged. des (distributed "
+        "equivalent substitution): ranks share the rows of every table and send partial results",
     )
     exchange.add_argument(
         "--replicas", type=count, default=2, metavar="R", help="2d: groups of ranks"
@@ -196,7 +215,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--density",
         type=density,
         default=0.005,
-        help="DCT: fraction of each large parameter's entries sent per step",
+        help="DCT: fraction of the gradient entries sent per step",
     )
     rows = exchange.add_mutually_exclusive_group()
     rows.add_argument(

@@ -9,7 +9,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +41,40 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+class _ShortHelp(argparse.Action):
+    """Prints the help of the options in `const` alone, with an epilog of its own, and exits."""
+
+    def __init__(self, option_strings: list[str], epilog: str, **kwargs: object) -> None:
+        super().__init__(option_strings, nargs=0, default=argparse.SUPPRESS, **kwargs)
+        self._epilog = epilog
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for action in parser._actions:
+            if action is not self and not self.const & {*action.option_strings}:
+                action.help = argparse.SUPPRESS
+        parser.epilog = self._epilog
+        parser.print_help()
+        parser.exit()
+
+
+def add_two_helps(parser: argparse.ArgumentParser, most: Collection[str], epilog: str) -> None:
+    """--help with the options in `most`, --help-all with all of them, by group.
+
+    Args:
+        parser: made with add_help=False.
+        epilog: of --help.
+    """
+    shown = frozenset(most) | {"--help-all"}
+    parser.add_argument(
+        *("-h", "--help"),
+        action=_ShortHelp,
+        const=shown,
+        epilog=epilog,
+        help="the options that most people need",
+    )
+    parser.add_argument("--help-all", action="help", help="all options, by group")
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

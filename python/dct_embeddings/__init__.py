@@ -6,7 +6,7 @@ Tables in shards inside a group of ranks, with replicas across groups.
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
     sync = ReplicaSync(bags, optimizer, every=10)
 
-Or operators on them computed where their rows are, of which partial results cross.
+Or operators computed where their rows are, so that only partial results are sent.
 
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)

@@ -149,7 +149,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     it is used: it may change in training, and from there on steps are those of a run that always
     had it. Why c, and the delay, is derived here from what averaging does.
 
-    *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not meet the row. One
+    *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not use the row. One
     group with all samples would have G = mean(g_i) and accumulate mean(G ** 2); replicas accumulate
     g_i ** 2 each, and share the mean of that. The row's gradients
 
@@ -164,23 +164,24 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     *The delay.* Replicas that divide by accumulators of their own do not average to a step by their
     averaged gradient. So with `delayed` a row is divided by the root of v as of the last sync, the
-    same on every replica, and what came since waits in a second accumulator until the next sync.
+    same on every replica; newer squares are kept in a second accumulator until the next sync.
     (TorchRec's authors write of a momentum "behind by one sync step" for AdaGrad.) Averaged weights
     are then the last synced ones minus lr * mean(sum of gradients) / sqrt(v / c + eps), exactly. A
-    row whose v is 0, not met before the last sync, is divided by what waits.
+    row whose v is 0, not used before the last sync, is divided by the second accumulator.
 
     A state that was saved with `accumulator_scale` s, of the rule that multiplied squares before
     they were accumulated and added eps to the root, is converted when it is loaded: c is 1 / s, v
     is multiplied by that, and eps squared. Steps go on as they were, but for roundings.
 
     Args:
-        params, lr: as of `RowWiseAdagrad`.
+        params: as of `RowWiseAdagrad`.
+        lr: as of `RowWiseAdagrad`.
         eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: where v is
             0, the same step.
         scale: c above, from 1 up; M for M replicas of a table.
         delayed: divide by the accumulator of the last sync.
 
-    State of a weight: `sum`, v above, and, if delayed, `pending`, what waits: [rows] each.
+    State of a weight: `sum`, v above, and, if delayed, `pending`, the newer squares: [rows] each.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.

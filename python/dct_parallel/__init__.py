@@ -1,26 +1,26 @@
 """dct_parallel: training with Dynamic Communication Thresholding.
 
-Data parallel: only the largest gradients cross.
+Data parallel: send only the largest gradients.
 
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
-On a cluster they cross whole inside a node, and between nodes so.
+On a cluster: dense inside a node, compressed between nodes.
 
     state = DCTState(ddp, density=0.005, mesh=node_mesh())
 
-Or only the largest changes of the weights, after every few steps of each rank's own optimizer.
+Local steps: each rank's own optimizer, and every few steps the largest changes of the weights.
 
     averager = DCTAverager(module, density=0.1, period=10)
     averager.average_parameters()
 
-The same between replicas of a model that torch's fully_shard has cut.
+FSDP2: between replicas of a model that fully_shard has cut.
 
     state = dct_fully_shard_hook(model, mesh, density=0.005)
 
-Model parallel: only the largest activations of every row cross, and their gradients.
+Model parallel: the largest activations of every row, and their gradients.
 
-    values, positions = pack_rows(x, k)  # on one device; what carries them to the next is up to you
+    values, positions = pack_rows(x, k)  # on one device; how they travel is up to you
     y = unpack_rows(values, positions, width)
     y = all_to_all_rows(x, splits, density=0.05)
 

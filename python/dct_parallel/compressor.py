@@ -34,7 +34,7 @@ from dct_kernels.layout import (
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity over what is to pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
-# quarter (1 / sqrt(16)). Losses are those of the exact threshold: docs/benchmarks.md, Thresholds.
+# quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/benchmarks.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _ONE_PICK = 2.0**-40  # a density, of whatever sample
@@ -56,39 +56,37 @@ def default_samples(density: float) -> int:
 
 
 class Compressor:
-    """Packs a flat gradient into a payload of fixed size and keeps what was not sent.
+    """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
-    A threshold is sampled from what is about to be packed, in every `pack` (policy "fresh") or in
-    every `refresh_every`-th ("fixed": the paper's way; gradients move on meanwhile, and what
-    overflows waits in the residual). No host synchronisation. A sample may be infinite, if more
-    than its share of what was picked is not finite: then only what is not finite passes; a "fixed"
-    threshold stays what it was, infinite if there was none. A sample is 0 if most of the elements
-    are 0: then every non-zero passes, up to the capacity. At density 1 the threshold is 0 for good:
-    everything is sent.
+    A threshold is sampled from residual + gradient, in every `pack` (policy "fresh") or in every
+    `refresh_every`-th ("fixed": the paper's way; gradients change meanwhile, and entries that find
+    no room stay in the residual). No host synchronization. A sample is infinite if too many of the
+    picks are not finite: then only non-finite entries pass; a "fixed" threshold is kept instead. A
+    sample is 0 if most of the elements are 0: then every non-zero passes, up to the capacity. At
+    density 1 the threshold is always 0: everything is sent.
 
-    There is one payload, overwritten by the next `pack`: finish sending it first. A second one
-    would buy nothing, as the next gradient cannot exist before this one was exchanged.
+    There is one payload, overwritten by the next `pack`: finish sending it first.
 
     Args:
         numel: elements of the flat tensor.
         segments: S + 1 offsets ascending from 0 to numel; each segment has a threshold of its own.
-            One for a payload sends what is largest in all of it.
+            With one segment the largest entries of all are sent.
         density: fraction of each segment to send per step, in (0, 1].
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
         policy: "fresh" or "fixed".
         value_dtype: of the values in the payload, torch.bfloat16, torch.float32, or "e3m0": two
-            bytes an entry, position and all (bfloat16 at density 1, where no threshold gives a
-            scale).
+            bytes per entry, position included (bfloat16 at density 1, where no threshold gives
+            a scale).
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
         max_samples: picks per segment; default 4,096, from 0.39 % of density down 16 / density.
-        row_of: where this tensor is one range of several, the elements of the longest one: what is
-            sent and received then has the size of a row of theirs.
+        row_of: where this tensor is one range of several, the elements of the longest one: payloads
+            then have the size of the longest one's.
         device: of every tensor here.
 
     Attributes:
-        residual: float32 [numel], what is still to be sent, in unscaled units.
+        residual: float32 [numel], not sent yet, in unscaled units.
         threshold: float32 [S], the magnitudes that passed in the last `pack`.
         seen: int32 [S], how many passed in it.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
@@ -170,13 +168,13 @@ class Compressor:
     def pack(
         self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
     ) -> Tensor:
-        """Add `grad` to the residual and move what passes into the payload, which is returned.
+        """Add `grad` to the residual, move entries that pass into the payload, and return it.
 
         Args:
             grad: float32, bfloat16 or float16 [numel].
             inv_scale: float32, one element on the device: grad is multiplied by it (AMP).
-            status: what `unpack` returned of what `grad` was made from: if something was damaged,
-                the payload says so to all who receive it.
+            status: the result of the last `unpack`: if a payload was damaged, this one tells all
+                who receive it.
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
@@ -242,9 +240,9 @@ class Compressor:
     def take_back(self) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
 
-        For a step that was exchanged but not applied. Exact for every finite entry, as packed value
-        + residual is what was accumulated; non-finite ones are dropped. Voids the payload, so a
-        second call adds nothing. Allocates `numel` float32.
+        For a step that was exchanged but not applied. Exact for finite entries, because packed
+        value + residual is the accumulated value; non-finite ones are dropped. Voids the payload,
+        so a second call adds nothing. Allocates `numel` float32.
         """
         # With both flags set, unpacking would put a NaN over element 0.
         self.payload[..., FLAGS_BYTE].zero_()
@@ -257,8 +255,8 @@ class Compressor:
     def sent_of(self, bounds: Tensor) -> Tensor:
         """Entries that the last payload holds of each part of the tensor, int64 [parts].
 
-        Some 15 small ops on the device, for each range; 50 bytes of memory an entry meanwhile. Does
-        not wait for them.
+        Some 15 small ops on the device per range, which it does not wait for; 50 bytes of memory
+        per entry meanwhile.
 
         Args:
             bounds: int64, ascending from 0 to numel, one more than there are parts.

@@ -1,10 +1,13 @@
 """The command line: a wrong argument is named with its rule and its value; the help teaches."""
 
+import re
+
 import pytest
 
 from dct_bench import cli
 from dct_dlrm import arguments
 from dct_dlrm.errors import UsageError
+from dct_dlrm.option_rules import flag
 from dct_dlrm.train import _folder, main
 
 COUNT = "must be an integer >= 1, got"
@@ -145,12 +148,24 @@ def test_values_of_the_paper_setup():
     assert options.bottom == [512, 256, 64] and options.top == [512, 256]
 
 
-def test_help_has_examples_units_and_defaults(capsys):
+def _options_of(option, capsys):
+    """The options that a help explains, once what both helps hold is found in it."""
     with pytest.raises(SystemExit) as exit_info:
-        main(["--help"])
+        main([option])
     text = capsys.readouterr().out
     assert exit_info.value.code == 0
     assert "examples:" in text and "torchrun" in text
     assert "rows per rank and step (default: 128)" in " ".join(text.split())
-    for action in ("--data", "--rows", "--density", "--refresh-every", "--policy", "--out"):
-        assert action in text
+    return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE))
+
+
+def test_help_has_examples_units_and_defaults(capsys):
+    every = _options_of("--help-all", capsys)
+    settings = {flag(name) for name in vars(arguments.parse([]))}
+    assert every == settings | {"--help", "--help-all", "--version"}
+
+
+def test_help_begins_with_what_most_people_need(capsys):
+    most = _options_of("--help", capsys)
+    assert most == {*arguments.MOST, "--help", "--help-all"}
+    assert len(arguments.MOST) == 12

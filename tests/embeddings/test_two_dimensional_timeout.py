@@ -1,4 +1,4 @@
-"""The timeout of a mesh's groups, as docs/cluster.md sets it."""
+"""The timeout of a mesh's groups, as docs/guide/cluster.md sets it."""
 
 import re
 from datetime import timedelta

@@ -1,6 +1,6 @@
-// emulator.cpp -- the scheduler. Frozen (docs/kernels.md): tests/ptx comes first. Compiled without
-// sanitizer instrumentation: fibers share its data without the synchronisation a checker would ask
-// for, because only one runs at a time.
+// emulator.cpp -- the scheduler. Frozen: tests/ptx comes first (docs/design/verification.md).
+// Compiled without sanitizer instrumentation: fibers share its data without the synchronisation a
+// checker would ask for, because only one runs at a time.
 #include "emulator/emulator.h"
 
 #include <algorithm>

@@ -148,7 +148,7 @@ AlignedBytes packed(const Case& c) {
   return payload;
 }
 
-// Adds one payload to `sum` as docs/payload.md says; returns its status.
+// Adds one payload to `sum` as docs/reference/payload.md says; returns its status.
 int32_t read(const uint8_t* in, const E3M0Layout& layout, int64_t numel, int64_t capacity,
              float* sum) {
   const int64_t count = get<uint32_t>(in, 20), exponent = get<uint64_t>(in, 24);

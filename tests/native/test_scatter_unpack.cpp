@@ -1,5 +1,5 @@
-// scatter_unpack against a reader that follows docs/payload.md to the letter, on payloads sound,
-// damaged and random.
+// scatter_unpack against a reader that follows docs/reference/payload.md to the letter, on
+// payloads sound, damaged and random.
 
 #include "../../csrc/common/payload.h"
 #include "../../csrc/cpu/scatter_unpack.h"

@@ -105,7 +105,7 @@ def test_default_capacity_is_five_quarters_of_the_density_of_the_largest_range()
 
 
 def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
-    """At 0.5 % and with gradients that repeat: the law of docs/training.md."""
+    """At 0.5 % and with gradients that repeat: the law of docs/guide/ddp.md."""
     small, ratio = 40, 10
     grad = grads(4000, 0)
     grad[:small] /= ratio

@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md: what calls cost."""
+"""The table of docs/results/kernels_counted.md: what calls cost."""
 
 from collections.abc import Iterable, Iterator
 

@@ -10,7 +10,7 @@ from .cost_model import DENSE, OURS, Step
 from .kernel_rates import H100
 from .report import TITLES, Steps, new_table
 
-NOTE = "Times and bytes alone: docs/training.md has what each method does to the loss."
+NOTE = "Times and bytes alone: docs/guide/transformers.md says what each method does to the loss."
 
 
 def best(steps: dict[str, Step]) -> str:

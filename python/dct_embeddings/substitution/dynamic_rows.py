@@ -23,11 +23,11 @@ class DynamicFeatureRows(SharedRows):
     """A row for each feature that training has met, shared out to ranks by a hash of the id.
 
     In training mode a feature gets its row when it is first seen: numbers uniform within `bound`,
-    by a hash of id and column, so that world sizes do not differ. In eval mode no rows are made,
-    and that of an unknown feature is 0. No row is ever given up.
+    by a hash of id and column, so they are the same on any number of ranks. In eval mode no rows
+    are made, and the row of an unknown feature is 0. No row is ever evicted.
 
-    Ids are any from 0 to 2^63 - 1, such as hashes: nothing is modulo anything. They cross in 8
-    bytes. A rank finds rows by a hash table that grows with what is in it, a bucket at a time.
+    Ids are any from 0 to 2^63 - 1, such as hashes, sent in 8 bytes each. A rank finds rows by a
+    hash table that grows by a bucket at a time.
 
     `state_dict` has the rows there are, and is this rank's; `load_state_dict` takes that, or what
     `merge_feature_rows` made of the states of any number of ranks: all of it, or with an error
@@ -37,7 +37,7 @@ class DynamicFeatureRows(SharedRows):
     Args:
         width: d, numbers in a row.
         capacity: rows that this rank can have. Memory is reserved for them, and on the CPU taken
-            only as they come: address space is what the rest costs.
+            only as they come: the rest costs address space only.
         bound: of initial numbers, from 0 up to the most that `dtype` holds.
         seed: of initial numbers.
         dtype: float32 or float64.
@@ -46,7 +46,7 @@ class DynamicFeatureRows(SharedRows):
 
     Attributes:
         weight: parameter [1 + capacity, d]. Row 0 is 0, for unknown features; then come those of
-            `ids()`; what is behind has no meaning.
+            `ids()`; the rows behind those have no meaning.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.

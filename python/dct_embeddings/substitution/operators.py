@@ -131,7 +131,8 @@ class FirstLayer(SubstituteOperator):
 
     Args:
         fields: as many as `lengths` will have.
-        width, first: as of `SubstituteOperator`.
+        width: as of `SubstituteOperator`.
+        first: as of `SubstituteOperator`.
         out_features: of the layer.
     """
 

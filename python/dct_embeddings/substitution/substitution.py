@@ -29,18 +29,19 @@ class EquivalentSubstitution(nn.Module):
     """Operators on rows of features that ranks share, computed where the rows are.
 
     Distributed equivalent substitution (arXiv 1909.04823): an operator is replaced by parts beside
-    each shard of its rows, whose partial results are added up. What crosses depends on samples, not
-    on how many features they have or on how large a row is; no row and no gradient of one crosses.
-    Training is that of one process with all samples, but for the order of sums.
+    each shard of its rows, whose partial results are added up. Bytes depend on the number of
+    samples, not on that of their features or on the width of a row; neither rows nor their
+    gradients are sent. Training is that of one process with all samples, except for the order of
+    sums.
 
     With "reduce_scatter" every rank gives the bags of its own samples and gets their results; the
     dense part after it is data-parallel (DistributedDataParallel). Ids go to the ranks that own
-    their rows, so that each computes for the global batch what it owns of it: P * batch samples of
-    partial results on every rank, to be held and, at (P - 1) / P of them, sent, and as many bytes
-    of gradients back. Gradients are those of the mean over ranks. With "all_reduce" every rank
-    gives the same global batch, which each must read, and gets the results for all of it; the dense
-    part is computed P times, alike on all ranks, and neither ids nor gradients cross. This is the
-    paper's form. Partial results take the same bytes there.
+    their rows, and each computes its share for the global batch: it holds the partial results of
+    P * batch samples, sends (P - 1) / P of them, and receives as many bytes of gradients. Gradients
+    are those of the mean over ranks. With "all_reduce", the paper's form, every rank gives the same
+    global batch, which each must read, and gets the results for all of it; the dense part is
+    computed P times, alike on all ranks, and neither ids nor gradients are sent. Partial results
+    take the same bytes.
 
     Forward and backward are collective, with equally many samples on every rank. The host waits in
     forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel. A

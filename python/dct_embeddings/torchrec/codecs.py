@@ -17,7 +17,7 @@ _REDUCE_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 def qcomm_codecs(
     width: int, forward: str = "int4", backward: str = "sign"
 ) -> dict[str, QuantizedCommCodecs]:
-    """Codecs for a sharder: embeddings cross in one number format, their gradients in another.
+    """Codecs for a sharder: a number format for embeddings, another for their gradients.
 
     For tables that are sharded table-, column- or table-column-wise, pooled or not. Each `width`
     entries have a scale of their own. The gradient is straight-through: that of what arrived,
@@ -28,7 +28,7 @@ def qcomm_codecs(
 
     Args:
         width: entries with a scale of their own. It must divide the width of every shard: their
-            greatest common divisor, or less. Of widths TorchRec tells a codec sums of ranks only.
+            greatest common divisor, or less. TorchRec tells a codec only sums of widths per rank.
         forward: of embeddings, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
             `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
         backward: of their gradients, one of these.

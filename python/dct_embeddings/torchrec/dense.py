@@ -22,7 +22,8 @@ def compress_dense(
 
     Args:
         dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
-        density, settings: as of `DCTState`.
+        density: as of `DCTState`.
+        **settings: as of `DCTState`.
 
     Returns:
         The hook's state. Its `state_dict()` belongs beside the model's, one per rank, or the state

@@ -19,8 +19,8 @@ _OP = "replica_sync"
 def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
     """Let `dmp.sync()` average weights by their largest changes, and optimizer state as it is.
 
-    DCT (arXiv 2010.08899) across replicas, our reconstruction: of what changed since the last sync
-    the largest entries cross, as bfloat16; the rest leaves the weights and waits in a residual
+    DCT (arXiv 2010.08899) across replicas, our reconstruction: the largest changes since the last
+    sync are sent, as bfloat16; the rest leaves the weights and stays in a residual
     (error feedback). After each sync replicas are bitwise equal. They start, here, from the weights
     of the first.
 
@@ -40,7 +40,7 @@ def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
 
     >>> replicas = replica_sync(dmp, density=0.01)
     >>> dmp.sync()  # every few steps, as without
-    >>> replicas.flush()  # before evaluation: nothing waits
+    >>> replicas.flush()  # before evaluation: nothing is pending
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
     checks.require_density(_OP, density)
@@ -86,7 +86,7 @@ class ReplicaDeltas:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """A sync of weights after which nothing waits: all that changed crosses, in float32."""
+        """A sync that sends all changes in float32, so that nothing is pending."""
         for weights in self._weights.values():
             weights.sync(everything=True)
 

@@ -31,19 +31,19 @@ _INTS = (torch.int32, torch.int64)
 
 
 class ShardedEmbeddingBags(nn.Module):
-    """Embedding tables in shards over a group of ranks, of which there are replicas.
+    """Embedding tables in shards over a group of ranks, with replicas across groups.
 
     Two-dimensional sparse parallelism (arXiv 2508.03854): the ranks of a row of the mesh own the
     tables together, table-wise or row-wise, and exchange pooled embeddings; the rows of the mesh
     hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism.
 
     Every rank gives the bags of its own samples. Ids go to the ranks that own their rows; these add
-    up what they own of a bag, and send that back: a row for every sample and shard. Sums of a
-    table's shards are in row order. With `dedup` each distinct row that a rank's bags ask for
-    crosses once, and the sum of its gradients; the rank adds up its bags itself: fewer rows where
-    samples share ids, more where bags are long and do not. Gradients are divided by the size of the
-    sharding group, as a mean over its samples is. With replicas averaged after every step, SGD does
-    the same as with one group of all ranks.
+    up their rows of a bag and send the sum back: one row per sample and shard. Sums of a table's
+    shards are in row order. With `dedup` each distinct row that a rank's bags ask for is sent once,
+    and so is the sum of its gradients; the rank adds up its bags itself. That is fewer rows where
+    samples share ids, and more where bags are long and do not. Gradients are divided by the size of
+    the sharding group, like a mean over its samples. With replicas averaged after every step, SGD
+    does the same as with one group of all ranks.
 
     Forward and backward are collective in the sharding group, with equally many samples on every
     rank of it. The host waits in forward, for counts. Deterministic on the CPU.
@@ -65,8 +65,8 @@ class ShardedEmbeddingBags(nn.Module):
         exchange: of rows, see `Exchange`; default as they are. For rows in few bits
             `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
             rank: it is not checked.
-        dedup: whether rows cross once each, rather than pooled.
-        sparse: whether the gradient of `weight` is sparse, as of nn.EmbeddingBag.
+        dedup: whether distinct rows are sent once each, rather than pooled.
+        sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
     Attributes:
         weight: parameter [own rows, d], this rank's shards in the order of its plan.

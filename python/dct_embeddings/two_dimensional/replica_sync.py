@@ -22,31 +22,30 @@ _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a Replica
 class ReplicaSync:
     """Averages the tables of all replicas, and their row-wise AdaGrad state, every `every` steps.
 
-    Rows that the optimizer changed since the last sync take part, those of all replicas together;
-    others cost nothing, neither bytes nor memory passes. Afterwards replicas are bitwise equal in
+    The rows that some replica's optimizer changed since the last sync take part; other rows cost
+    neither bytes nor memory passes. Afterwards replicas are bitwise equal in
     weights and accumulators. In a mesh of one row a sync changes no bit, whatever the settings. A
     sync may come at any time: while gradients are accumulated, or between a forward pass and its
     step.
 
-    - By default rows cross as they are, by an all-reduce: their mean.
-    - With `dtype`, what changed since the last sync crosses, rounded to it; accumulators as they
-      are. What rounding loses is lost.
-    - With `density`, DCT (arXiv 2010.08899): the largest entries of what changed, a threshold for
-      each shard, as bfloat16. Weights are then those of the last sync and the mean of what was
-      delivered; the rest leaves the weights and waits in the residual (error feedback). A row with
-      a residual counts as changed, so the rows of one sync take part in the next, until `flush()`.
-      Accumulators are not thresholded: what they gained crosses, for rows changed since the last
-      sync. Compressing what changed across replicas, not gradients, is our reconstruction.
+    - By default rows are averaged as they are, by an all-reduce.
+    - With `dtype`, the changes since the last sync are sent, rounded to it; accumulators as they
+      are. Rounding errors are lost.
+    - With `density`, DCT (arXiv 2010.08899): the largest entries of the changes, with a threshold
+      per shard, as bfloat16. Weights become those of the last sync plus the mean of all messages;
+      the rest leaves the weights and stays in the residual (error feedback). A row with a residual
+      counts as changed, so it takes part in every sync until `flush()`. Accumulators are not
+      thresholded: their gains are sent, for rows changed since the last sync. Compressing changes
+      across replicas, not gradients, is our reconstruction.
 
-    Between syncs replicas differ, and with a density something waits. `flush()` before evaluation
-    and before a checkpoint: a ReplicaSync has nothing to save then, as it counts the steps since
-    the last sync, and the ranks of one replica have all there is to save of bags and optimizer.
-    `flush()` before a checkpoint is loaded into a running job, too: what changed since the last
-    sync is a difference to weights that the load replaces.
+    Between syncs replicas differ, and with a density changes are pending. Call `flush()` before
+    evaluation, before a checkpoint, and before a checkpoint is loaded into a running job. After a
+    flush a ReplicaSync has nothing to save, and the ranks of one replica have all of bags and
+    optimizer.
 
     A step of the optimizer costs a gather of the rows that it changes for the first time since the
-    last sync, and the host waits for how many they are; with dense gradients a pass over the
-    gradient as well. Deterministic on the CPU.
+    last sync, and the host waits for their number; with dense gradients also a pass over the
+    gradient. Deterministic on the CPU.
 
     Args:
         bags: whose weight is averaged. One ReplicaSync for a model's life, made before training,
@@ -56,7 +55,7 @@ class ReplicaSync:
             decay, or RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A hook on its step notes the
             rows for which there is a gradient; a copy of the optimizer does not have it.
         every: steps from one sync to the next.
-        dtype: torch.float16 or torch.bfloat16, of what changed; default uncompressed.
+        dtype: torch.float16 or torch.bfloat16, of the changes; default uncompressed.
         density: instead of a dtype, fraction of each shard's changed entries to send at a sync, in
             (0, 1]; for float32 weights.
 
@@ -106,12 +105,12 @@ class ReplicaSync:
         """Average now: every rank of the mesh calls this, after the same step.
 
         Raises:
-            RuntimeError: a replica is gone, or what it sent was damaged. Load a checkpoint then.
+            RuntimeError: a replica is gone, or its message was damaged. Load a checkpoint then.
         """
         self._sync(everything=False)
 
     def flush(self) -> None:
-        """A sync after which nothing waits: what does crosses as it is, for every such row."""
+        """A sync that sends all pending changes uncompressed, so that nothing is pending."""
         self._sync(everything=True)
 
     @torch.no_grad()

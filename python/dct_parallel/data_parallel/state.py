@@ -51,20 +51,19 @@ class DCTState:
     """What `dct_hook` needs between steps: residuals and where to send payloads.
 
     Construct it on every rank of the group, register it once, and keep `state_dict()` in the
-    checkpoint of every rank: residuals differ between ranks. `close()` ends the thread and the
-    process groups that it made; a process may exit without.
+    checkpoint of every rank: residuals differ between ranks. `close()` ends its thread and its
+    process groups; a process may exit without it.
 
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
-    in that time. Then each bucket sends what is largest in all of it: a payload has one threshold,
-    sampled from what is about to be packed, in every step. A parameter whose gradients are far
-    smaller than the others' waits long for that: `stats()` names those that are silent. State
-    belongs to parameters, by name: should the buckets change later, it moves along. Memory: 4 bytes
-    per parameter, and each bucket's payload once per rank; by "reduce_scatter" 8 / P bytes more,
-    and three payloads in all.
+    in that time. Then each bucket sends its largest entries: a payload has one threshold, sampled
+    in every step from the sum of gradient and residual. A parameter whose gradients are far smaller
+    than the others' is sent rarely: `stats()` names the silent ones. State belongs to parameters,
+    by name, and moves along if the buckets change later. Memory: 4 bytes per parameter, and each
+    bucket's payload once per rank; with "reduce_scatter" 8 / P bytes more, and three payloads.
 
-    What has to be the same on all ranks is compared when the state is bound to its DDP, and at the
-    first step after that or a load: every rank raises, naming all values. Waits for other ranks end
-    at the group's timeout.
+    Settings and parameters are compared between ranks when the state is bound to its DDP, and run
+    and step at the first step after that or a load: if they differ, every rank raises and names all
+    values. A wait for another rank ends at the group's timeout.
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
@@ -72,50 +71,51 @@ class DCTState:
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
-            then an entry has two bytes, position and all, see docs/payload.md.
-            With density 1 also "int8", "int4" and "ternary": every entry in few bits, by rows of
-            1,024 with a scale each. What rounding takes off waits in the residual.
-        transport: how payloads reach the other ranks. "all_gather": everybody gets all, so bytes
-            grow with the ranks. "reduce_scatter": each rank sums and compresses again one range of
-            every bucket; bytes do not grow with the ranks, as long as a bucket has a block of
-            16,384 elements for each. None: all-gather up to 8 ranks, and in buckets of fewer than
-            four blocks a rank; reduce-scatter beyond, and of every entry in few bits from 3 ranks.
+            an entry then has two bytes, its position included (docs/reference/payload.md).
+            With density 1 also "int8", "int4" and "ternary": every entry in few bits, in rows of
+            1,024 with a scale each. The rounding error stays in the residual.
+        transport: how payloads reach the other ranks. "all_gather": every rank gets all of them,
+            so bytes grow with the ranks. "reduce_scatter": each rank sums one range of every bucket
+            and compresses the sum again; bytes do not grow with the ranks, as long as a bucket has
+            a block of 16,384 elements for each. None: all-gather up to 8 ranks, and in buckets of
+            fewer than four blocks per rank; reduce-scatter beyond, and from 3 ranks on for every
+            entry in few bits.
         process_group: ranks to average over, this one among them; default those of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): see `node_mesh`.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
-            none. Residuals are kept in unscaled units, and what was packed for a step that the
-            scaler skipped is taken back.
+            none. Residuals are kept in unscaled units. If the scaler skips a step, the entries that
+            were sent in it return to the residual.
         start_step: steps before compression.
-        policy: of the thresholds: "fresh", sampled in every step, or "fixed", the paper's way: in
+        policy: "fresh": the threshold is sampled in every step; or "fixed", the paper's way: in
             every `refresh_every`-th, and after a load; see `Compressor`.
 
-    Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without (of
-    a step that a scaler skips, entries that overflowed are lost then, and the first of a bucket).
-    Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or pickle without a scaler) takes
-    residuals along and is bound to no DDP; a scaler is shared with it.
+    Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without it.
+    If a scaler skips such a step, the entries that overflowed in it are lost, and the first of each
+    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or
+    pickle without a scaler) takes residuals along and is bound to no DDP; it shares the scaler.
 
-    With a `mesh` of L ranks a node, the node's mean is taken inside it, in the gradients' dtype (a
-    reduce-scatter): each rank compresses its L-th part of every bucket, exchanges it with the ranks
-    of its number in other nodes, and parts are gathered inside the node. Bytes between nodes, and
-    memory, are 1 / L of what they are without. Nodes of one rank are as no mesh, bit for bit; in a
-    single node what does not pass waits, too.
+    With a `mesh` of L ranks per node, a reduce-scatter takes the node's mean, in the gradients'
+    dtype. Each rank compresses its L-th part of every bucket and exchanges it with the ranks of
+    equal number in other nodes; then parts are gathered inside the node. Bytes between nodes, and
+    memory, are 1 / L of those without a mesh. Nodes of one rank give the bits of no mesh. In a
+    single node entries below the threshold are delayed for nothing: use no hook there.
 
-    A payload that is damaged on its way is found by the rank that receives it. Damage of step t
-    raises there, and on the ranks of its node, at the first hook of step t + 1, which still tells
-    the others; on them it raises at the first hook of step t + 2 at the latest. (If DDP deals its
-    buckets anew between t and t + 1, as after its first step, they end with the connection or the
-    timeout.) `state_dict()`, `stats()`, `parameter_stats()` and `close()` of a rank that knows of
-    damage raise as well. So damage of the very last step is raised by the first of them, on the
-    ranks that know; the others do not learn of it. Weights of a damaged step differ between ranks:
-    go back to a checkpoint.
+    A payload that is damaged on its way is found by its receiver. Damage of step t raises there,
+    and on the ranks of its node, at the first hook of step t + 1, which still tells the others;
+    they raise at the first hook of step t + 2 at the latest. (If DDP changes its buckets between
+    t and t + 1, as after its first step, they end with the connection or the timeout.)
+    `state_dict()`, `stats()`, `parameter_stats()` and `close()` of a rank that knows of damage
+    raise as well. So damage of the very last step is raised by the first of them, on the ranks that
+    know of it; the others do not learn of it. Weights of a damaged step differ between ranks: go
+    back to a checkpoint.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
-    step, and with it what the residual sent. One optimizer per GradScaler, as a skipped step is
-    taken back for all parameters.
+    step, and with it the entries that were sent for it. Use one optimizer per GradScaler, because a
+    skipped step is taken back for all parameters.
 
     Attributes:
         step: steps taken.
-        node_group: in which gradients cross inside a node of a mesh, for a `WireMeter`; or None.
+        node_group: the group inside a node of a mesh, for a `WireMeter`; or None.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
@@ -218,10 +218,10 @@ class DCTState:
             self._finish_last_step()
 
     def plan(self) -> str:
-        """What is sent for each parameter in a compressed step, as a table.
+        """The bytes and the capacity of each bucket in a compressed step, as a table.
 
-        Until compression has started DDP's buckets are not known: one is assumed, and the last line
-        says what each further one adds. From then on bytes are exact, as in `stats()`.
+        DDP's buckets are not known until compression has started: one is assumed, and the last line
+        tells the bytes of each further one. From then on bytes are exact, as in `stats()`.
         """
         self._require_bound("plan")
         device = ddp_parameters.device_of(self._names)
@@ -236,15 +236,15 @@ class DCTState:
         return table
 
     def stats(self) -> dict[str, float | int | list[str] | None]:
-        """How the last 100 steps went, and what a step costs. Waits for the last step.
+        """Means of the last 100 steps, and the bytes of a step. Waits for the last step.
 
-        `step`: steps taken; `density`: entries that this rank sent over those that were compressed,
-        a mean over steps (None before any is);
-        `overflow`: fraction of payloads, of all ranks, that were too small for what passed;
-        `wire_bytes`: what a rank sends in a compressed step, in a mesh to other nodes. Messages
-        have a fixed size, so that is the same in every step, and on every rank of equal part;
-        `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one step
-        in 23 tells.
+        - `step`: steps taken.
+        - `density`: entries that this rank sent over those that were compressed; None before any.
+        - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed.
+        - `wire_bytes`: bytes that a rank sends per compressed step, with a mesh to other nodes.
+          Messages have a fixed size, so this is the same in every step and on ranks of equal part.
+        - `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one
+          step in 23 tells.
 
         Raises:
             RuntimeError: a payload was damaged.
@@ -258,8 +258,8 @@ class DCTState:
         """{parameter: figures of the last step on this rank}, for any logger. Counted now.
 
         `density`: entries sent over elements; `threshold`: of the payload that its first entry
-        belongs to; `residual_norm`: Euclidean, of what is still to be sent, in unscaled units.
-        Empty before compression starts, and after a load until the next step.
+        belongs to; `residual_norm`: Euclidean norm of its residual, in unscaled units. Empty before
+        compression starts, and after a load until the next step.
 
         Raises:
             RuntimeError: a payload was damaged.
@@ -271,8 +271,8 @@ class DCTState:
     def take_back(self) -> None:
         """Undo what the last step did to the residuals, for a step that you do not apply.
 
-        What was sent in it would be lost with it: the step's gradients, and what had waited for
-        steps. Call it on every rank, after the backward pass and before the next one:
+        Otherwise its entries would be lost: gradients of the step, and of many steps before it.
+        Call it on every rank, after the backward pass and before the next one:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             if not norm.isfinite():  # on all ranks, as their gradients are the same
@@ -280,11 +280,10 @@ class DCTState:
                 optimizer.zero_grad()
                 continue
 
-        Exact for finite gradients (what owners keep by "reduce_scatter": to float32 rounding). NaN
-        and Inf are dropped, of a mesh with what else was in that entry of the node's mean. Of
-        several backward passes that were exchanged, as DDP adds them up, all is taken back. Steps
-        before compression send nothing of residuals. Called again, or after a GradScaler skipped
-        the step, it does nothing.
+        Exact for finite gradients (owners' residuals with "reduce_scatter": to float32 rounding).
+        NaN and Inf are dropped; with a mesh, so is the rest of that entry of the node's mean. If
+        several backward passes were exchanged, as DDP adds them up, all of them are taken back.
+        Called again, or after a GradScaler skipped the step, it does nothing.
 
         Raises:
             RuntimeError: a payload was damaged.
@@ -297,7 +296,7 @@ class DCTState:
         """This rank's residuals by parameter name, the step, and statistics. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
-        backward pass. For `torch.save`, one file a rank. torch.distributed.checkpoint takes the
+        backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
         state itself, {"dct": state} (deeper in a dict, only what this returns), and calls this on
         loading as well, for the shapes: all parameters are in it from the start.
 
@@ -319,9 +318,8 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
-        Every rank loads, before any of them takes a step. The next step compares what was loaded,
-        and waits for ranks that are late, up to the group's timeout. A state that is refused
-        changes nothing.
+        Every rank loads before any of them takes a step. The next step compares run and step, and
+        waits for ranks that are late, up to the group's timeout. A refused state changes nothing.
 
         Raises:
             ValueError: made with another version, density, number of ranks or mesh, by another
@@ -411,7 +409,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP communication hook: the mean of the gradients over the ranks, compressed.
 
     Register with `ddp.register_comm_hook(state, dct_hook)`. The mean is written into the bucket,
-    bitwise the same on every rank. What did not pass the threshold waits in the state's residual.
+    bitwise the same on every rank. Entries below the threshold stay in the state's residual.
 
     Raises:
         TypeError: `state` is not a DCTState.

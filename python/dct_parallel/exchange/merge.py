@@ -24,11 +24,10 @@ def merge_states(
 ) -> dict[str, Any]:
     """One state dict from those of all ranks of a run, to be loaded by every rank of another.
 
-    Its residuals are the ranks' mean: (sum over ranks of residual) / ranks. As a step applies the
-    mean over ranks of what they send, any number of ranks that start from it owe the model what the
-    old ones did, to float32 rounding (summed in float64). In a mesh the ranks of a node hold a part
-    each of what it owes, and the mean is that of nodes. What owners of ranges owe (transport
-    "reduce_scatter") is in units of the mean, and is added to that of every rank as it is. Our
+    Its residuals are the ranks' mean. A step applies the mean over ranks of their messages, so the
+    pending updates of the model stay the same on any number of ranks, to float32 rounding (summed
+    in float64). With a mesh it is the mean of nodes, whose ranks hold a part each. The residuals of
+    owners (transport "reduce_scatter") are in units of the mean, and are added as they are. Our
     reconstruction: the paper does not change the number of ranks.
 
     Args:

@@ -1,6 +1,7 @@
 """Every entry in few bits: rows of 1,024 with a scale each; what rounding leaves waits.
 
-Of the ops of dct_kernels, by plain tensor operations. The payload is version 3, docs/payload.md.
+Of the ops of dct_kernels, by plain tensor operations. The payload is version 3 of
+docs/reference/payload.md.
 """
 
 import torch

@@ -43,40 +43,42 @@ def dct_fully_shard_hook(
         fully_shard(model, mesh=mesh["shard"])
         state = dct_fully_shard_hook(model, mesh, density=0.005)
 
-    Call it on every rank, once all modules are wrapped on the shard dimension alone, and the model
-    is on its device. FSDP reduces gradients over the shard dimension, densely; then what a rank has
-    of them is averaged over the replicate dimension as `DCTState` does it, with error feedback, one
-    message a wrapped module. The mean is bitwise the same on every replica. Keep the state's
+    Call it on every rank, once all modules are wrapped on the shard dimension only and the model is
+    on its device. FSDP reduces gradients over the shard dimension, densely; then a rank's shards of
+    them are averaged over the replicate dimension like `DCTState`'s, with error feedback, in one
+    message per wrapped module. The mean is bitwise the same on every replica. Keep the state's
     `state_dict()` in the checkpoint.
 
     The first `start_step` steps are dense, in bfloat16. From then on a message has one threshold,
-    for all parameters of its module. Memory: 4 bytes per parameter *of a
-    shard*, and each module's payload once per replica. Filling of uneven shards is never sent.
+    for all parameters of its module. Memory: 4 bytes per parameter *of a shard*, and each module's
+    payload once per replica. The padding of uneven shards is never sent.
     Residuals are in units of the gradient that FSDP passes to its hook.
 
-    As with DDP's hook, AdamW loses quality by it, SGD does not (docs/cluster.md has figures).
+    Like DDP's hook, it hurts AdamW and not SGD (docs/guide/fsdp2.md).
 
     Replicas have to be equal at the start: FSDP broadcasts nothing. Every replica's backward pass
     goes through the same modules in the same order, and gives every parameter a gradient
-    (`model.set_reduce_scatter_unused_params(True)` makes up zeros). Gradients may be accumulated
+    (`model.set_reduce_scatter_unused_params(True)` fills in zeros). Gradients may be accumulated
     under `model.set_requires_gradient_sync(False)`, or by several passes that are each exchanged.
-    `set_requires_all_reduce(False)` raises: without torch's own replicas it stops nothing. A
-    `set_gradient_divide_factor` goes for the sum over the shard group, of which this is the mean
-    over replicas: torch's own hybrid sharding by the factor f is f / replicas here.
+    `set_requires_all_reduce(False)` raises: without torch's own replicas it stops nothing.
+    `set_gradient_divide_factor` divides the sum over the shard group, and the hook takes the mean
+    over replicas: for the result of torch's hybrid sharding at factor f, set f / replicas.
 
-    A payload that is damaged on its way is found by the rank that receives it. Damage of step t
+    A payload that is damaged on its way is found by its receiver. Damage of step t
     raises at the first gradient of step t + 1, or at `state_dict()`, on every rank of the mesh;
     before that at `stats()`, `parameter_stats()` and `close()` of the rank that knows. Weights have
     taken that step, and differ: go back to a checkpoint.
 
     Args:
-        model: all of whose trainable parameters are in modules that `fully_shard` was applied to.
+        model: all trainable parameters are in modules that `fully_shard` was applied to.
         mesh: of all ranks, with dimensions "replicate" and "shard".
         density: fraction of a rank's part of each module sent per step, in (0, 1].
-        refresh_every, value_dtype, policy: see `DCTState`.
+        refresh_every: see `DCTState`.
+        value_dtype: see `DCTState`.
+        policy: see `DCTState`.
         transport: between replicas, "all_gather", "reduce_scatter" or None: see `DCTState`.
-        grad_scaler: the GradScaler that scales the loss, if one does. What was packed for a step
-            that it skipped is taken back.
+        grad_scaler: the GradScaler that scales the loss, if one does. The entries of a step that it
+            skipped are taken back.
         start_step: steps before compression.
 
     Returns:

@@ -34,24 +34,27 @@ def all_gather_rows(
 ) -> Tensor:
     """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
-    What crosses of each rank's part of a row is as in `all_to_all_rows`: with `density`, its
+    Each rank's part of a row is sent as in `all_to_all_rows`: with `density`, its
     k = ceil(density * its width) largest entries, the others being zero; with `forward` and
     `backward`, every entry in those formats. The gradient is the sum of all ranks' gradients of
-    that part, as of torch's own all-gather: ranks that compute the same loss from the result divide
-    it by their number. Summed in rank order in float32, so it is deterministic; density 1 in x's
-    own dtype, and x's own dtype both ways, equal the uncompressed run.
+    that part, as with torch's own all-gather: ranks that compute the same loss from the result
+    divide it by their number. Summed in rank order in float32, so it is deterministic; density 1 in
+    x's own dtype, and x's own dtype both ways, equal the uncompressed run.
 
-    Forward, the parts cross in one all-gather, filled up to the longest rank's; backward, each rank
-    sends each other the gradient of its part, in one all-to-all. Both need every rank, as
-    `all_to_all_rows` says. Without `widths`, an all-to-all of 40 bytes to every rank goes ahead,
-    and the host waits for its result; it also checks that ranks agree. With `widths` nothing of
-    this is spent and nothing is checked.
+    Forward is one all-gather, padded to the longest rank's part; backward, each rank sends each
+    other the gradient of its part, in one all-to-all. Both need every rank, as `all_to_all_rows`
+    says. Without `widths`, an all-to-all of 40 bytes to every rank comes first, and the host waits
+    for its result; it also checks that ranks agree. With `widths` none of this is spent and nothing
+    is checked.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
-        density, value_dtype: of each part of a row, as of `all_to_all_rows`.
-        forward, backward, group: as of `all_to_all_rows`.
+        density: of each part of a row, as of `all_to_all_rows`.
+        value_dtype: as of `all_to_all_rows`.
+        forward: as of `all_to_all_rows`.
+        backward: as of `all_to_all_rows`.
+        group: as of `all_to_all_rows`.
 
     Returns:
         [B, sum of every rank's d] of x's dtype, in rank order.
@@ -76,7 +79,7 @@ def all_gather_rows_async(
     backward: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Transfer:
-    """As `all_gather_rows`, but at once: the handle's `wait()` gives the rows, once.
+    """Like `all_gather_rows`, but returns a handle at once; its `wait()` gives the rows, once.
 
     What that means is as of `all_to_all_rows_async`.
     """

@@ -3,7 +3,7 @@
 DCT, model-parallel side (arXiv 2010.08899): of every row the k largest entries cross, and in the
 backward pass their gradients, at positions that both sides know by then. Exactly k a row, so that
 every message's size is known beforehand, and the wire format are our reconstruction. Beside it,
-where that loses quality: every entry crosses, in few bits.
+where that loses quality: send every entry, in few bits.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send rows to the ranks they belong to, compressed. Differentiable in x.
 
-    As torch.distributed.all_to_all_single with uneven splits, except for what crosses of a row:
+    Like torch.distributed.all_to_all_single with uneven splits, but of each row is sent:
 
     - With `density`, its k = ceil(density * d) largest entries and their positions; the others are
       zero there. The gradient of a sent row is that of the received one at those entries: k values.
@@ -46,12 +46,12 @@ def all_to_all_rows(
     Deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal the uncompressed
     exchange bit for bit, forward and backward.
 
-    One collective forward, one backward. Both need every rank of the group, one without rows
-    included: all call this, and if x needs a gradient all run the backward pass through the result.
-    Without `output_splits`, another all-to-all goes ahead, of 8 bytes to every rank for the count
-    and each setting, and the host waits for its result (on CUDA a synchronisation). It also checks
-    that ranks agree. With `output_splits` nothing of this is spent and nothing is checked: ranks
-    that disagree may then hang or read rubbish, never out of bounds.
+    One collective forward, one backward. Both need every rank of the group, also a rank without
+    rows: all call this, and if x needs a gradient all run the backward pass through the result.
+    Without `output_splits`, an all-to-all of 40 bytes to every rank comes first, and the host waits
+    for its result (on CUDA it synchronizes). It also checks that ranks agree. With `output_splits`
+    none of this is spent and nothing is checked: ranks that disagree may then hang or read rubbish,
+    but never out of bounds.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
@@ -60,7 +60,8 @@ def all_to_all_rows(
         density: fraction of each row to send, in (0, 1].
         value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
             float16; default x's.
-        forward, backward: number formats of rows and of their gradients, instead of a density.
+        forward: number format of rows, instead of a density.
+        backward: number format of their gradients.
         group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
             a rank that is gone.
 
@@ -89,9 +90,9 @@ def all_to_all_rows_async(
     backward: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Transfer:
-    """As `all_to_all_rows`, but at once: the handle's `wait()` gives the rows, once.
+    """Like `all_to_all_rows`, but returns a handle at once; its `wait()` gives the rows, once.
 
-    What is computed in between overlaps with the exchange, and its gradients with that of the
+    Computation in between overlaps with the exchange, and its backward pass with that of the
     gradients. The host waits here only without `output_splits`, for the counts. Every rank calls
     `wait`, in the same order if it has several handles. A rank may call `all_to_all_rows` where
     others call this. Arguments and errors are the same; a second `wait` is a RuntimeError.

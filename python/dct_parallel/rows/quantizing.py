@@ -64,7 +64,8 @@ class RowDequantize(nn.Module):
 
     Args:
         width: d of the rows.
-        forward_format, backward_format: as given to `RowQuantize`.
+        forward_format: as given to `RowQuantize`.
+        backward_format: as given to `RowQuantize`.
         dtype: of the result, float32, bfloat16 or float16.
 
     Raises:

@@ -1,4 +1,4 @@
-// payload.h -- a payload written entry by entry, from docs/payload.md.
+// payload.h -- a payload written entry by entry, from docs/reference/payload.md.
 #pragma once
 
 #include <algorithm>

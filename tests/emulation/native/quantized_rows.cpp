@@ -1,4 +1,5 @@
-// quantized_rows.cpp -- row_quantize and row_dequantize against docs/ops.md, a row at a time.
+// quantized_rows.cpp -- row_quantize and row_dequantize against docs/reference/ops.md, row by
+// row.
 #include <numeric>
 
 #include "cuda/row_dequantize.cuh"

@@ -1,0 +1,107 @@
+"""What the site needs beside the pages (mkdocs.yml calls it): it is made from the files that one
+reads in the repository, and these stay the only ones.
+
+README.md becomes the first page; the changelog, the examples and so on become pages; a command's
+help is filled in. Links between pages of docs/ are left to mkdocs, which checks them.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+# {path in the repository: page of the site}
+ADDED = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "bench/README.md": "results/experiments.md",
+    **{
+        path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_suffix(".md").as_posix()
+        for path in (ROOT / "examples").rglob("*.py")
+    },
+}
+ORIGINS = {page: path for path, page in ADDED.items()}
+MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
+
+
+def on_config(config):
+    """Every page of results/ is in the menu, whichever there are."""
+    pages = sorted((ROOT / "docs" / "results").glob("*.md"))
+    results = [f"results/{page.name}" for page in pages]
+    config.nav.append({"Results": [*results, ADDED["bench/README.md"]]})
+    return config
+
+
+def on_files(files, config):
+    for path, page in ADDED.items():
+        text = (ROOT / path).read_text()
+        if path.endswith(".py"):
+            text = f"# {path}\n\n```python\n{text}```\n"
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    origin = ORIGINS.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    if not origin.endswith(".py"):
+        markdown = re.sub(
+            r"(!?\[[^]]*\])\(([^)#\s]*)(#[^)]*)?\)",
+            lambda link: _link(link, origin, page.file.src_uri),
+            markdown,
+        )
+    markdown = re.sub(r"<!-- help: (.*?) -->", lambda found: _help(found[1]), markdown)
+    return _spaced(markdown)
+
+
+def _link(link, origin, page):
+    """The link as the site has it; one to a file that is no page of it becomes plain text."""
+    text, target, section = link[1], link[2], link[3] or ""
+    if re.match(r"[a-z]+:", target) or not target:
+        return link[0]
+    path = os.path.normpath(os.path.join(os.path.dirname(origin), target))
+    if not (ROOT / path).exists():
+        raise PluginError(f"{origin}: a link to {target}, which does not exist")
+    if path.startswith("docs/") and origin.startswith("docs/"):
+        return link[0]
+    found = path.removeprefix("docs/") if path.startswith("docs/") else ADDED.get(path)
+    if found is None:
+        return text.strip("[]")
+    return f"{text}({os.path.relpath(found, os.path.dirname(page) or '.')}{section})"
+
+
+def _help(command):
+    """What the command prints, as a block."""
+    name, *arguments = shlex.split(command)
+    if name not in MODULES:
+        raise PluginError(f"no command {name}: {', '.join(MODULES)}")
+    done = subprocess.run(
+        [sys.executable, "-m", MODULES[name], *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    if done.returncode:
+        raise PluginError(f"{command}: {done.stderr}")
+    return f"```text\n{done.stdout}```"
+
+
+def _spaced(markdown):
+    """With an empty line before tables and lists, which mkdocs wants and others do not."""
+    lines, fenced = [], False
+    for line in markdown.splitlines():
+        fenced ^= line.startswith("```")
+        before = lines[-1] if lines else ""
+        for begins in (r"\|", r"(?:[-*]|\d+\.) "):
+            starts = re.match(begins, line) and not re.match(begins, before)
+            if starts and before.strip() and not before.startswith(" ") and not fenced:
+                lines.append("")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
