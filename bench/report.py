@@ -1,4 +1,4 @@
-"""Pages, figures and a picture from bench/results.
+"""Pages, figures and pictures from bench/results.
 
     python bench/report.py                     # write all of them
     python bench/report.py --check             # say which differ from what would be written
@@ -7,7 +7,7 @@
 
 It writes docs/results/*.md, a page for each experiment and an index; fills the blocks between
 `<!-- figure: NAME -->` and `<!-- end figure -->` in README.md and docs/guide; and draws
-docs/images/step_time.svg. Run twice, it changes nothing.
+docs/images/*.svg. Run twice, it changes nothing.
 
 With --collect it writes NAME.json into --into, with what --title, --question and --command say and
 the commit, machine and day of now. Correct these by hand, add "answer" and "notes", and make the
@@ -20,7 +20,7 @@ import json
 import sys
 from pathlib import Path
 
-from reports import experiments, figures, pages
+from reports import experiments, figures, pages, pictures
 
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.errors import UsageError
@@ -33,7 +33,7 @@ def made(results: Path = experiments.RESULTS) -> dict[Path, str]:
         UsageError: an experiment or a block is not what it must be.
     """
     found = experiments.load(results)
-    texts = pages.render(found)
+    texts = pages.render(found) | pictures.render(found)
     for page in figures.pages():
         texts[page] = figures.fill(page, page.read_text(), found)
     return texts

@@ -12,7 +12,7 @@ from dct_dlrm.errors import UsageError
 sys.path.insert(0, str(ROOT / "bench"))
 import report
 import run_files
-from reports import experiments, figures, kernels, links, pages, trained
+from reports import experiments, figures, kernels, links, pages, pictures, svg, trained
 
 ALL = experiments.load()
 MADE = report.made()
@@ -145,6 +145,26 @@ def test_of_copy_is_the_copy_over_the_op():
     run = {"op": "mask_pack", "case": "c", "numel": 8, "density": 0.01, "bytes": 9e6, "ms": ms}
     line = kernels.render([run]).splitlines()[2]
     assert line == "| `mask_pack` | c | 1 % | 8 | 9.0 | 4 (4-4) | 50 % | 20x | topk 10x |"
+
+
+def test_bars_are_as_long_as_the_times():
+    (run,) = ALL["link_one_threshold"].runs
+    drawn = pictures.step_time(ALL)
+    bars = [float(width) for width in re.findall(r"width='([\d.]+)' height='24'", drawn)]
+    times = [cell["step_ms"][1] for cell in run["cells"]]
+    assert [bar / bars[0] for bar in bars] == pytest.approx([t / times[0] for t in times], abs=1e-3)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_line_goes_through_its_points(log):
+    """The middle of three is in the middle: of 1 and 9 that is 5, on a logarithmic scale 3."""
+    middle = 3 if log else 5
+    line = svg.Line("a", [(1, 1), (middle, middle), (9, 9)])
+    drawn = svg.chart("t", [svg.Panel("p", "x", "y", [line], log, log)])
+    (path,) = re.findall(r"d='M([\d. L]+)' fill='none'", drawn)
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split()) for point in path.split("L"))
+    assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
+    assert x0 < x2 and y0 > y2
 
 
 def test_runs_of_an_unknown_kind_are_shown_as_they_are():
