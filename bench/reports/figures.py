@@ -1,4 +1,4 @@
-"""Tables that stand in README.md and docs/guide, in blocks that are filled from results.
+"""Tables in README.md, docs/guide and bench/README.md, in blocks that are filled from results.
 
 <!-- figure: NAME -->
 ... what the report writes ...
@@ -17,8 +17,9 @@ from .markdown import difference, mean, number, table, times
 from .pages import ROOT, page_of
 
 Experiments = Mapping[str, Experiment]
-BLOCK = re.compile(r"(<!-- figure: (\S+) -->\n)(.*?)(<!-- end figure -->)", re.DOTALL)
-BEGIN, END = "<!-- figure:", "<!-- end figure -->"
+BEGIN, END = r"^<!-- figure: (\S+) -->\n", r"^<!-- end figure -->$"
+BLOCK = re.compile(f"(?P<begin>{BEGIN})(?P<inside>.*?)(?P<end>{END})", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"^<!-- (?:end )?figure\b", re.MULTILINE)
 FIGURES: dict[str, tuple[Callable[[Experiments], str], tuple[str, ...]]] = {}
 
 
@@ -34,7 +35,8 @@ def figure(*sources: str) -> Callable:
 
 def pages() -> list[Path]:
     """Those that may have blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
+    guide = sorted((ROOT / "docs" / "guide").rglob("*.md"))
+    return [ROOT / "README.md", ROOT / "bench" / "README.md", *guide]
 
 
 def fill(page: Path, text: str, experiments: Experiments) -> str:
@@ -43,14 +45,13 @@ def fill(page: Path, text: str, experiments: Experiments) -> str:
     Raises:
         UsageError: a block has no end, or no figure has its name.
     """
-    blocks = BLOCK.findall(text)
-    if not len(blocks) == text.count(BEGIN) == text.count(END) or any(
-        BEGIN in inside for _, _, inside, _ in blocks
-    ):
-        raise UsageError(f"{page}: a figure must begin with {BEGIN} NAME --> and end with {END}")
+    blocks = list(BLOCK.finditer(text))
+    if len(MARK.findall(text)) != 2 * len(blocks):  # one without the other, or inside of others
+        rule = "a figure must begin with <!-- figure: NAME --> and end with <!-- end figure -->"
+        raise UsageError(f"{page}: {rule}, a line each")
 
     def made(block: re.Match) -> str:
-        return f"{block[1]}{render(block[2], page, experiments)}\n{block[4]}"
+        return f"{block['begin']}{render(block[2], page, experiments)}\n{block['end']}"
 
     return BLOCK.sub(made, text)
 
@@ -69,7 +70,7 @@ def render(name: str, page: Path, experiments: Experiments) -> str:
         for source in sources
         if source in experiments
     ]
-    return f"{make(experiments)}\n\nFrom: {'; '.join(links_to)}."
+    return make(experiments) + (f"\n\nFrom: {'; '.join(links_to)}." if links_to else "")
 
 
 def _relative(path: Path, folder: Path) -> str:
@@ -77,6 +78,27 @@ def _relative(path: Path, folder: Path) -> str:
     while not path.is_relative_to(folder):
         folder, up = folder.parent, up + 1
     return "../" * up + path.relative_to(folder).as_posix()
+
+
+@figure()
+def index(experiments: Experiments) -> str:
+    """Of bench/README.md: what was kept."""
+    rows = [
+        [
+            each.question or each.title,
+            f"`{_program(each.command)}`",
+            f"[{each.name}.json](results/{each.path.parent.name}/{each.path.name})",
+            f"[page](../docs/results/{each.name}.md)",
+        ]
+        for each in experiments.values()
+    ]
+    return table(["question", "command", "result", "page"], sorted(rows, key=lambda row: row[1:]))
+
+
+def _program(command: str) -> str:
+    """What of a command says which program it is."""
+    found = re.search(r"[\w/]+\.(?:py|sh)|dct-bench\)? \w+|dct-train", command)
+    return found[0].replace(")", "").removeprefix("bench/") if found else command.split()[0]
 
 
 @figure("link_one_threshold")
@@ -118,17 +140,23 @@ def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[d
 
 
 TEXT = ("value_formats", "text_3000")
+CORE = ("dense", "int4", "dct:1%", "local:10%x10", "local-e3m0:10%x10", "local-ternary:100%x10")
 
 
 @figure(*TEXT)
 def transformers(experiments: Experiments) -> str:
-    """A transformer under AdamW with cosine, after 600 steps, and 3,000 once they are there."""
+    """A transformer under AdamW with cosine, after 600 steps, and 3,000 once they are there.
+
+    After 600 the main methods, and those that were trained for longer.
+    """
     runs = [run for name in TEXT if name in experiments for run in experiments[name].runs]
     runs = _each_once([run for run in runs if run["problem"] == "text-adamw-cosine"])
+    longer = {run["method"] for run in runs if run["steps"] > trained.RATE_STEPS}
     found = []
     for steps in sorted({run["steps"] for run in runs}):
         methods = _methods(runs, "text-adamw-cosine", steps)
-        names = sorted(methods, key=lambda name: -trained.sent(methods[name]))
+        names = [name for name in methods if name in (*CORE, *longer)]
+        names.sort(key=lambda name: -trained.sent(methods[name]))
         rows = [[f"{steps:,}", *row] for row in _rows(methods, names)]
         found += [[row[0] if number == 0 else "", *row[1:]] for number, row in enumerate(rows)]
     return table(["steps", *HEADINGS], found)

@@ -4,6 +4,7 @@ A run is {"method", "seed", "test": {"loss", "auc", "calibration"}, "bytes_per_s
 "rate", "validation" or "validation_loss", "problem", "steps", and "bytes" by what they are for.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -78,7 +79,7 @@ def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dic
             short = {run["rate"]: validation(run) for run in tried if _chooses(run, RATE_STEPS)}
             same = {run["rate"]: validation(run) for run in own if _chooses(run, run.get("steps"))}
             losses = short if rates <= short.keys() else same
-            rates = {min(losses, key=losses.__getitem__)}
+            rates = {min(rates, key=lambda rate: losses.get(rate, math.inf))}
         chosen = [run for run in own if run.get("rate") in rates and "test" in run]
         if chosen:
             found[name] = sorted(chosen, key=lambda run: run["seed"])
