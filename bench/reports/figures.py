@@ -135,7 +135,7 @@ def _rows(methods: dict[str, list[dict]], names: Sequence[str], digits: int = 4)
 
 
 def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[dict]]:
-    of_problem = [run for run in runs if run.get("problem") == problem]
+    of_problem = [run for run in runs if trained.problem(run) == problem]
     return trained.best([run for run in of_problem if run["steps"] == steps], of_problem)
 
 
@@ -150,7 +150,7 @@ def transformers(experiments: Experiments) -> str:
     After 600 the main methods, and those that were trained for longer.
     """
     runs = [run for name in TEXT if name in experiments for run in experiments[name].runs]
-    runs = _each_once([run for run in runs if run["problem"] == "text-adamw-cosine"])
+    runs = _each_once([run for run in runs if trained.problem(run) == "text-adamw-cosine"])
     longer = {run["method"] for run in runs if run["steps"] > trained.RATE_STEPS}
     found = []
     for steps in sorted({run["steps"] for run in runs}):
@@ -173,7 +173,7 @@ def _choices(experiments: Experiments) -> list[tuple[str, str, dict[str, list[di
     constant = experiments["dp_density"].runs
     thresholds = experiments["thresholds"].of_part
     formats = _each_once(
-        [run for run in experiments["value_formats"].runs if run["problem"] == "text-adamw-cosine"]
+        [run for run in experiments["value_formats"].runs if trained.problem(run) == "text-adamw-cosine"]
     )
     criteo = _methods(thresholds("criteo"), "clicks-sgd", 270)
     adam = _methods(thresholds("adam"), "clicks-adam", 600)

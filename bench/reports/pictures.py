@@ -81,7 +81,7 @@ def thresholds(experiments: Experiments) -> str:
 
 
 def dp_density_adamw(experiments: Experiments) -> str:
-    runs = [r for r in experiments["dp_density"].runs if r["problem"] == "text-adamw"]
+    runs = [r for r in experiments["dp_density"].runs if trained.problem(r) == "text-adamw"]
     methods = trained.best([run for run in runs if run["steps"] == 600], runs)
     names = ("dense", "bf16", "local:10%x10", "dct:10%", "topk:1%", "dct:1%", "powersgd")
     over_steps = [Line(trained.label(n), _mean(methods[n], "curve", (0, 2))[1:]) for n in names]

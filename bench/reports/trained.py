@@ -29,12 +29,18 @@ NAMES = {
     "mp": "one group of all ranks",
 }
 SYNCS = {"dct": "DCT"}
+OTHERS = {
+    "postlocal": "float32 weights averaged",
+    "diloco": "DiLoCo",
+    "sparseloco": "SparseLoCo",
+}
 TIMED = {"warmup": "in the first steps, down to step", "cooldown": "from step"}
 PROBLEMS = {
     "text-adamw": "Transformer, AdamW, constant rate",
     "text-adamw-cosine": "Transformer, AdamW, cosine",
     "text-momentum": "Transformer, SGD with momentum",
     "text-sgd": "Transformer, SGD",
+    "text-muon": "Transformer, Muon",
     "clicks-sgd": "DLRM, SGD",
     "clicks-adam": "DLRM, row-wise AdaGrad and Adam",
 }
@@ -60,8 +66,14 @@ def groups(runs: Iterable[dict]) -> dict[tuple, list[dict]]:
     """Runs by problem and length."""
     found: dict[tuple, list[dict]] = {}
     for run in runs:
-        found.setdefault((run.get("problem", ""), run.get("steps", 0)), []).append(run)
+        found.setdefault((problem(run), run.get("steps", 0)), []).append(run)
     return found
+
+
+def problem(run: dict) -> str:
+    """What was trained, with the schedule of its rate; a constant one is not named."""
+    name, schedule = run.get("problem", ""), run.get("schedule", "constant")
+    return name if schedule == "constant" else f"{name}-{schedule}"
 
 
 def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dict]]:
@@ -119,6 +131,16 @@ def factor(runs: Sequence[dict], dense: Sequence[dict]) -> str:
     if not dense or not sent(runs) or not sent(dense):
         return ""
     return times(sent(dense) / sent(runs))
+
+
+START = 2  # steps that the hook begins with in bfloat16
+
+
+def steady(runs: Sequence[dict], dense: Sequence[dict]) -> str:
+    """Of the hook, how many times fewer bytes than float32 once its first steps are over."""
+    steps, whole = runs[0]["steps"], dense[0]["bytes_per_step"]
+    later = (runs[0]["bytes_per_step"] * steps - START * whole / 2) / (steps - START)
+    return times(whole / later)
 
 
 def of_distinct(runs: Sequence[dict]) -> str:
@@ -193,21 +215,22 @@ def render(runs: Sequence[dict]) -> str:
     """Tables of every problem and length among the runs."""
     found = []
     among = groups(runs)
-    for (problem, steps), own in among.items():
+    for (name, steps), own in among.items():
         if len(among) > 1:
-            found.append(f"**{PROBLEMS.get(problem, problem)}, {steps:,} steps**")
-        of_problem = [run for run in runs if run.get("problem", "") == problem]
+            found.append(f"**{PROBLEMS.get(name, name)}, {steps:,} steps**")
+        of_problem = [run for run in runs if problem(run) == name]
         found += [scores(own, of_problem), rates_tried(own)]
     return "\n\n".join(text for text in found if text)
 
 
 def label(method: str) -> str:
-    """A method's name in plain words."""
+    """A method's name in plain words; one that is not known as it is."""
     name, _, version = method.partition(" ")
+    name, *settings = name.split(",") if "=" in name else [name]
     kind, _, rest = name.partition(":")
     density, by, period = rest.partition("x")
-    density = density.replace("%", " %")
-    said = _label(kind, density, period if by else "")
+    said = _label(kind, density.replace("%", " %"), period if by else "") or name
+    said = ", ".join([said, *(setting.replace("=", " ") for setting in settings)])
     return f"{said} ({EARLIER})" if version == "before" else f"{said} {version}".strip()
 
 
@@ -216,20 +239,30 @@ def _label(kind: str, density: str, period: str) -> str:
     if local == "local":
         part = "every entry" if density == "100 %" else density
         return f"local steps, {part}{f' in {format}' if format else ''}, every {period} steps"
+    if kind in OTHERS:
+        return f"{OTHERS[kind]}{f', {density}' if density else ''}, every {period} steps"
     if kind in FEW_BITS:
         return f"hook, every entry in {kind}"
     if kind == "picks":
         exact = int(period) > 1_000_000
         return f"hook, {density}, " + ("exact threshold" if exact else f"{int(period):,} picks")
-    if kind in ("warmup", "cooldown"):
+    if kind in TIMED:
         return f"hook, 25 % {TIMED[kind]} {period}, else {density}"
     if kind in NAMES:
         return f"{NAMES[kind]}{f', {density}' if density else ''}"
-    if "/" in kind:  # of bench/two_dimensional.py
-        optimizer, period, *format = kind.split("/")
-        how = {"c1": "", "scaled": ", accumulators halved", "delayed": ", delayed accumulators"}
-        sent_as = f", {SYNCS.get(format[0], format[0])}" if format else ""
-        return f"2 replicas, every {period}{how[optimizer]}{sent_as}"
+    return "" if density else _replicas(kind) if "/" in kind else _rows(kind)
+
+
+def _replicas(kind: str) -> str:
+    """Of bench/two_dimensional.py."""
+    optimizer, period, *format = kind.split("/")
+    how = {"c1": "", "scaled": ", accumulators halved", "delayed": ", delayed accumulators"}
+    sent_as = f", {SYNCS.get(format[0], format[0])}" if format else ""
+    return f"2 replicas, every {period}{how.get(optimizer, f', {optimizer}')}{sent_as}"
+
+
+def _rows(kind: str) -> str:
+    """Of bench/mp_formats.py."""
     formats, plus, _ = kind.partition("+")
     forward, comma, backward = formats.partition(",")
     text = f"{forward} forward, {backward} backward" if comma and forward != backward else forward
