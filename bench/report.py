@@ -20,7 +20,7 @@ import json
 import sys
 from pathlib import Path
 
-from reports import experiments, figures, pages, pictures
+from reports import blocks, experiments, pages, pictures
 
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.errors import UsageError
@@ -34,8 +34,8 @@ def made(results: Path = experiments.RESULTS) -> dict[Path, str]:
     """
     found = experiments.load(results)
     texts = pages.render(found) | pictures.render(found)
-    for page in figures.pages():
-        texts[page] = figures.fill(page, page.read_text(), found)
+    for page in blocks.pages():
+        texts[page] = blocks.fill(page, page.read_text(), found)
     return texts
 
 

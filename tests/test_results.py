@@ -12,7 +12,17 @@ from dct_dlrm.errors import UsageError
 sys.path.insert(0, str(ROOT / "bench"))
 import report
 import run_files
-from reports import experiments, figures, kernels, links, pages, pictures, svg, trained
+from reports import (
+    blocks,
+    experiments,
+    figures,
+    kernels,
+    links,
+    pages,
+    pictures,
+    svg,
+    trained,
+)
 
 ALL = experiments.load()
 MADE = report.made()
@@ -52,18 +62,18 @@ def _block(name, inside="", end="<!-- end figure -->"):
 
 @pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - {"index"}))
 def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
-    filled = figures.fill(PAGE, _block(name), ALL)
-    assert "](../results/" in filled and filled.endswith("<!-- end figure -->\nafter\n")
-    assert figures.fill(PAGE, filled, ALL) == filled
-    figure = re.search(r"\d+\.\d+(?= ?[x%|±])", filled)  # in the table
+    filled = blocks.fill(PAGE, _block(name), ALL)
+    assert filled.endswith("<!-- end figure -->\nafter\n")
+    assert blocks.fill(PAGE, filled, ALL) == filled
+    figure = re.search(r"(?<=\| )[+-]?\d", filled)  # in the table
     wrong = f"{filled[: figure.start()]}9{filled[figure.start() :]}"
-    assert figures.fill(PAGE, wrong, ALL) == filled != wrong
+    assert blocks.fill(PAGE, wrong, ALL) == filled != wrong
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (_block("no-such"), r"page.md: no figure 'no-such'; there are .*link-100mbit"),
+        (_block("no-such"), r"page.md: no figure 'no-such'; there are .*headline"),
         (_block("nodes", end=""), "a figure must begin with <!-- figure: NAME --> and end with"),
         (_block("nodes", _block("nodes", end="")), "must begin with"),
         ("<!-- end figure -->\n" + _block("nodes"), "must begin with"),
@@ -73,11 +83,11 @@ def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
 )
 def test_blocks_that_are_refused(text, rule):
     with pytest.raises(UsageError, match=rule):
-        figures.fill(PAGE, text, ALL)
+        blocks.fill(PAGE, text, ALL)
 
 
 def test_a_page_is_found_from_where_the_block_stands():
-    assert "](docs/results/link_nodes.md)" in figures.render("nodes", ROOT / "README.md", ALL)
+    assert "](docs/results/link_nodes.md)" in blocks.render("nodes", ROOT / "README.md", ALL)
 
 
 def _runs(method, losses, rate=1.0, **more):
@@ -126,7 +136,7 @@ def test_runs_of_3000_steps_join_the_transformers_once_they_are_there():
     ]
     path = experiments.RESULTS / "2026-11-23-cpu" / "text_3000.json"
     made = experiments.Experiment(path, "3,000 steps", "-", "-", "-", "-", runs)
-    table = figures.render("transformers", PAGE, ALL | {"text_3000": made})
+    table = blocks.render("transformers", PAGE, ALL | {"text_3000": made})
     assert "| 3,000 | float32 | 1,417,604 |" in table and "](../results/text_3000.md)" in table
     assert "| 600 | float32 | 1,417,604 |" in table
 
@@ -139,7 +149,7 @@ def test_tables_of_a_link():
     assert cells["dct"]["payload_bytes"] == 34_944
     low, median, high = cells["dct"]["step_ms"]
     assert f"| {median:.1f} ({low:.1f}-{high:.1f}) |" in links.render([run])
-    assert f"| 34,944 | 158.1x | {median:.1f} |" in figures.link_100mbit(ALL)
+    assert f"| 34,944 | 158.1x | **{median:.1f}** |" in figures.headline(ALL)
 
 
 def test_of_copy_is_the_copy_over_the_op():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import kernels, links, trained
 from .experiments import RESULTS, Experiment, Part
-from .markdown import table
+from .markdown import plain, table
 
 ROOT = RESULTS.parents[1]
 PAGES = ROOT / "docs" / "results"
@@ -75,22 +75,11 @@ def tables(runs: Sequence[dict]) -> str:
     kind = kind_of(runs[0])
     if kind:
         return kind.render(runs)
-    keys = list(dict.fromkeys(k for run in runs for k, v in run.items() if _plain(v)))
-    return table(keys, [[_shown(run.get(key)) for key in keys] for run in runs])
+    return plain(runs)
 
 
 def kind_of(run: dict):
     return next((kind for kind in KINDS if kind.accepts(run)), None)
-
-
-def _plain(value: object) -> bool:
-    return isinstance(value, str | int | float)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return "" if value is None else str(value)
 
 
 def _about(experiment: Experiment) -> str:
