@@ -56,7 +56,11 @@ def render(name: str, page: Path, experiments: Experiments) -> str:
     make, sources = FIGURES[name]
     found = [experiments[source] for source in sources if source in experiments]
     links = [f"[{each.title}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
-    text = make(experiments) + (f"\n\nFrom: {'; '.join(links)}." if links else "")
+    text = make(experiments)
+    if links:
+        text += f"\n\nFrom: {'; '.join(links)}."
+    if re.search(r"\| [+-]\S+ ± ", text):
+        text += " After a difference, ± is the standard error over seeds."
     return re.sub(  # figures link from the root
         r"\]\(((?:docs|bench)/[^)]*)\)",
         lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
