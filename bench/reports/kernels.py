@@ -46,8 +46,9 @@ def milliseconds(run: dict) -> str:
 
 
 def shape(run: dict) -> str:
-    """Its case, without the number of rows, which `numel` says."""
-    return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", run["case"])
+    """Its case, without the number of rows or of samples that `numel` says."""
+    case = re.sub(r"^\d{6,} samples, ", "", run["case"])
+    return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", case)
 
 
 def render(runs: Sequence[dict]) -> str:
