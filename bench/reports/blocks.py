@@ -58,9 +58,9 @@ def render(name: str, page: Path, experiments: Experiments) -> str:
     links = [f"[{each.title}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
     text = make(experiments)
     if links:
-        text += f"\n\nFrom: {'; '.join(links)}."
+        text += "\n\nFrom: " + ";\n".join(links) + "."  # a line each, so that lines are short
     if re.search(r"\| [+-]\S+ ± ", text):
-        text += " After a difference, ± is the standard error over seeds."
+        text += "\nAfter a difference, ± is the standard error over seeds."
     return re.sub(  # figures link from the root
         r"\]\(((?:docs|bench)/[^)]*)\)",
         lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
