@@ -31,43 +31,40 @@ def index(experiments: Mapping[str, Experiment]) -> str:
         [each.question, each.answer, each.date, f"[{each.title}]({each.name}.md)"]
         for each in sorted(experiments.values(), key=lambda each: each.date, reverse=True)
     ]
-    return "\n".join(
-        [
-            MADE,
-            "# Results",
-            "",
-            "A page for each experiment, made from its file in `bench/results` by",
-            "`python bench/report.py`. Each names its command, commit, machine and date.",
-            "",
-            table(["question", "answer", "date", "page"], rows),
-            "",
-        ]
-    )
+    said = "A page for each experiment, made from its file in `bench/results` by `bench/report.py`."
+    said += "\nEach names its command, commit, machine and date."
+    return _joined(MADE, "# Results", said, table(["question", "answer", "date", "page"], rows))
+
+
+def _joined(*paragraphs: str) -> str:
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
 def page(experiment: Experiment) -> str:
-    lines = [MADE, f"# {experiment.title}", ""]
-    for heading in ("question", "answer"):
-        if text := getattr(experiment, heading):
-            lines += [f"**{heading.capitalize()}.** {text}", ""]
-    lines += [_about(experiment), "", f"```\n{experiment.command}\n```"]
-    if notes := sorted({kind.NOTE for kind in map(kind_of, experiment.runs) if kind}):
-        lines += ["", *notes]
-    for part in experiment.parts or [Part()]:
-        lines += ["", *_part(experiment, part)]
-    if experiment.notes:
-        lines += ["", "## Notes", experiment.notes]
-    return "\n".join(lines) + "\n"
+    kinds = {kind_of(run) for run in experiment.runs} - {None}
+    parts = [text for part in experiment.parts or [Part()] for text in _part(experiment, part)]
+    return _joined(
+        MADE,
+        f"# {experiment.title}",
+        experiment.question and f"**Question.** {experiment.question}",
+        experiment.answer and f"**Answer.** {experiment.answer}",
+        _about(experiment),
+        _code(experiment.command),
+        *sorted(kind.NOTE for kind in kinds),
+        *parts,
+        experiment.notes and "## Notes",
+        experiment.notes,
+    )
 
 
 def _part(experiment: Experiment, part: Part) -> list[str]:
-    lines = [f"## {part.title or part.name or 'Results'}"]
-    if part.command:
-        lines.append(f"```\n{part.command}\n```")
-    if part.settings:
-        lines += [_settings(part.settings), ""]
-    lines.append(tables(experiment.of_part(part.name)))
-    return lines + (["", part.notes] if part.notes else [])
+    runs = experiment.of_part(part.name)
+    heading = f"## {part.title or part.name or 'Results'}"
+    return [heading, _code(part.command), _settings(part.settings), tables(runs), part.notes]
+
+
+def _code(command: str) -> str:
+    return command and f"```\n{command}\n```"
 
 
 def tables(runs: Sequence[dict]) -> str:
