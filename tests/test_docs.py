@@ -196,14 +196,6 @@ def test_paths_named_exist():
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page}: {name}"
 
 
-def test_every_bench_is_in_the_index():
-    index = (ROOT / "bench" / "README.md").read_text()
-    names = {path.name for path in (ROOT / "bench").iterdir() if path.suffix in (".py", ".sh")}
-    assert {name for name in names if f"`{name}`" not in index} == set()
-    folders = re.findall(r"`(2026-[\w/-]+)`", index)
-    assert all((ROOT / "bench" / "results" / folder).exists() for folder in folders)
-
-
 def test_the_version_is_the_same_everywhere():
     version = importlib.import_module("dct_kernels").__version__
     assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()

@@ -1,6 +1,5 @@
-"""bench/run_files.py: a file for each run, rates by validation rows; kept results are read."""
+"""bench/run_files.py: a file for each run, rates by validation rows."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -25,24 +24,6 @@ from run_files import Run  # noqa: E402
 )
 def test_files_of_runs(name, rate, file):
     assert Run(name, rate, 2).path(Path("out")) == Path("out") / file
-
-
-def _kept():
-    return sorted(path for path in (BENCH / "results").rglob("*_lr*_seed?.json"))
-
-
-def test_runs_that_are_kept_are_not_repeated():
-    """Their names are those that are looked for, and they can be read with their settings."""
-    folders = {path.parent for path in _kept()}
-    assert len(folders) > 4
-    for path in _kept():
-        record = json.loads(path.read_text())
-        assert Run(*(record[key] for key in Run._fields)).path(path.parent) == path
-    for folder in folders:
-        settings = json.loads(next(folder.glob("*_seed*.json")).read_text())["settings"]
-        records = run_files.read(folder, settings | {"data": settings.get("data")})
-        assert len(records) == len(list(folder.glob("*_seed*.json")))
-        assert run_files.best_rates(records)
 
 
 def _record(exchange, rate, seed, loss):

@@ -1,0 +1,75 @@
+"""Blocks in README.md, docs/guide and bench/README.md that are filled with figures.
+
+A block is what stands between two lines; NAME is a figure's (figures.py).
+
+    <!-- figure: NAME -->
+    <!-- end figure -->
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from dct_dlrm.errors import UsageError
+
+from .experiments import Experiment
+from .figures import FIGURES
+from .pages import ROOT, page_of
+
+Experiments = Mapping[str, Experiment]
+BEGIN, END = r"^<!-- figure: (\S+) -->\n", r"^<!-- end figure -->$"
+BLOCK = re.compile(f"(?P<begin>{BEGIN})(?P<inside>.*?)(?P<end>{END})", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"^<!-- (?:end )?figure\b", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Those that may have blocks."""
+    guide = sorted((ROOT / "docs" / "guide").rglob("*.md"))
+    return [ROOT / "README.md", ROOT / "bench" / "README.md", *guide]
+
+
+def fill(page: Path, text: str, experiments: Experiments) -> str:
+    """The page's text, its blocks made anew.
+
+    Raises:
+        UsageError: a block has no end, or no figure has its name.
+    """
+    blocks = list(BLOCK.finditer(text))
+    if len(MARK.findall(text)) != 2 * len(blocks):  # one without the other, or inside of others
+        rule = "a figure must begin with <!-- figure: NAME --> and end with <!-- end figure -->"
+        raise UsageError(f"{page}: {rule}, a line each")
+
+    def made(block: re.Match) -> str:
+        return f"{block['begin']}{render(block[2], page, experiments)}\n{block['end']}"
+
+    return BLOCK.sub(made, text)
+
+
+def render(name: str, page: Path, experiments: Experiments) -> str:
+    """A figure with links to its pages, as it stands in `page`.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in FIGURES:
+        raise UsageError(f"{page}: no figure {name!r}; there are {', '.join(sorted(FIGURES))}")
+    make, sources = FIGURES[name]
+    found = [experiments[source] for source in sources if source in experiments]
+    links = [f"[{each.title}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
+    text = make(experiments)
+    if links:
+        text += "\n\nFrom: " + ";\n".join(links) + "."  # a line each, so that lines are short
+    if re.search(r"\| [+-]\S+ ± ", text):
+        text += "\nAfter a difference, ± is the standard error over seeds."
+    return re.sub(  # figures link from the root
+        r"\]\(((?:docs|bench)/[^)]*)\)",
+        lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
+        text,
+    )
+
+
+def _relative(path: Path, folder: Path) -> str:
+    up = 0
+    while not path.is_relative_to(folder):
+        folder, up = folder.parent, up + 1
+    return "../" * up + path.relative_to(folder).as_posix()

@@ -1,0 +1,61 @@
+"""Tables of Markdown, and figures as they stand in them."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Without the columns that are empty in every row."""
+    rows = [list(row) for row in rows]
+    kept = [n for n in range(len(headings)) if n == 0 or any(row[n] for row in rows)]
+    lines = [[headings[n] for n in kept], ["---"] * len(kept)]
+    lines += [[row[n] for n in kept] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mean(values: Sequence[float], digits: int = 4) -> str:
+    """With the standard deviation."""
+    if not values:
+        return ""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def difference(values: Sequence[float], digits: int = 4) -> str:
+    """Its mean with the standard error."""
+    if not values:
+        return ""
+    error = ""
+    if len(values) > 1:
+        error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+    return f"{statistics.mean(values):+.{digits}f}{error}"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def times(value: float) -> str:
+    return f"{value:,.1f}x" if value < 1000 else f"{value:,.0f}x"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def plain(runs: Sequence[dict]) -> str:
+    """The runs as they are, a column for each key; lists and the like left out."""
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for key, value in run.items()
+        if key != "part" and isinstance(value, str | int | float)
+    )
+    return table(list(keys), [[_shown(run.get(key)) for key in keys] for run in runs])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return "" if value is None else str(value)

@@ -1,0 +1,265 @@
+"""bench/results: what pages and figures say is what was measured."""
+
+import json
+import re
+import sys
+
+import pytest
+from programs import ROOT
+
+from dct_dlrm.errors import UsageError
+
+sys.path.insert(0, str(ROOT / "bench"))
+import report
+import run_files
+from reports import (
+    blocks,
+    experiments,
+    figures,
+    kernels,
+    links,
+    pages,
+    pictures,
+    svg,
+    trained,
+)
+
+ALL = experiments.load()
+MADE = report.made()
+
+
+def test_pages_and_figures_are_as_they_are_made():
+    """After a change of results or of the report: python bench/report.py"""
+    assert [path.name for path in report.differing(MADE)] == []
+
+
+def test_a_wrong_figure_in_a_page_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "PAGES", tmp_path)
+    texts = {tmp_path / path.name: text for path, text in MADE.items()}
+    for path, text in texts.items():
+        path.write_text(text)
+    assert report.differing(texts) == []
+    page = tmp_path / "value_formats.md"
+    page.write_text(page.read_text().replace("-0.0029 ± 0.0021", "-0.0039 ± 0.0021"))
+    assert report.differing(texts) == [page]
+    page.unlink()
+    assert report.differing(texts) == [page]
+
+
+def test_a_page_that_no_experiment_has_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "PAGES", tmp_path)
+    (tmp_path / "gone.md").write_text(f"{pages.MADE}\n# Gone\n")
+    (tmp_path / "by_hand.md").write_text("# Ours\n")
+    assert report.differing({}) == [tmp_path / "gone.md"]
+
+
+PAGE = ROOT / "docs" / "guide" / "page.md"  # which need not exist
+
+
+def _block(name, inside="", end="<!-- end figure -->"):
+    return f"# Title\n<!-- figure: {name} -->\n{inside}{end}\nafter\n"
+
+
+@pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - {"index"}))
+def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
+    filled = blocks.fill(PAGE, _block(name), ALL)
+    assert filled.endswith("<!-- end figure -->\nafter\n")
+    assert blocks.fill(PAGE, filled, ALL) == filled
+    figure = re.search(r"(?<=\| )[+-]?\d", filled)  # in the table
+    wrong = f"{filled[: figure.start()]}9{filled[figure.start() :]}"
+    assert blocks.fill(PAGE, wrong, ALL) == filled != wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (_block("no-such"), r"page.md: no figure 'no-such'; there are .*headline"),
+        (_block("nodes", end=""), "a figure must begin with <!-- figure: NAME --> and end with"),
+        (_block("nodes", _block("nodes", end="")), "must begin with"),
+        ("<!-- end figure -->\n" + _block("nodes"), "must begin with"),
+        (_block("two words"), "must begin with"),
+    ],
+    ids=["unknown", "no end", "one in another", "no beginning", "not a name"],
+)
+def test_blocks_that_are_refused(text, rule):
+    with pytest.raises(UsageError, match=rule):
+        blocks.fill(PAGE, text, ALL)
+
+
+def test_a_page_is_found_from_where_the_block_stands():
+    assert "](docs/results/link_nodes.md)" in blocks.render("nodes", ROOT / "README.md", ALL)
+
+
+def _runs(method, losses, rate=1.0, **more):
+    return [
+        {"method": method, "seed": seed, "rate": rate, "test": {"loss": loss}, "bytes_per_step": 8}
+        | more
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def test_means_and_differences_by_seed():
+    """By hand: 1.2 and 1.6 less 1.0 and 1.2 are 0.2 and 0.4: 0.3 ± 0.1, the error of the mean."""
+    table = trained.scores(_runs("dense", [1.0, 1.2]) + _runs("dct:1%", [1.2, 1.6]))
+    dense, dct = (line.split(" | ") for line in table.splitlines()[2:])
+    assert dense[3] == "1.1000 ± 0.1414" and dense[4] == "1.2000"
+    assert dct[:3] == ["| hook, 1 %", "8", "1.0x"]
+    assert dct[3:7] == ["1.4000 ± 0.2828", "1.6000", "+0.3000 ± 0.1000", "+0.4000"]
+
+
+def test_differences_are_of_the_same_seeds():
+    dense = _runs("dense", [1.0, 1.2, 9.0])
+    assert trained.over(_runs("dct:1%", [1.5])[:1], dense) == [0.5]
+    assert trained.over([run | {"seed": 7} for run in _runs("dct:1%", [1.5])], dense) == []
+
+
+def test_a_rate_is_chosen_by_validation_after_600_steps_not_by_the_test_part():
+    short = _runs("dct:1%", [5.0], 1.0, steps=600, validation_loss=2.0)
+    short += _runs("dct:1%", [4.0], 3.0, steps=600, validation={"loss": 3.0})
+    long = _runs("dct:1%", [2.0, 2.5], 1.0, steps=3000)
+    long += _runs("dct:1%", [1.0], 3.0, steps=3000, validation_loss=1.0)
+    assert trained.best(short) == {"dct:1%": short[:1]}
+    assert trained.best(long, [*short, *long]) == {"dct:1%": long[:2]}
+    lower = _runs("dct:1%", [9.0], 0.5, steps=600, validation_loss=1.0)  # not run for longer
+    assert trained.best(long, [*short, *lower, *long]) == {"dct:1%": long[:2]}
+    lost = [*_runs("dct:1%", [0.1], 9.0, steps=600), {"method": "topk:1%", "seed": 0}]
+    lost = [run | {"diverged": 7} for run in lost]
+    assert trained.best(short + lost) == {"dct:1%": short[:1]}
+
+
+def test_runs_of_3000_steps_join_the_transformers_once_they_are_there():
+    """In a file of their own, with the records of bench/dp_density.py."""
+    runs = [
+        run | {"steps": 3000}
+        for run in ALL["value_formats"].runs
+        if run["method"] in ("dense", "int4") and run["problem"] == "text-adamw-cosine"
+    ]
+    path = experiments.RESULTS / "2026-11-23-cpu" / "text_3000.json"
+    made = experiments.Experiment(path, "3,000 steps", "-", "-", "-", "-", runs)
+    table = blocks.render("transformers", PAGE, ALL | {"text_3000": made})
+    assert "| 3,000 | float32 | 1,417,604 |" in table and "](../results/text_3000.md)" in table
+    assert "| 600 | float32 | 1,417,604 |" in table
+
+
+def test_tables_of_a_link():
+    """The headline: bytes and time of DCT and of float32, as the run has them."""
+    (run,) = ALL["link_one_threshold"].runs
+    cells = {cell["mode"]: cell for cell in run["cells"]}
+    assert cells["dense"]["payload_bytes"] == 5_523_396  # as tests/test_readme.py counts them
+    assert cells["dct"]["payload_bytes"] == 34_944
+    low, median, high = cells["dct"]["step_ms"]
+    assert f"| {median:.1f} ({low:.1f}-{high:.1f}) |" in links.render([run])
+    assert f"| 34,944 | 158.1x | **{median:.1f}** |" in figures.headline(ALL)
+
+
+def test_of_copy_is_the_copy_over_the_op():
+    times = {"copy": 2.0, "cpp": 4.0, "topk": 40.0, "eager": 80.0}
+    ms = {name: {"median": t, "q20": t, "q80": t} for name, t in times.items()}
+    run = {"op": "mask_pack", "case": "c", "numel": 8, "density": 0.01, "bytes": 9e6, "ms": ms}
+    line = kernels.render([run]).splitlines()[2]
+    assert line == "| `mask_pack` | c | 1 % | 8 | 9.0 | 4 (4-4) | 50 % | 20x | topk 10x |"
+
+
+def test_bars_are_as_long_as_the_times():
+    (run,) = ALL["link_one_threshold"].runs
+    drawn = pictures.step_time(ALL)
+    bars = [float(width) for width in re.findall(r"width='([\d.]+)' height='24'", drawn)]
+    times = [cell["step_ms"][1] for cell in run["cells"]]
+    assert [bar / bars[0] for bar in bars] == pytest.approx([t / times[0] for t in times], abs=1e-3)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_line_goes_through_its_points(log):
+    """The middle of three is in the middle: of 1 and 9 that is 5, on a logarithmic scale 3."""
+    middle = 3 if log else 5
+    line = svg.Line("a", [(1, 1), (middle, middle), (9, 9)])
+    drawn = svg.chart("t", [svg.Panel("p", "x", "y", [line], log, log)])
+    (path,) = re.findall(r"d='M([\d. L]+)' fill='none'", drawn)
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split()) for point in path.split("L"))
+    assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
+    assert x0 < x2 and y0 > y2
+
+
+def test_runs_of_an_unknown_kind_are_shown_as_they_are():
+    assert pages.tables([{"a": 1, "b": 0.25, "c": [1]}]).splitlines()[2] == "| 1 | 0.25 |"
+
+
+def test_a_finished_folder_becomes_an_experiment(tmp_path):
+    """Of bench/mp_formats.py and its like, whose records are read as bench/dp_density.py's are."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for exchange, seed, loss in (("float32", 1, 0.5), ("int4", 1, 0.75), ("int4", 2, 0.25)):
+        run = run_files.Run(exchange, 2.0, seed)
+        test = {"auc": 0.5, "log_loss": loss}
+        sent = {"mp_forward_bytes_per_step_per_rank": 16 if exchange == "float32" else 2}
+        run_files.write(run.path(folder), run._asdict() | {"settings": {}, "test": test} | sent)
+    into = tmp_path / "results" / "today"
+    into.mkdir(parents=True)
+    arguments = ["--collect", "mine", str(folder), "--into", str(into), "--command", "this"]
+    report.collect(report.parse(arguments))
+    found = experiments.load(into.parent)["mine"]
+    assert found.command == "this" and len(found.runs) == 3
+    assert "| int4 | 2 | 2 | 8.0x | 0.5000 ± 0.0000 |" in pages.tables(found.runs)
+    with pytest.raises(UsageError, match=r"must have a new NAME, .*mine.json is there"):
+        report.collect(report.parse(arguments))
+    with pytest.raises(UsageError, match="must hold the files of finished runs"):
+        report.collect(report.parse(["--collect", "none", str(into.parent), "--into", str(into)]))
+
+
+def test_experiments_that_are_refused(tmp_path):
+    def refused(content, rule, name="one"):
+        path = tmp_path / "day" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=rule):
+            experiments.load(tmp_path)
+
+    good = dict.fromkeys(experiments.REQUIRED, "-") | {"runs": []}
+    refused([1], "must have title, command, commit, machine, date")
+    refused(good | {"commit": ""}, "one.json must have commit")
+    refused(good | {"colour": "red"}, "must have the keys of an experiment.*colour")
+    (tmp_path / "day" / "one.json").write_text(json.dumps(good))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "one.json").write_text(json.dumps(good))
+    with pytest.raises(UsageError, match="must have a name of its own"):
+        experiments.load(tmp_path)
+
+
+def test_no_path_of_a_machine_is_in_a_result():
+    for path in (ROOT / "bench" / "results").rglob("*.json"):
+        assert not re.search(r"/(home|root|work|tmp|mnt|opt|Users)/", path.read_text()), path
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_figures_in_words_stand_in_the_tables_of_their_page(name):
+    """Answers and notes are written by hand: those of their figures that have a decimal point."""
+    experiment = ALL[name]
+    page = MADE[pages.page_of(experiment)]
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    figure = r"[+-]?\d+\.\d+ ± \d+\.\d+|(?<![\w.±-])\d+\.\d+(?! ± )"
+    said = re.findall(figure, experiment.answer)
+    said += re.findall(r"[+-]?\d+\.\d+ ± \d+\.\d+", experiment.notes)
+    assert [text for text in said if text not in tables] == []
+
+
+def _leads_somewhere(page, text):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+
+
+def test_links_of_the_pages_lead_somewhere():
+    for page, text in MADE.items():
+        if page.parent == pages.PAGES:
+            _leads_somewhere(page, text)
+
+
+def test_every_bench_and_every_experiment_is_in_the_index():
+    page = ROOT / "bench" / "README.md"
+    index = page.read_text()
+    _leads_somewhere(page, index)
+    names = {path.name for path in (ROOT / "bench").glob("*.[ps][yh]")}
+    assert {name for name in names if f"`{name}`" not in index} == set()
+    listed = set(re.findall(r"\]\(results/([\w./-]+)\)", index))
+    kept = {f"{each.path.parent.name}/{each.path.name}" for each in ALL.values()}
+    assert listed == kept
+    assert [each for each in ALL if f"(../docs/results/{each}.md)" not in index] == []
