@@ -235,12 +235,10 @@ def train(
     if state is not None:
         state.close()
     usual = sent.steps[START_STEP:]
-    means = torch.tensor([statistics.mean(s[p] for s in usual) for p in PURPOSES]).double()
-    dist.all_reduce(means)
-    means /= dist.get_world_size()
-    found = {
-        f"{p}_bytes_per_step_per_rank": m for p, m in zip(PURPOSES, means.tolist(), strict=True)
-    }
+    sums = torch.tensor([[step[p] for p in PURPOSES] for step in usual]).sum(0)
+    dist.all_reduce(sums)
+    means = (sums.double() / (len(usual) * dist.get_world_size())).tolist()
+    found = {f"{p}_bytes_per_step_per_rank": m for p, m in zip(PURPOSES, means, strict=True)}
     return model, found | {"step_ms_median": statistics.median(times[START_STEP:])}
 
 
