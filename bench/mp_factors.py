@@ -27,7 +27,7 @@ from dct_dlrm import arguments
 from dct_dlrm.argument_types import count, several
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.data.features import Rows, table_rows
+from dct_dlrm.data.features import Rows
 from dct_dlrm.errors import UsageError
 from dct_dlrm.launch import launch
 from dct_embeddings import plan_shards
@@ -41,7 +41,7 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
     """Counts on one rank; the first prints the mean over all."""
     data = dataset.load(options)
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    plan = plan_shards(table_rows(options.hash_size), ranks)
+    plan = plan_shards(data.tables, ranks)
     others = [shard.table for r, own in enumerate(plan) if r != rank for shard in own]
     lines = []
     for batch in args.batches:

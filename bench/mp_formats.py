@@ -49,7 +49,7 @@ FORMATS = ("mxfp4", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]
 # What must be equal in all runs of a folder: everything but what an exchange or a run is.
 SETTINGS = ("rows", "test_fraction", "validation_fraction", "epochs", "batch_size", "lr")
-SETTINGS += ("hash_size", "embedding_dim", "bottom", "top")
+SETTINGS += ("hash_size", "zipf", "embedding_dim", "bottom", "top")
 
 
 class Kind(NamedTuple):
@@ -106,9 +106,9 @@ def job(
 def report(records: Sequence[dict]) -> str:
     """Markdown: bytes by what they are for, scores over seeds, differences seed by seed."""
     rates = best_rates(records)
-    of_exchange = {name: _at(records, name, rate) for name, rate in rates.items()}
+    of_exchange = {name: runs_at(records, name, rate) for name, rate in rates.items()}
     order = [*NAMES, *sorted(of_exchange.keys() - set(NAMES))]
-    grid = sorted({record["rate"] for record in records})
+    grid = rates_tried(records)
     dense = of_exchange.get("float32", [])
     whole = rows_bytes(dense[0]) if dense else None
     distinct = distinct_bytes(records)
@@ -136,13 +136,24 @@ def report(records: Sequence[dict]) -> str:
             "" if name == "float32" else spread(differences(tested, dense), "+"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"Rates tried, seed {RATE_SEED}, validation rows' log loss (AUC):", ""]
+    lines += ["", *rates_table(records, [name for name in order if name in of_exchange])]
+    return "\n".join(lines)
+
+
+def rates_tried(records: Sequence[dict]) -> list[float]:
+    return sorted({record["rate"] for record in records})
+
+
+def rates_table(records: Sequence[dict], names: Sequence[str]) -> list[str]:
+    """Markdown, by lines: how well every rate did on validation rows."""
+    grid = rates_tried(records)
+    lines = [f"Rates tried, seed {RATE_SEED}, validation rows' log loss (AUC):", ""]
     lines += ["| rows | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
     lines += ["|---|" + "---|" * len(grid)]
-    for name in (name for name in order if name in of_exchange):
+    for name in names:
         cells = [_validation(records, Run(name, rate, RATE_SEED)) for rate in grid]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return lines
 
 
 def rows_bytes(record: dict) -> float:
@@ -167,7 +178,8 @@ def differences(runs: Sequence[dict], others: Sequence[dict]) -> list[float]:
     return [run["test"]["auc"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
 
 
-def _at(records: Sequence[dict], name: str, rate: float) -> list[dict]:
+def runs_at(records: Sequence[dict], name: str, rate: float) -> list[dict]:
+    """Those that did not diverge, by seed."""
     found = [run for run in records if (run["exchange"], run["rate"]) == (name, rate)]
     return sorted((run for run in found if "diverged" not in run), key=lambda run: run["seed"])
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from dct_dlrm import arguments, loop, progress
 from dct_dlrm.argument_types import positive, several
@@ -93,23 +94,29 @@ def _work(options: argparse.Namespace, runs: Sequence[AnyRun], settings: dict, j
             record = run._asdict() | {"settings": settings, "data": described} | found
             write(run.path(options.out), record | {"seconds": time.time() - start})
             console.print(f"{title}: {said}", highlight=False)
+    dist.barrier()  # under torchrun every rank looks for the files next
 
 
 def rated(
     mode: str, run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
 ) -> tuple[dict, str]:
-    """Of a job: trained in `mode`, and scored on validation rows; from other seeds than the one
-    that rates are chosen by on test rows, too."""
+    """Of a job: trained in `mode` and `scored`."""
     model, result = loop.train(mode, run.seed, data, options, on_step)
+    found, said = scored(model, run, data)
+    model.close()
+    summary = result.summary()
+    found |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
+    return found | {"step_ms_median": summary["step_ms_median"]}, said
+
+
+def scored(model: nn.Module, run: Run, data: dataset.Dataset) -> tuple[dict, str]:
+    """Of a trained model, what a job gives of its scores: on validation rows; of other seeds than
+    the one that rates are chosen by on test rows, too. Collective."""
     parts = {"validation": data.validation}
     if run.seed != RATE_SEED:
         parts["test"] = data.test
     scores = {name: loop.test(model, rows, data.train) for name, rows in parts.items()}
-    model.close()
     found = {name: of_part._asdict() for name, of_part in scores.items()}
-    summary = result.summary()
-    found |= {key: value for key, value in summary.items() if key.endswith("_per_rank")}
-    found["step_ms_median"] = summary["step_ms_median"]
     if dist.get_rank() != 0:  # where there are no scores
         return found, ""
     said = [f"{name} AUC {s.auc:.4f}, log loss {s.log_loss:.4f}" for name, s in scores.items()]

@@ -4,6 +4,8 @@ import argparse
 import math
 from collections.abc import Callable, Collection
 
+from .data.synthetic import Zipf
+
 
 def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
     """An argparse type: a number for which `allowed` holds; `rule` words it."""
@@ -61,3 +63,16 @@ def widths(text: str) -> list[int]:
         rule = "integers >= 1 joined by '-', such as 512-256"
         raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
     return [int(part) for part in parts]
+
+
+def zipf(text: str) -> Zipf:
+    """An argparse type: tables, rows of each, and the exponent of a power law."""
+    try:
+        tables, rows, exponent = text.split(",")
+        found = Zipf(int(tables), int(rows), float(exponent))
+    except ValueError:
+        found = Zipf(0, 0, 0.0)
+    if not (1 <= found.tables <= 100 and 3 <= found.rows < 2**31 and 1 < found.exponent < 10):
+        rule = "tables in [1, 100], rows in [3, 2^31) and an exponent in (1, 10), joined by ','"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return found

@@ -10,7 +10,7 @@ from dct_parallel.exchange.selection import TRANSPORTS
 from dct_parallel.rows.codecs import ROW_FORMATS
 
 from . import option_rules
-from .argument_types import count, density, number, pair, positive, several, widths
+from .argument_types import count, density, number, pair, positive, several, widths, zipf
 from .command_line import Formatter, Parser, add_out, add_two_helps, add_version
 from .launch import under_torchrun
 from .models.factorised import FACTORISED
@@ -109,6 +109,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="without FILE: up to N values of each categorical in a row",
+    )
+    data.add_argument(
+        "--zipf",
+        type=zipf,
+        metavar="TABLES,ROWS,S",
+        help="without FILE: in the place of 26 categoricals like Criteo's, some of which are "
+        "missing, TABLES that never are, each with a table of ROWS rows; value v has a probability "
+        "of about (v + 1)^-S",
     )
     data.add_argument(
         "--max-malformed",

@@ -183,7 +183,7 @@ def train(
         _rebuild_buckets(model, data.train.take(slice(options.batch_size)))
         checkpoint.restore(saved, parts, noted)
     sync = make_sync(model, optimizers["tables"], mode, options)
-    batches = _batches(data.train, seed, steps_per_epoch, options, start=len(losses))
+    batches = batches_of(data.train, seed, steps_per_epoch, options, start=len(losses))
     with traffic:
         for step, batch in enumerate(batches, start=len(losses)):
             start = time.perf_counter()
@@ -284,8 +284,8 @@ def _whole_model(data: Dataset, options: argparse.Namespace) -> nn.Module:
     return FACTORISED[options.model](tables, ints, options.embedding_dim, options.top)
 
 
-def _batches(
-    train: Rows, seed: int, steps_per_epoch: int, options: argparse.Namespace, start: int
+def batches_of(
+    train: Rows, seed: int, steps_per_epoch: int, options: argparse.Namespace, start: int = 0
 ) -> Iterator[Rows]:
     """The rank's rows in another order every epoch, a last incomplete batch left out.
 

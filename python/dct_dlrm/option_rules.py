@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule("data_format max_malformed", "data", None),
-    Rule("multi_hot", "data", ()),
+    Rule("multi_hot zipf", "data", ()),
     Rule("model", "parallel", TABLES_WHOLE, unless=("dlrm",)),
     Rule("data_format", "parallel", TABLES_WHOLE, unless=("criteo",)),
     Rule("multi_hot", "parallel", TABLES_WHOLE, unless=(1,)),
@@ -41,6 +41,7 @@ RULES = (
     Rule("mp_density mp_format dedup", "parallel", ("hybrid", "2d")),
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
+    Rule("hash_size", "zipf", ()),
     Rule("density value_dtype refresh_every policy transport", "modes", ("dct",)),
     Rule("value_dtype", "density", (1.0,), unless={*VALUE_DTYPES} - {*FORMATS}),
     Rule("refresh_every", "policy", ("fixed",)),

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dct_embeddings import ReplicaSync, Shard, plan_shards
 
-from .data.features import table_rows
+from .data.dataset import tables_of
 from .errors import UsageError
 from .models.dlrm import DLRM
 from .models.factorised import FeatureModel
@@ -25,7 +25,7 @@ def plan_tables(options: argparse.Namespace) -> list[list[Shard]]:
     ranks, replicas = dist.get_world_size(), _replicas(options)
     if ranks % replicas:
         raise UsageError(f"--replicas must divide the {ranks} ranks, got {replicas}")
-    rows = table_rows(options.hash_size)
+    rows = tables_of(options)
     if ranks // replicas > len(rows):
         raise UsageError(
             f"--ranks must be at most {len(rows)} a replica, one table each, "
@@ -59,7 +59,8 @@ def distribute(
         model.dense = _replicated(model.dense, options)
         return model, model.dense
     plan, exchange = plan_tables(options), EXCHANGES[mode](options)
-    model = ShardedDLRM(model, plan, exchange, options.dedup, _replicas(options))
+    sparse = options.embedding_optimizer != "sgd"  # whose fused step takes dense ones alone
+    model = ShardedDLRM(model, plan, exchange, options.dedup, _replicas(options), sparse)
     model.mlps = _replicated(model.mlps, options)
     return model, model.mlps
 

@@ -12,6 +12,9 @@ from dct_dlrm.train import _folder, main
 
 COUNT = "must be an integer >= 1, got"
 FRACTION = "must be a number in (0, 1), got"
+ZIPF = (
+    "must be tables in [1, 100], rows in [3, 2^31) and an exponent in (1, 10), joined by ',', got"
+)
 WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
 
 
@@ -31,6 +34,8 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--bucket-mb", "0", f"{COUNT} '0'"),
         ("--embedding-dim", "0", f"{COUNT} '0'"),
         ("--hash-size", "1", "must be an integer in [2, 2^31), got '1'"),
+        ("--zipf", "8,1000", f"{ZIPF} '8,1000'"),
+        ("--zipf", "8,1000,1", f"{ZIPF} '8,1000,1'"),
         ("--lr", "0", "must be a number > 0, got '0'"),
         ("--lr", "inf", "must be a number > 0, got 'inf'"),
         ("--test-fraction", "0", f"{FRACTION} '0'"),

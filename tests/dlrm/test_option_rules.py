@@ -53,6 +53,7 @@ DCT = "must come with --modes dct, got"
         ("--data-format criteo", "--data-format must come with --data, got none"),
         ("--max-malformed 0.5", "--max-malformed must come with --data, got none"),
         ("--data x --multi-hot 3", "--multi-hot must come without --data, got both"),
+        ("--zipf 8,99,1.1 --hash-size 9", "--hash-size must come without --zipf, got both"),
         (
             "--parallel des --dynamic-rows 9 --hash-size 9",
             "--hash-size must come without --dynamic-rows, got both",

@@ -36,14 +36,19 @@ def test_seeds_differ():
         assert (getattr(other, name) != getattr(BLOCK, name)[:2000]).mean() > 0.5
 
 
-def test_values_follow_the_power_law():
-    for table in (2, 9, 25):
-        column = BLOCK.values[:, table]
-        assert column.max() < min(CARDINALITIES[table], 4000) - 1
+@pytest.mark.parametrize("zipf", [None, synthetic.Zipf(3, 20_000, 1.1)])
+def test_values_follow_the_power_law(zipf):
+    block = BLOCK if zipf is None else synthetic.Generator(3, zipf=zipf).rows(np.arange(N))
+    law, rows = (-0.5, 4000) if zipf is None else (-0.1, 20_000)
+    for table in (2, 9, 25) if zipf is None else range(3):
+        column = block.values[:, table]
+        most = min(CARDINALITIES[table], 4000) if zipf is None else zipf.rows
+        assert most / 4 < column.max() < most - 1
         present = column[column >= 0]
+        assert zipf is None or len(present) == N
         # P(value v) is the mass of x^-1.5 between v + 1 and v + 2, cut at the number of values.
-        edges = np.arange(1, 12) ** -0.5
-        expected = -np.diff(edges) / (1 - 4000**-0.5)
+        edges = np.arange(1.0, 12) ** law
+        expected = -np.diff(edges) / (1 - rows**law)
         seen = np.bincount(present, minlength=10)[:10] / len(present)
         assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected / len(present)))
 
@@ -64,9 +69,10 @@ def test_ints_are_skewed_counts_with_missing_ones():
         assert np.mean(present) > 1.5 * np.median(present)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_click_rate_and_difficulty(seed):
-    block = synthetic.Generator(seed).rows(np.arange(20_000))
+@pytest.mark.parametrize("zipf", [None, synthetic.Zipf(3, 20_000, 1.1)])
+@pytest.mark.parametrize("seed", range(2))
+def test_click_rate_and_difficulty(seed, zipf):
+    block = synthetic.Generator(seed, zipf=zipf).rows(np.arange(20_000))
     assert block.labels.mean() == pytest.approx(0.25, abs=0.02)
     assert roc_auc_score(block.labels, block.probability) == pytest.approx(0.80, abs=0.015)
 

@@ -13,7 +13,7 @@ from ..ranks import from_all_ranks
 from . import criteo, hashing, movielens
 from .features import Rows, table_rows
 from .lines import ReadReport
-from .synthetic import Generator
+from .synthetic import Generator, Zipf
 
 GENERATOR_SEED = 0  # one data set for all runs, so that their Bayes score is one number
 ROWS_PER_BLOCK = 65536
@@ -55,6 +55,13 @@ def split(
     return test, ~test & (place < test_fraction + validation_fraction)
 
 
+def tables_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """Rows of each embedding table, of all data but MovieLens's."""
+    if options.zipf is not None:
+        return (options.zipf.rows,) * options.zipf.tables
+    return table_rows(options.hash_size)
+
+
 def load(options: argparse.Namespace) -> Dataset:
     """This rank's rows, from `options.data` or, without one, from the generator. Collective.
 
@@ -63,7 +70,7 @@ def load(options: argparse.Namespace) -> Dataset:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hash_size = None if options.dynamic_rows else options.hash_size
-    tables = hash_size and table_rows(hash_size)
+    tables = None if options.dynamic_rows else tables_of(options)
     probability = None
     if options.data is not None:
         if options.data_format == "criteo":
@@ -86,7 +93,7 @@ def load(options: argparse.Namespace) -> Dataset:
             )
     else:
         numbers = np.arange(rank, options.rows, world_size)
-        encoded, probability = _generate(numbers, tables, options.multi_hot)
+        encoded, probability = _generate(numbers, tables, options.multi_hot, options.zipf)
         source, warning = {"generator_seed": GENERATOR_SEED}, None
     test, validation = split(numbers, options.test_fraction, options.validation_fraction)
     parts = [_rows_where(encoded, mask) for mask in (~(test | validation), validation, test)]
@@ -101,9 +108,9 @@ def load(options: argparse.Namespace) -> Dataset:
 
 
 def _generate(
-    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int
+    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int, zipf: Zipf | None = None
 ) -> tuple[Rows, np.ndarray]:
-    generator = Generator(GENERATOR_SEED, most)
+    generator = Generator(GENERATOR_SEED, most, zipf)
     parts, probabilities = [], []
     for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # a block at least, of no rows
         block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])

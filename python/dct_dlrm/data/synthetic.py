@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import hashing
-from .features import CARDINALITIES, EMPTY, INTS, MISSING, TABLES, encode_ints
+from .features import CARDINALITIES, EMPTY, INTS, MISSING, encode_ints
 
 # Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
 MAX_CARDINALITY = 4000
@@ -30,11 +30,21 @@ _VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING, _LENGTH = range(0, 7000, 1
 _PLACE = 7000  # of a bag's values beyond the first: as many as bags have places for each column
 
 
+class Zipf(NamedTuple):
+    """Categoricals in the place of Criteo's: `tables` of them, none missing, with as many values as
+    a table of `rows` has place for. Value v has a probability of about (v + 1)^-exponent. Tables
+    interact in pairs of neighbours."""
+
+    tables: int
+    rows: int
+    exponent: float
+
+
 class Block(NamedTuple):
     """Generated rows, -1 where missing.
 
-    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26], or bags [n, 26, most], EMPTY
-    behind their last; probability: float64 [n], the true one of label 1.
+    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, tables], or bags [n, tables, most],
+    EMPTY behind their last; probability: float64 [n], the true one of label 1.
     """
 
     labels: np.ndarray
@@ -53,22 +63,32 @@ class Generator:
         seed: integer >= 0, of the teacher and of the rows.
         most: values of a column at most. With more than 1, a column that is not missing has a bag
             of 1 to `most` values, equally often; their effects and latent vectors add up.
+        zipf: categoricals of another number, size and law.
     """
 
-    def __init__(self, seed: int, most: int = 1) -> None:
+    def __init__(self, seed: int, most: int = 1, zipf: Zipf | None = None) -> None:
         self.seed, self._most = seed, most
-        columns, ints = np.arange(TABLES), np.arange(INTS)
         # One of the values that a cardinality counts is "missing".
-        self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
-        self.missing = 0.4 * hashing.uniform(seed, _SETTING, columns) ** 2
+        if zipf is None:
+            self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
+            self._exponent, pairs = EXPONENT, PAIRS
+        else:
+            self.counts = np.full(zipf.tables, zipf.rows - 1)
+            self._exponent = zipf.exponent
+            pairs = tuple((t, t + 1) for t in range(0, zipf.tables - 1, 2))
+        columns, ints = np.arange(len(self.counts)), np.arange(INTS)
+        share = 0.4 if zipf is None else 0.0
+        self.missing = share * hashing.uniform(seed, _SETTING, columns) ** 2
         self._int_missing = 0.4 * hashing.uniform(seed, _SETTING + 1, ints) ** 2
         self._int_scale = 0.5 + 1.5 * hashing.uniform(seed, _SETTING + 2, ints)
         self._int_weight = _of_norm(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
         value_weight = _of_norm(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
         self._effect = [value_weight[t] * self._drawn(t, _EFFECT + t) for t in columns]
+        # The dot product of two vectors then has variance PAIRS_SHARE / len(pairs).
+        scale = (PAIRS_SHARE / max(1, len(pairs)) / LATENT_DIM) ** 0.25
         self._latent = [
-            [self._vectors(t, _LATENT + LATENT_DIM * (2 * p + side)) for side, t in enumerate(pair)]
-            for p, pair in enumerate(PAIRS)
+            (pair, [scale * self._vectors(t, 2 * p + side) for side, t in enumerate(pair)])
+            for p, pair in enumerate(pairs)
         ]
         self._mean, self._std = 0.0, 1.0
         pilot = self._score(*self._features(np.arange(PILOT_ROWS)))
@@ -86,8 +106,8 @@ class Generator:
     def probabilities(self, table: int) -> np.ndarray:
         """How often a column holds each value: [missing, value 0, value 1, ...], summing to 1."""
         count, missing = self.counts[table], self.missing[table]
-        below = (1 - np.arange(1, count + 2) ** (1 - EXPONENT)) / (
-            1 - (count + 1) ** (1 - EXPONENT)
+        below = (1 - np.arange(1, count + 2) ** (1 - self._exponent)) / (
+            1 - (count + 1) ** (1 - self._exponent)
         )
         return np.concatenate([[missing], (1 - missing) * np.diff(below)])
 
@@ -97,13 +117,14 @@ class Generator:
             u, missing = self._present(_INTEGER + j, numbers, self._int_missing[j])
             drawn = np.floor(np.expm1(-self._int_scale[j] * np.log(u)))
             ints[:, j] = np.where(missing, -1, np.minimum(drawn, MAX_INT))
-        values = np.full((len(numbers), TABLES, self._most), EMPTY, dtype=np.int64)
-        for t in range(TABLES):
+        tables = len(self.counts)
+        values = np.full((len(numbers), tables, self._most), EMPTY, dtype=np.int64)
+        for t in range(tables):
             u, missing = self._present(_VALUE + t, numbers, self.missing[t])
             values[:, t, 0] = np.where(missing, MISSING, self._values(t, u))
             length = np.ceil(self._most * hashing.uniform(self.seed, _LENGTH + t, numbers))
             for place in range(1, self._most):
-                u = hashing.uniform(self.seed, _PLACE + t + TABLES * place, numbers)
+                u = hashing.uniform(self.seed, _PLACE + t + tables * place, numbers)
                 there = ~missing & (place < length)
                 values[:, t, place] = np.where(there, self._values(t, u), EMPTY)
         return ints, values
@@ -111,8 +132,8 @@ class Generator:
     def _values(self, table: int, u: np.ndarray) -> np.ndarray:
         """Values of a column at these places, in (0, 1), of their distribution."""
         count = self.counts[table]
-        largest = (count + 1) ** (1 - EXPONENT)
-        drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - EXPONENT))) - 1
+        largest = (count + 1) ** (1 - self._exponent)
+        drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - self._exponent))) - 1
         return np.minimum(drawn, count - 1)
 
     def _present(
@@ -128,9 +149,9 @@ class Generator:
         score = np.zeros(len(ints))
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
-        for t in range(TABLES):
+        for t in range(values.shape[1]):
             score += _pooled(self._effect[t][:, None], values[:, t])[:, 0]
-        for (left, right), (u, v) in zip(PAIRS, self._latent, strict=True):
+        for (left, right), (u, v) in self._latent:
             pooled = _pooled(u, values[:, left]), _pooled(v, values[:, right])
             score += np.einsum("nd,nd->n", *pooled)
         return score
@@ -142,12 +163,10 @@ class Generator:
         drawn -= share @ drawn
         return drawn / np.sqrt(share @ drawn**2)
 
-    def _vectors(self, table: int, stream: int) -> np.ndarray:
-        """A latent vector per value of a column, [values + 1, 4]."""
-        # The dot product of two of these then has variance PAIRS_SHARE / len(PAIRS).
-        scale = (PAIRS_SHARE / len(PAIRS) / LATENT_DIM) ** 0.25
-        parts = [self._drawn(table, stream + k) for k in range(LATENT_DIM)]
-        return scale * np.stack(parts, axis=1)
+    def _vectors(self, table: int, place: int) -> np.ndarray:
+        """A latent vector per value of a column, [values + 1, 4]; another one for each place."""
+        first = _LATENT + LATENT_DIM * place
+        return np.stack([self._drawn(table, first + k) for k in range(LATENT_DIM)], axis=1)
 
 
 def write_tsv(path: Path, seed: int, rows: int) -> None:

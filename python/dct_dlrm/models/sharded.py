@@ -19,9 +19,9 @@ from .dlrm import DLRM
 class ShardedDLRM(nn.Module):
     """A DLRM whose tables are `ShardedEmbeddingBags`, of one id each: same training, other traffic.
 
-    Gradients of tables are dense, as those of the whole model. A row that crosses is one embedding,
-    of one sample and one table: in rows of several tables' embeddings side by side, DCT would pick
-    those of tables that began large, and the others would never learn.
+    A row that crosses is one embedding, of one sample and one table: in rows of several tables'
+    embeddings side by side, DCT would pick those of tables that began large, and the others would
+    never learn.
 
     Averaging the gradients of `mlps` is up to DistributedDataParallel, and the replicas to
     `ReplicaSync`. Gradients of tables are divided by the size of a group, as an average is, so that
@@ -35,6 +35,7 @@ class ShardedDLRM(nn.Module):
         dedup: whether a row that several samples of a rank's batch ask for crosses once, and so
             does its gradient, their sum.
         replicas: groups of ranks.
+        sparse: whether gradients of tables are, or dense, as those of the whole model.
 
     Attributes:
         tables: this rank's.
@@ -49,6 +50,7 @@ class ShardedDLRM(nn.Module):
         exchange: Exchange,
         dedup: bool = False,
         replicas: int = 1,
+        sparse: bool = False,
     ) -> None:
         super().__init__()
         self.exchange, self.replicas = exchange, replicas
@@ -68,7 +70,7 @@ class ShardedDLRM(nn.Module):
 
         tables = [table.weight for table in model.tables]
         self.tables = ShardedEmbeddingBags(
-            tables, plan, mesh, exchange_rows, dedup=dedup, sparse=False
+            tables, plan, mesh, exchange_rows, dedup=dedup, sparse=sparse
         )
         self.mlps = MLPs(model)
 
