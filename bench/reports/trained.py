@@ -34,6 +34,7 @@ OTHERS = {
     "diloco": "DiLoCo",
     "sparseloco": "SparseLoCo",
 }
+WITH = {"": "", "dedup": ", distinct rows", "hook": ", and the hook"}
 TIMED = {"warmup": "in the first steps, down to step", "cooldown": "from step"}
 PROBLEMS = {
     "text-adamw": "Transformer, AdamW, constant rate",
@@ -50,6 +51,7 @@ PURPOSES = {  # of a run's bytes, in the order of the table
     "mp_forward": "rows forward",
     "mp_backward": "rows backward",
     "sync": "syncs",
+    "dp": "gradients",
     "node": "inside the node",
 }
 NOTE = (
@@ -262,8 +264,8 @@ def _replicas(kind: str) -> str:
 
 
 def _rows(kind: str) -> str:
-    """Of bench/mp_formats.py."""
-    formats, plus, _ = kind.partition("+")
+    """Of bench/mp_formats.py, or torchrec_dlrm.py."""
+    formats, _, more = kind.partition("+")
     forward, comma, backward = formats.partition(",")
     text = f"{forward} forward, {backward} backward" if comma and forward != backward else forward
-    return f"{text.replace('%', ' %')}{', distinct rows' if plus else ''}"
+    return text.replace("%", " %") + WITH[more]
