@@ -282,6 +282,21 @@ def rows(experiments: Experiments) -> str:
     return table(headings, found)
 
 
+@figure("torchrec_dlrm")
+def torchrec(experiments: Experiments) -> str:
+    """Codecs and the hook in TorchRec's DLRM."""
+    found = trained.best(experiments["torchrec_dlrm"].of_part("quality"))
+    dense = found["float32"]
+    rows = []
+    by_bytes = sorted(found.items(), key=lambda item: ("hook" in item[0], -trained.sent(item[1])))
+    for name, runs in by_bytes:
+        row = [trained.label(name) if name != "float32" else "no codec", number(trained.sent(runs))]
+        row += [trained.factor(runs, dense), mean([run["test"]["auc"] for run in runs])]
+        row.append("" if runs is dense else difference(trained.over(runs, dense, "auc")))
+        rows.append(row)
+    return table(["rows", "bytes of rows", "fewer by", "AUC", "over float32's"], rows)
+
+
 @figure("kernels_h100")
 def kernels_h100(experiments: Experiments) -> str:
     return _kernels(experiments["kernels_h100"].runs, ("bf16 cast",))
