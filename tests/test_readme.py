@@ -44,15 +44,5 @@ def test_the_bytes_of_the_headline():
     plan = BucketPlan(names, sizes, settings, AllGather, ranks=2)
     assert (4 * plan.numel, plan.wire_bytes) == (5_523_396, 34_944)  # of a float32 ring, and DCT's
     text = README.read_text()
-    assert "| 5,523,396 |" in text and "| 34,944 |" in text and "| 158x |" in text
-    assert round(5_523_396 / 34_944) == 158
-
-
-def test_the_picture_is_of_the_table():
-    table = re.search(r"<!-- figure: headline -->(.*?)<!-- end", README.read_text(), re.S)[1]
-    cells = [line.replace("*", "").strip("|").split("|") for line in table.split("\n")[3:-1]]
-    rows = [(cell[0].strip(), cell[2].strip()) for cell in cells]
-    picture = (ROOT / "docs" / "images" / "step_time.svg").read_text()
-    drawn = re.findall(r">([^<]+)</text>\n.*width=\"(\d+)\".*\n.*>([\d.]+)</text>", picture)
-    longest = max(float(ms) for _, ms in rows)
-    assert drawn == [(name, f"{500 * float(ms) / longest:.0f}", ms) for name, ms in rows]
+    assert "| 5,523,396 |" in text and "| 34,944 |" in text and "| 158.1x |" in text
+    assert round(5_523_396 / 34_944, 1) == 158.1
