@@ -20,7 +20,9 @@ class Launches(NamedTuple):
 def stated() -> dict[str, Launches]:
     """{op: what one call launches}."""
     launches: dict[str, Launches] = {}
-    for line in (Path(__file__).parents[1] / "docs" / "kernels.md").read_text().splitlines():
+    for line in (
+        (Path(__file__).parents[1] / "docs" / "design" / "kernels.md").read_text().splitlines()
+    ):
         if row := _ROW.match(line):
             found = Launches(int(row["kernels"]), int(row["memset"] is not None))
             for op in re.findall(r"`(\w+)`", row["ops"]):

@@ -127,20 +127,6 @@ def test_a_rate_is_chosen_by_validation_after_600_steps_not_by_the_test_part():
     assert trained.best(short + lost) == {"dct:1%": short[:1]}
 
 
-def test_runs_of_3000_steps_join_the_transformers_once_they_are_there():
-    """In a file of their own, with the records of bench/dp_density.py."""
-    runs = [
-        run | {"steps": 3000}
-        for run in ALL["value_formats"].runs
-        if run["method"] in ("dense", "int4") and run["problem"] == "text-adamw-cosine"
-    ]
-    path = experiments.RESULTS / "2026-11-23-cpu" / "text_3000.json"
-    made = experiments.Experiment(path, "3,000 steps", "-", "-", "-", "-", runs)
-    table = blocks.render("transformers", PAGE, ALL | {"text_3000": made})
-    assert "| 3,000 | float32 | 1,417,604 |" in table and "](../results/text_3000.md)" in table
-    assert "| 600 | float32 | 1,417,604 |" in table
-
-
 def test_tables_of_a_link():
     """The headline: bytes and time of DCT and of float32, as the run has them."""
     (run,) = ALL["link_one_threshold"].runs

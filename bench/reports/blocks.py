@@ -7,6 +7,7 @@ A block is what stands between two lines; NAME is a figure's (figures.py).
 """
 
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,17 +56,21 @@ def render(name: str, page: Path, experiments: Experiments) -> str:
         raise UsageError(f"{page}: no figure {name!r}; there are {', '.join(sorted(FIGURES))}")
     make, sources = FIGURES[name]
     found = [experiments[source] for source in sources if source in experiments]
-    links = [f"[{each.title}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
+    links = [f"[{each.name}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
     text = make(experiments)
-    if links:
-        text += "\n\nFrom: " + ";\n".join(links) + "."  # a line each, so that lines are short
+    said = f"From: {', '.join(links)}." if links else ""
     if re.search(r"\| [+-]\S+ ± ", text):
-        text += "\nAfter a difference, ± is the standard error over seeds."
-    return re.sub(  # figures link from the root
-        r"\]\(((?:docs|bench)/[^)]*)\)",
-        lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
-        text,
+        said += " ± after a difference is its standard error over seeds."
+    text, said = (
+        re.sub(  # figures link from the root
+            r"\]\(((?:docs|bench)/[^)]*)\)",
+            lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
+            part,
+        )
+        for part in (text, said)
     )
+    lines = textwrap.fill(said.strip(), 118, break_long_words=False, break_on_hyphens=False)
+    return f"{text}\n\n{lines}" if lines else text
 
 
 def _relative(path: Path, folder: Path) -> str:

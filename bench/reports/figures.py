@@ -60,18 +60,22 @@ def _fewer(run: dict, mode: str) -> str:
     return times(sent["dense"] / sent[mode]) if mode != "dense" else ""
 
 
-@figure("link_one_threshold", "thresholds", "value_formats", "mp_formats")
+@figure("link_one_threshold", "thresholds", "value_formats", "text_3000", "mp_formats")
 def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
     (run,) = experiments["link_one_threshold"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    text = _cosine(experiments)
+    text, longer = _cosine(experiments), _cosine(experiments, 3000)
     kaggle, generated = _row_runs(experiments)
     fewest, most = (
         trained.factor(of["int4,int4+dedup"], of["float32"]) for of in (kaggle, generated)
     )
     aucs = trained.over(kaggle["int4,int4+dedup"], kaggle["float32"], "auc")
     local = "local-ternary:100%x10"
+
+    def over_both(name: str) -> str:
+        return f"{_over(text, name)} after 600 steps, {_over(longer, name)} after 3,000"
+
     rows = [
         [
             "SGD, a click model",
@@ -79,8 +83,8 @@ def methods(experiments: Experiments) -> str:
             _fewer(run, "dct"),
             f"{_over(criteo, 'dct:0.5%')} of log loss",
         ],
-        ["Adam(W), a rate that decays", INT4, _times(text, "int4"), _over(text, "int4")],
-        ["the same, with fewer bytes", TERNARY, _times(text, local), _over(text, local)],
+        ["Adam(W), a rate that decays", INT4, _times(text, "int4"), over_both("int4")],
+        ["the same, with fewer bytes", TERNARY, _times(text, local), over_both(local)],
         ["embedding rows between ranks", ROWS, f"{fewest} to {most}", f"{difference(aucs)} of AUC"],
     ]
     guides = ("ddp", "transformers", "transformers", "rows")
@@ -92,8 +96,6 @@ def methods(experiments: Experiments) -> str:
 
 HOOK = "`DCTState(ddp, density=0.005)`"
 INT4 = '`DCTState(ddp, density=1, value_dtype="int4")`'
-LOCAL = "`DCTAverager(model, density=0.1, period=10)`"
-E3M0 = '`DCTAverager(model, density=0.1, period=10, value_dtype="e3m0")`'
 TERNARY = '`DCTAverager(model, density=1, period=10, value_dtype="ternary")`'
 ROWS = '`all_to_all_rows(x, splits, forward="int4", backward="int4")`, distinct rows'
 
@@ -130,26 +132,6 @@ def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[d
 
 COSINE = "text-adamw-cosine"
 TEXT = ("value_formats", "text_3000")
-CORE = ("dense", "int4", "dct:1%", "local:10%x10", "local-e3m0:10%x10", "local-ternary:100%x10")
-
-
-@figure(*TEXT)
-def transformers(experiments: Experiments) -> str:
-    """A transformer under AdamW with cosine, after 600 steps, and 3,000 once they are there.
-
-    After 600 the main methods, and those that were trained for longer.
-    """
-    runs = [run for name in TEXT if name in experiments for run in experiments[name].runs]
-    runs = _each_once([run for run in runs if trained.problem(run) == COSINE])
-    longer = {run["method"] for run in runs if run["steps"] > trained.RATE_STEPS}
-    found = []
-    for steps in sorted({run["steps"] for run in runs}):
-        methods = _methods(runs, COSINE, steps)
-        names = [name for name in methods if name in (*CORE, *longer)]
-        names.sort(key=lambda name: -trained.sent(methods[name]))
-        rows = [[f"{steps:,}", *row] for row in _rows(methods, names)]
-        found += [[row[0] if number == 0 else "", *row[1:]] for number, row in enumerate(rows)]
-    return table(["steps", *HEADINGS], found)
 
 
 def _each_once(runs: Sequence[dict]) -> list[dict]:
@@ -158,29 +140,32 @@ def _each_once(runs: Sequence[dict]) -> list[dict]:
     return list(reversed(found.values()))
 
 
-def _cosine(experiments: Experiments) -> dict[str, list[dict]]:
-    """The transformer's methods under AdamW and cosine after 600 steps."""
-    runs = [r for r in experiments["value_formats"].runs if trained.problem(r) == COSINE]
-    return _methods(_each_once(runs), COSINE, 600)
+def _text_runs(experiments: Experiments) -> list[dict]:
+    """The transformer's under AdamW and cosine."""
+    runs = [run for name in TEXT if name in experiments for run in experiments[name].runs]
+    return _each_once([run for run in runs if trained.problem(run) == COSINE])
 
 
-@figure("value_formats", "dp_density")
-def transformers_choice(experiments: Experiments) -> str:
+def _cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
+    """The transformer's methods under AdamW and cosine after so many steps."""
+    return _methods(_text_runs(experiments), COSINE, steps)
+
+
+@figure(*TEXT)
+def transformers(experiments: Experiments) -> str:
     """What to use for so many bytes."""
-    text = _cosine(experiments)
-    constant = _methods(experiments["dp_density"].runs, "text-adamw", 600)
-    rows = [
-        [_times(constant, "bf16"), "DDP with torch's `bf16_compress_hook`", _over(constant, "bf16")]
-    ]
-    rows[0][2] += " (constant rate)"
+    text, longer = _cosine(experiments), _cosine(experiments, 3000)
+    rows = []
     for use, name in (
+        ("DDP with torch's `bf16_compress_hook`", "bf16"),
         (f"{INT4} and `dct_hook`", "int4"),
-        (LOCAL, "local:10%x10"),
-        (E3M0, "local-e3m0:10%x10"),
         (TERNARY, "local-ternary:100%x10"),
+        ("the same with `period=30`", "local-ternary:100%x30"),
+        ("the same with `period=50`", "local-ternary:100%x50"),
     ):
-        rows.append([_times(text, name), use, _over(text, name)])
-    return table(["fewer bytes by", "use", "loss over float32's"], rows)
+        over = [_over(runs, name) if name in runs else "" for runs in (text, longer)]
+        rows.append([_times(text, name), use, *over])
+    return table(["fewer bytes by", "use", "loss, 600 steps", "loss, 3,000 steps"], rows)
 
 
 @figure("thresholds")

@@ -21,6 +21,9 @@ NAMES = {
     "topk": "exact top-k",
     "dct": "DCT, all-gather",
     "dct-e3m0": "DCT, e3m0",
+    "dct-int4": "every entry in int4",
+    "local": "local steps, 10 %, every 10 steps",
+    "local-ternary": "local steps, ternary, every 10 steps",
     "dct-shard": "DCT, reduce-scatter",
     "dct-reduce-scatter": "DCT, reduce-scatter",
     "dct-auto": "DCT, chosen by formula",
@@ -52,7 +55,7 @@ def rate_name(rate: float | None) -> str:
 
 def label(run: dict, mode: str) -> str:
     """The mode's name, with the density that the run had."""
-    sparse = mode.startswith(("dct", "topk"))
+    sparse = mode.startswith(("dct", "topk")) and mode != "dct-int4"
     return f"{NAMES[mode]}, {100 * run['options']['density']:g} %" if sparse else NAMES[mode]
 
 

@@ -39,6 +39,7 @@ TIMED = {"warmup": "in the first steps, down to step", "cooldown": "from step"}
 PROBLEMS = {
     "text-adamw": "Transformer, AdamW, constant rate",
     "text-adamw-cosine": "Transformer, AdamW, cosine",
+    "text-adamw-wsd": "Transformer, AdamW, warm-up-stable-decay",
     "text-momentum": "Transformer, SGD with momentum",
     "text-sgd": "Transformer, SGD",
     "text-muon": "Transformer, Muon",
@@ -240,7 +241,8 @@ def _label(kind: str, density: str, period: str) -> str:
     local, _, format = kind.partition("-")
     if local == "local":
         part = "every entry" if density == "100 %" else density
-        return f"local steps, {part}{f' in {format}' if format else ''}, every {period} steps"
+        often = "every step" if period == "1" else f"every {period} steps"
+        return f"local steps, {part}{f' in {format}' if format else ''}, {often}"
     if kind in OTHERS:
         return f"{OTHERS[kind]}{f', {density}' if density else ''}, every {period} steps"
     if kind in FEW_BITS:

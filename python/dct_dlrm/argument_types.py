@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable, Collection
 
-from .data.synthetic import Zipf
+from .data.zipf import Zipf
 
 
 def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:

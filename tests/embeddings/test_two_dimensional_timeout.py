@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_embeddings import ShardedEmbeddingBags, plan_shards
 from ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
 
 
 def _as_documented(rank):

@@ -13,7 +13,8 @@ from ..ranks import from_all_ranks
 from . import criteo, hashing, movielens
 from .features import Rows, table_rows
 from .lines import ReadReport
-from .synthetic import Generator, Zipf
+from .synthetic import Generator
+from .zipf import Zipf
 
 GENERATOR_SEED = 0  # one data set for all runs, so that their Bayes score is one number
 ROWS_PER_BLOCK = 65536

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import hashing
 from .features import CARDINALITIES, EMPTY, INTS, MISSING, encode_ints
+from .zipf import Zipf
 
 # Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
 MAX_CARDINALITY = 4000
@@ -28,16 +29,6 @@ PILOT_ROWS = 2**15
 # Streams of random numbers, a thousand for each kind.
 _VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING, _LENGTH = range(0, 7000, 1000)
 _PLACE = 7000  # of a bag's values beyond the first: as many as bags have places for each column
-
-
-class Zipf(NamedTuple):
-    """Categoricals in the place of Criteo's: `tables` of them, none missing, with as many values as
-    a table of `rows` has place for. Value v has a probability of about (v + 1)^-exponent. Tables
-    interact in pairs of neighbours."""
-
-    tables: int
-    rows: int
-    exponent: float
 
 
 class Block(NamedTuple):
