@@ -146,7 +146,7 @@ wheel: export TORCH_CUDA_ARCH_LIST := $(WHEEL_ARCHS)
 wheel: $(VENV)-wheel/installed
 	$(call COPY,build/release)
 	cd build/release && PATH=$(WHEEL):$$PATH DCT_CUDA=1 pip wheel --quiet --no-build-isolation --no-deps --wheel-dir . .
-	$(WHEEL)/python -m auditwheel repair --plat manylinux_2_28_x86_64 $(TORCHS) --wheel-dir dist build/release/*.whl
+	PATH=$(WHEEL):$$PATH auditwheel repair --plat manylinux_2_28_x86_64 $(TORCHS) --wheel-dir dist build/release/*.whl
 	rm -rf build/release/audit && $(WHEEL)/python -m zipfile -e dist/*abi3-manylinux*.whl build/release/audit
 	for library in build/release/audit/dct_kernels/*.so; do $(WHEEL)/torch-abi-audit $$library || exit 1; done
 	ls -l dist
