@@ -14,8 +14,10 @@ def main() -> None:
     print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, GPU {gpu}")
     print(f"Triton {_triton_version()}")
     print(f"DCT_BACKEND: {_load.REQUESTED or 'not set'}")
+    built = _load.built_with()
     for name, reason in _load.available().items():
-        print(f"  {name:6} {'no: ' + reason if reason else 'yes'}")
+        yes = f"yes, built with torch {built[name]}" if name in built else "yes"
+        print(f"  {name:6} {'no: ' + reason if reason else yes}")
 
 
 def _triton_version() -> str:

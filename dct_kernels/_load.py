@@ -7,8 +7,8 @@ devices they were built for, eager PyTorch for the rest.
 
 import importlib
 import importlib.util
-import mmap
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,12 @@ _missing: dict[str, str] = {}  # backend -> why this process does not have it
 def available() -> dict[str, str]:
     """{backend: "" if it is there, else the reason why not}, in the order of `BACKENDS`."""
     return {**{name: _missing.get(name, "") for name in BACKENDS}, "triton": _why_no_triton()}
+
+
+def built_with() -> dict[str, str]:
+    """{backend: torch that its library was built against}, of those that are there."""
+    files = {backend: _file_of(backend) for backend in _LIBRARIES}
+    return {backend: _built_with(file) for backend, file in files.items() if file is not None}
 
 
 def backend_of(device: torch.device | str) -> str:
@@ -61,10 +67,14 @@ def setup() -> None:
 
 
 def _load_extension() -> None:
-    for backend, name in _LIBRARIES.items():
-        reason = _why_not_loaded(backend, next(_PACKAGE.glob(f"{name}.*so"), None))
+    for backend in _LIBRARIES:
+        reason = _why_not_loaded(backend, _file_of(backend))
         if reason:
             _missing[backend] = reason
+
+
+def _file_of(backend: str) -> Path | None:
+    return next(_PACKAGE.glob(f"{_LIBRARIES[backend]}.*so"), None)
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:
@@ -79,15 +89,20 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     try:
         torch.ops.load_library(file)
     except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
-        return f"{file.name} does not load: {error}"
+        return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
     return ""
 
 
 def _is_for_cuda(file: Path, version: str | None) -> bool:
     """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
-    runtime = f"libcudart.so.{(version or 'none').partition('.')[0]}\0".encode()
-    with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ).find(runtime) >= 0
+    runtime = f"libcudart.so.{(version or 'none').partition('.')[0]}\0"
+    return runtime.encode() in file.read_bytes()
+
+
+def _built_with(file: Path) -> str:
+    """The torch that it was built against, from csrc/bindings/built_with.cpp."""
+    found = re.search(rb"dct_kernels built with torch ([\w.+]+)", file.read_bytes())
+    return found[1].decode() if found else "unknown"
 
 
 def _why_no_extension() -> str:

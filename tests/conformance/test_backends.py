@@ -69,11 +69,16 @@ def found(**options):
     """{backend: whether it is there}, as `python -m dct_kernels` tells it."""
     result = python("-m", "dct_kernels", **options)
     assert result.returncode == 0, result.stderr
-    lines = re.findall(r"^  (\w+) +(yes|no: .+)$", result.stdout, re.MULTILINE)
-    assert tuple(name for name, _ in lines) == BACKENDS
+    lines = re.findall(
+        r"^  (\w+) +(yes|no: .+?)(?:, built with torch (.+))?$", result.stdout, re.MULTILINE
+    )
+    assert tuple(name for name, _, _ in lines) == BACKENDS
+    for name, said, built in lines:
+        compiled = said == "yes" and name in ("cpp", "cuda")
+        assert bool(re.match(r"2\.\d+\.\d+", built)) == compiled
     assert torch.__version__ in result.stdout
     assert dct_kernels.__version__ in result.stdout
-    return {name: said == "yes" for name, said in lines}
+    return {name: said == "yes" for name, said, _ in lines}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +150,8 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     assert "backend eager" not in python("-c", code, package=uncompiled, backend="eager").stderr
     said = python("-m", "dct_kernels", package=uncompiled).stdout
     assert re.search(
-        r"cpp +no: (nothing is compiled in .*: install again with a C|_C\S+ does)", said
+        r"cpp +no: (nothing is compiled in .*: install again with a C|_C\S+, built with torch unknown, does)",
+        said,
     )
 
 
