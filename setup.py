@@ -185,8 +185,8 @@ def extensions():
         import torch
     except ImportError as error:
         stop(
-            f"install torch >= {OLDEST_TORCH} first: pip install torch; "
-            f"then pip install --no-build-isolation . ({error})"
+            "the build needs your torch: pip install --no-build-isolation . "
+            f"(and before it pip install 'torch>={OLDEST_TORCH}', if you have none: {error})"
         )
     toolkit = cuda_toolkit(torch)
     if toolkit is not None:

@@ -117,7 +117,10 @@ def test_an_older_torch_is_left_as_it_is(setup, tmp_path, monkeypatch, version, 
 
 def test_without_a_torch_it_says_how_to_get_one(setup, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    line = r"setup.py: install torch >= 2\.11 first: pip install torch; then pip install --no-build"
+    """Nor is there one in pip's own environment for builds, where the user has one."""
+    line = (
+        r"^setup.py: the build needs your torch: pip install --no-build-isolation \. \(and before"
+    )
     with pytest.raises(SystemExit, match=line):
         setup.main()
 
