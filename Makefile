@@ -22,7 +22,7 @@ WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 help:
 	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (about 3 minutes)"
 	@echo "make test       the test suite: Python and native"
-	@echo "make lint       ruff, mypy and clang-format"
+	@echo "make lint       ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
 	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
@@ -77,6 +77,8 @@ lint: $(VENV)/installed
 	$(BIN)/codespell
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
+	git ls-files 'csrc/cpu/*.cpp' \
+	  | xargs -P 2 -I FILE $(BIN)/clang-tidy --quiet FILE -- -std=c++17 -ffp-contract=off
 
 # Pages, docstrings and what commands print for --help; mkdocs.yml makes warnings errors.
 docs: export NO_MKDOCS_2_WARNING := 1

@@ -84,6 +84,8 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     if file is None:
         without = "the extension was built without CUDA kernels"
         return _missing.get("cpp", without) if backend == "cuda" else _why_no_extension()
+    if backend == "cuda" and torch.version.cuda is None:
+        return "this torch was built without CUDA"
     if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
         return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
     try:
@@ -93,9 +95,9 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     return ""
 
 
-def _is_for_cuda(file: Path, version: str | None) -> bool:
+def _is_for_cuda(file: Path, version: str) -> bool:
     """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
-    runtime = f"libcudart.so.{(version or 'none').partition('.')[0]}\0"
+    runtime = f"libcudart.so.{version.partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
 

@@ -57,6 +57,7 @@ void pack_rows(const RowPackArgs& args, const Parallel& parallel) {
   const int64_t width = args.width, k = args.k, bytes = position_bytes(width, k);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   std::vector<Scratch<X>> scratch;
+  scratch.reserve(tasks);
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width, k);
   parallel.run(tasks, [&](int64_t task) {
     const Share mine = share(args.rows, tasks, task);

@@ -214,6 +214,7 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
   const int64_t width = args.width, bytes = row_bytes(width, kFormat);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   std::vector<Scratch> scratch;
+  scratch.reserve(tasks);
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width);
   parallel.run(tasks, [&](int64_t task) {
     const Share mine = share(args.rows, tasks, task);
