@@ -22,7 +22,7 @@ from .ops import (  # noqa: E402
     value_scale,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PayloadInfo",

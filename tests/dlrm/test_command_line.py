@@ -74,7 +74,7 @@ def test_version(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         MAINS[command](["--version"])
     assert exit_info.value.code == 0
-    assert capsys.readouterr().out.startswith(f"{command} 0.1.0 (torch ")
+    assert capsys.readouterr().out.startswith(f"{command} 0.2.0 (torch ")
 
 
 def _folder(*arguments_):
