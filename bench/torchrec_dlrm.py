@@ -4,7 +4,7 @@
     sudo $(which python) bench/torchrec_dlrm.py --link 1gbit --rows 40000 --batch-size 1024 \\
         --rates 0.003 --seeds 4
 
-Needs torchrec and fbgemm-gpu (docs/torchrec.md). torchrec.models.dlrm.DLRM in
+Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM in
 DistributedModelParallel: each table on one rank, under row-wise AdaGrad as TorchRec fuses it into
 the backward pass; the MLPs on all, by SGD. An exchange is one of
 

@@ -33,11 +33,15 @@ MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
 
 
 def on_config(config):
-    """Every page of results/ is in the menu, whichever there are."""
+    """Every page of results/ is in the menu, whichever there are, by its heading."""
     pages = sorted((ROOT / "docs" / "results").glob("*.md"))
-    results = [f"results/{page.name}" for page in pages]
-    config.nav.append({"Results": [*results, ADDED["bench/README.md"]]})
+    results = [{_heading(page): f"results/{page.name}"} for page in pages]
+    config.nav.append({"Results": [*results, {"Experiments": ADDED["bench/README.md"]}]})
     return config
+
+
+def _heading(page):
+    return re.search(r"^# (.*)$", page.read_text(), re.MULTILINE)[1]
 
 
 def on_files(files, config):

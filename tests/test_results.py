@@ -19,6 +19,7 @@ from reports import (
     kernels,
     links,
     pages,
+    phrases,
     pictures,
     svg,
     trained,
@@ -60,6 +61,46 @@ def _block(name, inside="", end="<!-- end figure -->"):
     return f"# Title\n<!-- figure: {name} -->\n{inside}{end}\nafter\n"
 
 
+def _phrase(name, inside="", end="<!-- end figure -->"):
+    return f"It is <!-- figure: {name} -->{inside}{end} here.\n"
+
+
+@pytest.mark.parametrize("name", sorted(phrases.PHRASES))
+def test_a_phrase_is_filled_and_a_wrong_figure_in_it_is_caught(name):
+    filled = blocks.fill(PAGE, _phrase(name), ALL)
+    assert re.search(r"It is <!-- \S+ \S+ -->\d.*<!-- end figure --> here", filled)
+    assert blocks.fill(PAGE, _phrase(name, "9"), ALL) == filled != _phrase(name, "9")
+
+
+def test_every_figure_and_every_phrase_stands_on_a_page():
+    named = {name for page in blocks.pages() for name in MARKED.findall(page.read_text())}
+    assert named - {"NAME"} == figures.FIGURES.keys() | phrases.PHRASES.keys()
+
+
+MARKED = re.compile(r"<!-- figure: (\S+) -->")
+NO_PROSE = re.compile(
+    r"<!-- figure.*?<!-- end figure -->|```.*?```|`[^`\n]+`|\]\([^)]*\)", re.DOTALL
+)
+# 37x; 0.012 and .012; 3 ms; 3 times fewer; 3 to 4 %
+FIGURE = re.compile(
+    r"\b[\d.]+x\b|(?<![\d.])0?\.\d{2,}(?! million)\b|\b[\d.]+ (?:ms|times fewer)\b|\d to [\d.]+ %"
+)
+
+
+@pytest.mark.parametrize("page", [p for p in blocks.pages() if p.parent.name != "bench"], ids=str)
+def test_figures_in_sentences_are_marked(page):
+    """So that they are filled: one that is written by hand is found by its form."""
+    assert FIGURE.findall(NO_PROSE.sub("", page.read_text())) == []
+
+
+def test_a_figure_written_by_hand_is_found():
+    for said in ("37x fewer", "behind by 0.012", "takes 3.5 ms", "8 times fewer", "10 to 20 %"):
+        assert FIGURE.search(
+            NO_PROSE.sub("", f"It is {said}, at `9x` and {_phrase('factors', '8x')}")
+        )
+        assert not FIGURE.search(NO_PROSE.sub("", f"`{said}` {_phrase('factors', said)}"))
+
+
 @pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - {"index"}))
 def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
     filled = blocks.fill(PAGE, _block(name), ALL)
@@ -74,12 +115,22 @@ def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
     ("text", "rule"),
     [
         (_block("no-such"), r"page.md: no figure 'no-such'; there are .*headline"),
-        (_block("nodes", end=""), "a figure must begin with <!-- figure: NAME --> and end with"),
-        (_block("nodes", _block("nodes", end="")), "must begin with"),
-        ("<!-- end figure -->\n" + _block("nodes"), "must begin with"),
+        (_block("buckets", end=""), "a figure must begin with <!-- figure: NAME --> and end with"),
+        (_block("buckets", _block("buckets", end="")), "must begin with"),
+        ("<!-- end figure -->\n" + _block("buckets"), "must begin with"),
         (_block("two words"), "must begin with"),
+        (_phrase("headline"), r"page.md: no phrase 'headline'; there are .*factors"),
+        (_phrase("factors", end=""), "must begin with"),
     ],
-    ids=["unknown", "no end", "one in another", "no beginning", "not a name"],
+    ids=[
+        "unknown",
+        "no end",
+        "one in another",
+        "no beginning",
+        "not a name",
+        "unknown phrase",
+        "phrase without end",
+    ],
 )
 def test_blocks_that_are_refused(text, rule):
     with pytest.raises(UsageError, match=rule):
@@ -87,7 +138,7 @@ def test_blocks_that_are_refused(text, rule):
 
 
 def test_a_page_is_found_from_where_the_block_stands():
-    assert "](docs/results/link_nodes.md)" in blocks.render("nodes", ROOT / "README.md", ALL)
+    assert "](docs/results/bucket_sizes.md)" in blocks.render("buckets", ROOT / "README.md", ALL)
 
 
 def _runs(method, losses, rate=1.0, **more):

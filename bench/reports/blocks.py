@@ -4,6 +4,8 @@ A block is what stands between two lines; NAME is a figure's (figures.py).
 
     <!-- figure: NAME -->
     <!-- end figure -->
+
+In one line with what it marks, NAME is a phrase's (phrases.py).
 """
 
 import re
@@ -16,11 +18,13 @@ from dct_dlrm.errors import UsageError
 from .experiments import Experiment
 from .figures import FIGURES
 from .pages import ROOT, page_of
+from .phrases import PHRASES
 
 Experiments = Mapping[str, Experiment]
 BEGIN, END = r"^<!-- figure: (\S+) -->\n", r"^<!-- end figure -->$"
 BLOCK = re.compile(f"(?P<begin>{BEGIN})(?P<inside>.*?)(?P<end>{END})", re.DOTALL | re.MULTILINE)
-MARK = re.compile(r"^<!-- (?:end )?figure\b", re.MULTILINE)
+PHRASE = re.compile(r"(?<!`)(<!-- figure: (\S+) -->)[^\n]*?(<!-- end figure -->)")
+MARK = re.compile(r"(?<!`)<!-- (?:end )?figure\b")
 
 
 def pages() -> list[Path]:
@@ -36,14 +40,23 @@ def fill(page: Path, text: str, experiments: Experiments) -> str:
         UsageError: a block has no end, or no figure has its name.
     """
     blocks = list(BLOCK.finditer(text))
-    if len(MARK.findall(text)) != 2 * len(blocks):  # one without the other, or inside of others
+    phrases = PHRASE.findall(text)
+    if len(MARK.findall(text)) != 2 * len(
+        blocks + phrases
+    ):  # one without the other, or inside of others
         rule = "a figure must begin with <!-- figure: NAME --> and end with <!-- end figure -->"
-        raise UsageError(f"{page}: {rule}, a line each")
+        raise UsageError(f"{page}: {rule}, in a line each or in the same")
 
     def made(block: re.Match) -> str:
         return f"{block['begin']}{render(block[2], page, experiments)}\n{block['end']}"
 
-    return BLOCK.sub(made, text)
+    def said(phrase: re.Match) -> str:
+        if phrase[2] not in PHRASES:
+            rule = f"no phrase {phrase[2]!r}; there are {', '.join(sorted(PHRASES))}"
+            raise UsageError(f"{page}: {rule}")
+        return f"{phrase[1]}{PHRASES[phrase[2]](experiments)}{phrase[3]}"
+
+    return PHRASE.sub(said, BLOCK.sub(made, text))
 
 
 def render(name: str, page: Path, experiments: Experiments) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from . import kernels, links, trained
+from . import links, trained
 from .experiments import Experiment
 from .markdown import difference, mean, number, plain, table, times
 
@@ -38,6 +38,8 @@ def index(experiments: Experiments) -> str:
 
 def _program(command: str) -> str:
     """What of a command says which program it is."""
+    if command == "not recorded":
+        return command
     found = re.search(r"[\w/]+\.(?:py|sh)|dct-bench\)? \w+|dct-train", command)
     return found[0].replace(")", "").removeprefix("bench/") if found else command.split()[0]
 
@@ -65,8 +67,8 @@ def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
     (run,) = experiments["link_one_threshold"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    text, longer = _cosine(experiments), _cosine(experiments, 3000)
-    kaggle, generated = _row_runs(experiments)
+    text, longer = cosine(experiments), cosine(experiments, 3000)
+    kaggle, generated = row_runs(experiments)
     fewest, most = (
         trained.factor(of["int4,int4+dedup"], of["float32"]) for of in (kaggle, generated)
     )
@@ -108,23 +110,6 @@ def _times(methods: dict[str, list[dict]], name: str) -> str:
     return trained.factor(methods[name], trained.baseline(methods))
 
 
-HEADINGS = ("exchange", "bytes per step", "fewer by", "loss", "difference", "at most", "seeds")
-
-
-def _rows(methods: dict[str, list[dict]], names: Sequence[str], digits: int = 4) -> list[list[str]]:
-    """A row for each of the methods beside the dense run, if they were trained."""
-    dense = trained.baseline(methods)
-    rows = []
-    for name in names:
-        if own := methods.get(name):
-            losses = trained.over(own, dense) if own is not dense else []
-            row = [trained.label(name), number(trained.sent(own))]
-            row += [trained.factor(own, dense) if own is not dense else ""]
-            row += [mean([run["test"]["loss"] for run in own], digits), difference(losses, digits)]
-            rows.append([*row, f"{max(losses):+.{digits}f}" if losses else "", str(len(own))])
-    return rows
-
-
 def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[dict]]:
     of_problem = [run for run in runs if trained.problem(run) == problem]
     return trained.best([run for run in of_problem if run["steps"] == steps], of_problem)
@@ -146,7 +131,7 @@ def _text_runs(experiments: Experiments) -> list[dict]:
     return _each_once([run for run in runs if trained.problem(run) == COSINE])
 
 
-def _cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
+def cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
     """The transformer's methods under AdamW and cosine after so many steps."""
     return _methods(_text_runs(experiments), COSINE, steps)
 
@@ -154,7 +139,7 @@ def _cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]
 @figure(*TEXT)
 def transformers(experiments: Experiments) -> str:
     """What to use for so many bytes."""
-    text, longer = _cosine(experiments), _cosine(experiments, 3000)
+    text, longer = cosine(experiments), cosine(experiments, 3000)
     rows = []
     for use, name in (
         ("DDP with torch's `bf16_compress_hook`", "bf16"),
@@ -187,55 +172,7 @@ def click_models(experiments: Experiments) -> str:
     return table([*headings, "measured on"], rows)
 
 
-def _choices(experiments: Experiments) -> list[tuple[str, str, dict[str, list[dict]], str]]:
-    """(what is trained with, on what, {method: runs}, the method) of `optimizers`."""
-    constant = experiments["dp_density"].runs
-    thresholds = experiments["thresholds"].of_part
-    criteo = _methods(thresholds("criteo"), "clicks-sgd", 270)
-    adam = _methods(thresholds("adam"), "clicks-adam", 600)
-    cosine = _cosine(experiments)
-    momentum = _methods(constant, "text-momentum", 600)
-    local = "local:10%x10"
-    found = [("SGD", "DLRM, Criteo, 270 steps", criteo, f"dct:{d}%") for d in ("0.5", "0.1")]
-    found.append(("AdaGrad and Adam", "DLRM, generated rows, 600 steps", adam, "dct:0.5%"))
-    for name in ("int4", local, "local-e3m0:10%x10", "local-ternary:100%x10", "dct:1%"):
-        found.append(("AdamW, cosine", "transformer, 600 steps", cosine, name))
-    for steps in (600, 3000):
-        of_steps = _methods(constant, "text-adamw", steps)
-        found.append(("AdamW, constant rate", f"transformer, {steps:,} steps", of_steps, local))
-    hook = _methods(thresholds("text"), "text-momentum", 600)
-    found.append(("SGD with momentum", "transformer, 600 steps", momentum, local))
-    found.append(("SGD with momentum", "transformer, 600 steps", hook, "dct:1%"))
-    return found
-
-
-@figure("thresholds", "value_formats", "dp_density")
-def optimizers(experiments: Experiments) -> str:
-    """What to use with which optimizer."""
-    rows = []
-    for optimizer, task, methods, name in _choices(experiments):
-        (row,) = _rows(methods, [name])
-        rows.append([optimizer, row[0], row[2], row[4], row[5], f"{task}, {row[6]} seeds"])
-    headings = [
-        "you train with",
-        "exchange",
-        "fewer bytes over the run",
-        "loss over float32's",
-        "at most",
-    ]
-    return table([*headings, "measured on"], rows)
-
-
-@figure("thresholds")
-def dlrm_sgd(experiments: Experiments) -> str:
-    """DLRM under SGD on Criteo's rows, every method."""
-    methods = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    names = [name for name in methods if not name.endswith("before")]
-    names.sort(key=lambda name: -trained.sent(methods[name]))
-    return table(HEADINGS, _rows(methods, names))
-
-
-def _row_runs(experiments: Experiments) -> tuple[dict, dict]:
+def row_runs(experiments: Experiments) -> tuple[dict, dict]:
     """{exchange: runs} on Kaggle's rows, and on generated ones."""
     of_part = experiments["mp_formats"].of_part
     return trained.best(of_part("kaggle")), trained.best(of_part("generated"))
@@ -252,7 +189,7 @@ def rows(experiments: Experiments) -> str:
         ("7.5%+dedup", "--mp-density 0.075 --dedup"),
     ):
         row = [f"`{option}`"]
-        for methods in _row_runs(experiments):
+        for methods in row_runs(experiments):
             if not (own := methods.get(name)):
                 row += ["", ""]
                 continue
@@ -280,89 +217,6 @@ def torchrec(experiments: Experiments) -> str:
         row.append("" if runs is dense else difference(trained.over(runs, dense, "auc")))
         rows.append(row)
     return table(["rows", "bytes of rows", "fewer by", "AUC", "over float32's"], rows)
-
-
-@figure("kernels_h100")
-def kernels_h100(experiments: Experiments) -> str:
-    return _kernels(experiments["kernels_h100"].runs, ("bf16 cast",))
-
-
-@figure("kernels_cpu")
-def kernels_cpu(experiments: Experiments) -> str:
-    return _kernels(experiments["kernels_cpu"].runs, ("bf16 cast",))
-
-
-def _kernels(runs: Sequence[dict], left_out: Sequence[str]) -> str:
-    """The first case of every op, at its largest size and 1 % kept, of rows 256 wide."""
-    found: dict[str, dict] = {}
-    for run in sorted(runs, key=lambda run: -run["numel"]):
-        usual = run["density"] in (None, 0.01) or run["op"].startswith("row_")
-        if usual and not run.get("graphs") and re.search(r"(^[^\[]|, 256\])", run["case"]):
-            found.setdefault(run["op"], run)
-    rows = [
-        [
-            f"`{op}`",
-            kernels.shape(run),
-            number(run["numel"]),
-            kernels.milliseconds(run),
-            kernels.of_copy(run, kernels.ours(run)),
-            kernels.of_copy(run, "triton") if "triton" in run["ms"] else "",
-            kernels.peers(run, left_out),
-        ]
-        for op, run in found.items()
-    ]
-    headings = ["op", "case", "elements", "ms", "of copy", "Triton, of copy", "peers take"]
-    return table(headings, rows)
-
-
-@figure("link_nodes", "dlrm_nodes")
-def nodes(experiments: Experiments) -> str:
-    """Two nodes of two ranks: bytes between nodes, times, quality."""
-    (run,) = experiments["link_nodes"].runs
-    methods = trained.best(experiments["dlrm_nodes"].runs)
-    auc = difference(trained.over(methods["dct"], methods["dense"], "auc"))
-    rates = list(dict.fromkeys(cell["rate"] for cell in run["cells"]))
-    rows = []
-    for mode in dict.fromkeys(cell["mode"] for cell in run["cells"]):
-        cells = [links.cell_of(run, 4, rate, mode) for rate in rates]
-        row = [links.label(run, mode), number(cells[0]["payload_bytes"])]
-        row += [f"{cell['step_ms'][1]:.1f}" for cell in cells]
-        rows.append([*row, auc if mode == "dct-mesh" else ""])
-    times_at = [f"ms at {links.rate_name(rate)}" for rate in rates]
-    return table(["exchange", "bytes that leave the node", *times_at, "AUC over float32's"], rows)
-
-
-@figure("two_dimensional")
-def two_dimensional(experiments: Experiments) -> str:
-    rows = []
-    for part, task in (("generated", "generated rows, 2 ranks"), ("kaggle", "Kaggle rows, 2 x 2")):
-        methods = trained.best(experiments["two_dimensional"].of_part(part))
-        for name, own in methods.items():
-            losses = trained.over(own, methods["mp"]) if name != "mp" else []
-            syncs = number(trained.bytes_of(own, "sync"))
-            row = [task, trained.label(name), syncs, mean([run["test"]["loss"] for run in own])]
-            rows.append([*row, difference(losses), str(len(own))])
-    headings = ["rows", "tables", "bytes of syncs per step", "loss", "difference", "seeds"]
-    return table(headings, rows)
-
-
-@figure("reduce_scatter_16")
-def reduce_scatter(experiments: Experiments) -> str:
-    """All-gather and reduce-scatter at 16 simulated ranks."""
-    methods = _methods(experiments["reduce_scatter_16"].runs, "clicks-sgd", 270)
-    return table(HEADINGS, _rows(methods, ["dense", "dct:0.5%", "reduce_scatter:0.5%"]))
-
-
-@figure("des_quality")
-def des_quality(experiments: Experiments) -> str:
-    """DES beside one process."""
-    experiment = experiments["des_quality"]
-    rows = []
-    for part in experiment.parts:
-        for name, own in trained.best(experiment.of_part(part.name)).items():
-            scores = [mean([run["test"][score] for run in own]) for score in ("auc", "loss")]
-            rows.append([part.title, name, *scores, str(len(own))])
-    return table(["model", "", "AUC", "log loss", "seeds"], rows)
 
 
 @figure("des_bytes")

@@ -139,11 +139,15 @@ def factor(runs: Sequence[dict], dense: Sequence[dict]) -> str:
 START = 2  # steps that the hook begins with in bfloat16
 
 
-def steady(runs: Sequence[dict], dense: Sequence[dict]) -> str:
-    """Of the hook, how many times fewer bytes than float32 once its first steps are over."""
+def later(runs: Sequence[dict], dense: Sequence[dict]) -> float:
+    """Of the hook, bytes per step once its first steps are over."""
     steps, whole = runs[0]["steps"], dense[0]["bytes_per_step"]
-    later = (runs[0]["bytes_per_step"] * steps - START * whole / 2) / (steps - START)
-    return times(whole / later)
+    return (runs[0]["bytes_per_step"] * steps - START * whole / 2) / (steps - START)
+
+
+def steady(runs: Sequence[dict], dense: Sequence[dict]) -> str:
+    """How many times fewer than float32's these are."""
+    return times(dense[0]["bytes_per_step"] / later(runs, dense))
 
 
 def of_distinct(runs: Sequence[dict]) -> str:

@@ -34,7 +34,7 @@ from dct_kernels.layout import (
 POLICIES = ("fresh", "fixed")
 HEADROOM = 1.25  # capacity over what is to pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
-# quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/benchmarks.md).
+# quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
 _ONE_PICK = 2.0**-40  # a density, of whatever sample

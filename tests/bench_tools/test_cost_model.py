@@ -72,7 +72,7 @@ def test_models_have_their_published_sizes():
 
 @pytest.mark.parametrize(
     "method, sent",
-    # What dct-train counts on the same model with 2 ranks: docs/results/benchmarks.md.
+    # What dct-train counts on the same model with 2 ranks: docs/results/link_one_threshold.md.
     [("dense", 5_523_396), ("bf16", 2_761_698), ("powersgd1", 248_732), ("dct", 34_944)],
     ids=lambda value: str(value),
 )
