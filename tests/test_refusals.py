@@ -84,7 +84,7 @@ def _cases():
             "node_mesh",
             nodes,
             {"device_type": "tpu"},
-            "device_type must be cuda or cpu, got tpu",
+            "device_type must be cuda or cpu, got 'tpu'",
         ),
     ]
 

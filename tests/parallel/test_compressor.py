@@ -258,7 +258,7 @@ def test_take_back_undoes_the_sending_exactly():
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": "1"}, TypeError, "density must be a number, got str"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got tracked"),
+        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got 'tracked'"),
         (
             {"value_dtype": torch.float16},
             TypeError,
