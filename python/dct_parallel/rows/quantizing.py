@@ -91,7 +91,8 @@ class RowDequantize(nn.Module):
         checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
         if message.dim() == 0 or message.shape[-1] != m:
             got = list(message.shape)
-            checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
+            rule = f"shape [..., {m}] for width {self.width}"
+            checks.fail("RowDequantize", "message", rule, got, verb="have")
         (there, back), width, dtype = self.formats, self.width, self.dtype
         return with_gradient(
             message,
