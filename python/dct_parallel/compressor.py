@@ -172,9 +172,15 @@ class Compressor:
 
         Args:
             grad: float32, bfloat16 or float16 [numel].
-            inv_scale: float32, one element on the device: grad is multiplied by it (AMP).
-            status: the result of the last `unpack`: if a payload was damaged, this one tells all
-                who receive it.
+            inv_scale: float32, one element on the device, or None: grad is multiplied by it (AMP).
+            status: int32 [P], the result of the last `unpack`, or None: if a payload was damaged,
+                this one tells all who receive it.
+
+        Returns:
+            `payload`, which the next `pack` overwrites.
+
+        Raises:
+            ValueError, TypeError: an argument has a wrong shape or dtype; nothing has changed.
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:

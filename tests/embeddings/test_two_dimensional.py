@@ -361,7 +361,7 @@ def _refusals(rank):
     refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, foreign))
     sgd = torch.optim.SGD([bags.weight], LR)
     ReplicaSync(bags, sgd)
-    refused("bags must have one ReplicaSync, got a second", lambda: ReplicaSync(bags, sgd))
+    refused("bags must have one ReplicaSync only, got a second", lambda: ReplicaSync(bags, sgd))
 
 
 def test_what_is_refused():

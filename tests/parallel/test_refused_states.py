@@ -156,7 +156,7 @@ def _hook(rank, transport):
     def flaws(entry):
         saved = entry["parameters"][WEIGHT]
         assert ("owner_residual" in saved) == (transport == "reduce_scatter")
-        return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must be with what owners")
+        return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must have owners")
 
     _refuses_and_goes_on(rank, make, flaws)
 
