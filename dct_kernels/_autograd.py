@@ -81,12 +81,12 @@ def _guard(name: str) -> None:
         if forward_ad._current_level >= 0:
             for argument, value in zip(arguments, args, strict=False):
                 if _has_tangent(value):
-                    rule = "without a tangent, as there is no forward-mode derivative"
-                    checks.fail(name, argument.name, rule, "one with a tangent")
+                    rule = "no tangent, because the op has no forward-mode derivative"
+                    checks.fail(name, argument.name, rule, "one", verb="have")
         for index in written:
             if args[index].requires_grad and torch.is_grad_enabled():
-                rule = "a tensor that does not require grad, as it is written"
-                checks.fail(name, arguments[index].name, rule, "one that does, outside no_grad")
+                rule = "require grad outside torch.no_grad(), because the op writes to it"
+                checks.fail(name, arguments[index].name, rule, "requires_grad=True", verb="not")
             torch.autograd.graph.increment_version(args[index])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             below = keyset & torch._C._after_ADInplaceOrView_keyset
@@ -96,7 +96,7 @@ def _guard(name: str) -> None:
         info: object, in_dims: tuple[int | None, ...], *args: object, **kwargs: object
     ) -> NoReturn:
         batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
-        rule = "a single tensor, as torch.vmap cannot batch an op that writes"
+        rule = "a single tensor, because torch.vmap cannot batch an op that writes to it"
         checks.fail(name, arguments[batched].name, rule, "a batch")
 
     library.impl(name, guarded, "ADInplaceOrView", with_keyset=True)

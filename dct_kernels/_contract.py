@@ -12,6 +12,7 @@ from . import checks, layout, row_layout
 
 INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
+ONE_PER_SEGMENT = "(one per segment)"
 
 
 def sample_threshold(
@@ -27,7 +28,7 @@ def sample_threshold(
     checks.require_tensor(op, "x", x, checks.FLOATS)
     if residual is not None:
         checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
-        checks.require_numel(op, "residual", residual, x.numel(), "x")
+        checks.require_numel(op, "residual", residual, x.numel(), "like x")
     checks.require_segments(op, segments, like)
     checks.require_density(op, density)
     checks.require_int(op, "max_samples", max_samples, 1, 2**31 - 1)
@@ -42,7 +43,7 @@ def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: 
     read = {"seen": seen, "target": target, "reference": reference}
     for name, tensor in read.items():
         checks.require_tensor(op, name, tensor, INT32 if name == "seen" else FLOAT32, like=like)
-        checks.require_numel(op, name, tensor, threshold.numel(), "threshold")
+        checks.require_numel(op, name, tensor, threshold.numel(), "like threshold")
     checks.memory(op, {"threshold": threshold}, read)
 
 
@@ -64,13 +65,13 @@ def mask_pack(
     checks.require_tensor(op, "residual", residual, FLOAT32)
     if grad is not None:
         checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
-        checks.require_numel(op, "grad", grad, residual.numel(), "residual")
+        checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
     checks.require_segments(op, segments, like)
     checks.require_tensor(op, "threshold", threshold, FLOAT32, like=like)
-    checks.require_numel(op, "threshold", threshold, segments.numel() - 1, "the segments")
+    checks.require_numel(op, "threshold", threshold, segments.numel() - 1, ONE_PER_SEGMENT)
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2), like)
     checks.require_tensor(op, "seen", seen, INT32, like=like)
-    checks.require_numel(op, "seen", seen, segments.numel() - 1, "the segments")
+    checks.require_numel(op, "seen", seen, segments.numel() - 1, ONE_PER_SEGMENT)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
     values = _values(op, value_dtype, value_format)
     checks.require_scale(op, "inv_scale", inv_scale, like)
@@ -80,11 +81,11 @@ def mask_pack(
     _payload_bytes(op, "payload", payload, residual.numel(), capacity, values, ranges)
     if scale is not None:
         if values != layout.E3M0:
-            checks.fail(op, "scale", "absent where value_format is not e3m0", "a tensor")
+            checks.fail(op, "scale", f"None except for {layout.E3M0} values", "a tensor")
         checks.require_tensor(op, "scale", scale, FLOAT32, (0, 1), like)
-        checks.require_numel(op, "scale", scale, ranges, "the payload's ranges")
+        checks.require_numel(op, "scale", scale, ranges, "(one per range of payload)")
     elif values == layout.E3M0:
-        checks.fail(op, "scale", "given where value_format is e3m0", None)
+        checks.fail(op, "scale", f"a tensor for {layout.E3M0} values", None)
     checks.memory(
         op,
         {"residual": residual, "payload": payload, "seen": seen},
@@ -166,15 +167,15 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     checks.require_dtype(op, "dtype", dtype, checks.FLOATS)
     row_bytes = row_layout.row_bytes(width, format)
     if rows.shape[1] != row_bytes:
-        rule = f"of {row_bytes} bytes a row for width {width} and {format}"
-        checks.fail(op, "rows", rule, rows.shape[1])
+        rule = f"{row_bytes} bytes per row for width {width} and format {format}"
+        checks.fail(op, "rows", rule, rows.shape[1], verb="have")
 
 
 def _values(op: str, value_dtype: torch.dtype, value_format: str) -> torch.dtype | str:
-    """What is in the payload: value_dtype, or the format that takes its place."""
+    """The values in the payload: value_dtype, or the format that takes its place."""
     checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
     if value_format not in ("", layout.E3M0):
-        checks.fail(op, "value_format", f"{layout.E3M0} or empty", value_format)
+        checks.fail(op, "value_format", f"{layout.E3M0} or empty", f"'{value_format}'")
     return value_format or value_dtype
 
 
@@ -188,11 +189,11 @@ def _payload_bytes(
     ranges: int,
 ) -> None:
     if ranges < 1:
-        checks.fail(op, arg, "of at least 1 range", ranges)
+        checks.fail(op, arg, "at least 1 range", ranges, verb="have")
     nbytes = layout.payload_layout(numel, capacity, value_dtype, ranges).nbytes
     if payload.shape[-1] != nbytes:
-        rule = f"of {nbytes} bytes a range for {numel} elements and capacity {capacity}"
-        checks.fail(op, arg, rule, payload.shape[-1])
+        rule = f"{nbytes} bytes per range for {numel} elements and capacity {capacity}"
+        checks.fail(op, arg, rule, payload.shape[-1], verb="have")
 
 
 def _positions(
@@ -201,5 +202,5 @@ def _positions(
     checks.require_tensor(op, "positions", positions, UINT8, (2,), like)
     row_bytes = row_layout.position_bytes(width, k)
     if positions.shape[0] != rows or positions.shape[1] != row_bytes:
-        rule = f"[{rows}, {row_bytes}] for width {width} and k {k}"
-        checks.fail(op, "positions", rule, list(positions.shape))
+        rule = f"shape [{rows}, {row_bytes}] for width {width} and k {k}"
+        checks.fail(op, "positions", rule, list(positions.shape), verb="have")

@@ -63,7 +63,7 @@ def setup() -> None:
             library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
     reason = available()[REQUESTED] if REQUESTED else ""
     if reason:
-        raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not there: {reason}")
+        raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}")
 
 
 def _load_extension() -> None:

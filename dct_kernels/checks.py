@@ -63,7 +63,7 @@ def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> N
     if not isinstance(value, str):
         fail(op, arg, "a string", type(value).__name__, TypeError)
     if value not in choices:
-        fail(op, arg, _either(choices), value)
+        fail(op, arg, _either(choices), f"'{value}'")
 
 
 def require_device(op: str, device: torch.device | str) -> torch.device:
@@ -71,7 +71,7 @@ def require_device(op: str, device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        fail(op, "device", "a torch.device, or the name of one", repr(device))
+        fail(op, "device", "a torch.device or its name", repr(device))
 
 
 def require_tensor(
@@ -97,9 +97,11 @@ def require_tensor(
         fail(op, arg, "contiguous", f"strides {tuple(tensor.stride())}")
 
 
-def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, like: str) -> None:
+def require_numel(op: str, arg: str, tensor: torch.Tensor, numel: int, why: str) -> None:
+    """`tensor` has `numel` elements; `why` is such as "like x" or "(one per segment)"."""
     if tensor.numel() != numel:
-        fail(op, arg, f"{numel} elements like {like}", tensor.numel(), verb="have")
+        elements = "1 element" if numel == 1 else f"{numel} elements"
+        fail(op, arg, f"{elements} {why}", tensor.numel(), verb="have")
 
 
 def require_scale(
@@ -108,13 +110,13 @@ def require_scale(
     if scale is not None:
         require_tensor(op, arg, scale, (torch.float32,), (0, 1), like)
         if scale.numel() != 1:
-            fail(op, arg, "one element", scale.numel())
+            fail(op, arg, "1 element", scale.numel(), verb="have")
 
 
 def require_segments(op: str, segments: torch.Tensor, like: tuple[str, torch.Tensor]) -> None:
     require_tensor(op, "segments", segments, (torch.int64,), (1,), like)
     if segments.numel() < 1:
-        fail(op, "segments", "of at least 1 element", 0)
+        fail(op, "segments", "at least 1 element", 0, verb="have")
 
 
 def memory(
@@ -137,8 +139,8 @@ def memory(
     tensors = [(name, tensor) for name, tensor in given if tensor.numel()]
     for index, (name, tensor) in enumerate(tensors):
         for other_name, other in tensors[index + 1 :]:
-            if (name in written or other_name in written) and _overlap(tensor, other):
-                fail(op, other_name, f"apart from {name} in memory", "an overlap")
+            if (name in written or other_name in written) and (shared := _overlap(tensor, other)):
+                fail(op, other_name, f"no memory with {name}", f"{shared} bytes", verb="share")
     if segments is not None and segments[0].device.type == "cpu":
         tensor, numel = segments
         if (
@@ -155,9 +157,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or wrapped or is_fake(tensor))
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The bytes that both have."""
     start_a, start_b = a.data_ptr(), b.data_ptr()
-    return a.device == b.device and start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
+    shared = min(start_a + a.nbytes, start_b + b.nbytes) - max(start_a, start_b)
+    return max(shared, 0) if a.device == b.device else 0
 
 
 def _preview(tensor: torch.Tensor) -> str:

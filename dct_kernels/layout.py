@@ -139,8 +139,8 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     if not isinstance(payload, torch.Tensor):
         fail("payload_info", "payload", "a tensor", type(payload).__name__, TypeError)
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
-        got = f"{payload.dtype} {list(payload.shape)}"
-        fail("payload_info", "payload", f"uint8 [nbytes >= {HEADER_BYTES}]", got)
+        got = f"{str(payload.dtype).removeprefix('torch.')} {list(payload.shape)}"
+        fail("payload_info", "payload", f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)
     raw = bytes(payload[:HEADER_BYTES].tolist())
     magic, version, code, flags, numel, capacity, count, rest = HEADER.unpack(raw)
     kinds: dict[tuple[int, int], torch.dtype | str] = {

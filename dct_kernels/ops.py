@@ -4,7 +4,7 @@ Common to all of them
 ---------------------
 - Tensors are contiguous and on one device; arguments must not overlap in memory.
 - Every backend gives bitwise the same answer, run to run, whatever the number of threads.
-- No host synchronisation, no data-dependent shape, current stream: safe in CUDA graphs and in
+- No host synchronization, no data-dependent shape, current stream: safe in CUDA graphs and in
   torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
   synchronise.
 - The row ops are differentiable, in reverse mode. Forward mode is refused, and so are a written

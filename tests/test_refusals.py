@@ -61,7 +61,7 @@ def _cases():
             "dct_fully_shard_hook",
             hook,
             {"transport": "auto"},
-            "transport must be None or 'all_gather'",
+            "transport must be None, 'all_gather' or 'reduce_scatter', got 'auto'",
         ),
         ("ShardedEmbeddingBags", lambda **a: _bags(mesh, **a), {"plan": []}, "plan must"),
         ("ReplicaSync", sync, {"every": 0}, "every must be in"),
@@ -76,7 +76,7 @@ def _cases():
             "DynamicFeatureRows",
             dynamic,
             {"device": "x"},
-            "device must be a torch.device, or the name of one, got 'x'",
+            "device must be a torch.device or its name, got 'x'",
         ),
         ("EquivalentSubstitution", layer, {"ids_group": 3}, "group must be a process group"),
         ("node_mesh", nodes, {"local_size": 5}, "local_size must be in [1, 4], got 5"),
@@ -84,7 +84,7 @@ def _cases():
             "node_mesh",
             nodes,
             {"device_type": "tpu"},
-            "device_type must be cuda or cpu, got tpu",
+            "device_type must be cuda or cpu, got 'tpu'",
         ),
     ]
 
@@ -97,8 +97,8 @@ def _refused(rank):
             with pytest.raises((ValueError, TypeError), match=text):
                 make(**wrong)
         else:
-            start = f"dct::{op}: every rank must take part, got from rank 1 "
-            with pytest.raises(RuntimeError, match=start + r"\w+Error: " + text):
+            start = f"dct::{op}: every rank must take part, got "
+            with pytest.raises(RuntimeError, match=start + r"\w+Error from rank 1: " + text):
                 make()
         make()
         assert torch.equal(torch.cat(gathered(torch.ones(1))), torch.ones(4)), op
@@ -143,7 +143,9 @@ def _silent(rank, front):
     model, store = ddp(mlp()), dist.distributed_c10d._get_default_store()
     make, steps = front(model, group)
     if rank == 0:
-        text = "every rank must do the same within 3 s, got nothing from rank 1"
+        text = (
+            "every rank must do the same within 3 s, got nothing from rank 1: see the output there"
+        )
         with pytest.raises(RuntimeError, match=text):
             make()
         store.set("gave up", "")

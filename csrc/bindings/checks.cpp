@@ -83,12 +83,14 @@ DType to_dtype(ScalarType dtype) {
                                        : DType::kFloat32;
 }
 
-bool overlap(const Tensor& a, const Tensor& b) {
+// The bytes that both have, 0 or less if none.
+int64_t overlap(const Tensor& a, const Tensor& b) {
   const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
   const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());
   const uint8_t* end_a = start_a + a.numel() * a.element_size();
   const uint8_t* end_b = start_b + b.numel() * b.element_size();
-  return start_a != end_a && start_b != end_b && start_a < end_b && start_b < end_a;
+  if (start_a == end_a || start_b == end_b) return 0;  // of any address
+  return std::min(end_a, end_b) - std::max(start_a, start_b);
 }
 
 }  // namespace
@@ -142,22 +144,23 @@ DType Checks::require_tensor(const Arg& arg, std::initializer_list<ScalarType> d
   return dtype;
 }
 
-void Checks::require_numel(const Arg& arg, int64_t numel, const char* like) const {
+void Checks::require_numel(const Arg& arg, int64_t numel, const char* why) const {
   if (arg.tensor->numel() != numel) {
-    fail(arg.name, std::to_string(numel) + " elements like " + like, arg.tensor->numel(), "have");
+    fail(arg.name, std::to_string(numel) + (numel == 1 ? " element " : " elements ") + why,
+         arg.tensor->numel(), "have");
   }
 }
 
 const float* Checks::require_scale(const Arg& arg, const Arg& like) const {
   if (arg.tensor == nullptr) return nullptr;
   require_tensor(arg, {ScalarType::Float}, {0, 1}, like);
-  if (arg.tensor->numel() != 1) fail(arg.name, "one element", arg.tensor->numel());
+  if (arg.tensor->numel() != 1) fail(arg.name, "1 element", arg.tensor->numel(), "have");
   return arg.tensor->const_data_ptr<float>();
 }
 
 void Checks::require_segments(const Tensor& segments, const Arg& like) const {
   require_tensor({"segments", segments}, {ScalarType::Long}, {1}, like);
-  if (segments.numel() < 1) fail("segments", "of at least 1 element", 0);
+  if (segments.numel() < 1) fail("segments", "at least 1 element", 0, "have");
 }
 
 void Checks::require_aligned(const Arg& arg) const {
@@ -169,8 +172,10 @@ void Checks::require_apart(std::initializer_list<Arg> written,
                            std::initializer_list<Arg> read) const {
   for (const Arg& arg : written) {
     auto check = [&](const Arg& other) {
-      if (other.tensor != nullptr && overlap(*arg.tensor, *other.tensor)) {
-        fail(other.name, std::string("apart from ") + arg.name + " in memory", "an overlap");
+      const int64_t shared = other.tensor == nullptr ? 0 : overlap(*arg.tensor, *other.tensor);
+      if (shared > 0) {
+        fail(other.name, std::string("no memory with ") + arg.name,
+             std::to_string(shared) + " bytes", "share");
       }
     };
     std::for_each(&arg + 1, written.end(), check);

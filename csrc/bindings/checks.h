@@ -50,7 +50,7 @@ class Checks {
   // Contiguous, of one of `dtypes` and `dims`, on the device of `like`. Returns its dtype.
   DType require_tensor(const Arg& arg, std::initializer_list<ScalarType> dtypes,
                        std::initializer_list<int64_t> dims, const Arg& like) const;
-  void require_numel(const Arg& arg, int64_t numel, const char* like) const;
+  void require_numel(const Arg& arg, int64_t numel, const char* why) const;
   // Returns the scale's address, or null if it is absent.
   const float* require_scale(const Arg& arg, const Arg& like) const;
   void require_segments(const Tensor& segments, const Arg& like) const;

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 constexpr int64_t kUint32Max = std::numeric_limits<uint32_t>::max();
+constexpr const char* kOnePerSegment = "(one per segment)";
 
 // Checks the length of a payload [.., nbytes] and returns its number of ranges.
 int64_t require_payload(const Checks& checks, const Arg& arg, int64_t dims_with_ranges,
@@ -19,24 +20,24 @@ int64_t require_payload(const Checks& checks, const Arg& arg, int64_t dims_with_
   const Tensor& payload = *arg.tensor;
   const int64_t dims = payload.dim();
   const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
-  if (ranges < 1) checks.fail(arg.name, "of at least 1 range", ranges);
+  if (ranges < 1) checks.fail(arg.name, "at least 1 range", ranges, "have");
   const int64_t nbytes = value_dtype == DType::kE3M0
                              ? e3m0_layout(numel, capacity, ranges).nbytes
                              : payload_layout(numel, capacity, value_dtype, ranges).nbytes;
   if (payload.size(dims - 1) != nbytes) {
     checks.fail(arg.name,
-                "of " + std::to_string(nbytes) + " bytes a range for " + std::to_string(numel) +
+                std::to_string(nbytes) + " bytes per range for " + std::to_string(numel) +
                     " elements and capacity " + std::to_string(capacity),
-                payload.size(dims - 1));
+                payload.size(dims - 1), "have");
   }
   return ranges;
 }
 
-// What is in the payload: value_dtype, or the format that takes its place.
+// The values in the payload: value_dtype, or the format that takes its place.
 DType require_values(const Checks& checks, ScalarType value_dtype, const std::string& format) {
   const DType dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
   if (format.empty()) return dtype;
-  if (format != "e3m0") checks.fail("value_format", "e3m0 or empty", format);
+  if (format != "e3m0") checks.fail("value_format", "e3m0 or empty", "'" + format + "'");
   return DType::kE3M0;
 }
 
@@ -48,10 +49,10 @@ void require_positions(const Checks& checks, const Tensor& positions, int64_t ro
     return "[" + std::to_string(a) + ", " + std::to_string(b) + "]";
   };
   if (positions.size(0) != rows || positions.size(1) != bytes) {
-    checks.fail(
-        "positions",
-        shape(rows, bytes) + " for width " + std::to_string(width) + " and k " + std::to_string(k),
-        shape(positions.size(0), positions.size(1)));
+    checks.fail("positions",
+                "shape " + shape(rows, bytes) + " for width " + std::to_string(width) + " and k " +
+                    std::to_string(k),
+                shape(positions.size(0), positions.size(1)), "have");
   }
 }
 
@@ -78,7 +79,7 @@ RowFormat require_format(const Checks& checks, const std::string& format,
     if (!rule.empty()) rule += &each + 1 == allowed.end() ? " or " : ", ";
     rule += name(each);
   }
-  checks.fail("format", rule, format);
+  checks.fail("format", rule, "'" + format + "'");
 }
 
 }  // namespace
@@ -94,7 +95,7 @@ SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor&
   if (residual.has_value()) {
     const Arg arg("residual", residual);
     checks.require_tensor(arg, {ScalarType::Float}, {1}, like);
-    checks.require_numel(arg, x.numel(), "x");
+    checks.require_numel(arg, x.numel(), "like x");
     args.residual = residual->const_data_ptr<float>();
   }
   checks.require_segments(segments, like);
@@ -116,10 +117,10 @@ TrackThresholdArgs track_threshold_args(const Tensor& threshold, const Tensor& s
   const Arg like("threshold", threshold);
   checks.require_tensor(like, {ScalarType::Float}, {1}, like);
   checks.require_tensor({"seen", seen}, {ScalarType::Int}, {1}, like);
-  checks.require_numel({"seen", seen}, threshold.numel(), "threshold");
+  checks.require_numel({"seen", seen}, threshold.numel(), "like threshold");
   for (const Arg& arg : {Arg("target", target), Arg("reference", reference)}) {
     checks.require_tensor(arg, {ScalarType::Float}, {1}, like);
-    checks.require_numel(arg, threshold.numel(), "threshold");
+    checks.require_numel(arg, threshold.numel(), "like threshold");
   }
   checks.require_apart({like}, {{"seen", seen}, {"target", target}, {"reference", reference}});
   return {threshold.mutable_data_ptr<float>(), seen.const_data_ptr<int32_t>(),
@@ -138,16 +139,16 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
   args.numel = residual.numel();
   if (grad.has_value()) {
     args.grad_dtype = checks.require_tensor({"grad", grad}, kFloats, {1}, like);
-    checks.require_numel({"grad", grad}, args.numel, "residual");
+    checks.require_numel({"grad", grad}, args.numel, "like residual");
     args.grad = grad->const_data_ptr();
   }
   checks.require_segments(segments, like);
   args.num_segments = segments.numel() - 1;
   checks.require_tensor({"threshold", threshold}, {ScalarType::Float}, {1}, like);
-  checks.require_numel({"threshold", threshold}, args.num_segments, "the segments");
+  checks.require_numel({"threshold", threshold}, args.num_segments, kOnePerSegment);
   checks.require_tensor(bytes, {ScalarType::Byte}, {1, 2}, like);
   checks.require_tensor(counts, {ScalarType::Int}, {1}, like);
-  checks.require_numel(counts, args.num_segments, "the segments");
+  checks.require_numel(counts, args.num_segments, kOnePerSegment);
   checks.require_int("capacity", capacity, 1, kUint32Max);
   args.value_dtype = require_values(checks, value_dtype, value_format);
   args.inv_scale = checks.require_scale({"inv_scale", inv_scale}, like);
@@ -159,13 +160,13 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
   args.ranges = require_payload(checks, bytes, 2, args.numel, capacity, args.value_dtype);
   if (scale.has_value()) {
     if (args.value_dtype != DType::kE3M0) {
-      checks.fail("scale", "absent where value_format is not e3m0", std::string("a tensor"));
+      checks.fail("scale", "None except for e3m0 values", std::string("a tensor"));
     }
     checks.require_tensor({"scale", scale}, {ScalarType::Float}, {0, 1}, like);
-    checks.require_numel({"scale", scale}, args.ranges, "the payload's ranges");
+    checks.require_numel({"scale", scale}, args.ranges, "(one per range of payload)");
     args.scale = scale->const_data_ptr<float>();
   } else if (args.value_dtype == DType::kE3M0) {
-    checks.fail("scale", "given where value_format is e3m0", std::string("None"));
+    checks.fail("scale", "a tensor for e3m0 values", std::string("None"));
   }
   checks.require_aligned(bytes);
   checks.require_apart({like, bytes, counts}, {{"grad", grad},
@@ -279,9 +280,9 @@ RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const s
   const int64_t bytes = row_bytes(width, args.format);
   if (rows.size(1) != bytes) {
     checks.fail("rows",
-                "of " + std::to_string(bytes) + " bytes a row for width " + std::to_string(width) +
-                    " and " + format,
-                rows.size(1));
+                std::to_string(bytes) + " bytes per row for width " + std::to_string(width) +
+                    " and format " + format,
+                rows.size(1), "have");
   }
   args.quantized = rows.const_data_ptr<uint8_t>();
   args.rows = rows.size(0);

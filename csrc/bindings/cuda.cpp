@@ -46,7 +46,8 @@ class OnDeviceOf {
 void require_success(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // or the next check of anybody's would report it as its own
-  throw std::runtime_error("dct::" + std::string(op) + ": CUDA says: " + cudaGetErrorString(error));
+  throw std::runtime_error("dct::" + std::string(op) +
+                           ": CUDA error: " + cudaGetErrorString(error));
 }
 
 Tensor scratch_like(const Tensor& tensor, int64_t nbytes) {

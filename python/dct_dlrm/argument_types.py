@@ -33,7 +33,7 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
     def parse(text: str) -> list:
         values = [item(part) for part in text.split(",")]
         if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"must be different ones, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must have no value twice, got {text!r}")
         if known and not set(values) <= set(known):
             rule = f"some of {','.join(known)}"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")

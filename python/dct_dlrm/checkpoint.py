@@ -93,7 +93,7 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError):
             kinds = None
         if kinds != KINDS:
-            raise UsageError(f"{self._manifest} must be as it was written, got another")
+            raise UsageError(f"{self._manifest} must be as it was written, got a changed file")
         version, settings = manifest["version"], manifest["settings"]
         if version != VERSION:
             raise UsageError(f"{self._manifest} must be of version {VERSION}, got {version}")
@@ -113,14 +113,14 @@ class Checkpoints:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != record["sha256"]:
             raise UsageError(
-                f"{path} must be the file that {self._manifest.name} names, got another, or a part "
-                f"of it, of {len(content):,} bytes"
+                f"{path} must be the file that {self._manifest.name} names, got a different or "
+                f"incomplete one of {len(content):,} bytes"
             )
         try:
             return torch.load(io.BytesIO(content), weights_only=True)
         except pickle.UnpicklingError:
             raise UsageError(
-                f"{path} must be loadable with weights_only=True, got what is not"
+                f"{path} must load with weights_only=True, got a file that does not"
             ) from None
 
     def _write_own(self, state: object) -> dict[str, str]:

@@ -356,4 +356,6 @@ def _check_equal(module: nn.Module, ranks: int = 1) -> None:
     digests = from_all_ranks(_digest(module))
     different = [rank for rank, own in enumerate(digests) if own != digests[rank % ranks]]
     if different:
-        raise RuntimeError(f"weights must be equal on all ranks, got others on ranks {different}")
+        raise RuntimeError(
+            f"weights must be equal on all ranks, got different ones on ranks {different}"
+        )

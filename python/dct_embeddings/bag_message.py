@@ -75,5 +75,5 @@ def exchange_bags(
     counts = torch.where((of_bags < 0).any(1), -1, of_bags.sum(1)).tolist()
     told = [count for count, _ in arriving]
     if counts != told:  # bags would begin outside of the names
-        checks.fail(op, "lengths of bags", f"of {told} ids", counts)
+        checks.fail(op, "lengths of bags", f"{told}, the ids received", counts, verb="sum to")
     return of_bags.flatten(), torch.cat(pieces[1::2]).view(dtype)

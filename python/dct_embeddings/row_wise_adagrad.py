@@ -94,12 +94,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def _iterable(self, params: Iterable[Any]) -> Iterable[Any]:
         op = type(self).__name__
-        checks.require_type(op, "params", params, Iterable, "tensors, or groups of them")
+        checks.require_type(op, "params", params, Iterable, "tensors or parameter groups")
         return params
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         if weight not in self.state:  # a look would add it
-            checks.fail(type(self).__name__, "weight", "one of params", "another")
+            checks.fail(type(self).__name__, "weight", "one of params", "a different tensor")
         state: dict[str, Tensor] = self.state[weight]
         return state
 
@@ -132,7 +132,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
             if weight.dim() != 2 or weight.shape[1] == 0:
-                checks.fail(op, arg, "[rows, d] with d from 1 up", tuple(weight.shape))
+                checks.fail(
+                    op, arg, "shape [rows, d] with d >= 1", tuple(weight.shape), verb="have"
+                )
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):

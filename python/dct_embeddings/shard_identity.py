@@ -30,4 +30,4 @@ def _require_same(
     here, saved = module.get_buffer(name).tolist(), state.get(prefix + name)
     there = saved.tolist() if isinstance(saved, Tensor) else saved
     if there is not None and there != here:
-        checks.fail(op, f"{name} of the state", f"{here} as here", there)
+        checks.fail(op, f"{name} of the state", f"{here}, as in this module", there)

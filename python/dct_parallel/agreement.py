@@ -7,7 +7,7 @@ names nothing. The store answers whatever the ranks do, so all of them can say w
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,12 @@ from dct_kernels import checks
 from .groups import timeout_of
 
 POLL_SECONDS = 0.02  # a wait in the store would keep other threads of this process from it
+
+
+def named(ranks: Iterable[int | str]) -> str:
+    """Ranks as errors name them."""
+    numbers = list(map(str, ranks))
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 class PeerError(RuntimeError):
@@ -108,7 +114,7 @@ class Agreement:
                     continue
                 told = self._told(number)
                 if missing := self._but(told):
-                    got = f"nothing from rank {', '.join(map(str, missing))}"
+                    got = f"nothing from {named(missing)}: see the output there"
                     rule = f"do the same within {timeout.total_seconds():g} s"
                     error = f"dct::{op}: every rank must {rule}, got {got}"
                     self._close(number, {"missing": missing, "error": error})
@@ -124,8 +130,8 @@ class Agreement:
     def _refusal(self, op: str, error: BaseException) -> str:
         if isinstance(error, PeerError):  # of another group: the same rank is to blame
             return str(error)
-        got = f"{type(error).__name__}: {error}".removesuffix(": ")
-        return f"dct::{op}: every rank must take part, got from rank {self._own} {got}"
+        got = f"{type(error).__name__} from rank {self._own}: {error}".removesuffix(": ")
+        return f"dct::{op}: every rank must take part, got {got}"
 
     def _told(self, number: int) -> dict[int, dict[str, Any]]:
         """What ranks have told in a round by now."""

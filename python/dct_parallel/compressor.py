@@ -172,13 +172,20 @@ class Compressor:
 
         Args:
             grad: float32, bfloat16 or float16 [numel].
-            inv_scale: float32, one element on the device: grad is multiplied by it (AMP).
-            status: the result of the last `unpack`: if a payload was damaged, this one tells all
-                who receive it.
+            inv_scale: float32, one element on the device, or None: grad is multiplied by it (AMP).
+            status: int32 [P], the result of the last `unpack`, or None: if a payload was damaged,
+                this one tells all who receive it.
+
+        Returns:
+            `payload`, which the next `pack` overwrites.
+
+        Raises:
+            ValueError, TypeError: an argument has a wrong shape or dtype; nothing has changed.
         """
         checks.require_tensor("Compressor.pack", "grad", grad, checks.FLOATS)
         if grad.shape != self.residual.shape:
-            checks.fail("Compressor.pack", "grad", f"[{len(self.residual)}]", list(grad.shape))
+            rule = f"shape [{len(self.residual)}]"
+            checks.fail("Compressor.pack", "grad", rule, list(grad.shape), verb="have")
         if self.density < 1:
             self._sample(grad, inv_scale)
         _mask_pack(
@@ -232,7 +239,7 @@ class Compressor:
         """
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         if len(payloads) == 0:
-            checks.fail("Compressor.unpack", "payloads", "one or more", "none")
+            checks.fail("Compressor.unpack", "payloads", "at least 1 payload", 0, verb="have")
         if self._row is not None:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)

@@ -26,7 +26,10 @@ class GroupForBackward:
         """The group; RuntimeError if it was destroyed since."""
         group = self._group()
         if group is None:
-            raise RuntimeError("the process group must live until the backward pass is done")
+            text = (
+                "the process group must exist until the backward pass is done, got a destroyed one"
+            )
+            raise RuntimeError(text)
         return group
 
 
@@ -47,14 +50,15 @@ class GroupOfModule:
         return self
 
     def __reduce__(self) -> NoReturn:
-        got = "the module, whose process group ends with this process"
+        got = "the module itself, whose process group no file can hold"
         checks.fail(self._op, "the saved object", "a state_dict()", got, TypeError)
 
 
 def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, by default of all ranks, once this rank is known to be in it."""
     if group is None and not dist.is_initialized():
-        checks.fail(op, "group", "given, or torch.distributed initialised", "neither")
+        rule = "a process group where torch.distributed is not initialized"
+        checks.fail(op, "group", f"{rule} (call init_process_group first)", None)
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         checks.fail(op, "group", "a process group that this rank is in", group)

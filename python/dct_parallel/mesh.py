@@ -24,12 +24,13 @@ def require_mesh(
     if not isinstance(mesh, DeviceMesh):
         checks.fail(op, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
     if mesh.mesh_dim_names != dimensions:
-        checks.fail(op, "mesh", f"of dimensions {dimensions}", mesh.mesh_dim_names)
+        checks.fail(op, "mesh", f"dimensions {dimensions}", mesh.mesh_dim_names, verb="have")
     if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
-        rule = "of ascending ranks in every row and column, as torch sorts those of a group"
-        checks.fail(op, "mesh", rule, mesh.mesh.tolist())
+        rule = "ascending ranks in every row and column, because torch sorts the ranks of a group"
+        checks.fail(op, "mesh", rule, mesh.mesh.tolist(), verb="have")
     if mesh.get_coordinate() is None:
-        checks.fail(op, "mesh", "one that this rank is in", f"rank {dist.get_rank()}")
+        got = f"one without rank {dist.get_rank()}"
+        checks.fail(op, "mesh", "this rank", got, verb="include")
     outer, inner = dimensions
     return mesh.get_group(outer), mesh.get_group(inner)
 
@@ -55,7 +56,7 @@ def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
     """The mesh of a cluster, of dimensions ("node", "local"): a row for each node's ranks.
 
-    Every rank calls it, once torch.distributed is initialised. Ranks are numbered node by node, as
+    Every rank calls it, once torch.distributed is initialized. Ranks are numbered node by node, as
     torchrun does. Its groups have the timeout that `init_process_group` was given.
 
     Args:
@@ -76,7 +77,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         if local_size is None:
             told = os.environ.get("LOCAL_WORLD_SIZE", "none")
             if not told.isdecimal():
-                rule = "given, or LOCAL_WORLD_SIZE set as torchrun does"
+                rule = "given unless LOCAL_WORLD_SIZE is an integer (torchrun sets it)"
                 checks.fail(op, "local_size", rule, told)
             local_size = int(told)
         ranks = group.size()

@@ -235,7 +235,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
     "arguments, text",
     [
         (["--modes", "dense,sparse"], "argument --modes: must be some of dense,bf16,"),
-        (["--modes", "dct,dct"], "argument --modes: must be different ones, got 'dct,dct'"),
+        (["--modes", "dct,dct"], "argument --modes: must have no value twice, got 'dct,dct'"),
         (["--ranks", "1"], "argument --ranks: must be an integer in [2, 64], got '1'"),
         (["--top", "5-x"], "argument --top: must be integers >= 1 joined by '-'"),
         (["--seconds", "0"], "argument --seconds: must be a number > 0, got '0'"),

@@ -122,7 +122,7 @@ def test_forcing_a_backend(available):
         elif available[name]:
             assert said == "imported"
         else:
-            assert f"DCT_BACKEND={name}, but that backend is not there: " in said
+            assert f"DCT_BACKEND={name}, but that backend is not available: " in said
 
 
 def test_without_a_compiled_library_eager_serves(uncompiled):
@@ -164,7 +164,7 @@ def test_which_backend_serves_a_device(backend):
 
 def test_forcing_what_is_not_there_fails_loudly(uncompiled):
     for name, said in imported(["cpp", "cuda"], package=uncompiled).items():
-        assert f"ImportError: DCT_BACKEND={name}, but that backend is not there: " in said
+        assert f"ImportError: DCT_BACKEND={name}, but that backend is not available: " in said
 
 
 def test_eager_forced_is_eager():

@@ -161,7 +161,7 @@ def test_mxfp4_elsewhere(backend, op):
     x, rows = torch.ones(1, 32), torch.zeros(1, 17, dtype=torch.uint8)
     args = (x, "mxfp4") if op == "row_quantize" else (rows, 32, "mxfp4", torch.float32)
     args = tuple(a.to(backend.device) if isinstance(a, torch.Tensor) else a for a in args)
-    text = f"dct::{op}: format must be int8, int4, ternary or sign, got mxfp4"
+    text = f"dct::{op}: format must be int8, int4, ternary or sign, got 'mxfp4'"
     with pytest.raises((ValueError, RuntimeError), match=text):
         getattr(backend, op)(*args)
 

@@ -45,7 +45,7 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--bottom", "512,256", f"{WIDTHS} '512,256'"),
         ("--top", "512-0", f"{WIDTHS} '512-0'"),
         ("--modes", "dense,sparse", "must be some of dense,bf16,powersgd,dct, got 'dense,sparse'"),
-        ("--modes", "dct,dct", "must be different ones, got 'dct,dct'"),
+        ("--modes", "dct,dct", "must have no value twice, got 'dct,dct'"),
         ("--max-malformed", "1.1", "must be a number in [0, 1], got '1.1'"),
         ("--policy", "loose", "invalid choice: 'loose'"),
         ("--transport", "ring", "invalid choice: 'ring'"),

@@ -92,7 +92,7 @@ def test_what_could_run_code_is_refused(saved):
     checkpoints.load()
     checkpoints.save(Harmful())
     del checkpoints
-    with pytest.raises(UsageError, match=r"3-rank0\.pt must be loadable with weights_only=True"):
+    with pytest.raises(UsageError, match=r"3-rank0\.pt must load with weights_only=True"):
         _checkpoints(saved).load()
 
 

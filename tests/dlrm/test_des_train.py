@@ -116,7 +116,8 @@ def test_rows_that_appear():
 def test_too_few_rows_for_those_that_appear(tmp_path, capsys):
     assert main([*SMALL, *DYNAMIC, "300", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    rule = "dct::EquivalentSubstitution: capacity must be at least the features seen, got 300 for "
+    op = "dct::EquivalentSubstitution"
+    rule = f"{op}: capacity must be at least the number of features seen, got 300 for "
     assert said.startswith(f"dct-train: --dynamic-rows must be enough for a rank: {rule}")
     assert said.count("\n") == 1
 

@@ -115,7 +115,7 @@ def _differ_in_a_sign_of_zero():
 
 
 def test_ranks_with_other_weights_are_caught():
-    with pytest.raises(WorkerError, match=r"equal on all ranks, got others on ranks \[1\]"):
+    with pytest.raises(WorkerError, match=r"equal on all ranks, got different ones on ranks \[1\]"):
         launch(_differ_in_a_sign_of_zero, 2)
 
 

@@ -73,7 +73,7 @@ def _copies(rank):
         sync.step()
         assert meter.take() == 16
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="a ReplicaSync must be made anew for a copy of bags"):
+        with pytest.raises(TypeError, match="a ReplicaSync must not be copied or pickled"):
             make(sync)
 
     # A moving average of the weights, beside the training.

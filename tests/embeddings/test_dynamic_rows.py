@@ -156,7 +156,9 @@ def _trained(rank):
     assert len(again) == 2 and not sums[3:].any()
     again.load_state_dict(state)
     owner = torch.tensor([1 - rank, 2])
-    text = f"state must be of rank {rank} of 2, or of all by merge_feature_rows, got of rank "
+    text = (
+        f"state must be that of rank {rank} of 2, or one from merge_feature_rows, got that of rank "
+    )
     with pytest.raises(RuntimeError, match=text):
         again.load_state_dict(state | {"owner": owner})
     assert torch.equal(again.ids(), rows.ids())
@@ -263,9 +265,9 @@ def _faults(rank):
     owner = "dct::DynamicFeatureRows: "
     refused(f"{owner}width must be in [1", lambda: DynamicFeatureRows(0, 5))
     refused(f"{owner}capacity must be in [1", lambda: DynamicFeatureRows(1, 0))
-    refused(f"{owner}bound must be finite, from", lambda: DynamicFeatureRows(1, 1, float("nan")))
+    refused(f"{owner}bound must be in [0, ", lambda: DynamicFeatureRows(1, 1, float("nan")))
     refused(f"{owner}seed must be in [0", lambda: DynamicFeatureRows(1, 1, seed=-1))
-    most = f"{owner}bound must be finite, from 0 up to 3.4e+38, got 1e+39"  # of float32
+    most = f"{owner}bound must be in [0, 3.4e+38], got 1e+39"  # of float32
     refused(most, lambda: DynamicFeatureRows(1, 1, bound=1e39))
     text = f"{owner}bound must be a number, got str"
     refused(text, lambda: DynamicFeatureRows(1, 1, bound="x"), TypeError)
@@ -289,9 +291,9 @@ def _faults(rank):
     layer(torch.tensor([5, 2**63 - 1, 5]), lengths)
     assert rows.ids().tolist() == [5, 2**63 - 1]
     before = rows.weight[:3].clone()
-    refused("ids[1] must be from 0 up, got -1", lambda: layer(torch.tensor([5, -1, 7]), lengths))
+    refused("ids[1] must be at least 0, got -1", lambda: layer(torch.tensor([5, -1, 7]), lengths))
     refused(
-        "capacity must be at least the features seen, got 3 for 4 on rank 0",
+        "capacity must be at least the number of features seen, got 3 for 4 on rank 0",
         lambda: layer(torch.tensor([5, 6, 7]), lengths),
     )
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
@@ -323,12 +325,12 @@ def _faults(rank):
         ("owner", (0, 1), "state['owner'] must be a tensor, got tuple"),
         ("ids", torch.ones(3), "state['ids'] must be torch.int64 [n], got torch.float32 (3,)"),
         ("ids", torch.ones(3, 1).long(), "be torch.int64 [n], got torch.int64 (3, 1)"),
-        ("per_row.sum", torch.zeros(2), "state must be of per_row.sum (3,), got (2,)"),
-        ("per_row.sum", torch.zeros(3, 2), "state must be of per_row.sum (3,), got (3, 2)"),
-        ("weight", torch.zeros(3, 2), "state must be of weight (3, 1), got (3, 2)"),
-        ("weight", torch.zeros(2, 1), "state must be of weight (3, 1), got (2, 1)"),
-        ("ids", torch.tensor([1, 2, 1]), "state must be of different ids, got some of them twice"),
-        ("ids", torch.tensor([1, 2, -1]), "ids[2] must be from 0 up, got -1"),
+        ("per_row.sum", torch.zeros(2), "state['per_row.sum'] must have shape (3,), got (2,)"),
+        ("per_row.sum", torch.zeros(3, 2), "state['per_row.sum'] must have shape (3,), got (3, 2)"),
+        ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
+        ("weight", torch.zeros(2, 1), "state['weight'] must have shape (3, 1), got (2, 1)"),
+        ("ids", torch.tensor([1, 2, 1]), "state['ids'] must be distinct, got some ids twice"),
+        ("ids", torch.tensor([1, 2, -1]), "ids[2] must be at least 0, got -1"),
     ):
         refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
     assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())
@@ -338,11 +340,11 @@ def _faults(rank):
         'Missing key(s) in state_dict: "ids"', lambda: rows.load_state_dict(state), RuntimeError
     )
     refused(
-        "capacity must be at least 3 as of the state, got 2",
+        "capacity must be at least 3, the rows of the state, got 2",
         lambda: DynamicFeatureRows(1, 2).load_state_dict(rows.state_dict()),
         RuntimeError,
     )
-    op = "dct::merge_feature_rows: states must be of every rank once, got "
+    op = "dct::merge_feature_rows: states must hold one state of every rank, got "
     refused(f"{op}0 of 1, 0 of 1", lambda: merge_feature_rows([rows.state_dict()] * 2))
     refused(f"{op}none", lambda: merge_feature_rows([]))
     op, one = "dct::merge_feature_rows: states", rows.state_dict()

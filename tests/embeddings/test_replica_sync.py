@@ -315,7 +315,7 @@ def _refusals(rank):
         ),
         (
             ValueError,
-            "density must be given without dtype, got 0.1 and torch.float16",
+            "density must be None with dtype torch.float16, got 0.1",
             lambda: ReplicaSync(bags, optimizer, density=0.1, dtype=torch.float16),
         ),
         (
@@ -348,7 +348,7 @@ def _refusals(rank):
             output[1, 0] += 1
 
     averages.all_gather = damaging
-    with pytest.raises(RuntimeError, match=r"what replicas send must be undamaged, got status {1"):
+    with pytest.raises(RuntimeError, match=r"every payload must be intact, got status {1"):
         sync.step()
 
 

@@ -236,12 +236,12 @@ def _table(dtype=torch.float32, shape=(4, 2)):
         (
             lambda: RowWiseAdagrad(5),
             TypeError,
-            "params must be tensors, or groups of them, got int",
+            "params must be tensors or parameter groups, got int",
         ),
         (
             lambda: MomentumScaledRowWiseAdagrad(5, scale=1),
             TypeError,
-            "dct::MomentumScaledRowWiseAdagrad: params must be tensors, or groups of them, got int",
+            "MomentumScaledRowWiseAdagrad: params must be tensors or parameter groups, got int",
         ),
         (lambda: RowWiseAdagrad([_table()], lr=0.0), ValueError, "lr must be finite and above 0"),
         (lambda: RowWiseAdagrad([_table()], lr=math.nan), ValueError, "lr must be finite and a"),
@@ -255,7 +255,7 @@ def _table(dtype=torch.float32, shape=(4, 2)):
         (
             lambda: RowWiseAdagrad([_table(shape=(4,))]),
             ValueError,
-            r"params\[0\] must be \[rows, d\] with d from 1 up, got \(4,\)",
+            r"params\[0\] must have shape \[rows, d\] with d >= 1, got \(4,\)",
         ),
         (
             lambda: MomentumScaledRowWiseAdagrad([_table()], scale=0.5),
@@ -282,8 +282,8 @@ def test_a_refused_group_is_not_added():
 def test_a_weight_of_another_optimizer_is_refused():
     optimizer = MomentumScaledRowWiseAdagrad([_table()], scale=1, delayed=True)
     for own in (optimizer, RowWiseAdagrad([_table()])):
-        with pytest.raises(ValueError, match="weight must be one of params, got another"):
+        with pytest.raises(ValueError, match="weight must be one of params, got a different"):
             own.to_average(_table())
         assert len(own.state) == 1
-    with pytest.raises(ValueError, match="weight must be one of params, got another"):
+    with pytest.raises(ValueError, match="weight must be one of params, got a different"):
         optimizer.averaged(_table(), torch.arange(4))

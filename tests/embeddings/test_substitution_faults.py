@@ -57,11 +57,11 @@ def _wrong_arguments(rank):
     text = "operators must be a sequence of SubstituteOperators, got LinearTerms"
     _refused(OWNER + text, lambda: _of(rows, LinearTerms()), TypeError)
     _refused(
-        "operators[1] must be of columns that rows of width 3 have, got 2 to 3",
+        "operators[1] must use columns of rows of width 3, got columns 2 to 3",
         lambda: _of(rows, [LinearTerms(), FactorizationMachine(2, first=2)]),
     )
     _refused(
-        "aggregate must be reduce_scatter or all_reduce, got gather",
+        "aggregate must be reduce_scatter or all_reduce, got 'gather'",
         lambda: _of(rows, [LinearTerms()], "gather"),
     )
     _refused("FirstLayer: fields must be in [1", lambda: FirstLayer(0, 1, 1))
@@ -69,8 +69,8 @@ def _wrong_arguments(rank):
     _refused("LinearTerms: first must be in [0", lambda: LinearTerms(-1))
     _refused("FeatureRows: weight must be 2-D, got 1-D", lambda: FeatureRows(torch.zeros(3)))
     _refused(
-        "weight must be [rows, d] with 1 to 2147483647 rows, one a rank or more, and d from 1, "
-        "got (0, 3)",
+        "weight must have shape [rows, d] with rows in [1, 2147483647] (at least one per rank) "
+        "and d >= 1, got (0, 3)",
         lambda: FeatureRows(torch.zeros(0, 3)),
     )
     _refused("weight must be float32 or", lambda: FeatureRows(torch.zeros(2, 3).half()), TypeError)
@@ -78,9 +78,9 @@ def _wrong_arguments(rank):
     layer, lengths = _layer(), torch.tensor([[1, 0], [0, 1]])
     ids = torch.tensor([3, 9])
     for wrong, text in (
-        (ids + 1, "ids[1] must be from 0 to 9, got 10"),
-        (ids - 4, "ids[0] must be from 0 to 9, got -1"),
-        (torch.tensor([2**63 - 1, 0]), "ids[0] must be from 0 to 9, got 9223372036854775807"),
+        (ids + 1, "ids[1] must be in [0, 9], got 10"),
+        (ids - 4, "ids[0] must be in [0, 9], got -1"),
+        (torch.tensor([2**63 - 1, 0]), "ids[0] must be in [0, 9], got 9223372036854775807"),
         (ids[:1], "ids must have 2 elements like lengths, got 1"),
         (ids[None], "ids must be 1-D, got 2-D"),
     ):
@@ -88,10 +88,10 @@ def _wrong_arguments(rank):
     _refused(
         "ids must be int32 or int64, got float32", lambda: layer(ids.float(), lengths), TypeError
     )
-    _refused("lengths must be 0 and up, got -1", lambda: layer(ids, 2 - 3 * lengths))
+    _refused("lengths must be at least 0, got -1", lambda: layer(ids, 2 - 3 * lengths))
     _refused("lengths must be 2-D, got 1-D", lambda: layer(ids, lengths[0]))
     _refused(
-        "[fields, batch] with a field or more, got (0, 2)", lambda: layer(ids[:0], lengths[:0])
+        "[fields, batch] with at least 1 field, got (0, 2)", lambda: layer(ids[:0], lengths[:0])
     )
 
 
@@ -117,7 +117,7 @@ def _odd_results(rank):
         (lambda pooled: None, "()"),
     ):
         layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
-        text = f"{OWNER}Odd.partial must be [2, m], got {got}"
+        text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
         _refused(text, lambda layer=layer: layer(ids, lengths))
 
 
@@ -229,7 +229,7 @@ def _too_many_features(rank, aggregate):
     look_up(2, 3)
     assert len(rows) == (2, 3)[rank]
     before = rows.ids().clone(), rows.weight.detach()[: 1 + len(rows)].clone()
-    rule = "capacity must be at least the features seen, got 4 for 6 on rank 0"
+    rule = "capacity must be at least the number of features seen, got 4 for 6 on rank 0"
     for _ in range(2):
         _refused(OWNER + rule, lambda: look_up(6, 5))
         assert torch.equal(rows.ids(), before[0])
@@ -254,9 +254,9 @@ def _state_of_another_rank(rank):
     states = [None] * 2
     dist.all_gather_object(states, rows.state_dict())
     before = rows.weight.detach().clone()
-    text = f"owner of the state must be [{rank}, 2, 10] as here, got [{1 - rank}, 2, 10]"
+    text = f"owner of the state must be [{rank}, 2, 10], as in this module, got [{1 - rank}, 2, 10]"
     _refused(text, lambda: rows.load_state_dict(states[1 - rank]))
-    text = f"owner of the state must be [{rank}, 2, 10] as here, got "
+    text = f"owner of the state must be [{rank}, 2, 10], as in this module, got "
     for owner, got in ((torch.tensor([rank, 2]), f"[{rank}, 2]"), ("mine", "mine")):
         wrong = states[rank] | {"owner": owner}
         _refused(text + got, lambda wrong=wrong: rows.load_state_dict(wrong))
@@ -270,7 +270,7 @@ def test_a_state_of_another_rank_is_refused():
 
 def _other_ranks_for_ids(rank):
     alone = [dist.new_group([r]) for r in range(2)][rank]
-    text = f"ids_group must be of ranks [0, 1] like rows, got [{rank}]"
+    text = f"ids_group must have ranks [0, 1] like rows, got [{rank}]"
     _refused(OWNER + text, lambda: _layer(ids_group=alone))
 
 
@@ -297,7 +297,7 @@ def _disagreeing(rank):
             call()
     text = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
     for of in (layer, together):
-        wrong = "ids[0] must be from 0 to 9, got 10" if rank else text
+        wrong = "ids[0] must be in [0, 9], got 10" if rank else text
         _refused(OWNER + wrong, lambda of=of: of(ids + 7 * rank, lengths))
     with torch.set_grad_enabled(rank == 0):
         _refused("gradients must be the same on every rank", lambda: layer(ids, lengths))
@@ -333,7 +333,7 @@ def _counts_that_wrap_around(rank):
             return [own + torch.tensor(add, dtype=torch.int32) for own in lengths], names, alike
 
         substitution.by_rank = lying
-        _refused(f"{OWNER}lengths of bags must be of [", lambda: layer(ids, lengths))
+        _refused(f"{OWNER}lengths of bags must sum to [", lambda: layer(ids, lengths))
         substitution.by_rank = by_rank
     layer(ids, lengths)
 

@@ -222,10 +222,10 @@ def _refusals(rank):
         lambda: layer([[Shard(0, 0, 4)], [Shard(1, 0, 5)]], two),
     )
     refused(
-        "mesh must be of dimensions", lambda: layer(_plan(2), mesh=init_device_mesh("cpu", (2,)))
+        "mesh must have dimensions", lambda: layer(_plan(2), mesh=init_device_mesh("cpu", (2,)))
     )
     refused(
-        r"tables\[1\] must be of width 3", lambda: layer(_plan(2), [tables[0], tables[1].float()])
+        r"tables\[1\] must have width 3", lambda: layer(_plan(2), [tables[0], tables[1].float()])
     )
     own = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]
     refused(
@@ -276,23 +276,23 @@ def _refusals(rank):
     assert nothing.shape == (0, 2, WIDTH)
     nothing.sum().backward()
     refused(
-        r"ids\[1\] must be from 0 to 3 like rows of table 1, got 4",
+        r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4",
         lambda: bags(torch.tensor([3, 4, 1]), lengths),
     )
-    refused(r"ids\[0\] must be from 0 to 3 .* table 0, got -1", lambda: bags(ids - 4, lengths))
+    refused(r"ids\[0\] must be in \[0, 3\], .* table 0, got -1", lambda: bags(ids - 4, lengths))
     far = torch.tensor([3, 0, 2**63 - 1])  # plus the rows before its table: past int64
-    refused(r"ids\[2\] must be from 0 to 3 .* table 1, got 9", lambda: bags(far, lengths))
+    refused(r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", lambda: bags(far, lengths))
     refused(
         "ids must have 4 elements like lengths, got 3", lambda: bags(ids, lengths + lengths % 2)
     )
-    refused("lengths must be 0 and up, got -1", lambda: bags(ids, lengths - 1))
+    refused("lengths must be at least 0, got -1", lambda: bags(ids, lengths - 1))
     refused(  # where one rank's is, nobody waits for it
-        r"ids\[0\] must be from 0 to 3 .* got -1"
+        r"ids\[0\] must be in \[0, 3\], .* got -1"
         if rank == 0
         else "input accepted must be the same on every rank, got False on rank 0, True on rank 1",
         lambda: bags(ids - 4 * (rank == 0), lengths),
     )
-    refused("lengths must be 2 rows, one a table, got 1", lambda: bags(ids, lengths[:1]))
+    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids, lengths[:1]))
     most = 2**63 - 1
     wraps = torch.tensor([[most, most], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
@@ -308,7 +308,7 @@ def _refusals(rank):
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[4, 0], [0, 0]]).int()),
         )
         refused(
-            "lengths must be 0 and up, got -1",
+            "lengths must be at least 0, got -1",
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[2, 2], [-1, 0]])),
         )
         refused(
@@ -329,9 +329,9 @@ def _refusals(rank):
         return [own + 1 for own in of_bags], names, [-1] * len(names)
 
     embedding_bags.by_rank = lying
-    refused(r"lengths of bags must be of \[", lambda: bags(ids, lengths))
+    refused(r"lengths of bags must sum to \[", lambda: bags(ids, lengths))
     embedding_bags.by_rank = lambda *given: (*by_rank(*given)[:2], [7] * 2)  # of all bags alike
-    refused(r"lengths of bags must be of \[", lambda: bags(ids, lengths))
+    refused(r"lengths of bags must sum to \[", lambda: bags(ids, lengths))
     embedding_bags.by_rank = by_rank
     refused(
         "dedup must be the same on every rank, got False on rank 0, True on rank 1",
@@ -358,10 +358,10 @@ def _refusals(rank):
         sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
         refused("optimizer must be plain SGD,", lambda sgd=sgd: ReplicaSync(bags, sgd), TypeError)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
-    refused("one that trains the weight of bags", lambda: ReplicaSync(bags, foreign))
+    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, foreign))
     sgd = torch.optim.SGD([bags.weight], LR)
     ReplicaSync(bags, sgd)
-    refused("bags must be of one ReplicaSync, got a second", lambda: ReplicaSync(bags, sgd))
+    refused("bags must have one ReplicaSync only, got a second", lambda: ReplicaSync(bags, sgd))
 
 
 def test_what_is_refused():
@@ -375,7 +375,7 @@ def _state_of_another_shard(rank):
     dist.all_gather_object(states, bags.state_dict())
     before = bags.weight.detach().clone()
     own, other = ([[0, 4 * owner, 4 * owner + 4]] for owner in (rank, 1 - rank))
-    text = f"owned of the state must be {own} as here, got {other}"
+    text = f"owned of the state must be {own}, as in this module, got {other}"
     with pytest.raises(ValueError, match=re.escape(text)):
         bags.load_state_dict(states[1 - rank])
     assert torch.equal(bags.weight, before)

@@ -168,7 +168,7 @@ def _wrong_arguments(rank):
     x = torch.randn(4, 8)
     for call, error, text in [
         (lambda: all_gather_rows(x, density=0), ValueError, "density must be in (0, 1], got 0"),
-        (lambda: all_gather_rows(x, [9], density=1), ValueError, "x must be of width 9 like"),
+        (lambda: all_gather_rows(x, [9], density=1), ValueError, "x must have width 9 like"),
         (lambda: all_gather_rows(x, [8, 8], density=1), ValueError, "widths must have 1 elements"),
         (lambda: all_gather_rows(x[0], density=1), ValueError, "x must be 2-D, got 1-D"),
         (lambda: all_gather_rows(x.double(), density=1), TypeError, "x must be float32"),

@@ -253,7 +253,7 @@ def _merged(rank):
     base, states = weights(model), [None, None]
     dist.all_gather_object(states, averager.state_dict())
     merged = merge_states(states)
-    with pytest.raises(ValueError, match=r"period must be 2, as this state was made with, got 3"):
+    with pytest.raises(ValueError, match=r"period must be 2, as in this run, got 3"):
         DCTAverager(model, density=0.1, period=2).load_state_dict(merged)
     again = DCTAverager(_model(5), density=0.1, period=PERIOD)
     again.load_state_dict(merged)
@@ -427,10 +427,11 @@ def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
             rule.format(*nan, "NaN or Inf in 0"),
         ],
         "damage": [
-            rule.format(
-                "every payload of averaging 3", "intact", "status 1 from rank 1 in bucket 0"
-            ),
-            rule.format("every payload up to averaging 3", "intact", "damage that rank 0 received"),
+            rule.format(f"every payload {when} averaging 3", "intact", f"{got}: training can go on")
+            for when, got in (
+                ("of", "status 1 from rank 1 in bucket 0"),
+                ("up to", "a damaged one on rank 0"),
+            )
         ],
     }
     assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
@@ -491,7 +492,7 @@ def one_rank(tmp_path):
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),
-        (nn.ReLU(), {}, ValueError, "module must be with parameters that require grad"),
+        (nn.ReLU(), {}, ValueError, "module must have parameters that require grad"),
         ([], {}, TypeError, "module must be an nn.Module, got list"),
         (nn.Linear(2, 2, device="meta"), {}, ValueError, "module must be on one device"),
     ],
@@ -520,7 +521,7 @@ def test_a_copy_is_refused(one_rank):
     module = nn.Linear(3, 3)
     module.averager = DCTAverager(module)
     for make in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
-        text = r"an averager must be kept apart from what is copied .* \(save its state_dict\(\)\)"
+        text = r"an averager must not be copied or pickled \(save its state_dict\(\)\)"
         with pytest.raises(TypeError, match=f"dct::DCTAverager: {text}"):
             make(module.averager if make is copy.copy else module)
 
@@ -606,8 +607,8 @@ def _changes_of_parameters(model, averager):
     before = weights(model)
 
     def raises(names):
-        text = "module must be with the same parameters that require grad as when .*, got a diff"
-        with pytest.raises(ValueError, match=rf"{text}erence in {names}: make another averager"):
+        text = "module must have the same parameters that require grad as when .*, got a diff"
+        with pytest.raises(ValueError, match=rf"{text}erence in {names}: make a new averager"):
             averager.average_parameters()
         assert torch.equal(weights(model), before) and averager.step == 3
 

@@ -258,7 +258,7 @@ def test_take_back_undoes_the_sending_exactly():
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": "1"}, TypeError, "density must be a number, got str"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got tracked"),
+        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got 'tracked'"),
         (
             {"value_dtype": torch.float16},
             TypeError,
@@ -288,7 +288,9 @@ def test_mistakes_are_explained(kwargs, error, text):
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
     compressor = Compressor(100, [0, 100], density=0.1)
     before = compressor.payload.clone()
-    with pytest.raises(ValueError, match=r"dct::Compressor.pack: grad must be \[100\], got \[99\]"):
+    with pytest.raises(
+        ValueError, match=r"dct::Compressor.pack: grad must have shape \[100\], got \[99\]"
+    ):
         compressor.pack(torch.randn(99))
     with pytest.raises(TypeError, match=r"dct::Compressor.pack: grad must be a tensor, got list"):
         compressor.pack([1, 2])
@@ -296,7 +298,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
     out = torch.ones(100)
     with pytest.raises(TypeError, match=r"Compressor.unpack: payloads must be a tensor, got int"):
         compressor.unpack(5, out)
-    with pytest.raises(ValueError, match="payloads must be one or more, got none"):
+    with pytest.raises(ValueError, match="payloads must have at least 1 payload, got 0"):
         compressor.unpack(compressor.payload.new_empty(0, compressor.payload.numel()), out)
     assert torch.equal(out, torch.ones(100))
 

@@ -162,8 +162,8 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
     for states, text in [
         ([], "states must be those of all ranks, got none"),
         ([_state(0)], "states must be those of all 2 ranks, got rank 0"),
-        ([_state(0), _state(0)], "states must be one of each rank, got another of rank 0"),
-        ([merged, merged], "states must be one of each rank, got another of rank mean"),
+        ([_state(0), _state(0)], "states must hold one state per rank, got a second of rank 0"),
+        ([merged, merged], "states must hold one state per rank, got a merged one"),
         ([_state(0), _state(1, step=6)], "step must be the same .* 5 on rank 0, 6 on rank 1"),
         ([_state(0), _state(1, run_id="b")], "run_id must be the same .* a on rank 0, b on"),
         ([_state(0), _state(1, world_size=3)], "world_size must be the same .* 2 on rank 0, 3 on"),
@@ -180,7 +180,7 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         merge_states(tmp_path, key="other")
     assert merge_states(tmp_path)["ranks"]["mean"]["step"] == 5
     for states, text in [
-        (5, "states must be the states of all ranks, or a folder of them, got int"),
+        (5, "states must be an iterable of all ranks' states, or a folder of them, got int"),
         ([5], "state must be a dict, got int"),
     ]:
         with pytest.raises(TypeError, match=f"dct::merge_states: {text}"):
@@ -196,8 +196,8 @@ def _misfits(rank):
     other = {"0.weight": own["parameters"]["0.weight"]}
     short = {k: {**v, "residual": v["residual"][:-1]} for k, v in own["parameters"].items()}
     for change, text in [
-        ({"density": 0.1}, r"density must be 0.8, as this state was made with, got 0.1"),
-        ({"world_size": 3}, r"world_size must be 2 as in this run \(merge_states .*\), got 3"),
+        ({"density": 0.1}, r"density must be 0.8, as in this run, got 0.1"),
+        ({"world_size": 3}, r"world_size must be 2, as in this run \(merge_states .*\), got 3"),
         ({"parameters": other}, "parameters must be those .* got a difference in 0.bias, 2"),
         ({"parameters": short}, r"residual of .*weight must be a float32 \[4096\] .* \[4095\]"),
     ]:

@@ -73,7 +73,7 @@ def _text(rank, victims, status=1):
     if rank in victims:
         got = f"status {status} from rank 1 in bucket 0"
         return f"every payload of step {STEP} must be intact, got {got}"
-    return f"every payload up to step {STEP + 1} must be intact, got damage that rank"
+    return f"every payload up to step {STEP + 1} must be intact, got a damaged one on rank"
 
 
 def _damaged(rank, byte, status, victims, bucket_cap_mb, look_early):

@@ -112,8 +112,8 @@ def _mistakes(rank):
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
         ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
-        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got tracked"),
-        ({"transport": "ring"}, ValueError, "None or 'all_gather' or 'reduce_scatter', got 'ring'"),
+        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got 'tracked'"),
+        ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
         (
             {"value_dtype": torch.int8},
             TypeError,

@@ -336,14 +336,14 @@ def _late(rank):
     """The state is handed over first, as Lightning's DDPStrategy does."""
     state = DCTState(density=0.8)
     for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
-        with pytest.raises(ValueError, match=r"state must be bound to its DDP: state.bind\("):
+        with pytest.raises(ValueError, match=r"state must be bound to its DDP by state.bind\("):
             call()
     state.close()  # nothing yet
     model, other = ddp(mlp()), ddp(mlp())
     early = DCTState(other, density=0.8)
     state.bind(model)
     assert "0.weight" in state.plan()
-    with pytest.raises(ValueError, match="state must be of one DDP, got a second"):
+    with pytest.raises(ValueError, match="state must be bound to one DDP only, got a second"):
         state.bind(other)
     for ddp_model, its in ((model, state), (other, early)):
         ddp_model.register_comm_hook(its, dct_hook)
@@ -365,7 +365,9 @@ def test_a_state_made_before_its_ddp():
 def _never_bound(rank):
     model = ddp(mlp())
     model.register_comm_hook(DCTState(density=0.8), dct_hook)
-    with pytest.raises(ValueError, match=r"dct_hook: state must be bound to its DDP: state.bind\("):
+    with pytest.raises(
+        ValueError, match=r"dct_hook: state must be bound to its DDP by state.bind\("
+    ):
         model(torch.ones(1, 64)).sum().backward()
 
 

@@ -207,7 +207,7 @@ def _train(rank):
     assert rows["total"][-1] == f"{stats['wire_bytes']:,}"
     state.close()
     state.close()
-    with pytest.raises(RuntimeError, match="state must be open, got one that was closed"):
+    with pytest.raises(RuntimeError, match="state must be open, got a closed one"):
         train_step(model, optimizer, *batch(0, rank))
 
 

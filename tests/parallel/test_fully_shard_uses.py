@@ -59,7 +59,7 @@ def _damaged(rank, ask):
             with pytest.raises(RuntimeError, match=told):
                 asked()
     else:
-        told = rf"every payload up to step {STEP} must be intact, got damage that rank 1 received"
+        told = rf"every payload up to step {STEP} must be intact, got a damaged one on rank 1"
         assert state.stats()["step"] == STEP + 1
     with pytest.raises(RuntimeError, match=told):  # together: nobody waits for anybody
         state.state_dict() if ask == "state_dict" else _step(model, STEP + 1, rank)
@@ -214,16 +214,16 @@ def _refused(rank):
     text = r'parameter 0.weight must be wrapped by fully_shard\(module, mesh=mesh\["shard"\]\)'
     refuses(ValueError, text, native)
     loose = nn.Sequential(fully_shard(nn.Linear(3, 3), mesh=mesh["shard"]), nn.Linear(3, 1))
-    text = "every parameter must be one that fully_shard shards, got 1.weight, 1.bias"
+    text = "every parameter must be sharded by fully_shard, got 1.weight, 1.bias"
     refuses(ValueError, text, loose)
     with torch.device("meta"):
         empty = fully_shard(nn.Linear(3, 3), mesh=mesh["shard"])
-    refuses(ValueError, "parameter weight must be on a device: materialise", empty)
+    refuses(ValueError, "parameter weight must be on a device", empty)
     frozen = _wrapped(mesh).requires_grad_(False)
-    refuses(ValueError, "model must be one with parameters to train", frozen)
+    refuses(ValueError, "model must have parameters that require grad", frozen)
     hooked = _wrapped(mesh)
     hooked.set_all_reduce_hook(lambda flat: None)
-    refuses(ValueError, "without an all-reduce hook on the root module", hooked)
+    refuses(ValueError, "model must have no all-reduce hook on the root module", hooked)
 
     if hasattr(_fsdp_common, "ShardPlacementResult"):  # from torch 2.13
         other = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
@@ -238,12 +238,10 @@ def _refused(rank):
 
     model = _wrapped(mesh)
     refuses(TypeError, "mesh must be a DeviceMesh, got tuple", model, (2, 1))
-    refuses(
-        ValueError, r"mesh must be of dimensions \('replicate', 'shard'\)", model, mesh["shard"]
-    )
+    refuses(ValueError, r"mesh must have dimensions \('replicate', 'shard'\)", model, mesh["shard"])
     refuses(
         ValueError,
-        "transport must be None or 'all_gather' or 'reduce_scatter', got 'auto'",
+        "transport must be None, 'all_gather' or 'reduce_scatter', got 'auto'",
         model,
         transport="auto",
     )
@@ -255,7 +253,7 @@ def _refused(rank):
 
     state = dct_fully_shard_hook(model, mesh, 0.1)  # what was refused left nothing behind
     model[2].bias.requires_grad_(False)
-    text = "gradient must be of all parameters of the root module .*, 4225 .*, got 4224 elements"
+    text = "gradient must have 4225 elements, of all parameters of the root module .*, got 4224"
     with pytest.raises(ValueError, match=text):
         model(torch.ones(1, 64)).sum().backward()
     state.close()

@@ -79,7 +79,7 @@ def _closed(rank):
     for name, saved in entry(before)["parameters"].items():
         assert torch.equal(saved["residual"], entry(after)["parameters"][name]["residual"])
     assert "DCT: density 0.1" in state.plan() and state.stats()["step"] == 4
-    with pytest.raises(ValueError, match="state must be open, got one that was closed"):
+    with pytest.raises(ValueError, match="state must be open, got a closed one"):
         model(torch.ones(1, 64)).sum().backward()
     # And another takes its place.
     model = ddp(mlp())

@@ -126,6 +126,6 @@ def test_merged_is_the_mean_of_what_nodes_owe():
         merge_states(states)
     del states[0]["ranks"]["0"]["local_size"]
     with pytest.raises(
-        ValueError, match="state of rank 0 must be with its local_size: load into a state with"
+        ValueError, match=r"state of rank 0 must have a local_size \(load into a state with"
     ):
         merge_states(states[:1])

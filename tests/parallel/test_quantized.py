@@ -311,6 +311,6 @@ def test_replicas_of_shards_have_the_dense_sum_but_for_what_waits():
 
 
 def test_it_is_for_every_entry():
-    rule = "dct::DCTState: density must be 1 with value_dtype 'int4', which is of every entry, got"
+    rule = "dct::DCTState: density must be 1 with value_dtype 'int4', which sends every entry, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
         DCTState(value_dtype="int4")

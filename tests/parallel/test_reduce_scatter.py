@@ -251,7 +251,7 @@ def _load_own(rank, states, transport):
 def test_a_state_that_lost_what_owners_keep_is_refused():
     parts = {"residual": torch.zeros(3)}
     entry = {"run_id": "a", "world_size": 1, "step": 5, "density": 0.1, "parameters": {"p": parts}}
-    text = "state of rank 0 must be with what owners keep: load into transport 'reduce_scatter', or"
+    text = "state of rank 0 must have owners' residuals .load into transport 'reduce_scatter', or"
     with pytest.raises(ValueError, match=text):
         merge_states([{"version": 3, "ranks": {"0": entry}}])
 
@@ -276,7 +276,7 @@ def _damaged_sum(rank, byte, status):
         assert_same(mean)  # of what was intact
     got = f"of step {STEP} .* status {status} from rank 1 in bucket 0"
     if rank == 1:
-        got = f"up to step {STEP} .* damage that rank 0 received"
+        got = f"up to step {STEP} .* a damaged one on rank 0"
     with pytest.raises(RuntimeError, match=got):
         _step(model, _integers(SIZES, STEP + 1, rank))
     with pytest.raises(RuntimeError, match=got):
@@ -306,7 +306,7 @@ def _damaged_result(rank, sizes, victim):
     for step in range(STEP + 1):
         _step(model, _integers(sizes, step, rank))
     own = rank == victim
-    got = f"of step {STEP} .* status 1 from the owners" if own else "damage that rank"
+    got = f"of step {STEP} .* status 1 from the owners" if own else "a damaged one on rank"
     step = STEP + 1
     if not own:
         _step(model, _integers(sizes, step, rank))

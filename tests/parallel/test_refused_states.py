@@ -156,7 +156,7 @@ def _hook(rank, transport):
     def flaws(entry):
         saved = entry["parameters"][WEIGHT]
         assert ("owner_residual" in saved) == (transport == "reduce_scatter")
-        return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must be with what owners")
+        return ENTRY + RECENT + _of_tensors(saved, owner_residual="state must have owners")
 
     _refuses_and_goes_on(rank, make, flaws)
 
@@ -183,15 +183,15 @@ def _averager(rank):
             *_of_tensors(
                 saved[WEIGHT],
                 base="state must be a DCTAverager's, got one without",
-                started="started must be of all weights while an exchange is under way, or of none",
+                started="started must hold all weights while an exchange is under way",
             ),
-            (["step"], 7, "started must be of all weights while .* got that of .* at step 7"),
-            (["overlap"], 1, "overlap must be 2, as this state was made with, got 1"),
+            (["step"], 7, "started must hold all weights while .* got .* at step 7"),
+            (["overlap"], 1, "overlap must be 2, as in this run, got 1"),
             (["overlap"], -1, "overlap must be an integer in .*, got -1"),
             (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
-            (["period"], 3, "period must be 5, as this state was made with, got 3"),
+            (["period"], 3, "period must be 5, as in this run, got 3"),
             (["period"], 0, "period must be an integer in .*, got 0"),
-            (["residual_decay"], 0.5, r"residual_decay must be 1\.0, as this state was made with"),
+            (["residual_decay"], 0.5, r"residual_decay must be 1\.0, as in this run"),
             (["residual_decay"], 0, r"residual_decay must be a number in \(0, 1\], got 0"),
         ]
 

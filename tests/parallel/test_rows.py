@@ -167,20 +167,28 @@ def test_non_finite_entries_cross():
         (
             lambda x: unpack_rows(torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8), 8),
             ValueError,
-            r"dct::unpack_rows: positions must be \[3, 1, w\] for values of .*, got \[1, 3, 1\]",
+            r"unpack_rows: positions must have shape \[3, 1, w\] for values .*, got \[1, 3, 1\]",
         ),
         (
             lambda x: unpack_rows(*pack_rows(x, 2), 4096),
             ValueError,
-            r"positions must be \[2, 4\] for width",
+            r"positions must have shape \[2, 4\] for width",
         ),
         (
             lambda x: unpack_rows(*pack_rows(x, 8), 7),
             ValueError,
             r"values.shape\[1\] must be in \[1, 7\]",
         ),
-        (lambda x: RowPack(), ValueError, r"dct::RowPack: density must be given, or k, not both"),
-        (lambda x: RowPack(0.5, 4), ValueError, r"density must be given, .*, got 0.5 and k 4"),
+        (
+            lambda x: RowPack(),
+            ValueError,
+            r"dct::RowPack: exactly one of density and k must be given, got",
+        ),
+        (
+            lambda x: RowPack(0.5, 4),
+            ValueError,
+            r"density and k must be given, got density 0.5 and k 4",
+        ),
         (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0.0"),
         (lambda x: RowPack(1.5), ValueError, r"density must be in \(0, 1\], got 1.5"),
         (lambda x: RowPack(k=0), ValueError, r"dct::RowPack: k must be in \[1, \d+\], got 0"),

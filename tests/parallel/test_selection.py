@@ -42,14 +42,14 @@ def test_every_entry_goes_to_owners_sooner(ranks, taken):
 
 @pytest.mark.parametrize("former, name", [("gather", "all_gather"), ("shard", "reduce_scatter")])
 def test_a_former_name_is_refused_with_the_new_one(former, name):
-    text = f"transport must be None or 'all_gather' or 'reduce_scatter', got '{former}', by now "
+    text = f"transport must be None, 'all_gather' or 'reduce_scatter', got '{former}', which is "
     with pytest.raises(ValueError, match=text + f"called '{name}'"):
         DCTState(transport=former)
 
 
 @pytest.mark.parametrize("wrong", ["auto", 1, ["all_gather"], {}])
 def test_what_is_no_transport_is_named(wrong):
-    text = f"transport must be None or 'all_gather' or 'reduce_scatter', got {wrong!r}"
+    text = f"transport must be None, 'all_gather' or 'reduce_scatter', got {wrong!r}"
     with pytest.raises(ValueError, match=re.escape(text)):
         DCTState(transport=wrong)
 

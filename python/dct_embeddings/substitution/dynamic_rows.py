@@ -80,7 +80,7 @@ class DynamicFeatureRows(SharedRows):
         checks.require_number(_OP, "bound", bound)
         most = torch.finfo(dtype).max
         if not 0 <= bound <= most:  # false of a NaN as well
-            checks.fail(_OP, "bound", f"finite, from 0 up to {most:.2g}", bound)
+            checks.fail(_OP, "bound", f"in [0, {most:.2g}]", bound)
         self.capacity, self._bound, self._seed = capacity, bound, seed
         self.weight = nn.Parameter(torch.empty(1 + capacity, width, dtype=dtype, device=device))
         self.weight.detach()[NO_PLACE] = 0
@@ -99,7 +99,7 @@ class DynamicFeatureRows(SharedRows):
     def require_ids(self, op: str, ids: Tensor) -> None:
         if (ids < 0).any():
             worst = int((ids < 0).nonzero()[0])
-            checks.fail(op, f"ids[{worst}]", "from 0 up", int(ids[worst]))
+            checks.fail(op, f"ids[{worst}]", "at least 0", int(ids[worst]))
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = ids.long()
@@ -165,7 +165,9 @@ class DynamicFeatureRows(SharedRows):
     def _add(self, ids: Tensor) -> None:
         first, end = 1 + len(self), 1 + len(self) + len(ids)
         if end - 1 > self.capacity:
-            checks.fail(_OP, "capacity", f"at least {end - 1}, the features seen", self.capacity)
+            checks.fail(
+                _OP, "capacity", f"at least {end - 1}, the number of features seen", self.capacity
+            )
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
@@ -221,18 +223,19 @@ class DynamicFeatureRows(SharedRows):
         rank, ranks = state["owner"].tolist()
         here = (self.group.rank(), self.group.size())
         if rank != MERGED and (rank, ranks) != here:
-            rule = f"of rank {here[0]} of {here[1]}, or of all by merge_feature_rows"
-            checks.fail(_OP, "state", rule, f"of rank {rank} of {ranks}")
+            rule = f"that of rank {here[0]} of {here[1]}, or one from merge_feature_rows"
+            checks.fail(_OP, "state", rule, f"that of rank {rank} of {ranks}")
         ids = state["ids"].to(self.weight.device)
         for name, tensor in per_row.items():
             shape = (len(ids), *tensor.shape[1:])
             if state[name].shape != shape:
-                checks.fail(_OP, "state", f"of {name} {shape}", tuple(state[name].shape))
+                got = tuple(state[name].shape)
+                checks.fail(_OP, f"state[{name!r}]", f"shape {shape}", got, verb="have")
         self.require_ids(_OP, ids)
         if len(ids.unique()) != len(ids):
-            checks.fail(_OP, "state", "of different ids", "some of them twice")
+            checks.fail(_OP, "state['ids']", "distinct", "some ids twice")
         own = (self.owners(ids)[0] == here[0]).nonzero().squeeze(1)
         if len(own) > self.capacity:
-            rule = f"at least {len(own)} as of the state"
+            rule = f"at least {len(own)}, the rows of the state"
             checks.fail(_OP, "capacity", rule, self.capacity)
         return own

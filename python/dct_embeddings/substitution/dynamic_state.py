@@ -44,10 +44,10 @@ def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     ranks = owners[0][1] if owners else 0
     if not owners or owners != [(rank, ranks) for rank in range(ranks)]:
         got = ", ".join(f"{rank} of {of}" for rank, of in owners) or "none"
-        checks.fail(op, "states", "of every rank once", got)
+        checks.fail(op, "states", "one state of every rank", got, verb="hold")
     if any(state.keys() != states[0].keys() for state in states):
         got = ", ".join(sorted({name for state in states for name in state}))
-        checks.fail(op, "states", "of the same names", got)
+        checks.fail(op, "states", "the same names", got, verb="have")
     merged = {"owner": torch.tensor([MERGED, ranks])}
     for name, first in states[0].items():
         if name == "owner":

@@ -106,9 +106,9 @@ class FeatureRows(SharedRows):
         with refusing(_OP, self.group):
             checks.require_tensor(_OP, "weight", weight, (torch.float32, torch.float64), (2,))
             if not ranks <= len(weight) <= MOST_ROWS or weight.shape[1] == 0:
-                count = f"{ranks} to {MOST_ROWS} rows, one a rank or more"
-                rule = f"[rows, d] with {count}, and d from 1"
-                checks.fail(_OP, "weight", rule, tuple(weight.shape))
+                count = f"rows in [{ranks}, {MOST_ROWS}] (at least one per rank)"
+                rule = f"shape [rows, d] with {count} and d >= 1"
+                checks.fail(_OP, "weight", rule, tuple(weight.shape), verb="have")
         told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
         require_alike(_OP, told, self.group, weight.device)
         self._rows = len(weight)
@@ -126,7 +126,7 @@ class FeatureRows(SharedRows):
         outside = (ids < 0) | (ids >= self._rows)
         if outside.any():
             worst = int(outside.nonzero()[0])
-            checks.fail(op, f"ids[{worst}]", f"from 0 to {self._rows - 1}", int(ids[worst]))
+            checks.fail(op, f"ids[{worst}]", f"in [0, {self._rows - 1}]", int(ids[worst]))
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         number = ids.long() * self._multiplier % self._rows

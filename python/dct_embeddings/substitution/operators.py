@@ -164,8 +164,8 @@ def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None
         checks.fail(op, arg, rule, f"{type(operator).__name__}{_why_not(operator)}", TypeError)
     end = operator.first + operator.width
     if end > width:
-        rule = f"of columns that rows of width {width} have"
-        checks.fail(op, arg, rule, f"{operator.first} to {end - 1}")
+        rule = f"columns of rows of width {width}"
+        checks.fail(op, arg, rule, f"columns {operator.first} to {end - 1}", verb="use")
 
 
 def _why_not(module: object) -> str:

@@ -78,7 +78,7 @@ class EquivalentSubstitution(nn.Module):
             ids_group = rows.group if ids_group is None else require_group(_OP, ids_group)
             of_rows, of_ids = map(dist.get_process_group_ranks, (rows.group, ids_group))
             if of_ids != of_rows:  # ids would get to others than the owners of their rows
-                checks.fail(_OP, "ids_group", f"of ranks {of_rows} like rows", of_ids)
+                checks.fail(_OP, "ids_group", f"ranks {of_rows} like rows", of_ids, verb="have")
             self._ids_group = GroupOfModule(_OP, ids_group)
         told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_alike(_OP, told, rows.group, rows.weight.device)
@@ -134,7 +134,7 @@ class EquivalentSubstitution(nn.Module):
         shape = tuple(getattr(partial, "shape", ()))
         if len(shape) != 2 or shape[0] != bags.samples:
             arg = f"{type(operator).__name__}.partial"
-            checks.fail(_OP, arg, f"[{bags.samples}, m]", shape)
+            checks.fail(_OP, arg, f"a tensor [{bags.samples}, m]", shape, verb="return")
         return partial
 
     def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
@@ -185,7 +185,7 @@ class EquivalentSubstitution(nn.Module):
             if need > most
         ]
         if over:
-            checks.fail(_OP, "capacity", "at least the features seen", ", ".join(over))
+            checks.fail(_OP, "capacity", "at least the number of features seen", ", ".join(over))
 
     def _agree(
         self,
@@ -229,9 +229,9 @@ def _require_bags(ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]) -> Non
     checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64), (1,), like)
     checks.require_tensor(_OP, "lengths", lengths, (torch.int32, torch.int64), (2,), like)
     if len(lengths) == 0:
-        checks.fail(_OP, "lengths", "[fields, batch] with a field or more", tuple(lengths.shape))
+        checks.fail(_OP, "lengths", "[fields, batch] with at least 1 field", tuple(lengths.shape))
     if (lengths < 0).any():
-        checks.fail(_OP, "lengths", "0 and up", int(lengths.min()))
+        checks.fail(_OP, "lengths", "at least 0", int(lengths.min()))
     total = lengths.sum(dtype=torch.float64)  # which does not wrap around, as int64 does
     if total != len(ids):
         checks.fail(_OP, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")

@@ -82,7 +82,9 @@ class ReplicaDeltas:
             for tensor in tensors:
                 tensor.copy_(dense_mean(tensor, tensor.dtype, self._groups[key]))
         else:
-            checks.fail(_OP, "tensors", "those of dmp as they were at first", "others")
+            checks.fail(
+                _OP, "tensors", "the ones that dmp had when this was made", "different ones"
+            )
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -162,8 +164,8 @@ class _Weights:
         mean = torch.empty_like(delta)
         status = self._compressor.unpack(payloads, mean).tolist()
         if damaged := {replica: code for replica, code in enumerate(status) if code}:
-            rule, got = "undamaged", f"status {damaged} by replica: weights are lost"
-            checks.fail(_OP, "what replicas send", rule, got, RuntimeError)
+            got = f"status {damaged} by replica: go back to a checkpoint"
+            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
         return mean
 
     def _flat(self) -> Tensor:
@@ -184,9 +186,9 @@ def _require_hook(dmp: DMPCollection) -> None:
         checks.fail(_OP, "use_sharded_relay", "False: it averages past any hook", True)
     for ctx in dmp._ctxs:
         if ctx.sharding_strategy.name == "FULLY_SHARDED":
-            rule = "DEFAULT or PER_MODULE: else no sync calls a hook"
+            rule = "DEFAULT or PER_MODULE, because only they call a hook"
             checks.fail(_OP, "sharding_strategy", rule, ctx.sharding_strategy.name)
         if ctx.hash_zch_modules:
             names = ", ".join(table for _, table in ctx.hash_zch_modules)
-            rule = "without hashed ids (MP-ZCH): their sync wants a sum, and cannot say so"
+            rule = "without hashed ids (MP-ZCH), whose sync needs a sum instead of a mean"
             checks.fail(_OP, "tables", rule, names)

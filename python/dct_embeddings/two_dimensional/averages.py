@@ -196,6 +196,6 @@ def _mean_of_payloads(
     mean = torch.empty_like(residual)
     status = torch.ops.dct.scatter_unpack(payloads, mean, capacity, value_dtype, 1 / group.size())
     if damaged := {rank: code for rank, code in enumerate(status.tolist()) if code}:
-        rule, got = "undamaged", f"status {damaged} by replica: weights are lost"
-        checks.fail(_OP, "what replicas send", rule, got, RuntimeError)
+        got = f"status {damaged} by replica: go back to a checkpoint"
+        checks.fail(_OP, "every payload", "intact", got, RuntimeError)
     return mean

@@ -217,7 +217,7 @@ class ShardedEmbeddingBags(nn.Module):
         bounds = lengths.aminmax() if lengths.numel() else [ends.new_zeros(())] * 2
         unknown, least, most, total = torch.stack([(~known).sum(), *bounds, lengths.sum()]).tolist()
         if least < 0:
-            checks.fail(_OP, "lengths", "0 and up", least)
+            checks.fail(_OP, "lengths", "at least 0", least)
         if most > len(ids):  # a sum of such could wrap around to the number of ids
             checks.fail(_OP, "lengths", f"at most {len(ids)}, the number of ids", most)
         if total != len(ids):
@@ -225,7 +225,7 @@ class ShardedEmbeddingBags(nn.Module):
         if unknown:
             worst = int((~known).nonzero()[0])
             number = int(table[worst])
-            rule = f"from 0 to {self._rows[number] - 1} like rows of table {number}"
+            rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
             checks.fail(_OP, f"ids[{worst}]", rule, int(ids[worst]))
         row = ids + self._first[table]
         shard = torch.searchsorted(self._start, row, right=True) - 1
@@ -264,7 +264,8 @@ class ShardedEmbeddingBags(nn.Module):
                 rule = f"at most {MOST_ROWS} elements"
                 checks.fail(_OP, arg, rule, tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
-            checks.fail(_OP, "lengths", f"{len(self._rows)} rows, one a table", len(lengths))
+            rule = f"{len(self._rows)} rows (one per table)"
+            checks.fail(_OP, "lengths", rule, len(lengths), verb="have")
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -281,10 +282,11 @@ def _require_tables(tables: Sequence[Tensor], mesh: DeviceMesh) -> None:
         checks.require_type(_OP, arg, table, Tensor, "a tensor")
         checks.require_dtype(_OP, arg, table.dtype, (torch.float32, torch.float64))
         if table.dim() != 2 or not 1 <= len(table) <= MOST_ROWS or table.shape[1] == 0:
-            checks.fail(_OP, arg, "[rows, d] with both from 1 up", tuple(table.shape))
+            rule = f"shape [rows, d] with rows in [1, {MOST_ROWS}] and d >= 1"
+            checks.fail(_OP, arg, rule, tuple(table.shape), verb="have")
         if (table.shape[1], table.dtype) != (first.shape[1], first.dtype):
-            rule = f"of width {first.shape[1]} and {first.dtype} like tables[0]"
-            checks.fail(_OP, arg, rule, f"{table.shape[1]} and {table.dtype}")
+            rule = f"width {first.shape[1]} and dtype {first.dtype} like tables[0]"
+            checks.fail(_OP, arg, rule, f"{table.shape[1]} and {table.dtype}", verb="have")
         if table.device.type != mesh.device_type:
             checks.fail(_OP, arg, f"on {mesh.device_type} like mesh", table.device)
 

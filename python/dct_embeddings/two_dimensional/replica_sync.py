@@ -81,7 +81,7 @@ class ReplicaSync:
             _require_format(dtype, density, bags.weight)
             _require_optimizer(optimizer, bags.weight)
             if bags in _averaged:  # what waits in the other's residual would be lost
-                checks.fail(_OP, "bags", "of one ReplicaSync", "a second")
+                checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
         self._bags, self._optimizer, self._every = bags, optimizer, every
@@ -92,8 +92,8 @@ class ReplicaSync:
 
     def __reduce__(self) -> NoReturn:
         """Neither copied nor pickled: a copy would average the original's bags, or nobody's."""
-        rule = "made anew for a copy of bags"
-        checks.fail(_OP, "a ReplicaSync", rule, "a copy or a pickle of one", TypeError)
+        rule = "be copied or pickled (make a new one for a copy of bags)"
+        checks.fail(_OP, "a ReplicaSync", rule, "a copy or a pickle", TypeError, verb="not")
 
     def step(self) -> None:
         """To be called after every step of the optimizer; a sync when it is time."""
@@ -172,7 +172,7 @@ def _require_format(dtype: torch.dtype | None, density: float | None, weight: Te
     if density is not None:
         checks.require_density(_OP, density)
         if dtype is not None:
-            checks.fail(_OP, "density", "given without dtype", f"{density} and {dtype}")
+            checks.fail(_OP, "density", f"None with dtype {dtype}", density)
         checks.require_dtype(_OP, "weight of bags, with a density,", weight.dtype, (torch.float32,))
     if dtype is not None:
         checks.require_dtype(_OP, "dtype", dtype, (torch.float16, torch.bfloat16))
@@ -187,7 +187,7 @@ def _rows_of(grad: Tensor) -> Tensor:
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
     _require_rule(optimizer)
     if not any(weight is p for group in optimizer.param_groups for p in group["params"]):
-        checks.fail(_OP, "optimizer", "one that trains the weight of bags", "one that does not")
+        checks.fail(_OP, "optimizer", "the weight of bags", "one without it", verb="train")
 
 
 def _require_rule(optimizer: torch.optim.Optimizer) -> None:

@@ -148,7 +148,7 @@ class Buckets:
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
             rule = "made from the DDP that the hook is registered with"
-            checks.fail("dct_hook", "state", rule, "a bucket with parameters of another model")
+            checks.fail("dct_hook", "state", rule, "a bucket of a different model")
         if bucket.buffer().layout != torch.strided:
             got = "a sparse one: build embeddings with sparse=False"
             checks.fail("dct_hook", "gradient", "dense", got)

@@ -84,7 +84,7 @@ class NodeBucket:
             self._node.ranks, flags.view(self._node.size, -1).tolist(), strict=True
         ):
             if rank != self._node.ranks[self._node.rank]:
-                words = [f"damage that rank {rank}, of this node, received"] * damaged
+                words = [f"a damaged one on rank {rank} of this node"] * damaged
                 verdicts.append(Verdict(words, [told - 1] * bool(told), bool(non_finite)))
         return own._replace(verdict=join(verdicts))
 

@@ -166,7 +166,7 @@ class DCTState:
         with refusing("DCTState", group):
             names = ddp_parameters.named_parameters(ddp)
             if self._names:
-                checks.fail("DCTState", "state", "of one DDP", "a second")
+                checks.fail("DCTState", "state", "bound to one DDP only", "a second")
             device = ddp_parameters.device_of(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
@@ -355,7 +355,7 @@ class DCTState:
 
     def _require_bound(self, op: str) -> None:
         if not self._names:
-            checks.fail(op, "state", "bound to its DDP: state.bind(ddp)", "one that is not")
+            checks.fail(op, "state", "bound to its DDP by state.bind(ddp)", "an unbound one")
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
@@ -363,7 +363,7 @@ class DCTState:
             checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
         self._require_bound("dct_hook")
         if self._executor is None:
-            checks.fail("dct_hook", "state", "open", "one that was closed")
+            checks.fail("dct_hook", "state", "open", "a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
         plan = self._buckets.plan(index, bucket)
@@ -399,8 +399,8 @@ class DCTState:
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True
             warnings.warn(
-                "DCT: there are gradients, but no hook is registered with the DDP of this state: "
-                "they were not compressed. Register it, ddp.register_comm_hook(state, dct_hook).",
+                "DCT: there are gradients, but no hook is registered with the DDP of this state, "
+                "so they were not compressed: call ddp.register_comm_hook(state, dct_hook).",
                 stacklevel=4,
             )
 

@@ -48,7 +48,7 @@ class Topology:
             self.layout = str(mesh.mesh.tolist())
             ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(self.everyone)
             if sorted(ranks) != sorted(own):
-                checks.fail(op, "mesh", f"of the ranks of ddp, {own}", ranks)
+                checks.fail(op, "mesh", f"the ranks of ddp, {own}", ranks, verb="have")
             if mesh.device_type != device.type:
                 checks.fail(op, "mesh", f"on {device.type} like ddp", mesh.device_type)
         # On the CPU one of its own, as collectives of the executor's thread must not interleave

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
+from ..agreement import named
 from . import fields
 from .codec import Settings
 from .recent_stats import RECENT_STEPS
@@ -125,11 +126,11 @@ def require_entry(
     # DCP reads what the state that loads has a place for, and says nothing of the rest.
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
     if owners and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
-        rule = "with what owners keep: load into transport 'reduce_scatter', or use merge_states"
-        checks.fail(op, f"state{of}", rule, "one without")
+        rule = "owners' residuals (load into transport 'reduce_scatter', or use merge_states)"
+        checks.fail(op, f"state{of}", rule, "none", verb="have")
     if parts and "local_size" not in entry:
-        rule = "with its local_size: load into a state with a mesh, or use merge_states"
-        checks.fail(op, f"state{of}", rule, "one without")
+        rule = "a local_size (load into a state with a mesh, or use merge_states)"
+        checks.fail(op, f"state{of}", rule, "none", verb="have")
     return cast(Entry, {**entry, "parameters": parameters})
 
 
@@ -164,7 +165,7 @@ def find(
     version, found = opened(op, state)
     saved = found.get(MEAN, found.get(str(rank)))
     if saved is None:
-        got = f"that of rank {', '.join(found)}"
+        got = f"that of {named(found)}"
         checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
     entry = require_entry(op, version, saved, sizes)
     parameters = entry["parameters"]
@@ -172,10 +173,10 @@ def find(
     if averager is None and ("period" in entry or based):
         checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
     if MEAN not in found:
-        why = " as in this run (merge_states makes a state for any)"
+        why = ", as in this run (merge_states makes a state for any number of ranks)"
         _require_same(op, "world_size", world_size, entry["world_size"], why)
         _require_same(op, "local_size", local_size, entry.get("local_size", 1), why)
-    why = ", as this state was made with"
+    why = ", as in this run"
     _require_same(op, "density", settings.density, entry["density"], why)
     for key, here in (averager or {}).items():
         _require_same(op, key, here, dict(entry).get(key, _BEFORE.get(key, here)), why)
@@ -187,8 +188,8 @@ def find(
         checks.fail(op, "state", "a DCTAverager's", "one without a base")
     if not parameters and sizes:
         warnings.warn(
-            f"DCT: the checkpoint of step {entry['step']} holds no residuals: what they owed to "
-            "the model is lost.",
+            f"DCT: the checkpoint of step {entry['step']} holds no residuals: what was not "
+            "sent before it is lost.",
             stacklevel=3,
         )
     if MEAN in found and local_size > 1:

@@ -66,7 +66,7 @@ class Settings:
             (E3M0, *quantized.FORMATS),
         )
         if self.in_rows and self.density < 1:
-            rule = f"1 with value_dtype {self.value_dtype!r}, which is of every entry"
+            rule = f"1 with value_dtype {self.value_dtype!r}, which sends every entry"
             checks.fail(op, "density", rule, self.density)
         sent = sent_dtype(self.value_dtype, self.density)
         object.__setattr__(self, "value_dtype", sent)  # frozen from here on

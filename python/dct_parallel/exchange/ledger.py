@@ -31,6 +31,7 @@ class StepLedger:
         loss_scale: of the gradients, if they are scaled.
         start_step: steps before compression.
         step_name: what `step` counts, for the error.
+        advice: the end of the error.
 
     Attributes:
         step: steps begun.
@@ -45,8 +46,10 @@ class StepLedger:
         loss_scale: LossScale | None = None,
         start_step: int = 0,
         step_name: str = "step",
+        advice: str = ": go back to a checkpoint",
     ) -> None:
         self._op, self._step_name, self._start_step = op, step_name, start_step
+        self._advice = advice
         self._guard = guard
         self._loss_scale = LossScale(op, None) if loss_scale is None else loss_scale
         self._recent = RecentStats()
@@ -135,7 +138,7 @@ class StepLedger:
         if verdict.damaged:
             self.damage = self._error(f"of {when}", "; ".join(verdict.damaged))
         elif verdict.told:
-            got = f"damage that rank {verdict.told[0]} received"
+            got = f"a damaged one on rank {verdict.told[0]}"
             self.damage = self._error(f"up to {when}", got)
         # Where others told of it, all ranks know that training ends here.
         self._unannounced = bool(verdict.damaged) and not verdict.told
@@ -190,4 +193,4 @@ class StepLedger:
         self._go_on_at(entry["step"] if step is None else step)
 
     def _error(self, when: str, got: str) -> str:
-        return f"dct::{self._op}: every payload {when} must be intact, got {got}"
+        return f"dct::{self._op}: every payload {when} must be intact, got {got}{self._advice}"

@@ -29,7 +29,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         if self.scaler is not None:
             rule = "None in a state that is pickled (save its state_dict)"
-            checks.fail(self._op, "grad_scaler", rule, "one, of which a copy is never updated")
+            checks.fail(self._op, "grad_scaler", rule, "one, and a copy of it is never updated")
         return self.__dict__
 
     def begin(self) -> None:

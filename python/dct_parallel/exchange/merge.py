@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dct_kernels import checks
 
-from ..agreement import require_same
+from ..agreement import named, require_same
 from . import checkpoint
 from .recent_stats import RecentStats
 from .segment_state import OWNER_RESIDUAL, RESIDUAL
@@ -52,7 +52,7 @@ def merge_states(
     if isinstance(states, (str, os.PathLike)):
         states = _from_folder(states, key)
     if not isinstance(states, Iterable):
-        rule = "the states of all ranks, or a folder of them"
+        rule = "an iterable of all ranks' states, or a folder of them"
         checks.fail(_OP, "states", rule, type(states).__name__, TypeError)
     told: dict[str, dict[str, Any]] = {}  # {rank: its numbers}
     sums: dict[str, dict[str, Tensor]] = {}
@@ -61,7 +61,8 @@ def merge_states(
         version, ranks = checkpoint.opened(_OP, state)
         for rank, saved in ranks.items():
             if rank in told or rank == checkpoint.MEAN:
-                checks.fail(_OP, "states", "one of each rank", f"another of rank {rank}")
+                got = "a merged one" if rank == checkpoint.MEAN else f"a second of rank {rank}"
+                checks.fail(_OP, "states", "one state per rank", got, verb="hold")
             entry = checkpoint.require_entry(_OP, version, saved, sizes, f" of rank {rank}")
             told[rank] = {k: v for k, v in entry.items() if k not in ("parameters", "recent")}
             told[rank]["parameters"] = ", ".join(
@@ -79,7 +80,7 @@ def merge_states(
     numbers = next(iter(told.values()))
     world_size = numbers["world_size"]
     if len(told) != world_size:
-        checks.fail(_OP, "states", f"those of all {world_size} ranks", f"rank {', '.join(told)}")
+        checks.fail(_OP, "states", f"those of all {world_size} ranks", named(told))
     local_size = numbers.pop("local_size", 1)
     mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
     recent = RecentStats().state()  # each rank has its own: they begin anew

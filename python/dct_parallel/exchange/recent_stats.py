@@ -52,9 +52,9 @@ class RecentStats:
         if often and not self._warned:
             self._warned = True
             warnings.warn(
-                f"DCT: {self.overflow:.0%} of the payloads of the last {RECENT_STEPS} steps were "
-                "too small for what passed the threshold. The rest is sent late, latest at a "
-                "bucket's end: use policy 'fresh', a smaller refresh_every or a higher density.",
+                f"DCT: {self.overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
+                "no room for all entries above the threshold: the rest is sent in later steps. "
+                "Use policy 'fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
             )
 

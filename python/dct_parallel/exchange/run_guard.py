@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dct_kernels import checks
 
-from ..agreement import Agreement, require_same
+from ..agreement import Agreement, named, require_same
 from ..groups import timeout_of
 
 ASK_SECONDS = 2  # for the reason of an error that is raised anyway, once
@@ -83,8 +83,8 @@ class RunGuard:
             return collectives()
         except RuntimeError:
             if alone := self._loaded_alone():
-                got = f"rank {', '.join(map(str, alone))} alone"
-                rule = "before any rank goes on"
+                got = f"a load on {named(alone)} only"
+                rule = "before any of them takes a step"
                 checks.fail(_LOAD, "every rank", rule, got, RuntimeError, verb="load")
             raise
 

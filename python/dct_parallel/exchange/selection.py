@@ -25,8 +25,8 @@ def require_transport(op: str, transport: str | None) -> None:
     """Raise unless this is the name of a transport, or None."""
     if transport is None or transport in list(TRANSPORTS):  # which compares what has no hash, too
         return
-    rule = f"None or {' or '.join(map(repr, TRANSPORTS))}"
-    former = f", by now called {_FORMER[transport]!r}" if transport in list(_FORMER) else ""
+    rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
+    former = f", which is called {_FORMER[transport]!r} now" if transport in list(_FORMER) else ""
     checks.fail(op, "transport", rule, f"{transport!r}{former}")
 
 

@@ -65,8 +65,8 @@ def _like(key: str, own: Tensor) -> fields.Field:
             return f"one of {list(value.shape)}"
         return here.flaw(value.to_local())
 
-    rule = f"a DTensor of {list(own.shape)}, here {here.rule}"
-    return fields.Field(f"{rule} (torch.distributed.checkpoint cuts anew)", flaw)
+    rule = f"a DTensor of {list(own.shape)}, its local part {here.rule}"
+    return fields.Field(f"{rule} (torch.distributed.checkpoint reshards)", flaw)
 
 
 def make(replica: int | str, entry: Entry) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
         checks.fail(op, "state", f"replica {replica}'s own", got)
     entry = fields.checked(op, saved, _ENTRY)
     if entry["replicas"] != here["replicas"]:
-        rule = f"{here['replicas']} as in this run (load_merged takes any number)"
+        rule = f"{here['replicas']}, as in this run (load_merged takes any number)"
         checks.fail(op, "replicas", rule, entry["replicas"])
     return _require_fit(op, entry, here, pieces)
 
@@ -137,7 +137,7 @@ def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[P
     entry["transport"] = name_of_today(entry["transport"])
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
-            checks.fail(op, key, f"{here[key]}, as this state was made with", entry[key])
+            checks.fail(op, key, f"{here[key]}, as in this run", entry[key])
     difference = entry["parameters"].keys() ^ here["parameters"].keys()
     if difference:
         got = f"a difference in {', '.join(sorted(difference))}"
@@ -189,8 +189,8 @@ def read(
         dcp.load(tree, checkpoint_id=folder)
         entry = fields.checked(op, state["replicas"][replica], _ENTRY)
         if len(found) != entry["replicas"]:
-            rule = f"of all {entry['replicas']} replicas"
-            checks.fail(op, "folder", rule, f"that of {', '.join(found)}")
+            rule = f"all {entry['replicas']} replicas"
+            checks.fail(op, "folder", rule, f"only {', '.join(found)}", verb="hold")
         yield _require_fit(op, entry, here, pieces)
 
 

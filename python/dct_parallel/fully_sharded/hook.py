@@ -101,6 +101,6 @@ def dct_fully_shard_hook(
         loss_scale = LossScale(OP, grad_scaler)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
-            checks.fail(OP, "mesh", f"of all {dist.get_world_size()} ranks", f"{mesh.size()}")
+            checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
         units = units_of(model, mesh)
     return FullyShardState(units, mesh, settings, transport, loss_scale, start_step)

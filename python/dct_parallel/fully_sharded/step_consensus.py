@@ -37,6 +37,8 @@ def agree(seen: Verdict, order: Sequence[int], group: dist.ProcessGroup) -> Verd
     rank, non_finite, highest, lowest = said.tolist()
     if highest != -lowest:
         rule = "through the same modules in the same order"
-        checks.fail(OP, "every rank", rule, "others on some", RuntimeError, verb="go backward")
+        checks.fail(
+            OP, "every rank", rule, "different ones on some", RuntimeError, verb="go backward"
+        )
     told = [rank - 1] if rank and not unsound else seen.told
     return Verdict(seen.damaged, told, bool(non_finite))

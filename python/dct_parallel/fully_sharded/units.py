@@ -101,8 +101,8 @@ class Unit:
             ValueError: there is another one.
         """
         if self._group._all_reduce_hook not in (None, closed):
-            rule = f"without an all-reduce hook on {self._label}"
-            checks.fail(OP, "model", rule, "one that has one already")
+            rule = f"no all-reduce hook on {self._label}"
+            checks.fail(OP, "model", rule, "one", verb="have")
         self._module.set_all_reduce_hook(hook)
 
     def close(self) -> None:
@@ -116,11 +116,11 @@ class Unit:
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
         if flat.numel() != self.numel:
             rule = (
-                f"of all parameters of {self._label} that were to be trained when the hook was "
-                f"made, {self.numel} elements (of one that is not used there is none, unless by "
+                f"{self.numel} elements, of all parameters of {self._label} that required grad "
+                "when the hook was made (fill in unused ones by "
                 "model.set_reduce_scatter_unused_params(True))"
             )
-            checks.fail(OP, "gradient", rule, f"{flat.numel()} elements")
+            checks.fail(OP, "gradient", rule, flat.numel(), verb="have")
 
     @property
     def _label(self) -> str:
@@ -129,7 +129,7 @@ class Unit:
 
 def closed(flat: Tensor) -> None:
     """The hook of a state that was closed."""
-    checks.fail(OP, "state", "open", "one that was closed", RuntimeError)
+    checks.fail(OP, "state", "open", "a closed one", RuntimeError)
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
@@ -149,8 +149,8 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     for name, module in modules:
         groups = _groups(module)
         if len(groups) > 1:
-            rule = f"with one mesh for all parameters of module {name or '(root)'}"
-            checks.fail(OP, "model", rule, f"{len(groups)} parameter groups")
+            rule = f"one mesh for all parameters of module {name or '(root)'}"
+            checks.fail(OP, "model", rule, f"{len(groups)} parameter groups", verb="have")
         for group in groups:
             infos = [p._module_info for p in group.fsdp_params]
             held = [getattr(info.module, info.param_name) for info in infos]
@@ -160,9 +160,9 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     covered = {piece.name for unit in units.values() for piece in unit.pieces}
     loose = [n for p, n in names.items() if p.requires_grad and n not in covered]
     if loose:
-        checks.fail(OP, "every parameter", "one that fully_shard shards", ", ".join(loose))
+        checks.fail(OP, "every parameter", "sharded by fully_shard", ", ".join(loose))
     if not units:
-        checks.fail(OP, "model", "one with parameters to train", "none")
+        checks.fail(OP, "model", "parameters that require grad", "none", verb="have")
     return list(units.values())
 
 
@@ -177,7 +177,7 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
     checks.require_dtype(OP, f"parameter {name}", parameter.dtype, checks.FLOATS)
     if parameter.is_meta:
-        rule = "on a device: materialise the model before the hook"
+        rule = "on a device (materialize the model before the hook)"
         checks.fail(OP, f"parameter {name}", rule, "one on meta")
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh["shard"]:
         rule = (
@@ -190,5 +190,5 @@ def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
         checks.fail(OP, f"parameter {name}", rule, got)
     placement = parameter.placements[0]
     if type(placement) is not Shard:
-        checks.fail(OP, f"parameter {name}", "cut in one dimension", parameter.placements)
+        checks.fail(OP, f"parameter {name}", "sharded in one dimension", parameter.placements)
     return Piece(name, parameter, placement.dim)

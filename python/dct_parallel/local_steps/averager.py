@@ -167,7 +167,9 @@ class DCTAverager(ModelAverager):
             },
         )
         # Its steps are averagings.
-        self._ledger = StepLedger("average_parameters", guard, step_name="averaging")
+        self._ledger = StepLedger(
+            "average_parameters", guard, step_name="averaging", advice=": training can go on"
+        )
         self._weights.take_those_of_first_rank(group)
         self._base = self._weights.read()
         self._bucket = self._new_bucket({})
@@ -305,9 +307,9 @@ class DCTAverager(ModelAverager):
         saved, step = entry["parameters"], entry["step"]
         started = [name for name in sizes if checkpoint.STARTED in saved[name]]
         if started and (len(started) < len(sizes) or step % self.period >= self.overlap):
-            rule = "of all weights while an exchange is under way, or of none"
-            got = f"that of {', '.join(started)} at step {step}"
-            checks.fail("load_state_dict", checkpoint.STARTED, rule, got)
+            rule = "all weights while an exchange is under way, otherwise none"
+            got = f"{', '.join(started)} at step {step}"
+            checks.fail("load_state_dict", checkpoint.STARTED, rule, got, verb="hold")
 
         def flat(key: str) -> Tensor:
             return torch.cat([saved[name][key] for name in sizes]).to(self._device)
@@ -320,8 +322,8 @@ class DCTAverager(ModelAverager):
         )
 
     def __getstate__(self) -> NoReturn:
-        rule = "kept apart from what is copied or pickled (save its state_dict())"
-        checks.fail(_OP, "an averager", rule, "a copy", TypeError)
+        rule = "be copied or pickled (save its state_dict())"
+        checks.fail(_OP, "an averager", rule, "a copy", TypeError, verb="not")
 
     def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
         states = {name: SegmentState.from_dict(state) for name, state in saved.items()}

@@ -30,12 +30,12 @@ class FlatWeights:
         if not isinstance(module, nn.Module):
             checks.fail(op, "module", "an nn.Module", type(module).__name__, TypeError)
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-            rule = "without DistributedDataParallel, which averages all gradients in every step"
+            rule = "without DistributedDataParallel, which averages all gradients (pass ddp.module)"
             checks.fail(op, "module", rule, type(module).__name__, TypeError)
         self._module = module
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
         if not self.names:
-            checks.fail(op, "module", "with parameters that require grad", "none")
+            checks.fail(op, "module", "parameters that require grad", "none", verb="have")
         for parameter, name in self.names.items():
             checks.require_dtype(op, f"parameter {name}", parameter.dtype, checks.FLOATS)
         devices = {parameter.device for parameter in self.names | self.frozen}
@@ -51,9 +51,9 @@ class FlatWeights:
         names = now | self.names
         different = [names[parameter] for parameter in now.keys() ^ self.names.keys()]
         if different:
-            rule = "with the same parameters that require grad as when this averager was made"
-            got = f"a difference in {', '.join(sorted(set(different)))}: make another averager"
-            checks.fail(op, "module", rule, got)
+            rule = "the same parameters that require grad as when this averager was made"
+            got = f"a difference in {', '.join(sorted(set(different)))}: make a new averager"
+            checks.fail(op, "module", rule, got, verb="have")
 
     @torch.no_grad()
     def take_those_of_first_rank(self, group: dist.ProcessGroup) -> None:

@@ -103,7 +103,7 @@ def _start(
         widths = exchange_counts(op, [width] * group.size(), must_match, x.device, group)
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
-        checks.fail(op, "x", f"of width {widths[group.rank()]} like widths", width)
+        checks.fail(op, "x", f"width {widths[group.rank()]} like widths", width, verb="have")
     codecs = [encoding.codec(op, width, x.dtype) for width in widths]
     return _AllGather(codecs, list(widths), rows, group).start(x)
 

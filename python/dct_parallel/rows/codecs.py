@@ -137,15 +137,15 @@ class Encoding(NamedTuple):
         """The codec of rows of `width` and `dtype`; ValueError or TypeError if there is none."""
         density, value_dtype, forward, backward = self
         if density is None:
-            where = " where there is no density"
+            where = " without a density"
             forward = require_format(op, "forward", forward, where)
             backward = require_format(op, "backward", backward, where)
             if value_dtype is not None:
-                checks.fail(op, "value_dtype", "given with a density only", value_dtype)
+                checks.fail(op, "value_dtype", "None without a density", value_dtype)
             return EveryEntry(width, forward, backward)
         for arg, format in {"forward": forward, "backward": backward}.items():
             if format is not None:
-                checks.fail(op, arg, "left out where there is a density", repr(format))
+                checks.fail(op, arg, "None with a density", repr(format))
         checks.require_density(op, density)
         value_dtype = dtype if value_dtype is None else value_dtype
         checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)

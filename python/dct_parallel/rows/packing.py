@@ -89,8 +89,9 @@ def unpack_rows(
     rows = _rows("unpack_rows", "values", values), _rows("unpack_rows", "positions", positions)
     leading = values.shape[:-1]
     if positions.shape[:-1] != leading:
-        rule = f"[{', '.join([*map(str, leading), 'w'])}] for values of {list(values.shape)}"
-        checks.fail("unpack_rows", "positions", rule, list(positions.shape))
+        form = f"[{', '.join([*map(str, leading), 'w'])}]"
+        rule = f"shape {form} for values of shape {list(values.shape)}"
+        checks.fail("unpack_rows", "positions", rule, list(positions.shape), verb="have")
     return dct_kernels.row_unpack(*rows, width, dtype or values.dtype).view(*leading, width)
 
 
@@ -119,7 +120,8 @@ class RowPack(nn.Module):
     ) -> None:
         super().__init__()
         if (density is None) == (k is None):
-            checks.fail("RowPack", "density", "given, or k, not both", f"{density} and k {k}")
+            got = f"density {density} and k {k}"
+            checks.fail("RowPack", "exactly one of density and k", "given", got)
         if density is not None:
             checks.require_density("RowPack", density)
         else:

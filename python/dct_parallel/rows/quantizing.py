@@ -1,7 +1,7 @@
 """Rows in few bits at a cut between two modules, for any transport that carries a tensor.
 
-Every entry crosses, with a scale a row; where DCT-MP's largest entries lose quality, this is the
-way to the same bytes. Straight-through: the gradient of the received row, quantized in turn, is
+Every entry is sent, with a scale per row: where sending the largest entries loses quality, this
+takes as few bytes. Straight-through: the gradient of the received row, quantized in turn, is
 that of the row that was sent. Our reconstruction of row-wise quantized exchange (FBGEMM). Knows no
 network.
 """
@@ -91,7 +91,8 @@ class RowDequantize(nn.Module):
         checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
         if message.dim() == 0 or message.shape[-1] != m:
             got = list(message.shape)
-            checks.fail("RowDequantize", "message", f"[..., {m}] for width {self.width}", got)
+            rule = f"shape [..., {m}] for width {self.width}"
+            checks.fail("RowDequantize", "message", rule, got, verb="have")
         (there, back), width, dtype = self.formats, self.width, self.dtype
         return with_gradient(
             message,

@@ -24,7 +24,9 @@ class Transfer(ABC):
     def wait(self) -> Tensor:
         """The rows that arrived. To be called once."""
         if self._token is None:
-            raise RuntimeError("a transfer is waited for once: keep what `wait` returned")
+            raise RuntimeError(
+                "wait() must be called once, got a second call: keep the rows that it returned"
+            )
         token, self._token = self._token, None
         return with_gradient(token, lambda _: self._receive(), self._send_back)
 
