@@ -1,5 +1,7 @@
 """DCTAverager: what cannot be used is refused on all ranks, and nothing is lost by it."""
 
+import os
+import signal
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from dct_parallel import DCTAverager
 from dct_parallel.exchange import all_gather as by_all_gather
 from local_steps import uneven
-from ranks import assert_same, gathered, run_ranks, weights
+from ranks import assert_same, entry, gathered, run_ranks, weights
 
 
 class _Damaging:
@@ -116,3 +118,46 @@ def _apart(rank):
 
 def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout():
     run_ranks(_apart, 2)
+
+
+def _killed(rank, folder, overlap, decay):
+    """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.ParameterList([torch.zeros(3000)])
+    averager = DCTAverager(model, 0.05, 3, 1000, torch.float32, group, "fresh", decay, overlap)
+    generator = torch.Generator().manual_seed(rank)
+    errors = []
+    while averager.step < 9 + overlap:
+        if averager.step == 3:
+            moved = torch.zeros(3000)  # what is in no average yet, beside the residual
+        if averager.step == 3 + overlap:
+            before = entry(averager.state_dict())
+        if averager.step == 5 + overlap and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move = torch.randint(-8, 9, (3000,), generator=generator) * 0.375  # whose thirds are exact
+        with torch.no_grad():
+            model[0] += move
+        moved = move if averager.step == 0 else moved + move
+        try:
+            averager.average_parameters()
+        except RuntimeError as error:
+            assert torch.equal(weights(model), averager._base)
+            errors.append(error)
+    first, second = errors
+    torch.save((before, entry(averager.state_dict()), moved), folder / f"{rank}.pt")
+    raise second from first
+
+
+@pytest.mark.parametrize(("overlap", "decay"), [(0, 1.0), (2, 0.5)])
+def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
+    overlap, decay, tmp_path
+):
+    text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
+    with pytest.raises(RuntimeError, match=text):
+        run_ranks(_killed, 3, tmp_path, overlap, decay)
+    for rank in (0, 2):
+        before, after, moved = torch.load(tmp_path / f"{rank}.pt")
+        old, new = (saved["parameters"]["0"] for saved in (before, after))
+        assert after["step"] == 9 + overlap and new.keys() == {"residual", "base"}
+        assert torch.equal(new["base"], old["base"]) and old["base"].count_nonzero() > 100
+        assert torch.equal(new["residual"], old["residual"] + moved)
