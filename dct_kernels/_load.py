@@ -74,11 +74,12 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     if file is None:
         without = "the extension was built without CUDA kernels"
         return _missing.get("cpp", without) if backend == "cuda" else _why_no_extension()
-    if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
-        return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
     try:
+        if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
+            return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
         torch.ops.load_library(file)
-    except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
+    # Another torch, another libstdc++, an empty file (ValueError): the eager kernels still serve.
+    except (OSError, ValueError) as error:
         return f"{file.name} does not load: {error}"
     return ""
 
