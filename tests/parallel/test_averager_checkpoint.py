@@ -90,6 +90,21 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype):
     run_ranks(_resumed, 2, overlap, dtype)
 
 
+def _wrapped(rank):
+    """As torch.compile wraps a module; of the largest period."""
+    model = nn.Linear(30, 30)
+    averager = DCTAverager(nn.ModuleDict({"_orig_mod": model}), period=2**31 - 1)
+    averager.average_parameters()
+    again = DCTAverager(model, period=2**31 - 1)
+    again.load_state_dict(averager.state_dict())
+    assert again.step == 1
+    assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
+
+
+def test_a_state_of_a_compiled_module_is_loaded_without_compilation():
+    run_ranks(_wrapped, 1)
+
+
 def _merged(rank):
     """Both ranks go on from the mean of their residuals, with the base and the period of before."""
     model = uneven()

@@ -36,6 +36,7 @@ def one_rank(tmp_path):
     "module, arguments, error, text",
     [
         (nn.Linear(2, 2), {"period": 0}, ValueError, "period must be "),
+        (nn.Linear(2, 2), {"period": 2**31}, ValueError, r"period must be in \[1, 2147483647\]"),
         (nn.Linear(2, 2), {"residual_decay": 0}, ValueError, r"residual_decay must be in \(0, 1\]"),
         (nn.Linear(2, 2), {"residual_decay": 1.1}, ValueError, "residual_decay must be .* got 1.1"),
         (nn.Linear(2, 2), {"residual_decay": "x"}, TypeError, "residual_decay must be a number"),

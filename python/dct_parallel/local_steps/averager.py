@@ -139,7 +139,7 @@ class DCTAverager(ModelAverager):
         super().__init__(group)
         with refusing(_OP, group):
             self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
-            checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+            checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_int(_OP, "overlap", overlap, 0, period - 1)
             checks.require_number(_OP, "residual_decay", residual_decay)
             if not 0 < residual_decay <= 1:  # false of a NaN as well
