@@ -86,9 +86,9 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
         return _missing.get("cpp", without) if backend == "cuda" else _why_no_extension()
     if backend == "cuda" and torch.version.cuda is None:
         return "this torch was built without CUDA"
-    if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
-        return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
     try:
+        if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
+            return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
         torch.ops.load_library(file)
     except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
         return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
@@ -103,7 +103,10 @@ def _is_for_cuda(file: Path, version: str) -> bool:
 
 def _built_with(file: Path) -> str:
     """The torch that it was built against, from csrc/bindings/built_with.cpp."""
-    found = re.search(rb"dct_kernels built with torch ([\w.+]+)", file.read_bytes())
+    try:
+        found = re.search(rb"dct_kernels built with torch ([\w.+]+)", file.read_bytes())
+    except OSError:
+        found = None
     return found[1].decode() if found else "unknown"
 
 

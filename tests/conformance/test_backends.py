@@ -86,14 +86,14 @@ def available():
     return found()
 
 
-@pytest.fixture(params=["without", "garbage"])
+@pytest.fixture(params=["without", "garbage", "empty"])
 def uncompiled(request, tmp_path):
-    """The package without its compiled library, and with one that does not load."""
+    """The package without its compiled library, and with ones that do not load."""
     copy = tmp_path / "dct_kernels"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    if request.param == "garbage":
-        for name in ("_C", "_cuda"):
-            (copy / f"{name}.abi3.so").write_bytes(b"not a library")
+    held = {"garbage": b"not a library", "empty": b""}.get(request.param)
+    for name in ("_C", "_cuda") if held is not None else ():
+        (copy / f"{name}.abi3.so").write_bytes(held)
     return copy
 
 

@@ -109,7 +109,7 @@ def load(options: argparse.Namespace) -> Dataset:
 
 
 def _generate(
-    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int, zipf: Zipf | None = None
+    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int, zipf: Zipf | None
 ) -> tuple[Rows, np.ndarray]:
     generator = Generator(GENERATOR_SEED, most, zipf)
     parts, probabilities = [], []

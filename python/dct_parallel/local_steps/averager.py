@@ -139,7 +139,7 @@ class DCTAverager(ModelAverager):
         super().__init__(group)
         with refusing(_OP, group):
             self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
-            checks.require_int(_OP, "period", period, 1, 2**63 - 1)
+            checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_int(_OP, "overlap", overlap, 0, period - 1)
             checks.require_number(_OP, "residual_decay", residual_decay)
             if not 0 < residual_decay <= 1:  # false of a NaN as well
@@ -193,7 +193,9 @@ class DCTAverager(ModelAverager):
                 weights are those of the last averaging, and what they had moved by since waits in
                 the residuals, which did not decay once more: training can go on. NaN and Inf are
                 lost, and in few bits what rows of 1,024 with such a weight had moved by.
-                Or a rank is gone: the others raise at the group's timeout; go back to a checkpoint.
+                Or a rank is gone: the others raise the same way, at the group's timeout at the
+                latest. Nothing of theirs is lost, and `state_dict` saves it; this group is at its
+                end.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
@@ -262,7 +264,7 @@ class DCTAverager(ModelAverager):
 
         Raises:
             RuntimeError: that exchange has what `average_parameters` will raise of. Nothing has
-                changed.
+                changed; once that has raised, the state can be saved.
         """
         flat = {checkpoint.BASE: self._base}
         if self._under_way is not None:
@@ -337,7 +339,7 @@ class DCTAverager(ModelAverager):
         self._ledger.start(self._bucket, self._weights.moved_from(self._base))
         self._under_way = _UnderWay(weights)
 
-    def _receive(self, under_way: "_UnderWay") -> Tensor:
+    def _receive(self, under_way: _UnderWay) -> Tensor:
         """The base as the exchange makes it. Waits for the payloads; nothing has changed."""
         if under_way.base is None:
             mean = torch.empty_like(self._base)
@@ -347,27 +349,30 @@ class DCTAverager(ModelAverager):
         return under_way.base
 
     def _arrive(self) -> None:
-        """The exchange under way, if one is, ends on every rank."""
+        """The exchange under way, if one is, ends; if it fails, as if it had not begun."""
         if self._under_way is None:
             return
         under_way = self._under_way
-        base = self._receive(under_way)
-        if not under_way.sound:
-            self._hear_of_damage()
-        self._under_way = None
-        moved = None
-        if under_way.weights is not None:
-            moved = self._weights.read().sub_(under_way.weights)  # in the steps since
         try:
+            base = self._receive(under_way)
+            if not under_way.sound:
+                self._hear_of_damage()
             self._require_sound("average_parameters")
         except RuntimeError:
+            self._under_way = None
             self._ledger.undo()
-            self._go_on(moved, self._base)
+            self._go_on(self._moved_since(under_way), self._base)
             raise
+        self._under_way = None
+        moved = self._moved_since(under_way)
         self._base = base
         if self.residual_decay < 1:
             self._bucket.codec.residual.mul_(self.residual_decay)
         self._go_on(moved, base if moved is None else base + moved)
+
+    def _moved_since(self, under_way: _UnderWay) -> Tensor | None:
+        """What this rank moved by in the steps since it began; None if there were none."""
+        return None if under_way.weights is None else self._weights.read().sub_(under_way.weights)
 
     def _go_on(self, moved: Tensor | None, weights: Tensor) -> None:
         """Set the weights. What they do not show of `moved`, as they are rounded, waits."""

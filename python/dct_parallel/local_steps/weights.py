@@ -8,6 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
+from ..exchange.parameters import unwrapped
+
 
 class FlatWeights:
     """The parameters of a module that require grad, one after another, in float32.
@@ -91,4 +93,4 @@ class FlatWeights:
 
     def _named(self, trained: bool) -> dict[Parameter, str]:
         named = self._module.named_parameters()
-        return {parameter: name for name, parameter in named if parameter.requires_grad == trained}
+        return {p: unwrapped(name) for name, p in named if p.requires_grad == trained}

@@ -1,0 +1,164 @@
+"""DCTAverager: its states, and that a run goes on where it was."""
+
+import io
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import DCTAverager, DCTState, merge_states
+from local_steps import adamw, train, uneven
+from ranks import batch, ddp, entry, run_ranks, train_step, weights
+
+PERIOD = 3
+
+
+def _flushed_after_a_load(rank):
+    """Rank 0 goes back to an earlier state, rank 1 to a later one."""
+    model = nn.ParameterList([torch.zeros(300)])
+    averager = DCTAverager(model, density=0.1, period=1)
+    states = []
+    for _ in range(2):
+        with torch.no_grad():
+            model[0] += torch.randn(300)
+        averager.average_parameters()
+        states.append(averager.state_dict())
+    averager.load_state_dict(states[rank])
+    with pytest.raises(ValueError, match="step must be the same on every rank, got 1 on rank 0, 2"):
+        averager.flush()
+
+
+def test_a_flush_after_different_loads_is_refused():
+    run_ranks(_flushed_after_a_load, 2)
+
+
+def _through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _resumed(rank, overlap, dtype):
+    """A run that saves after each step, and those that go on from there, against one that does
+    not."""
+
+    def make(seed):
+        model = uneven(seed).to(dtype)
+        averager = DCTAverager(model, 0.1, PERIOD, overlap=overlap, residual_decay=0.9)
+        return model, adamw(model), averager
+
+    def step(number, model, optimizer, averager):
+        x, y = batch(number, rank, 32)
+        train_step(model, optimizer, x.to(dtype), y.to(dtype))
+        averager.average_parameters()
+
+    undisturbed, saving, saved, after = make(rank), make(rank), [], []
+    for number in range(4 * PERIOD):
+        step(number, *undisturbed)
+        step(number, *saving)
+        saved.append(_through_a_file([part.state_dict() for part in saving]))
+        after.append(weights(undisturbed[0]))
+        assert torch.equal(weights(saving[0]), after[-1])
+    resumed = make(5)
+    for stop in range(PERIOD, 2 * PERIOD + 1):
+        for part, state in zip(resumed, saved[stop - 1], strict=True):
+            part.load_state_dict(state)
+        averager = resumed[2]
+        assert averager.step == stop
+        assert averager.stats()["under_way"] == (stop % PERIOD < overlap)
+        _require_same_state(averager.state_dict(), saved[stop - 1][2])
+        for number in range(stop, 4 * PERIOD):  # ends within an exchange: the next load forgets it
+            step(number, *resumed)
+            assert torch.equal(weights(resumed[0]), after[number]), (stop, number)
+        _require_same_state(averager.state_dict(), saved[-1][2])
+
+
+def _require_same_state(state, other):
+    for name, parts in entry(state)["parameters"].items():
+        for key, value in parts.items():
+            assert torch.equal(value, entry(other)["parameters"][name][key]), (name, key)
+    assert torch.equal(entry(state)["recent"].nan_to_num(), entry(other)["recent"].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (PERIOD - 1, torch.float32)]
+)
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype):
+    run_ranks(_resumed, 2, overlap, dtype)
+
+
+def _wrapped(rank):
+    """As torch.compile wraps a module; of the largest period."""
+    model = nn.Linear(30, 30)
+    averager = DCTAverager(nn.ModuleDict({"_orig_mod": model}), period=2**31 - 1)
+    averager.average_parameters()
+    again = DCTAverager(model, period=2**31 - 1)
+    again.load_state_dict(averager.state_dict())
+    assert again.step == 1
+    assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
+
+
+def test_a_state_of_a_compiled_module_is_loaded_without_compilation():
+    run_ranks(_wrapped, 1)
+
+
+def _merged(rank):
+    """Both ranks go on from the mean of their residuals, with the base and the period of before."""
+    model = uneven()
+    averager, optimizer = DCTAverager(model, density=0.1, period=PERIOD), adamw(model)
+    train(model, optimizer, averager, rank, range(2 * PERIOD))
+    base, states = weights(model), [None, None]
+    dist.all_gather_object(states, averager.state_dict())
+    merged = merge_states(states)
+    with pytest.raises(ValueError, match=r"period must be 2, as in this run, got 3"):
+        DCTAverager(model, density=0.1, period=2).load_state_dict(merged)
+    again = DCTAverager(uneven(5), density=0.1, period=PERIOD)
+    again.load_state_dict(merged)
+    assert again.step == 2 * PERIOD
+    now = entry(again.state_dict())["parameters"]
+    assert torch.equal(torch.cat([parts["base"] for parts in now.values()]), base)
+    for name, parts in now.items():
+        ours, theirs = (entry(state)["parameters"][name]["residual"] for state in states)
+        assert torch.equal(parts["residual"], ((ours.double() + theirs.double()) / 2).float())
+
+
+def test_merged_states_are_loaded():
+    run_ranks(_merged, 2)
+
+
+def _late(rank):
+    """Local steps after a load may take ranks as long as they do."""
+    averager = DCTAverager(uneven(), period=1)
+    averager.average_parameters()
+    averager.load_state_dict(averager.state_dict())
+    time.sleep(rank)
+    averager.average_parameters()
+
+
+def test_ranks_may_be_apart_after_a_load():
+    run_ranks(_late, 2)
+
+
+def _refuses_other_states(rank):
+    model = uneven()
+    averager = DCTAverager(model, density=0.1)
+    other = DCTState(ddp(uneven()), density=0.1)
+    with pytest.raises(ValueError, match="state must be a DCTAverager's, got one without a base"):
+        averager.load_state_dict(other.state_dict())
+    bare = other.state_dict()
+    entry(bare)["parameters"].clear()
+    text = "state must be a DCTAverager's, got one without a base"
+    with pytest.raises(ValueError, match=text):
+        averager.load_state_dict(bare)
+    with pytest.raises(ValueError, match="state must be a DCTState's, got a DCTAverager's"):
+        other.load_state_dict(averager.state_dict())
+    with pytest.raises(ValueError, match=r"density must be 0\.1"):
+        averager.load_state_dict(DCTAverager(model, density=0.2).state_dict())
+    other.close()
+
+
+def test_other_states_are_refused():
+    run_ranks(_refuses_other_states, 2)

@@ -1,0 +1,164 @@
+"""DCTAverager: what cannot be used is refused on all ranks, and nothing is lost by it."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import DCTAverager
+from dct_parallel.exchange import all_gather as by_all_gather
+from local_steps import uneven
+from ranks import assert_same, entry, gathered, run_ranks, weights
+
+
+class _Damaging:
+    """Of a payload from rank 1, its first byte, on its way to rank 0."""
+
+    def __init__(self, work, received):
+        self._work, self._received = work, received
+
+    def wait(self):
+        self._work.wait()
+        self._received[1, 0] ^= 0xFF  # the magic
+
+
+def _refused(rank, fault, value_dtype, overlap):
+    """Moves of an eighth and its multiples; something is wrong in the third averaging."""
+    period = overlap + 1
+    model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
+    averager = DCTAverager(model, 0.05, period, value_dtype=value_dtype, overlap=overlap)
+    all_gather = by_all_gather.all_gather
+
+    def in_flight(output, tensor, group, async_op):
+        work = all_gather(output, tensor, group, async_op)
+        bad = fault == "damage" and averager.step == 3 * period and rank == 0
+        return _Damaging(work, output) if bad else work
+
+    by_all_gather.all_gather = in_flight
+    generator = torch.Generator().manual_seed(rank)
+    moved, said = torch.zeros(5070, dtype=torch.float64), None
+    for step in range(1, 8 * period + 1):
+        move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
+        move[7] = 0  # where it would be lost
+        with torch.no_grad():
+            for parameter, part in zip(model, move.split([5000, 70]), strict=True):
+                parameter += part
+            if fault == "nan" and step == 3 * period and rank == 1:
+                model[0][7] = torch.nan
+        base = averager._base.clone()
+        moved += move
+        try:
+            averager.average_parameters()
+        except RuntimeError as error:
+            assert step == 3 * period + overlap and said is None
+            assert torch.equal(weights(model), base)
+            assert_same(base)
+            said = str(error)
+        assert_same(averager._base)
+    assert averager._base.count_nonzero() > 1000
+    averager.flush()
+    assert_same(weights(model))
+    assert torch.equal(2 * weights(model).double(), sum(gathered(moved)))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fault", "value_dtype", "overlap"),
+    [
+        ("nan", torch.float32, 0),
+        ("nan", torch.bfloat16, 1),
+        ("nan", "e3m0", 0),
+        ("damage", torch.bfloat16, 0),
+        ("damage", "e3m0", 1),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
+    fault, value_dtype, overlap
+):
+    rule = "dct::average_parameters: {} must be {}, got {}"
+    nan = "weights at averaging 3", "finite on every rank"
+    expected = {
+        "nan": [
+            rule.format(*nan, "NaN or Inf on another rank"),
+            rule.format(*nan, "NaN or Inf in 0"),
+        ],
+        "damage": [
+            rule.format(f"every payload {when} averaging 3", "intact", f"{got}: training can go on")
+            for when, got in (
+                ("of", "status 1 from rank 1 in bucket 0"),
+                ("up to", "a damaged one on rank 0"),
+            )
+        ],
+    }
+    assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
+
+
+def _apart(rank):
+    """Rank 1 begins an exchange late, and is gone before it arrives."""
+    group, store = dist.new_group(timeout=timedelta(seconds=5)), dist.group.WORLD.get_group_store()
+    averager = DCTAverager(uneven(), period=3, overlap=2, process_group=group)
+    for _ in range(5):  # as the first one begins they compare steps
+        averager.average_parameters()
+    if rank == 1:
+        store.wait(["rank 0 went on"])
+        averager.average_parameters()
+        return
+    averager.average_parameters()
+    averager.average_parameters()
+    assert averager.stats()["under_way"]
+    store.set("rank 0 went on", "")
+    averager.state_dict()  # of one rank alone
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
+        averager.average_parameters()
+
+
+def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout():
+    run_ranks(_apart, 2)
+
+
+def _killed(rank, folder, overlap, decay):
+    """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.ParameterList([torch.zeros(3000)])
+    averager = DCTAverager(model, 0.05, 3, 1000, torch.float32, group, "fresh", decay, overlap)
+    generator = torch.Generator().manual_seed(rank)
+    errors = []
+    while averager.step < 9 + overlap:
+        if averager.step == 3:
+            moved = torch.zeros(3000)  # what is in no average yet, beside the residual
+        if averager.step == 3 + overlap:
+            before = entry(averager.state_dict())
+        if averager.step == 5 + overlap and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move = torch.randint(-8, 9, (3000,), generator=generator) * 0.375  # whose thirds are exact
+        with torch.no_grad():
+            model[0] += move
+        moved = move if averager.step == 0 else moved + move
+        try:
+            averager.average_parameters()
+        except RuntimeError as error:
+            assert torch.equal(weights(model), averager._base)
+            errors.append(error)
+    first, second = errors
+    torch.save((before, entry(averager.state_dict()), moved), folder / f"{rank}.pt")
+    raise second from first
+
+
+@pytest.mark.parametrize(("overlap", "decay"), [(0, 1.0), (2, 0.5)])
+def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
+    overlap, decay, tmp_path
+):
+    text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
+    with pytest.raises(RuntimeError, match=text):
+        run_ranks(_killed, 3, tmp_path, overlap, decay)
+    for rank in (0, 2):
+        before, after, moved = torch.load(tmp_path / f"{rank}.pt")
+        old, new = (saved["parameters"]["0"] for saved in (before, after))
+        assert after["step"] == 9 + overlap and new.keys() == {"residual", "base"}
+        assert torch.equal(new["base"], old["base"]) and old["base"].count_nonzero() > 100
+        assert torch.equal(new["residual"], old["residual"] + moved)

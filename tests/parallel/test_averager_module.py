@@ -1,0 +1,193 @@
+"""DCTAverager: modules and settings that it takes, and those that it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_parallel import DCTAverager
+from local_steps import train, uneven
+from ranks import assert_same, batch, entry, run_ranks, train_step, weights
+
+
+def _settings_that_differ(rank):
+    settings = {"period": (2, 3), "residual_decay": (1.0, 0.5), "overlap": (0, 1)}
+    for name, values in settings.items():
+        got = "got {} on rank 0, {} on rank 1".format(*values)
+        with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
+            DCTAverager(uneven(), **{name: values[rank]})
+
+
+def test_ranks_with_other_settings_raise():
+    run_ranks(_settings_that_differ, 2)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "module, arguments, error, text",
+    [
+        (nn.Linear(2, 2), {"period": 0}, ValueError, "period must be "),
+        (nn.Linear(2, 2), {"period": 2**31}, ValueError, r"period must be in \[1, 2147483647\]"),
+        (nn.Linear(2, 2), {"residual_decay": 0}, ValueError, r"residual_decay must be in \(0, 1\]"),
+        (nn.Linear(2, 2), {"residual_decay": 1.1}, ValueError, "residual_decay must be .* got 1.1"),
+        (nn.Linear(2, 2), {"residual_decay": "x"}, TypeError, "residual_decay must be a number"),
+        (nn.Linear(2, 2), {"overlap": 10}, ValueError, r"overlap must be in \[0, 9\], got 10"),
+        (nn.Linear(2, 2), {"overlap": -1, "period": 1}, ValueError, r"overlap must be in \[0, 0\]"),
+        (nn.Linear(2, 2), {"overlap": 0.5}, TypeError, "overlap must be an integer, got float"),
+        (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
+        (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
+        (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),
+        (nn.ReLU(), {}, ValueError, "module must have parameters that require grad"),
+        ([], {}, TypeError, "module must be an nn.Module, got list"),
+        (nn.Linear(2, 2, device="meta"), {}, ValueError, "module must be on one device"),
+    ],
+)
+def test_a_wrong_argument(one_rank, module, arguments, error, text):
+    with pytest.raises(error, match=f"dct::DCTAverager: {text}"):
+        DCTAverager(module, **arguments)
+
+
+def test_a_parameter_may_have_strides(one_rank):
+    model = nn.ParameterList([nn.Parameter(torch.arange(7.0)[::2])])
+    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    averager.average_parameters()
+    assert model[0].tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_ddp_is_refused(one_rank):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    for module in (model, nn.Sequential(nn.ReLU(), model)):
+        text = "dct::DCTAverager: module must be without DistributedDataParallel, .*, got "
+        with pytest.raises(TypeError, match=text + type(module).__name__):
+            DCTAverager(module)
+
+
+def test_a_copy_is_refused(one_rank):
+    module = nn.Linear(3, 3)
+    module.averager = DCTAverager(module)
+    for make in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+        text = r"an averager must not be copied or pickled \(save its state_dict\(\)\)"
+        with pytest.raises(TypeError, match=f"dct::DCTAverager: {text}"):
+            make(module.averager if make is copy.copy else module)
+
+
+class _Mixed(nn.Module):
+    """Frozen parameters of every kind, between two that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(300))
+        frozen = [
+            torch.randn(40, 3),
+            torch.randn(4, 5).t(),
+            torch.randn(()),
+            torch.randn(0),
+            torch.randn(7).bfloat16(),
+            torch.randn(7).double(),
+            torch.randint(-99, 99, (5, 5), dtype=torch.int8),
+            torch.randint(99, (3,)),
+            torch.randn(50) > 0,
+            torch.randn(4, dtype=torch.complex64),
+        ]
+        self.frozen = nn.ParameterList(nn.Parameter(value, False) for value in frozen)
+        self.last = nn.Parameter(torch.randn(30, 20))
+        self.register_buffer("own", torch.randn(3))
+
+
+def _frozen(rank):
+    torch.manual_seed(rank)
+    model = _Mixed()
+    strides = [p.stride() for p in model.parameters()]
+    own = model.own.clone()
+    DCTAverager(model)
+    assert [p.stride() for p in model.parameters()] == strides
+    assert torch.equal(model.own, own)
+    torch.manual_seed(0)
+    expected = dict(_Mixed().named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+        assert parameter.requires_grad == (name in ("first", "last"))
+    return len(expected)
+
+
+def test_all_parameters_are_those_of_the_first_rank_at_the_start():
+    assert run_ranks(_frozen, 2) == [12, 12]
+
+
+def _frozen_on_one_rank(rank):
+    model = uneven()
+    model[0].bias.requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match="model must be the same on every rank, got 6 parameters"):
+        DCTAverager(model)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30 + rank, 3))
+    model[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen must be the same on every rank, got 2 parameters"):
+        DCTAverager(model)
+
+
+def test_ranks_with_other_frozen_parameters_raise():
+    run_ranks(_frozen_on_one_rank, 2)
+
+
+def _unfrozen(rank):
+    """Raises at the averaging, changes nothing, and once it is frozen again goes on as a twin."""
+    models = []
+    for disturbed in (False, True):
+        model = uneven(rank)
+        model[0].bias.requires_grad_(False)
+        averager = DCTAverager(model, density=0.5, period=2)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, averager, rank, [0, 1, 2])
+        train_step(model, optimizer, *batch(3, rank, 32))
+        if disturbed:
+            _changes_of_parameters(model, averager)
+        averager.average_parameters()
+        assert averager.step == 4
+        assert_same(weights(model))
+        models.append(model)
+    assert torch.equal(*map(weights, models))
+
+
+def _changes_of_parameters(model, averager):
+    before = weights(model)
+
+    def raises(names):
+        text = "module must have the same parameters that require grad as when .*, got a diff"
+        with pytest.raises(ValueError, match=rf"{text}erence in {names}: make a new averager"):
+            averager.average_parameters()
+        assert torch.equal(weights(model), before) and averager.step == 3
+
+    model[0].bias.requires_grad_(True)
+    raises(r"0\.bias")
+    model[0].bias.requires_grad_(False)
+    model[0].weight.requires_grad_(False)
+    raises(r"0\.weight")
+    model[0].weight.requires_grad_(True)
+    model.added = nn.Linear(2, 2)
+    before = weights(model)
+    raises(r"added\.bias, added\.weight")
+    del model.added
+    before, whole = weights(model), model[0].weight
+    model[0].weight = nn.Parameter(whole.detach().clone())
+    raises(r"0\.weight")
+    model[0].weight = whole
+
+
+def test_parameters_that_are_unfrozen_or_added_later_are_an_error():
+    run_ranks(_unfrozen, 2)
+
+
+def test_a_weight_that_is_not_trained_stays_out(one_rank):
+    model = nn.Linear(300, 2)
+    model.bias.requires_grad_(False)
+    averager = DCTAverager(model, density=1, period=1)
+    assert list(entry(averager.state_dict())["parameters"]) == ["weight"]
