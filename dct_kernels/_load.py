@@ -84,20 +84,21 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
     if file is None:
         without = "the extension was built without CUDA kernels"
         return _missing.get("cpp", without) if backend == "cuda" else _why_no_extension()
-    if backend == "cuda" and torch.version.cuda is None:
+    cuda = torch.version.cuda
+    if backend == "cuda" and cuda is None:
         return "this torch was built without CUDA"
     try:
-        if backend == "cuda" and not _is_for_cuda(file, torch.version.cuda):
-            return f"{file.name} is for another CUDA version than torch's ({torch.version.cuda})"
+        if backend == "cuda" and not _is_for_cuda(file, cuda):
+            return f"{file.name} is for another CUDA version than torch's ({cuda})"
         torch.ops.load_library(file)
     except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
         return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
     return ""
 
 
-def _is_for_cuda(file: Path, version: str) -> bool:
+def _is_for_cuda(file: Path, version: str | None) -> bool:
     """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
-    runtime = f"libcudart.so.{version.partition('.')[0]}\0"
+    runtime = f"libcudart.so.{str(version).partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Local steps: two ranks train with AdamW on their own, and average their largest changes.
+"""Local steps: two ranks train with AdamW on their own, and average what their weights changed by.
 
     torchrun --nproc-per-node 2 examples/local_steps.py
 
@@ -24,7 +24,7 @@ def train(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1)).bfloat16()
     # No DDP. With overlap=5 an exchange has the next five steps to arrive in.
-    averager = DCTAverager(model, density=0.1, period=10)
+    averager = DCTAverager(model, period=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 
     if rank == 0:

@@ -98,7 +98,7 @@ def methods(experiments: Experiments) -> str:
 
 HOOK = "`DCTState(ddp, density=0.005)`"
 INT4 = '`DCTState(ddp, density=1, value_dtype="int4")`'
-TERNARY = '`DCTAverager(model, density=1, period=10, value_dtype="ternary")`'
+TERNARY = "`DCTAverager(model, period=10)`"
 ROWS = '`all_to_all_rows(x, splits, forward="int4", backward="int4")`, distinct rows'
 
 

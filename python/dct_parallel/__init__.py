@@ -9,9 +9,9 @@ On a cluster: dense inside a node, compressed between nodes.
 
     state = DCTState(ddp, density=0.005, mesh=node_mesh())
 
-Local steps: each rank's own optimizer, and every few steps the largest changes of the weights.
+Local steps: each rank's own optimizer, and every few steps an average of the weights' changes.
 
-    averager = DCTAverager(module, density=0.1, period=10)
+    averager = DCTAverager(module, period=10)
     averager.average_parameters()
 
 FSDP2: between replicas of a model that fully_shard has cut.

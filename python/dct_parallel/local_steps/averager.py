@@ -1,4 +1,4 @@
-"""Weights of ranks that train on their own, averaged every few steps by their largest changes."""
+"""Weights of ranks that train on their own, averaged every few steps by compressed changes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -46,9 +46,9 @@ class _UnderWay:
 
 
 class DCTAverager(ModelAverager):
-    """Averages the weights of all ranks every `period` steps: local SGD, with DCT for what crosses.
+    """Averages the weights of all ranks every `period` steps: local SGD, compressed.
 
-        averager = DCTAverager(module, density=0.1, period=10)
+        averager = DCTAverager(module, period=10)
         ...
         optimizer.step()
         averager.average_parameters()
@@ -57,12 +57,13 @@ class DCTAverager(ModelAverager):
     `period`-th step, for all weights as one flat tensor,
 
         moved = weights - base + residual     on every rank
-        sent = the largest `density` of moved, residual = (moved - sent) * residual_decay
+        sent = moved in few bits, or the largest `density` of it
+        residual = (moved - sent) * residual_decay
         base += mean of all ranks' sent
         weights = base
 
-    so that weights are then bitwise the same on all ranks, and what was not sent has left them and
-    waits in the residual. A step costs density / period of the entries, in bytes: 1 % as above.
+    so that weights are then bitwise the same on all ranks; what was not sent is taken from them and
+    kept in the residual.
 
     With `overlap` steps, the exchange begins after the `period`-th step and arrives that many calls
     later. Ranks train on meanwhile, and the last line is (as in LOSCAR, arXiv 2605.20866)
@@ -72,12 +73,11 @@ class DCTAverager(ModelAverager):
     What ranks moved by in those steps is in no average yet, but in the next `weights - base`: so
     nothing is lost. The base is the same on all ranks; weights are so after `flush` alone.
 
-    For optimizers that divide by a running mean of squares (Adam). Sparse gradients come to them in
-    bursts that they take for noise, and late, while the weights that gradients are computed on know
-    nothing of what waits. Local steps are dense, and at once. At a constant learning rate they end
-    level with a dense run, under one that decays behind it. As SparseLoCo (arXiv 2508.15706) does,
-    but with thresholds instead of chunked top-k, bfloat16 values, and a plain mean as its outer
-    optimizer.
+    It is for optimizers that divide by a running mean of squares (Adam). Sparse gradients reach
+    those late and in bursts; here each sees dense gradients, at once. How far a run ends behind a
+    dense one depends on its length and its schedule: docs/guide/transformers.md. The rule is that
+    of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry in few bits,
+    or thresholds in place of chunked top-k.
 
     It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
     GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
@@ -97,8 +97,9 @@ class DCTAverager(ModelAverager):
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
-        value_dtype: of the values sent: see `DCTState`. Here all ranks gather all payloads, so that
-            bytes grow with the ranks: every entry in few bits is for few.
+        value_dtype: of the values sent: see `DCTState`. None is "ternary" at density 1, which sends
+            fewer bytes and loses less than any density below, and torch.bfloat16 there. All ranks
+            gather all payloads, so bytes grow with the ranks.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         residual_decay: in (0, 1]: each averaging multiplies by it what stays behind, as SparseLoCo
@@ -126,10 +127,10 @@ class DCTAverager(ModelAverager):
     def __init__(
         self,
         module: nn.Module,
-        density: float = 0.1,
+        density: float = 1.0,
         period: int = 10,
         refresh_every: int = 1000,
-        value_dtype: torch.dtype | str = torch.bfloat16,
+        value_dtype: torch.dtype | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
         residual_decay: float = 1.0,
@@ -138,6 +139,8 @@ class DCTAverager(ModelAverager):
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
+            if value_dtype is None:
+                value_dtype = "ternary" if density == 1 else torch.bfloat16
             self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_int(_OP, "overlap", overlap, 0, period - 1)
