@@ -144,6 +144,7 @@ def transformers(experiments: Experiments) -> str:
     for use, name in (
         ("DDP with torch's `bf16_compress_hook`", "bf16"),
         (f"{INT4} and `dct_hook`", "int4"),
+        (TERNARY.replace("10", "2"), "local-ternary:100%x2"),
         (TERNARY, "local-ternary:100%x10"),
         ("the same with `period=30`", "local-ternary:100%x30"),
         ("the same with `period=50`", "local-ternary:100%x50"),

@@ -41,6 +41,14 @@ def sparse_adamw(experiments: Experiments) -> str:
     return f"{statistics.mean(trained.over(methods['dct:1%'], methods['dense'])):.2f}"
 
 
+@phrase
+def four_ranks(experiments: Experiments) -> str:
+    """What local steps in ternary, every tenth, lose there after 3,000 steps."""
+    methods = trained.best(experiments["text_more"].of_part("ranks_4"))
+    lost = trained.over(methods["local-ternary:100%x10"], methods["dense"])
+    return f"{statistics.mean(lost):.2f}"
+
+
 def _density(experiments: Experiments) -> dict:
     runs = experiments["thresholds_cost"].of_part("density")
     return next(run for run in runs if run[""] == "now" and run["asked"] == "0.5 %")
