@@ -169,18 +169,19 @@ def test_the_rates_that_ship_are_those_of_the_run_on_an_h100():
 
 
 def test_the_answer_is_a_sentence(tmp_path, monkeypatch, capsys):
-    """1,000,000 parameters: 4 MB, 2 MB and 25,344 bytes at 125 MB/s, local steps 50,032."""
+    """1,000,000 parameters: 4 MB, 2 MB and 25,344 bytes at 125 MB/s, local steps
+    20,230."""
     monkeypatch.chdir(tmp_path)
     command = ["scale", "--parameters", "1000000", "--compute-ms", "50", "--ranks", "2"]
     assert cli.main([*command, "--rates", "1gbit"]) == 0
     said = capsys.readouterr().out
     assert (
-        "\nIt helps: on 2 ranks at 1 Gbit/s a step with DCT, all-gather, 0.5 % takes 50.2 ms and "
-        "sends 25.3 kB a rank, 1.63x as fast as dense float32 (82.0 ms, 4.00 MB) and 1.31x as "
+        "\nIt helps: on 2 ranks at 1 Gbit/s a step with local steps, ternary, every 10 takes 50.2 ms "
+        "and sends 20.2 kB a rank, 1.63x as fast as dense float32 (82.0 ms, 4.00 MB) and 1.32x as "
         "fast as bf16 (66.0 ms, 2.00 MB); assumed: 50 ms of compute, 0 % of which hide the "
         "exchange, no contention, and kernels as fast as dct_bench/scale/h100.json says.\n"
     ) in said
-    assert re.search(r"local steps, 10 % every 10 +50.4 ms +1.63x +50.0 kB *\n", said)
+    assert re.search(r"DCT, all-gather, 0.5 % +50.2 ms +1.63x +25.3 kB *\n", said)
     assert "PowerSGD, rank" not in said
     assert cli.main([*command, "--rates", "400gbit"]) == 0
     assert "It does not help: on 2 ranks at 400 Gbit/s a step with dense" in capsys.readouterr().out

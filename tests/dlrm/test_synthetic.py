@@ -17,7 +17,7 @@ BLOCK = GENERATOR.rows(np.arange(N))
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_rank_may_have_no_rows(most):
-    rows, probability = _generate(np.arange(0), table_rows(50), most)
+    rows, probability = _generate(np.arange(0), table_rows(50), most, None)
     assert len(rows) == len(probability) == 0
     assert rows.ids.shape == (0, 26, 3)[: 2 + (most > 1)]
 

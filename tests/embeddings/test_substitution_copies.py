@@ -162,7 +162,7 @@ def _saved(rank):
         (layer, "FeatureRows"),
         (AveragedModel(nn.Sequential(layer)), "FeatureRows"),
     ):
-        text = f"dct::{name}: the saved object must be a state_dict(), got the module, whose "
+        text = f"dct::{name}: the saved object must be a state_dict(), got the module itself, "
         with pytest.raises(TypeError, match=re.escape(text)):
             torch.save(module, io.BytesIO())
         buffer = io.BytesIO()

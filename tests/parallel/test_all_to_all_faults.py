@@ -121,7 +121,7 @@ def _outlives_its_group(rank):
     del group
     gc.collect()
     assert kept() is None
-    with pytest.raises(RuntimeError, match="must live until the backward pass"):
+    with pytest.raises(RuntimeError, match="must exist until the backward pass"):
         y.sum().backward()
 
 

@@ -71,6 +71,11 @@ def test_ddp_is_refused(one_rank):
             DCTAverager(module)
 
 
+def test_by_default_every_entry_goes_in_ternary(one_rank):
+    chosen = [DCTAverager(nn.Linear(2, 2), **given)._settings for given in ({}, {"density": 0.1})]
+    assert [settings.value_dtype for settings in chosen] == ["ternary", torch.bfloat16]
+
+
 def test_a_copy_is_refused(one_rank):
     module = nn.Linear(3, 3)
     module.averager = DCTAverager(module)

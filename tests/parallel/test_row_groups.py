@@ -69,5 +69,5 @@ def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient():
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])
 def test_without_a_process_group(function):
-    with pytest.raises(ValueError, match="group must be given, or torch"):
+    with pytest.raises(ValueError, match="group must be a process group where torch"):
         function(_sent(0), SPLITS, density=1)

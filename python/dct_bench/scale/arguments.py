@@ -77,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         "--density",
         type=density,
         default=0.005,
-        help="DCT's hook: fraction of entries sent; local steps send 10 %% every 10 steps",
+        help="DCT's hook: fraction of entries sent; local steps send all of them in ternary",
     )
     tables = parser.add_argument_group("tables")
     tables.add_argument(

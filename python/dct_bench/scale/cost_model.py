@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from dct_parallel.exchange import quantized
 from dct_parallel.exchange.all_gather import AllGather
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
@@ -30,11 +31,14 @@ METHODS = (*DENSE, "powersgd1", "powersgd2", *OURS)
 # error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
 POWERSGD_PASSES = 9
 MASK_PACK_BYTES = 12  # per element with grad: residual read and written, grad read
-# DCTAverager as it is by default. Beside mask_pack and scatter_unpack its averaging moves 40 bytes
-# an element: weights copied side by side (8), the base subtracted (12), the mean added to the base
-# (12), and that copied to the weights (8).
-LOCAL_DENSITY, LOCAL_PERIOD = 0.1, 10
-LOCAL_BYTES = 40
+# DCTAverager as it is by default: every entry in few bits, every few steps. Tensor operations move
+# these bytes per element, at a copy's speed. Packing: the residual copied (8), what the weights
+# moved by added to it (12), rows read (4), written again from their codes (4) and subtracted (12),
+# their least and largest (8), and what is left kept (12). Unpacking: zeros (4) and their mean (8);
+# for each rank its rows (4), added (12). Beside that weights are copied side by side (8), the base
+# subtracted (12), the mean added to the base (12), and that copied to the weights (8).
+LOCAL_PERIOD, LOCAL_FORMAT = 10, "ternary"
+LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES, LOCAL_RANK_BYTES = 60 + 20, 12 + 20, 16
 
 
 class Link(NamedTuple):
@@ -130,7 +134,7 @@ class Model:
         self.compute = compute
         self.kernels = kernels
         self.density = density
-        self._plans: dict[tuple[type[Transport], int, float], BucketPlan] = {}
+        self._plans: dict[tuple[type[Transport], int], BucketPlan] = {}
 
     def step(self, method: str, cluster: Cluster) -> Step:
         """One step of a method in METHODS."""
@@ -149,13 +153,11 @@ class Model:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    def plan(
-        self, transport: type[Transport], ranks: int, density: float | None = None
-    ) -> BucketPlan:
+    def plan(self, transport: type[Transport], ranks: int) -> BucketPlan:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
-        key = transport, ranks, density or self.density
+        key = transport, ranks
         if key not in self._plans:
-            settings = Settings(key[2], 1000, "fresh", torch.bfloat16)
+            settings = Settings(self.density, 1000, "fresh", torch.bfloat16)
             names = tuple(str(number) for number in range(len(self.shapes)))
             self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
         return self._plans[key]
@@ -228,17 +230,16 @@ class Model:
         """All ranks average their weights, with no regard to nodes, once a period."""
         gpus = cluster.gpus_per_node
         ranks = cluster.nodes * gpus
-        payload = self.plan(AllGather, ranks, LOCAL_DENSITY).payload_bytes
+        payload = quantized.payload_bytes(self.numel, LOCAL_FORMAT)
         # Those of other nodes come in by the node's link, then to each rank as its own node's do.
         sent = (ranks - gpus) * payload
         wire = _log2(ranks) * cluster.between.alpha + sent / cluster.between.bandwidth
         if gpus > 1:
             wire += (ranks - 1) * payload / cluster.inside.bandwidth
-        copied = LOCAL_BYTES * self.numel / self.kernels.copy
-        packed = MASK_PACK_BYTES * self.numel / self.kernels.mask_pack
-        unpacked = (4 * self.numel + ranks * payload) / self.kernels.scatter_unpack
+        pack = LOCAL_PACK_BYTES * self.numel / self.kernels.copy
+        unpack = (LOCAL_UNPACK_BYTES + LOCAL_RANK_BYTES * ranks) * self.numel / self.kernels.copy
         # It follows the optimizer's step: nothing is left for it to hide behind.
-        each = (packed + copied / 2, wire, unpacked + copied / 2, sent)
+        each = (pack, wire, unpack, sent)
         return Step(self.compute, *(of / LOCAL_PERIOD for of in each))
 
     @staticmethod

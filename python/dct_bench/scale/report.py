@@ -15,7 +15,7 @@ from rich.table import Table
 from ..link.methods import METHODS as MODES
 from ..rates import describe_rate
 from .break_even import FASTER, GRID
-from .cost_model import LOCAL_DENSITY, LOCAL_PERIOD, OURS, Step, union_density
+from .cost_model import LOCAL_FORMAT, LOCAL_PERIOD, OURS, Step, union_density
 from .validation import Point, median_error
 
 Steps = dict[tuple[int, float], dict[str, Step]]  # by ranks and rate, then by method
@@ -26,7 +26,7 @@ TITLES = {
     "powersgd2": "PowerSGD, rank 2",
     "dct": "DCT, all-gather",
     "dct-reduce-scatter": "DCT, reduce-scatter",
-    "local": f"local steps, {100 * LOCAL_DENSITY:g} % every {LOCAL_PERIOD}",
+    "local": f"local steps, {LOCAL_FORMAT}, every {LOCAL_PERIOD}",
 }
 _SHORT = {
     "powersgd1": "PowerSGD 1",
