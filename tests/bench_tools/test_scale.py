@@ -176,9 +176,9 @@ def test_the_answer_is_a_sentence(tmp_path, monkeypatch, capsys):
     assert cli.main([*command, "--rates", "1gbit"]) == 0
     said = capsys.readouterr().out
     assert (
-        "\nIt helps: on 2 ranks at 1 Gbit/s a step with local steps, ternary, every 10 takes 50.2 ms "
-        "and sends 20.2 kB a rank, 1.63x as fast as dense float32 (82.0 ms, 4.00 MB) and 1.32x as "
-        "fast as bf16 (66.0 ms, 2.00 MB); assumed: 50 ms of compute, 0 % of which hide the "
+        "\nIt helps: on 2 ranks at 1 Gbit/s a step with local steps, ternary, every 10 takes 50.2 "
+        "ms and sends 20.2 kB a rank, 1.63x as fast as dense float32 (82.0 ms, 4.00 MB) and 1.32x "
+        "as fast as bf16 (66.0 ms, 2.00 MB); assumed: 50 ms of compute, 0 % of which hide the "
         "exchange, no contention, and kernels as fast as dct_bench/scale/h100.json says.\n"
     ) in said
     assert re.search(r"DCT, all-gather, 0.5 % +50.2 ms +1.63x +25.3 kB *\n", said)
