@@ -42,6 +42,11 @@ def built_with() -> dict[str, str]:
 def backend_of(device: torch.device | str) -> str:
     """Which backend serves the ops for tensors on this device: "cpp", "cuda", "triton" or "eager".
 
+    The same for the life of the process. Whether the device is there is not looked at.
+
+    Raises:
+        RuntimeError: torch knows no such device.
+
     >>> backend_of("cpu")
     'cpp'
     """
@@ -78,7 +83,7 @@ def _file_of(backend: str) -> Path | None:
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:
-    """Loads it; why not, or ""."""
+    """Load the library: the reason why it cannot be, or ""."""
     if REQUESTED not in (None, *_LIBRARIES):
         return f"DCT_BACKEND={REQUESTED}"
     if file is None:
@@ -126,7 +131,7 @@ def _has_kernel(key: str) -> bool:
 
 
 def _register_triton() -> None:
-    """For CUDA tensors that no compiled kernel takes; if it is forced and interpreted, for all."""
+    """For CUDA tensors if no compiled kernel takes them; if forced and interpreted, for all."""
     keys = []
     if REQUESTED == "triton" and not _why_no_triton():
         keys = ["CUDA", "CPU"] if _triton().INTERPRETED else ["CUDA"]
