@@ -25,8 +25,8 @@ def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
     weights of the first replica. Compression and the order of its sums are deterministic.
 
     A sync takes some passes over this rank's tables, and the host waits in it. Memory: two more
-    copies of the tables in float32, the weights of the last sync and the residual. A `dmp` with one
-    replica is not changed. Collective, on every rank, before training.
+    copies of the tables in float32, the weights of the last sync and the residual. With one replica
+    a sync changes nothing. Collective, on every rank, before training.
 
     Args:
         dmp: sharding_strategy DEFAULT or PER_MODULE; gets an all-reduce hook for its `sync()`.
