@@ -1,8 +1,8 @@
 """Which backends this process has, and why it lacks the others.
 
-`DCT_BACKEND=eager|cpp|cuda|triton` forces one: then no other may serve in its place, and importing
-fails if it is not there. Without it the dispatcher takes the best: compiled kernels for the
-devices they were built for, eager PyTorch for the rest.
+`DCT_BACKEND=eager|cpp|cuda|triton` forces one: then no other replaces it, and importing fails if it
+is not there. Without it the dispatcher takes the best: compiled kernels for the devices they were
+built for, eager PyTorch for the rest.
 """
 
 import importlib
@@ -96,13 +96,13 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} is for another CUDA version than torch's ({cuda})"
         torch.ops.load_library(file)
-    except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
+    except OSError as error:  # a different torch or libstdc++: the eager kernels still work
         return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
     return ""
 
 
 def _is_for_cuda(file: Path, version: str | None) -> bool:
-    """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
+    """Whether it needs the CUDA runtime of this version: a process cannot use two."""
     runtime = f"libcudart.so.{str(version).partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
