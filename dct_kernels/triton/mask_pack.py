@@ -221,7 +221,7 @@ def _scan_kernel(
 
 @triton.jit
 def _popcount(bits):
-    """Of uint32."""
+    """The number of bits set, of uint32."""
     bits -= bits >> 1 & 0x55555555
     bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333)
     bits = bits + (bits >> 4) & 0x0F0F0F0F

@@ -100,7 +100,7 @@ def _wide_kernel(
 ):  # fmt: skip
     row = _rows.rows_of_program(1)
     digits = tl.arange(0, 256)
-    prefix = 0  # of the k-th largest key, and how many keys are above all of that prefix
+    prefix = 0  # of the k-th largest key; `above` counts keys above all of that prefix
     above = 0
     for shift in tl.static_range(24, -1, -8):
         if shift + 8 > LOWEST_BIT:

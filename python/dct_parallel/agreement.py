@@ -128,7 +128,7 @@ class Agreement:
         return end
 
     def _refusal(self, op: str, error: BaseException) -> str:
-        if isinstance(error, PeerError):  # of another group: the same rank is to blame
+        if isinstance(error, PeerError):  # of a different group: the same rank is to blame
             return str(error)
         got = f"{type(error).__name__} from rank {self._own}: {error}".removesuffix(": ")
         return f"dct::{op}: every rank must take part, got {got}"

@@ -32,7 +32,7 @@ from dct_kernels.layout import (
 )
 
 POLICIES = ("fresh", "fixed")
-HEADROOM = 1.25  # capacity over what is to pass
+HEADROOM = 1.25  # capacity over the entries that should pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
@@ -160,7 +160,7 @@ class Compressor:
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
         end = self._layout.positions
-        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # of a row, what is here
+        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # parts of a row kept here
         if coded and row_of is not None:
             here, there = sub_starts(numel), sub_starts(row_of)
             self._cuts[:1] = slice(here), slice(there, there + end - here)
@@ -263,7 +263,7 @@ class Compressor:
         self._unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
-        self._sampled = False  # what a fixed threshold was sampled from may have been infinite
+        self._sampled = False  # a fixed threshold may have been sampled from infinite values
 
     def sent_of(self, bounds: Tensor) -> Tensor:
         """Entries that the last payload holds of each part of the tensor, int64 [parts].
@@ -276,7 +276,7 @@ class Compressor:
         """
         rows = self.payload.view(-1, self._layout.nbytes)
         entry = torch.arange(self.capacity, device=bounds.device)
-        counts = bounds.new_zeros(len(bounds) + 1)  # of what lies before, in and after the parts
+        counts = bounds.new_zeros(len(bounds) + 1)  # entries before, in and after the parts
         for index, row in enumerate(rows):
             low, high = range_bounds(len(self.residual), len(rows), index)
             blocks = -(-(high - low) // BLOCK)

@@ -73,7 +73,7 @@ class WireMeter:
     assumed. Meters nest; leave them in reverse order.
 
     Args:
-        group: count only what is called with this process group; default all.
+        group: count only calls with this process group; default all.
 
     Raises:
         TypeError: `group` is neither a process group nor None.

@@ -69,7 +69,7 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
-        with refusing(_OP, self.group):  # what may differ between ranks
+        with refusing(_OP, self.group):  # these may differ between ranks
             device = checks.require_device(_OP, device)
             checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}

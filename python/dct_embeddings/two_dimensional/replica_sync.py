@@ -82,7 +82,7 @@ class ReplicaSync:
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             _require_format(dtype, density, bags.weight)
             _require_optimizer(optimizer, bags.weight)
-            if bags in _averaged:  # what waits in the other's residual would be lost
+            if bags in _averaged:  # the residual of the other would be lost
                 checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})

@@ -56,7 +56,7 @@ class Buckets:
         """The plan of DDP's bucket: made once, and again if it holds different parameters.
 
         Raises:
-            ValueError: the hook belongs to another model, or the gradient is sparse.
+            ValueError: the hook belongs to a different model, or the gradient is sparse.
         """
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
         known, plan = self._layouts.get(index, ([], None))

@@ -76,7 +76,7 @@ class NodeBucket:
             return None
         self._fresh = False
         own = self._inner.take_result()
-        assert own is not None  # of what was reduced with this
+        assert own is not None  # of the same `reduce`
         (flags,) = self._readback.wait()
         verdicts = [own.verdict]
         for rank, (damaged, told, non_finite) in zip(
@@ -88,7 +88,7 @@ class NodeBucket:
         return own._replace(verdict=join(verdicts))
 
     def take_back(self) -> None:
-        """Return what the last `reduce` sent to the residual, for a step that was not applied."""
+        """Return the entries of the last `reduce` to the residual, for a step not applied."""
         self._inner.take_back()
 
     def states(self) -> dict[str, SegmentState]:

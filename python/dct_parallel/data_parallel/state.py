@@ -360,7 +360,7 @@ class DCTState:
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
         made = copied["made"]
-        # Of a subclass, its own; so the arguments are unknown to a type checker.
+        # A subclass's own, so the arguments are unknown to a type checker.
         self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})  # type: ignore[misc]
         self._to_load = copied["state"]
 

@@ -123,7 +123,7 @@ class StepLedger:
         results = {number: result for number, result in taken.items() if result is not None}
         if not results:
             return
-        verdicts = [self.verdict]  # of buckets that were asked before the step's end
+        verdicts = [self.verdict]  # of buckets that were read before the step's end
         for number, result in results.items():
             damaged = [f"{damage} in bucket {number}" for damage in result.verdict.damaged]
             verdicts.append(result.verdict._replace(damaged=damaged))

@@ -1,4 +1,4 @@
-"""States of all ranks made one, for another number of ranks."""
+"""States of all ranks merged into one, for any number of ranks."""
 
 import os
 import warnings
@@ -99,7 +99,7 @@ def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Te
 
 
 def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
-    """The state dict of one rank after another, as torch.distributed.checkpoint saved them."""
+    """The state dicts, rank by rank, as torch.distributed.checkpoint saved them."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

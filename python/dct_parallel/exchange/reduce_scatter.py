@@ -89,7 +89,7 @@ class ReduceScatter(Transport):
             damaged.append(f"status {code} from the owners of ranges")
         ranks = self._group.size()
         sent, results = read_headers(words[:ranks]), read_headers(words[ranks:])
-        if code:  # what was damaged says nothing
+        if code:  # headers of damaged payloads are ignored
             results = []
         payloads = [*sent[: sum(self._splits)], *results[: sum(self._splits)]]
         verdict = Verdict(

@@ -177,8 +177,8 @@ class FullyShardState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
 
-        From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
-        anew. The next step compares run and step between ranks. A refused state changes nothing.
+        torch.distributed.checkpoint reshards residuals from any number of shards. The next step
+        compares run and step between ranks. A refused state changes nothing.
 
         Raises:
             ValueError: made with a different version, density, transport or number of replicas, by

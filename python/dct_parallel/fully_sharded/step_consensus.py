@@ -13,7 +13,7 @@ from dct_kernels import checks
 
 from ..exchange.results import Verdict
 
-OP = "dct_fully_shard_hook"  # what errors of this folder begin with
+OP = "dct_fully_shard_hook"  # in errors of this folder
 
 
 def agree(seen: Verdict, order: Sequence[int], group: dist.ProcessGroup) -> Verdict:

@@ -70,7 +70,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Of gradients; parameters may be offloaded."""
+        """The device of gradients; parameters may be offloaded."""
         device: torch.device = self._group.device
         return device
 
