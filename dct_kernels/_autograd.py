@@ -1,9 +1,9 @@
-"""Autograd: gradients of the row ops, what they refuse, version counters of what is written.
+"""Autograd: gradients of the row ops, refused uses, version counters of written tensors.
 
 The row ops are linear once the positions are chosen, and their gradients are the row ops again:
 pack and gather go back through unpack, unpack through gather, always at the same positions. So the
-backward message is k values a row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
-Quantized rows have no gradient: their bytes are integers, which no gradient passes.
+backward message is k values per row and no positions (DCT, arXiv 2010.08899: one mask, both ways).
+Quantized rows have no gradient, because their bytes are integers.
 """
 
 from typing import Any, NoReturn
@@ -64,10 +64,10 @@ def _has_tangent(value: object) -> bool:
 
 
 def _guard(name: str) -> None:
-    """Before the kernel: refuse what autograd would get wrong in silence, count what is written.
+    """Before the kernel: refuse uses that autograd would silently get wrong, and count writes.
 
-    Torch asks a formula about forward mode only where a tensor requires grad, and what an op that
-    is made by define + impl writes, it does not know.
+    Torch asks a formula about forward mode only if a tensor requires grad, and it does not know
+    which arguments an op made by define + impl writes.
     """
     op = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
     arguments = op._schema.arguments

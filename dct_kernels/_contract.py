@@ -1,8 +1,8 @@
-"""What each op demands of its arguments: one function per op, same name, same arguments.
+"""The rules of each op's arguments: one function per op, same name, same arguments.
 
-The public functions call these before the op, the eager backend inside it, so that a mistake reads
-the same whichever way an op is reached. Metadata checks trace under torch.compile; addresses and
-contents are looked at only when the op really runs.
+The public functions call these before the op, the eager backend inside it, so that errors are the
+same on every path. Metadata checks trace under torch.compile; addresses and contents are checked
+only when the op really runs.
 """
 
 import torch

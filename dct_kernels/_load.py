@@ -1,8 +1,8 @@
 """Which backends this process has, and why it lacks the others.
 
-`DCT_BACKEND=eager|cpp|cuda|triton` forces one: then no other may serve in its place, and importing
-fails if it is not there. Without it the dispatcher takes the best: compiled kernels for the
-devices they were built for, eager PyTorch for the rest.
+`DCT_BACKEND=eager|cpp|cuda|triton` forces one: then no other replaces it, and importing fails if it
+is not there. Without it the dispatcher takes the best: compiled kernels for the devices they were
+built for, eager PyTorch for the rest.
 """
 
 import importlib
@@ -42,6 +42,11 @@ def built_with() -> dict[str, str]:
 def backend_of(device: torch.device | str) -> str:
     """Which backend serves the ops for tensors on this device: "cpp", "cuda", "triton" or "eager".
 
+    The same for the life of the process. Whether the device is there is not looked at.
+
+    Raises:
+        RuntimeError: torch knows no such device.
+
     >>> backend_of("cpu")
     'cpp'
     """
@@ -78,7 +83,7 @@ def _file_of(backend: str) -> Path | None:
 
 
 def _why_not_loaded(backend: str, file: Path | None) -> str:
-    """Loads it; why not, or ""."""
+    """Load the library: the reason why it cannot be, or ""."""
     if REQUESTED not in (None, *_LIBRARIES):
         return f"DCT_BACKEND={REQUESTED}"
     if file is None:
@@ -91,13 +96,13 @@ def _why_not_loaded(backend: str, file: Path | None) -> str:
         if backend == "cuda" and not _is_for_cuda(file, cuda):
             return f"{file.name} is for another CUDA version than torch's ({cuda})"
         torch.ops.load_library(file)
-    except OSError as error:  # another torch, another libstdc++: the eager kernels still serve
+    except OSError as error:  # a different torch or libstdc++: the eager kernels still work
         return f"{file.name}, built with torch {_built_with(file)}, does not load: {error}"
     return ""
 
 
 def _is_for_cuda(file: Path, version: str | None) -> bool:
-    """Whether it needs the CUDA runtime of this version: two in one process do not go together."""
+    """Whether it needs the CUDA runtime of this version: a process cannot use two."""
     runtime = f"libcudart.so.{str(version).partition('.')[0]}\0"
     return runtime.encode() in file.read_bytes()
 
@@ -126,7 +131,7 @@ def _has_kernel(key: str) -> bool:
 
 
 def _register_triton() -> None:
-    """For CUDA tensors that no compiled kernel takes; if it is forced and interpreted, for all."""
+    """For CUDA tensors if no compiled kernel takes them; if forced and interpreted, for all."""
     keys = []
     if REQUESTED == "triton" and not _why_no_triton():
         keys = ["CUDA", "CPU"] if _triton().INTERPRETED else ["CUDA"]

@@ -1,8 +1,8 @@
 """Argument checks of the ops, in one form: `dct::<op>: <arg> must be <rule>, got <value>`.
 
-Shared by the public functions, the eager backend and packages that stand on the ops; the C++
-adapters say the same words. The metadata checks trace under torch.compile; `memory` looks at
-addresses and contents, which exist only when the op runs.
+Shared by the public functions, the eager backend and packages that use the ops; the C++ adapters
+use the same words. The metadata checks trace under torch.compile; `memory` checks addresses and
+contents, which exist only when the op runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> N
 
 
 def require_device(op: str, device: torch.device | str) -> torch.device:
-    """`device` as torch knows it."""
+    """`device` as a torch.device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
@@ -126,7 +126,7 @@ def memory(
     segments: tuple[torch.Tensor, int] | None = None,
     aligned: tuple[str, torch.Tensor] | None = None,
 ) -> None:
-    """What shows only in memory: overlap, alignment, and on the CPU the contents of the segments.
+    """Check overlap, alignment, and on the CPU the contents of the segments.
 
     `segments` is the tensor and the number of elements it must end at; `aligned` must start at a
     multiple of 16 bytes.
@@ -158,7 +158,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The bytes that both have."""
+    """The bytes that both tensors share."""
     start_a, start_b = a.data_ptr(), b.data_ptr()
     shared = min(start_a + a.nbytes, start_b + b.nbytes) - max(start_a, start_b)
     return max(shared, 0) if a.device == b.device else 0

@@ -46,19 +46,35 @@ ROW_CODES = {"int8": 4, "int4": 5, "ternary": 6}
 
 
 class PayloadLayout(NamedTuple):
-    """Byte offsets of one range's sections, and its size.
+    """Size and sections of one range of a payload, in bytes.
 
-    Entries of "e3m0" are one section: there `values` is `positions`.
+    Attributes:
+        nbytes: size, a multiple of 16.
+        starts: offset of the blocks' starts.
+        positions: offset of the positions.
+        values: offset of the values. Entries of "e3m0" are one section: the offset of positions.
     """
 
-    nbytes: int  # a multiple of 16
+    nbytes: int
     starts: int
     positions: int
     values: int
 
 
 class PayloadInfo(NamedTuple):
-    """What a payload's header says."""
+    """The header of a payload, or of one of its ranges.
+
+    Attributes:
+        value_dtype: torch.float32, torch.bfloat16, "e3m0", or of dct_parallel's payloads in few
+            bits "int8", "int4" or "ternary".
+        numel: elements of the tensor, or of the range.
+        capacity: entries of room.
+        count: entries packed.
+        overflow: more entries passed than had room.
+        non_finite: some entry was NaN or infinite.
+        damage: the sender received a damaged payload in its last step.
+        scale: magnitude of exponent 0 in "e3m0"; else None.
+    """
 
     value_dtype: torch.dtype | str
     numel: int
@@ -67,7 +83,7 @@ class PayloadInfo(NamedTuple):
     overflow: bool
     non_finite: bool
     damage: bool
-    scale: float | None = None  # what exponent 0 stands for in "e3m0"
+    scale: float | None = None
 
 
 def range_blocks(numel: int, ranges: int) -> int:
@@ -98,7 +114,7 @@ def header_kind(value_dtype: torch.dtype | str) -> int:
 def payload_layout(
     numel: int, capacity: int, value_dtype: torch.dtype | str, ranges: int = 1
 ) -> PayloadLayout:
-    """Size and section offsets of a payload for `numel` elements.
+    """Size and section offsets, in bytes, of a payload for `numel` elements. Only arithmetic.
 
     With `ranges` R > 1 the payload tensor is [R, nbytes] and the layout is that of every row.
 
@@ -131,7 +147,9 @@ def payload_layout(
 
 
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
-    """Read the header of one payload, uint8 [nbytes]. Copies 64 bytes to the host: a sync.
+    """Read the header of one payload, uint8 [nbytes].
+
+    Copies 64 bytes to the host, and so synchronizes with it: not for CUDA graphs or torch.compile.
 
     Raises:
         ValueError, TypeError: not a payload; the text says what is wrong.

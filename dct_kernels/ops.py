@@ -6,7 +6,7 @@ Common to all of them
 - Every backend gives bitwise the same answer, run to run, whatever the number of threads.
 - No host synchronization, no data-dependent shape, current stream: safe in CUDA graphs and in
   torch.compile(fullgraph=True). The eager backend (no compiled kernels for the device) may
-  synchronise.
+  synchronize, so on CUDA it cannot be captured.
 - The row ops are differentiable, in reverse mode. Forward mode is refused, and so are a written
   argument that requires grad outside torch.no_grad() and torch.vmap of an op that writes.
 - Meta and fake tensors give shapes and dtypes.
@@ -54,6 +54,12 @@ def sample_threshold(
     Returns:
         float32 [S]. NaN ranks as infinity; an empty segment gives +inf.
 
+    Deterministic for a given seed; safe in CUDA graphs (not on the eager backend) and in
+    torch.compile.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
+
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps; sampling it is DGC's
     idea (arXiv 1712.01887), the stratified hash ours.
 
@@ -73,13 +79,17 @@ def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: 
 
     threshold *= 1 + clip(0.05 * (seen - target) / max(target, 1), -0.05, 0.25), then it is kept
     within [1/4, 64] x reference; float32, each operation rounded. A negative threshold (segment
-    skipped) stays as it is, and so does zero at reference zero. Mutates `threshold`.
+    skipped) stays as it is, and so does zero at reference zero. Mutates `threshold`. Deterministic;
+    safe in CUDA graphs (not on the eager backend) and in torch.compile.
 
     Args:
         threshold: float32 [S], written.
-        seen: int32 [S], what passed in the last mask_pack.
-        target: float32 [S], how many should pass.
+        seen: int32 [S], entries that passed in the last mask_pack.
+        target: float32 [S], entries that should pass.
         reference: float32 [S], the last sampled threshold.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
 
     Source: our reconstruction; the paper keeps the threshold fixed between samples.
 
@@ -112,9 +122,10 @@ def mask_pack(
     (|acc| < threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The
     first `capacity` entries that pass go into the payload in ascending order; the residual becomes
     acc - value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every
-    finite acc: what does not fit is late, never lost. Where acc is not finite the residual keeps
-    its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
-    packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
+    finite acc: an entry that does not fit is late, never lost. Where acc is not finite the residual
+    keeps its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not
+    read, not packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
+    Deterministic; safe in CUDA graphs (not on the eager backend) and in torch.compile.
 
     With value_dtype "e3m0" an entry is 16 bits: its position, and plus or minus s * 2**e, e from 0
     to 7, where s is the power of two nearest to `scale`. acc is rounded to the nearest of these,
@@ -137,9 +148,12 @@ def mask_pack(
             to infinity saturates), or "e3m0".
         inv_scale: float32, one element, or None.
         status: int32 [P], the result of the last `scatter_unpack`, or None. If one of them is not
-            0, every range's header says "damage": all ranks learn what this one saw.
+            0, every range's header says "damage", so that all ranks learn of it.
         scale: float32 [R], for "e3m0" only: the magnitude that the smallest code of each range is
             nearest to, its threshold or `value_scale`. It is kept within 2**-126 and 2**120.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both. Nothing is written.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -183,7 +197,9 @@ def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
             at a density too small for two picks.
 
     Returns:
-        float32 [R].
+        float32 [R], a new tensor. Deterministic, without host synchronization; nothing is checked.
+
+    Source: the payload's scale is ours.
 
     >>> value_scale(torch.tensor([0.5, 0.0]), torch.tensor([9.0, 256.0]))
     tensor([0.5000, 2.0000])
@@ -213,7 +229,8 @@ def scatter_unpack(
     float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
     dtype. If a payload says both "overflow" and "non-finite", or of "e3m0" just "non-finite",
     element 0 of its range becomes NaN, so that a GradScaler skips the step on every rank. Mutates
-    `out` (every element is written).
+    `out` (every element is written). Deterministic; safe in CUDA graphs (not on the eager backend)
+    and in torch.compile.
 
     Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
     adds nothing, and no content causes an access out of bounds.
@@ -231,6 +248,11 @@ def scatter_unpack(
         status int32 [P]: 0, or the sum of 1 (header wrong: all of it ignored), 2 (block starts not
         ascending or past the count) and 4 (positions not ascending or outside their block).
 
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both. Nothing is written.
+
+    Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
+
     >>> payload = torch.zeros(1, payload_layout(4, 2, torch.float32).nbytes, dtype=torch.uint8)
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
@@ -245,18 +267,22 @@ def scatter_unpack(
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
 
-    Exactly k a row (ties: the lower column; NaN ranks as infinity), in column order, so no sizes
-    need exchanging. The gradient is `row_unpack` at the same positions.
+    Exactly k per row (ties: the lower column; NaN ranks as infinity), in column order, so no sizes
+    need exchanging. The gradient is `row_unpack` at the same positions. Deterministic; safe in CUDA
+    graphs (not on the eager backend) and in torch.compile.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
-        k: entries kept a row, 1 to d.
+        k: entries kept per row, 1 to d.
         value_dtype: float32, bfloat16 or float16; values are rounded as `.to(value_dtype)` does.
 
     Returns:
-        values [B, k], and positions uint8 [B, w]: the smallest of a bitmap (ceil(d / 8) bytes,
-        least significant bit first), uint8 columns (d <= 256) and little-endian uint16 columns
-        (d <= 65,536), the first of these on a tie, by (d, k) alone.
+        values [B, k] of value_dtype, and positions uint8 [B, w]: the smallest of a bitmap
+        (ceil(d / 8) bytes, least significant bit first), uint8 columns (d <= 256) and little-endian
+        uint16 columns (d <= 65,536), the first of these on a tie, by (d, k) alone.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
 
     Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
 
@@ -271,18 +297,25 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     """The entries of x at the positions of an earlier `row_pack`. Differentiable in x.
 
-    What the backward message carries: the gradient at the forward pass's mask, no positions.
+    For the backward message: the gradient at the forward pass's positions, which the receiver has.
     Positions are not trusted: a column that is not above every column accepted before it in its
-    row, or is >= d, gathers 0; bits past the k-th are ignored.
+    row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
+    same positions. Deterministic; safe in CUDA graphs (not on the eager backend) and in
+    torch.compile.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
         positions: uint8 [B, w] for this d and k.
-        k: entries a row, 1 to d.
+        k: entries per row, 1 to d.
         value_dtype: float32, bfloat16 or float16.
 
     Returns:
         [B, k] of value_dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side: one mask for both directions.
 
     >>> row_gather(torch.tensor([[0.0, 5.0, 6.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 2,
     ...            torch.float32)
@@ -296,8 +329,9 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Put packed rows back in place, zeros elsewhere. Differentiable in values.
 
-    Positions are not trusted, as in `row_gather`: what cannot be accepted scatters nothing. The
-    gradient is `row_gather` at the same positions.
+    Positions are not trusted, as in `row_gather`: a column that cannot be accepted scatters
+    nothing. The gradient is `row_gather` at the same positions. Deterministic; safe in CUDA graphs
+    (not on the eager backend) and in torch.compile.
 
     Args:
         values: float32, bfloat16 or float16 [B, k].
@@ -307,6 +341,11 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 
     Returns:
         [B, width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
+
+    Source: DCT (arXiv 2010.08899), model-parallel side.
 
     >>> row_unpack(torch.tensor([[5.0, 7.0]]), torch.tensor([[10]], dtype=torch.uint8), 4,
     ...            torch.float32)
@@ -318,15 +357,16 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 
 
 def row_quantize(x: Tensor, format: str) -> Tensor:
-    """Every entry of every row in a few bits, with a scale a row. Not differentiable.
+    """Every entry of every row in a few bits, with a scale per row. Not differentiable.
 
     The result is bytes, which carry no gradient: straight-through is for the caller to arrange.
     A row's bytes follow from that row alone, and their number from d and the format, so no sizes
-    need exchanging. Formats, with bytes a row, codes first (docs/reference/ops.md has every bit):
+    need exchanging. Deterministic; safe in CUDA graphs (not on the eager backend) and in
+    torch.compile. Formats, with bytes per row, codes first (docs/reference/ops.md has every bit):
 
     - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
-      of all; what is not above is 0.
+      of all; the others are 0.
     - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
     - "mxfp4", ceil(d / 2) + ceil(d / 32): OCP Microscaling, a power of two for every 32 entries. A
       baseline, on the CPU and the eager backend only.
@@ -340,6 +380,9 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
     Returns:
         uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
 
     Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
     after signSGD with a scale (arXiv 1901.09847), mxfp4 after the OCP MX specification 1.0; a
@@ -357,7 +400,8 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
 
     Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md), and
-    no access out of bounds.
+    no access out of bounds. Deterministic; safe in CUDA graphs (not on the eager backend) and in
+    torch.compile.
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
@@ -368,6 +412,11 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
     Returns:
         [B, width] of dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule; the text names both.
+
+    Source: that of `row_quantize`.
 
     >>> row_dequantize(torch.tensor([[224, 113, 128, 63]], dtype=torch.uint8), 4, "int4",
     ...                torch.float32)

@@ -1,4 +1,4 @@
-"""How a row travels: the positions of its k entries, or all of its entries in few bits.
+"""The bytes of a row in a message: positions of its k entries, or all its entries in few bits.
 
 Positions take the smallest of three encodings, decided by (width, k) alone; a quantized row's size
 is decided by (width, format). Both sides know these, so no message ever says how it is encoded.

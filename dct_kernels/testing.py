@@ -14,7 +14,7 @@ __all__ = ["available", "backends"]
 def backends() -> dict[str, SimpleNamespace]:
     """{name: its ops as callables, and `.device`, the device whose tensors they take}.
 
-    Only what this process can run. `eager` takes any device and is listed on the CPU; so is
+    Only those that this process can run. `eager` takes any device and is listed on the CPU; so is
     `triton` where its kernels are interpreted (TRITON_INTERPRET=1).
     """
     compiled = {"cpp": "cpu", "cuda": "cuda"}

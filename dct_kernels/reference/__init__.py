@@ -1,6 +1,6 @@
 """The eager backend: every op in clear PyTorch. It defines what is right, on any device.
 
-It may synchronise; the other backends never do.
+It may synchronize with the host; the other backends never do.
 """
 
 import functools

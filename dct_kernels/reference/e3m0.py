@@ -1,7 +1,7 @@
 """Values of payload version 2: plus or minus a power of two, in four bits, over a scale.
 
-A scale is a power of two, here by its exponent as float32 stores it: int32, `biased`. That what is
-sent and what stays are acc again, bit for bit, is proved in csrc/common/e3m0.h.
+A scale is a power of two, here by its exponent as float32 stores it: int32, `biased`. Code and
+remainder add up to acc, bit for bit; csrc/common/e3m0.h has the proof.
 """
 
 import torch
@@ -19,14 +19,14 @@ def nearest_scale(x: Tensor) -> Tensor:
 
 
 def holds(acc: Tensor, biased: Tensor) -> Tensor:
-    """What can be sent: half the scale or more, and less than 2**24 times the largest code."""
+    """Whether an entry can be sent: half the scale or more, and below 2**24 x the largest code."""
     magnitude = acc.view(torch.int32) & MAGNITUDE
     half_the_scale = torch.where(biased == 1, HALF, (biased - 1) << 23)
     return (magnitude >= half_the_scale) & (magnitude < (biased + 31).clamp(max=255) << 23)
 
 
 def encode(acc: Tensor, biased: Tensor) -> Tensor:
-    """The nearest code, of two the larger one in magnitude: negative << 3 | exponent, int32."""
+    """The nearest code, the larger one on a tie: negative << 3 | exponent, int32."""
     exponent = (_nearest_power(acc) - biased).clamp(0, 7)
     return (acc.view(torch.int32) < 0).to(torch.int32) << 3 | exponent
 

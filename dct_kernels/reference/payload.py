@@ -146,7 +146,7 @@ def _add(
     capacity: int,
     values: torch.dtype | str,
 ) -> int:
-    """Validate one rank's payload of one range, add what is sound to `total`, return its status."""
+    """Validate one rank's payload of one range, add its sound blocks to `total`, return status."""
     numel = total.numel()
     raw = bytes(row[: layout.HEADER_BYTES].tolist())
     magic, version, code, flags, *sizes, count, rest = layout.HEADER.unpack(raw)
@@ -158,7 +158,7 @@ def _add(
     else:
         kind_ok = (version, code) == (layout.E3M0_VERSION, layout.E3M0_CODE)
         kind_ok &= layout.LEAST_SCALE <= reserved <= layout.MOST_SCALE
-        lost = layout.FLAG_NON_FINITE  # what is not finite is never sent
+        lost = layout.FLAG_NON_FINITE  # non-finite entries are never sent
     if (
         magic != layout.MAGIC
         or not kind_ok

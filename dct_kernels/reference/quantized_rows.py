@@ -18,7 +18,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         return _quantize_mxfp4(x)
     top = magnitude_key(x).amax(1, keepdim=True)
     finite = top < INFINITY_KEY
-    # A row that holds a NaN or an infinity says so by its scale; its codes are 0.
+    # A row with a NaN or an infinity has the scale NaN, and codes of 0.
     x, top = torch.where(finite, x, 0.0), torch.where(finite, top, 0)
     if format in LEVELS:
         scale = _scale(_divide(top.view(torch.float32), LEVELS[format]))
@@ -44,7 +44,7 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
 
 def _scale(x: Tensor) -> Tensor:
-    """float32 -> the bfloat16 that travels, as float32: finite, and normal or 0."""
+    """float32 -> the bfloat16 that is sent, as float32: finite, and normal or 0."""
     scale = round_to(x, torch.bfloat16, saturate=True).to(torch.float32)
     return torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
 
@@ -72,7 +72,7 @@ def _fixed_point(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(fixed: Tensor, count: Tensor) -> Tensor:
-    """Of the whole units of magnitudes [B, d]: their sum does not depend on its order."""
+    """The mean of magnitudes [B, d] in whole units, whose sum does not depend on its order."""
     total = fixed.to(torch.int64).sum(1, keepdim=True)
     return _divide(total.to(torch.float32), count.clamp(min=1))
 
@@ -114,7 +114,7 @@ def _unpack(packed: Tensor, format: str) -> Tensor:
 
 
 def _weights(format: str, device: torch.device) -> Tensor:
-    """What each code counts in its byte."""
+    """The weight of each code in its byte."""
     base = {"int4": 16, "ternary": 3, "sign": 2}[format]
     return base ** torch.arange(CODES_PER_BYTE[format], dtype=torch.int32, device=device)
 

@@ -69,7 +69,7 @@ def sample_threshold(
 def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
     excess = 0.05 * (seen.to(torch.float32) - target) / target.clamp(min=1.0)
     moved = threshold * (1.0 + excess.clamp(-0.05, 0.25))
-    # Not torch.maximum and minimum, which leave open what they return of -0.0 and 0.0.
+    # Not torch.maximum and minimum, which do not specify their result for -0.0 and 0.0.
     lowest, highest = 0.25 * reference, 64.0 * reference
     moved = torch.where(moved.isnan() | (moved > lowest), moved, lowest)
     moved = torch.where(moved.isnan() | (moved < highest), moved, highest)

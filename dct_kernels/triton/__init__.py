@@ -1,4 +1,4 @@
-"""The Triton backend: every op without a CUDA compiler, one op a file.
+"""The Triton backend: every op without a CUDA compiler, one op per file.
 
 Each file has its kernels, then the host function that checks and launches. A host function returns
 before its kernels have run, allocates only through torch, and keeps nothing between calls.

@@ -1,7 +1,7 @@
 """Payload version 2, for the kernels: its values, a power of two in four bits, and its sub-blocks.
 
-A scale is an int32, `biased`: its exponent as float32 stores it. That what is sent and what stays
-are acc again, bit for bit, is proved in csrc/common/e3m0.h.
+A scale is an int32, `biased`: its exponent as float32 stores it. Code and remainder add up to acc,
+bit for bit; csrc/common/e3m0.h has the proof.
 """
 
 import triton
@@ -26,43 +26,43 @@ def _nearest_power(x):
 
 @triton.jit
 def clamp_scale(biased):
-    """One that a header may have."""
+    """The scale, clamped to those that a header may have."""
     return tl.minimum(tl.maximum(biased, _LEAST), _MOST)
 
 
 @triton.jit
 def load_scale(scale, range_index):
-    """The power of two nearest to a range's scale, any float; of two the larger one."""
+    """The power of two nearest to a range's scale, any float; the larger one on a tie."""
     return clamp_scale(_nearest_power(tl.load(scale + range_index)))
 
 
 @triton.jit
 def holds(acc, biased):
-    """What can be sent: half the scale or more, and less than 2**24 times the largest code."""
+    """Whether an entry can be sent: half the scale or more, and below 2**24 x the largest code."""
     magnitude = acc.to(tl.int32, bitcast=True) & _MAGNITUDE
     half_the_scale = tl.where(biased == 1, _HALF, (biased - 1) << 23)
     span = (tl.minimum(biased + 31, 255) << 23) - half_the_scale
-    # What is less than half the scale wraps around.
+    # Magnitudes below half the scale wrap around.
     return (magnitude - half_the_scale).to(tl.uint32, bitcast=True) < span.to(tl.uint32)
 
 
 @triton.jit
 def encode(acc, biased):
-    """The nearest code, of two the larger one in magnitude: negative << 3 | exponent, int32."""
+    """The nearest code, the larger one on a tie: negative << 3 | exponent, int32."""
     exponent = tl.minimum(tl.maximum(_nearest_power(acc) - biased, 0), 7)
     return (acc.to(tl.int32, bitcast=True) >> 28 & 8) | exponent
 
 
 @triton.jit
 def decode(code, biased):
-    """float32, of the low four bits."""
+    """The float32 of a code, the low four bits."""
     bits = ((code & 7) + biased) << 23 | (code & 8) << 28
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sub_starts(message, range_blocks, block):
-    """Where those of a block are: of its second, third and fourth sub-block."""
+    """Pointer to the starts of a block's second, third and fourth sub-block."""
     starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32))
     sub_starts = (starts + range_blocks + 1).to(tl.pointer_type(tl.uint16))
     return sub_starts + block * (_SUB_BLOCKS - 1)
@@ -70,8 +70,8 @@ def _sub_starts(message, range_blocks, block):
 
 @triton.jit
 def store_sub_starts(message, range_blocks, start, tile, tiles, CHUNK: tl.constexpr):
-    """Of a chunk of tiles, which are sub-blocks: `start` is uint32 [CHUNK], the first entries of
-    `tile` and those after it. What is past the last of all begins where that ends.
+    """Store the starts of a chunk of tiles, which are sub-blocks: `start` is uint32 [CHUNK], the
+    first entries of `tile` and those after it. Tiles past the last begin at its end.
     """
     block = (tile // _SUB_BLOCKS + tl.arange(0, CHUNK // _SUB_BLOCKS))[:, None]
     sub_block = tl.arange(0, _SUB_BLOCKS)[None, :]
@@ -84,8 +84,8 @@ def store_sub_starts(message, range_blocks, start, tile, tiles, CHUNK: tl.conste
 
 @triton.jit
 def load_sub_starts(message, range_blocks, block, block_length, entries):
-    """Those of a block of so many entries, as `position_in_block` takes them, and whether they are
-    sound. An empty range has none.
+    """The starts in a block of so many entries, as `position_in_block` takes them, and whether they
+    are sound. An empty range has none.
     """
     at = _sub_starts(message, range_blocks, block)
     second = tl.load(at, mask=block_length > 0, other=0).to(tl.int64)
@@ -97,7 +97,7 @@ def load_sub_starts(message, range_blocks, block, block_length, entries):
 
 @triton.jit
 def position_in_block(word, entry, sub_starts):
-    """Of an entry, by its place among those of its block: 12 bits are in its word."""
+    """The position of an entry, by its index in its block: 12 bits are in its word."""
     second = (sub_starts >> 17 & 0x7FFF).to(tl.int32)
     third = (sub_starts >> 32 & 0x7FFF).to(tl.int32)
     fourth = (sub_starts >> 47 & 0x7FFF).to(tl.int32)

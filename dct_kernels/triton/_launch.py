@@ -33,10 +33,10 @@ def launch(
 
 @functools.cache
 def _require_sound_assembler(device: torch.device) -> None:
-    """Triton 3.6 brings an assembler that fuses for Blackwell whatever it is told.
+    """Triton 3.6 has an assembler that always fuses on Blackwell.
 
-    That of CUDA 12.9 makes FFMA2 of mul.rn.f32x2 and add.rn.f32x2, so that sums would differ from
-    the other backends' in their last bit.
+    The one of CUDA 12.9 turns mul.rn.f32x2 and add.rn.f32x2 into FFMA2, so that sums would differ
+    from the other backends' in their last bit.
     """
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     if old and torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 10:

@@ -1,7 +1,7 @@
 """Arithmetic with the same bits as every other backend: device functions that the kernels share.
 
-Integer arithmetic where casts differ: between devices in what they make of NaNs, and in Triton's
-interpreter, which truncates instead of rounding to bfloat16.
+Integer arithmetic where casts differ: for NaNs between devices, and in Triton's interpreter, which
+truncates instead of rounding to bfloat16.
 """
 
 import triton
@@ -63,8 +63,8 @@ def multiply_add(base, x, factor):
 
 @triton.jit
 def load_accumulated(residual, grad, inv_scale, i, mask):
-    """residual + grad * inv_scale at the elements i; of the pointers any may be None, but not both
-    residual and grad."""
+    """residual + grad * inv_scale at the elements i. Any pointer may be None, but not both residual
+    and grad."""
     if grad is None:
         acc = tl.load(residual + i, mask=mask)
     else:

@@ -1,4 +1,4 @@
-"""What the row kernels share: rows as tiles, and the encodings of their positions.
+"""Shared by the row kernels: rows as tiles, and the encodings of their positions.
 
 Tiles are [ROWS, BLOCK]; `row` is int64 [ROWS, 1], so that every address is 64 bits wide.
 """
@@ -14,9 +14,9 @@ from ._launch import INTERPRETED
 # A kernel's constant for each encoding: the bytes of one column, 0 for a bitmap.
 COLUMN_BYTES = {Encoding.BITMAP: 0, Encoding.UINT8: 1, Encoding.UINT16: 2}
 
-WIDEST = 4096  # columns that a program holds at once; of wider rows it takes tile after tile
+WIDEST = 4096  # columns that a program holds at once; wider rows are read tile by tile
 WARP_ELEMENTS = 512  # 16 to each of 32 threads: more would take too many registers
-# Interpreted, it is the programs that take time, not what they hold.
+# Interpreted, programs take time, not their elements.
 PROGRAM_ELEMENTS = 16 * WARP_ELEMENTS if INTERPRETED else WARP_ELEMENTS
 
 
@@ -94,8 +94,8 @@ def load_columns(positions, row, rows, slot, width, k, COLUMN_BYTES: tl.constexp
     if COLUMN_BYTES == 2:  # byte by byte: a peer's list may lie at an odd address
         column |= tl.load(entry + 1, mask=inside, other=0).to(tl.int32) << 8
     candidate = inside & (column < width)
-    # Ordered by column, and of equal columns the earlier slot first: what reaches the maximum of
-    # all so far is above every column before it. A list has fewer than 4096 slots of 16 bits.
+    # Ordered by column, equal columns by slot, earlier first: a key that reaches the maximum of all
+    # so far is above every column before it. A list has fewer than 4096 slots of 16 bits.
     key = tl.where(candidate, column << 12 | (4095 - slot), -1)
     accepted = candidate & (tl.associative_scan(key, 1, _larger) == key)
     return tl.where(accepted, column, -1)

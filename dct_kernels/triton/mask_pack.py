@@ -1,12 +1,11 @@
 """mask_pack: error feedback, threshold and ordered compaction, in three kernels.
 
-mark   a tile at a time: the new residual as if nothing were packed, which entries are kept, a bit
-       each, and how many;
-scan   those counts, into where the entries of each tile go; header, starts and `seen`;
-pack   a tile's kept entries, found by their bits: into the payload, and out of the residual.
+mark   per tile: the new residual as if nothing were packed, a bit per kept entry, and their count;
+scan   those counts, into the offsets of each tile's entries; header, starts and `seen`;
+pack   per tile: the kept entries, found by their bits, into the payload and out of the residual.
 
-No kernel waits for another program. What that costs above a single pass is two bits an element and
-the residuals of kept entries, which pack reads and writes once more.
+No kernel waits for a different program. Above a single pass that costs two bits per element and the
+residuals of kept entries, which pack reads and writes once more.
 """
 
 import torch
@@ -29,7 +28,7 @@ from ._numeric import (
 # Elements; a block of the payload begins with a tile, and of "e3m0" a tile is a sub-block.
 # Interpreted programs take long, not tiles.
 TILE = layout.BLOCK if INTERPRETED else 4096
-CHUNK = 4096  # tiles that the scan takes at once
+CHUNK = 4096  # tiles that the scan reads at once
 
 _BLOCK = tl.constexpr(layout.BLOCK)
 _HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
@@ -77,7 +76,7 @@ def _segments_of(ends, begin, offset, size):
 
 @triton.jit
 def _passes(acc, tau):
-    """Zeros never; a NaN, and whatever meets a NaN threshold, always."""
+    """Zeros never pass; a NaN, and every other entry at a NaN threshold, always."""
     return ~(tl.abs(acc) < tau) & (acc != 0.0)
 
 
@@ -126,7 +125,7 @@ def _mark_kernel(
     if scale is not None:
         passing = (counted >> 16).to(tl.int64)
         non_finite = passing != count
-        if non_finite:  # or something else that cannot be sent; pack comes to neither
+        if non_finite:  # or too small or large to be sent; pack reads neither
             non_finite = tl.max(magnitude_key(acc)) == FLOAT32_INFINITY
             old = tl.load(residual + i, mask=~finite, other=0.0)
             tl.store(residual + i, tl.where(is_finite(old), old, 0.0), mask=~finite)
@@ -141,15 +140,15 @@ def _mark_kernel(
         if whole & ~non_finite:
             tl.store(residual + i, acc)
         else:
-            # Of a tile with an entry that is not finite, pack reads kept ones from the start; in
-            # "e3m0" such an entry is not kept, and has been seen to.
+            # In a tile with a non-finite entry, pack computes kept entries anew; in "e3m0" such an
+            # entry is not kept, and its residual is stored above.
             ready = ~kept if scale is None else finite
             tl.store(residual + i, acc, mask=tl.where(non_finite, owned & ready, owned))
 
 
 @triton.jit
 def _damage_flag(status, num_status, CHUNK: tl.constexpr):
-    """Set if a payload of the last step was damaged."""
+    """The damage flag if a payload of the last step was damaged, else 0."""
     found = tl.zeros([CHUNK], tl.int32)
     begin = num_status * 0
     while begin < num_status:
@@ -178,7 +177,7 @@ def _scan_kernel(
     numel, num_segments, num_status, capacity, range_blocks, range_tiles, nbytes,
     KIND: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """By one program for each range. In a word, the entries before take the place of the count."""
+    """One program per range. In each word, the number of entries before replaces the count."""
     program = tl.program_id(0).to(tl.int64)
     message = payload + program * nbytes
     starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32))
@@ -222,7 +221,7 @@ def _scan_kernel(
 
 @triton.jit
 def _popcount(bits):
-    """Of uint32."""
+    """The number of bits set, of uint32."""
     bits -= bits >> 1 & 0x55555555
     bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333)
     bits = bits + (bits >> 4) & 0x0F0F0F0F
@@ -270,10 +269,10 @@ def _pack_kernel(
             tl.store(positions + entry, (begin % _BLOCK + offset).to(tl.uint16), mask=packed)
             tl.store(values + entry, value, mask=packed)
             new = tl.where(packed, acc - to_float(value), acc)
-            # A residual whose acc is not finite keeps what it had.
+            # A residual whose acc is not finite keeps its value.
             new = tl.where(is_finite(acc), new, tl.where(is_finite(old), old, 0.0))
             tl.store(residual + i, new, mask=kept)
-        else:  # one 16-bit word; what is kept is finite
+        else:  # one 16-bit word; kept entries are finite
             code = encode(old, biased)
             tl.store(positions + entry, (offset << 4 | code).to(tl.uint16), mask=packed)
             tl.store(residual + i, old - decode(code, biased), mask=packed)

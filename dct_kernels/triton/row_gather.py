@@ -28,7 +28,7 @@ def _bitmap_kernel(
         elements = to_float(tl.load(x + row * width + column, mask=inside, other=0))
         elements = round_to(elements, values.dtype.element_ty)
         tl.store(values + row * k + slot, elements, mask=(slot >= 0) & (slot < k))
-    # Slots that have no bit: of sound positions there are none.
+    # Slots that have no bit: sound positions have none.
     first = tl.min(before)
     while first < k:
         slot = first + tl.arange(0, BLOCK)[None, :]

@@ -3,8 +3,8 @@
 A program holds a few narrow rows in registers as keys and finds each row's k-th largest key by
 bisection, between the least of the largest keys of more than k groups and the largest of all; it
 stops as soon as every row has a cut that exactly k keys reach. Only equal keys can prevent that,
-and then the first of them are taken. A wide row is read tile by tile, once
-for every 8 bits of its keys, and once more to store what was chosen.
+and then the first of them are taken. A wide row is read tile by tile, once for every 8 bits of its
+keys, and once more to store the chosen entries.
 """
 
 import torch
@@ -35,10 +35,10 @@ def _store_chosen(
     values, positions, elements, keys, cut, ties, above_before, equal_before,
     row, rows, start, width, k, COLUMN_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store of a tile the keys above the cut, and the row's first `ties` equal to it, in order.
+    """Store a tile's keys above the cut, and the row's first `ties` equal to it, in order.
 
-    `above_before` and `equal_before`, [ROWS, 1], count those in the row's tiles before; what they
-    are for the next tile is returned.
+    `above_before` and `equal_before`, [ROWS, 1], count those in the row's tiles before; returns
+    them for the next tile.
     """
     column = start + tl.arange(0, BLOCK)[None, :]
     above = keys > cut
@@ -71,7 +71,7 @@ def _narrow_kernel(
     # At least k keys reach `cut`, and `above`, fewer than k, reach `high`.
     UNIT: tl.constexpr = 1 << LOWEST_BIT
     cut = tl.zeros([ROWS, 1], tl.int32)
-    if GROUPS < BLOCK:  # a group past the row's end, or past the last row, says nothing
+    if GROUPS < BLOCK:  # groups past the row's end, or past the last row, have no effect
         of_groups = tl.max(tl.reshape(keys, [ROWS, BLOCK // GROUPS, GROUPS]), 1)
         cut = tl.maximum(cut, tl.min(of_groups, 1)[:, None])
     high = tl.max(keys, 1)[:, None] + UNIT
@@ -81,7 +81,7 @@ def _narrow_kernel(
         middle = cut + (high - cut >> LOWEST_BIT + 1 << LOWEST_BIT)
         count = tl.sum((keys >= middle).to(tl.int32), 1)[:, None]
         cut = tl.where(open & (count > k), middle, cut)
-        # Found: nothing of what is not above is chosen.
+        # Found: only keys above are chosen.
         cut = tl.where(open & (count == k), middle - UNIT, cut)
         above = tl.where(open & (count <= k), count, above)
         high = tl.where(open & (count <= k), middle, high)
@@ -100,7 +100,7 @@ def _wide_kernel(
 ):  # fmt: skip
     row = _rows.rows_of_program(1)
     digits = tl.arange(0, 256)
-    prefix = 0  # of the k-th largest key, and how many keys are above all of that prefix
+    prefix = 0  # of the k-th largest key; `above` counts keys above all of that prefix
     above = 0
     for shift in tl.static_range(24, -1, -8):
         if shift + 8 > LOWEST_BIT:

@@ -2,9 +2,9 @@
 magnitudes at a time, the highest first.
 
 Each pass is one launch: the programs of a segment count the current digit of the picks whose higher
-digits are those found so far. A digit is found by whoever needs it, from the counts of the passes
-before, so no program waits for another. Picks are read again in each pass rather than kept: they
-are few, and in the cache by then.
+digits are those found so far. Every program that needs a digit finds it from the counts of the
+passes before, so no program waits for others. Picks are read again in each pass rather than kept:
+they are few, and in the cache by then.
 """
 
 import struct
@@ -37,7 +37,7 @@ def _bounds(segments, s, numel, max_samples):
 
 @triton.jit
 def _rank(density_bits, picks):
-    """Of the key that is looked for, from the largest: clamp(ceil(density * picks), 1, picks)."""
+    """The rank of the wanted key, from the largest: clamp(ceil(density * picks), 1, picks)."""
     # As bits, because a float argument of a kernel would be rounded to float32.
     density = density_bits.to(tl.int64).to(tl.float64, bitcast=True)
     wanted = tl.ceil(density * picks.to(tl.float64))

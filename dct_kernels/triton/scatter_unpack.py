@@ -4,8 +4,8 @@ check  one rank's entries for one block of the output: its status, and how many 
 add    a block of the output: zeros, then the sound entries of rank after rank, then the result.
 
 A program owns the 16,384 elements of a block, and only it touches them: a barrier between ranks
-keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself where that
-can hold them, but what few blocks are in work at a time stays in the L2 cache.
+keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself if that can
+hold them, but the few blocks in work at a time stay in the L2 cache.
 """
 
 import ctypes
@@ -112,7 +112,7 @@ def _check_kernel(
     lost = first_word >> 56 & 3 == 3
     if E3M0:
         verdict = tl.where(found == 0, entries | sub_starts, 0)
-        lost = first_word >> 56 & 2 != 0  # what is not finite is never sent
+        lost = first_word >> 56 & 2 != 0  # non-finite entries are never sent
     poisons = lost & ~wrong & (block == 0) & (length > 0)
     tl.store(verdicts + tl.program_id(0), tl.where(poisons, verdict | _POISON, verdict))
 
@@ -144,8 +144,8 @@ def _finish(
 def _look_up(
     payloads, verdicts, rank, ranks, ranges, range_index, range_blocks, block, nbytes
 ):  # fmt: skip
-    """Of a rank's entries for a block: the message, the first of them, and the verdict; past the
-    last rank, none."""
+    """The message of a rank, its first entry for a block, and the verdict on these; past the last
+    rank, none."""
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes
@@ -159,8 +159,8 @@ def _load_entries(
     message, first, verdict, at, positions_at, values_at,
     VALUE: tl.constexpr, E3M0: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Entries from `at` on: positions, values and whether they are there. Of "e3m0" both are in
-    one word, and instead of values comes the scale of all."""
+    """Entries from `at` on: positions, values and whether they are there. In "e3m0" one word holds
+    both, and the values are replaced by the scale of all."""
     entry = at + tl.arange(0, ENTRIES)
     inside = entry < (verdict & (_POISON - 1)).to(tl.int32)
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
@@ -207,8 +207,8 @@ def _add_kernel(
         _clear(sums, length, False, ELEMENTS)
     tl.debug_barrier()
 
-    # Of the next rank the first entries, and of the one after it verdict and start, are asked for
-    # before this one's sums are waited for: one trip to memory a rank where there were three.
+    # The next rank's first entries, and verdict and start of the one after it, are loaded before
+    # this rank's sums are used: one trip to memory per rank instead of three.
     poisoned = block * 0
     rank = ranks * 0
     message, first, verdict = _look_up(
@@ -267,7 +267,7 @@ def scatter_unpack(
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     range_blocks = layout.range_blocks(numel, ranges)
-    grid_blocks = max(range_blocks, 1)  # an empty range has a header, too
+    grid_blocks = max(range_blocks, 1)  # an empty range also has a header
     values = value_format or value_dtype
     sections = layout.payload_layout(numel, capacity, values, ranges)
     e3m0 = values == layout.E3M0

@@ -6,16 +6,16 @@ Tables in shards inside a group of ranks, with replicas across groups.
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
     sync = ReplicaSync(bags, optimizer, every=10)
 
-Or operators computed where their rows are, so that only partial results are sent.
+Or operators computed on the ranks that own their rows, so that only partial results are sent.
 
     layer = EquivalentSubstitution(FeatureRows(weight), [LinearTerms(), SumPooledEmbedding(16, 1)])
     linear, pooled = layer(ids, lengths)
 
 A folder holds one idea: two_dimensional (shards and replicas), substitution (partial results of
-operators on shards) and torchrec (adapters, for where that is installed). None knows another. They
-stand on what lies beside them here: row_wise_adagrad (the optimizers), distinct (each row that a
-batch asks for, once), bag_message (bags of ids to the owners of their rows) and shard_identity
-(whose rows a saved state has); and on dct_parallel, whose rows they send.
+operators on shards) and torchrec (adapters, if it is installed). None imports a different one. They
+share the modules here: row_wise_adagrad (the optimizers), distinct (each row of a batch once),
+bag_message (bags of ids to the owners of their rows) and shard_identity (the rows that a saved
+state is of); and dct_parallel, whose functions send the rows.
 """
 
 from .row_wise_adagrad import MomentumScaledRowWiseAdagrad, RowWiseAdagrad

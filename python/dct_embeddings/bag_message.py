@@ -13,16 +13,16 @@ from dct_parallel.collectives import all_to_all
 def by_rank(
     bag: Tensor, names: Tensor, bags_of: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """For every rank the lengths of its bags, int32, the names in them, and the length that all of
-    them have, or -1 where they differ. The host waits.
+    """Per rank the lengths of its bags, int32, the names in them, and the common length of all its
+    bags, or -1 if they differ. The host waits.
 
     Args:
-        bag: int64 [n], the bag that each name is in; those of rank 0 first, then of rank 1.
-        names: [n], in a bag in this order.
-        bags_of: how many bags each rank has.
+        bag: int64 [n], each name's bag; bags of rank 0 first, then of rank 1.
+        names: [n], inside a bag in this order.
+        bags_of: the number of bags per rank.
     """
     lengths = torch.bincount(bag, minlength=sum(bags_of)).int().split(list(bags_of))
-    # Of no bags at all it is 0.
+    # 0 if there are no bags.
     bounds = [own.aminmax() if len(own) else (own.new_zeros(()),) * 2 for own in lengths]
     told = torch.stack(
         [torch.stack([own.sum(), *of]) for own, of in zip(lengths, bounds, strict=True)]
@@ -40,23 +40,23 @@ def exchange_bags(
     arriving: list[tuple[int, int]],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Rank r gets lengths[r] and names[r]; returns those that came, source by source.
+    """Send lengths[r] and names[r] to rank r; returns those received, source by source.
 
-    One all-to-all of 4 bytes a bag and to each rank, and 4 or 8 a name, as they are; of bags that
-    are all equally long lengths do not cross. The host waits. Every rank sends this one as many
-    bags as this one has itself.
+    One all-to-all, of 4 bytes per bag and rank and 4 or 8 per name; lengths are not sent for bags
+    that are all equally long. The host waits. Every rank sends this one as many bags as this rank
+    has itself.
 
     Args:
-        lengths: int32, of the bags of each rank, as `by_rank` gives them.
-        names: int32 or int64, those in the bags of each rank.
-        alike: the length of all bags of each rank, or -1 where lengths are to cross.
-        arriving: how many names come from each rank, and its `alike` for this one.
+        lengths: int32, of the bags per rank, as `by_rank` gives them.
+        names: int32 or int64, in the bags per rank.
+        alike: the length of all bags per rank, or -1 to send lengths.
+        arriving: per rank, the number of names that it sends, and its `alike` for this rank.
 
     Returns:
-        int32 [ranks * bags of this rank], and names [sum(arriving)].
+        int32 [ranks * bags of this rank], and names [names received].
 
     Raises:
-        ValueError: the lengths that a rank sent are not those of so many names.
+        ValueError: the lengths that a rank sent do not add up to its names.
     """
     bags, dtype = len(lengths[group.rank()]), names[0].dtype
     crossing = [own[:0] if of >= 0 else own for own, of in zip(lengths, alike, strict=True)]

@@ -1,4 +1,4 @@
-"""Every row that a batch asks for, once: samples share values, above all those of small tables."""
+"""Every row of a batch once: samples share values, above all those of small tables."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, 
 
     Args:
         ids: int32 [...], 0 and up.
-        tables: int64, the table of each id, 0 to `number` - 1: [...], or what broadcasts to that.
+        tables: int64, the table of each id, 0 to `number` - 1: [...], or broadcast to that.
         number: of tables.
 
     Returns:
-        wanted int32 [n], table by table, ascending in each; inverse int64 [...], where in `wanted`
-        each id is; counts int64 [number], how many of `wanted` are of each table.
+        wanted int32 [n], table by table, ascending in each; inverse int64 [...], the index of each
+        id in `wanted`; counts int64 [number], ids in `wanted` per table.
     """
     keys, inverse = torch.unique(ids + (tables << 32), return_inverse=True)
     counts = torch.bincount(keys >> 32, minlength=number)
@@ -25,11 +25,10 @@ def distinct(ids: Tensor, tables: Tensor, number: int) -> tuple[Tensor, Tensor, 
 
 
 def repeat(rows: Tensor, inverse: Tensor) -> Tensor:
-    """rows[inverse], [..., d]; of rows used several times, gradients are summed in sample order.
+    """rows[inverse], [..., d]; gradients of rows used several times are summed in sample order.
 
-    In float32, of float64 in that, and in the order of `inverse`, whatever the device, so that
-    equal batches give equal bits. A row of `rows` [n, d] that `inverse` does not name has gradient
-    0.
+    Summed in float32 (float64 for float64), in the order of `inverse`, on any device, so that equal
+    batches give equal bits. A row of `rows` [n, d] that `inverse` does not name has gradient 0.
     """
     repeated: Tensor = _Repeat.apply(rows, inverse)  # type: ignore[no-untyped-call]
     return repeated

@@ -1,4 +1,4 @@
-"""AdaGrad with one accumulator a row, for embedding tables, and what replicas of it share."""
+"""AdaGrad with one accumulator per row, for embedding tables and replicas of them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from dct_kernels import checks
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """AdaGrad whose accumulator is one number a row: 1 / d of AdaGrad's memory.
+    """AdaGrad whose accumulator is one number per row: 1 / d of AdaGrad's memory.
 
     For a row r whose gradient, duplicates summed first, is G of d entries:
 
@@ -21,8 +21,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     the rule that recommenders train their tables with (facebookresearch/dlrm, and FBGEMM's
     EXACT_ROWWISE_ADAGRAD): the mean of squares, not the square of the mean. Rows that a sparse
     gradient does not name cost nothing, and a dense gradient of zeros leaves them as they are:
-    either kind gives the same weights. Deterministic where summing duplicates is: always on the
-    CPU. A non-finite gradient gets into weights and accumulators, as in torch's own optimizers.
+    either kind gives the same weights. Deterministic if summing duplicates is: always on the CPU. A
+    non-finite gradient gets into weights and accumulators, as in torch's own optimizers.
 
     Args:
         params: weights [rows, d] of nn.Embedding or nn.EmbeddingBag, float32 or float64, with dense
@@ -30,8 +30,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         lr: learning rate, above 0.
         eps: added to the root, above 0.
 
-    State of a weight: `sum`, v above, [rows] of the weight's dtype. It exists from the start, so
-    that replicas which have seen different rows can average it.
+    State per weight: `sum`, v above, [rows] of the weight's dtype. It exists from the start, so
+    that replicas which have seen different rows can average it. `step` mutates weights and state.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -64,7 +64,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every weight that has a gradient; the closure's loss, if there is a closure."""
+        """Update every weight that has a gradient. Returns the loss of the closure, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,14 +78,24 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def to_average(self, weight: Tensor) -> Tensor:
         """The state of `weight`, [rows], that its replicas replace with their mean at a sync.
 
-        That is what every step adds to: `pending` if delayed, else `sum`.
+        Every step adds to it: `pending` if delayed, else `sum`. Not a copy.
+
+        Raises:
+            ValueError: `weight` is not one of params.
         """
         state = self._state_of(weight)
         return state.get("pending", state["sum"])
 
     def averaged(self, weight: Tensor, rows: Tensor) -> None:
-        """To be called once `to_average(weight)` holds the mean of all replicas, with the rows [n],
-        each once, in which they may have differed. What waited counts from now on, if delayed.
+        """Call it once `to_average(weight)` holds the mean of all replicas. If delayed, `pending`
+        is added to `sum`, and becomes 0, in place.
+
+        Args:
+            weight: one of params.
+            rows: [n], each once, in which replicas may have differed.
+
+        Raises:
+            ValueError: `weight` is not one of params.
         """
         state = self._state_of(weight)
         if "pending" in state:
@@ -114,7 +124,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         weight[rows] -= group["lr"] * grad / self._divisor(used, group).unsqueeze(1)
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
-        """What gradients are divided by, for these rows' accumulators [n]."""
+        """The divisor of gradients, for these rows' accumulators [n]."""
         divisor: Tensor = accumulator.sqrt() + group["eps"]
         return divisor
 
@@ -138,7 +148,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
-    """Row-wise AdaGrad for tables of which M replicas are averaged: our reconstruction.
+    """Row-wise AdaGrad for tables with M averaged replicas: our reconstruction.
 
     Two-dimensional sparse parallelism (arXiv 2508.03854) trains M groups, each with a replica of
     all tables, and averages weights and accumulators. Its momentum-scaled row-wise AdaGrad is, in
@@ -149,7 +159,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     with c the number of replicas. The accumulator is a `RowWiseAdagrad`'s, and c is applied where
     it is used: it may change in training, and from there on steps are those of a run that always
-    had it. Why c, and the delay, is derived here from what averaging does.
+    had it. Scale and delay are derived here from the effect of averaging.
 
     *The scale.* Let g_i be group i's mean gradient of a row, 0 where it did not use the row. One
     group with all samples would have G = mean(g_i) and accumulate mean(G ** 2); replicas accumulate
@@ -173,17 +183,18 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
 
     A state that was saved with `accumulator_scale` s, of the rule that multiplied squares before
     they were accumulated and added eps to the root, is converted when it is loaded: c is 1 / s, v
-    is multiplied by that, and eps squared. Steps go on as they were, but for roundings.
+    is multiplied by that, and eps squared. Steps stay the same, except for rounding. Deterministic
+    as `RowWiseAdagrad`.
 
     Args:
         params: as of `RowWiseAdagrad`.
         lr: as of `RowWiseAdagrad`.
-        eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: where v is
-            0, the same step.
+        eps: inside the root, above 0. The default is the square of `RowWiseAdagrad`'s: the same
+            step if v is 0.
         scale: c above, from 1 up; M for M replicas of a table.
         delayed: divide by the accumulator of the last sync.
 
-    State of a weight: `sum`, v above, and, if delayed, `pending`, the newer squares: [rows] each.
+    State per weight: `sum`, v above, and, if delayed, `pending`, the newer squares: [rows] each.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.

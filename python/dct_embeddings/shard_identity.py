@@ -1,4 +1,4 @@
-"""Which part of a whole a module holds: one rank's state may fit another's module, in size."""
+"""The part of a whole that a module holds: states of different ranks may have equal sizes."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,8 +11,8 @@ from dct_kernels import checks
 def register_identity(op: str, module: nn.Module, name: str, identity: Tensor) -> None:
     """Keep the integers of `identity`, on any device, as a buffer of the module, and so in states.
 
-    A state in which they differ is refused (ValueError) before anything is read from it. A state
-    without the buffer is up to `strict`, as any missing key is. Copies and pickles of the module
+    A state in which they differ is refused (ValueError) before anything is read from it. `strict`
+    decides on a state without the buffer, as for any missing key. Copies and pickles of the module
     refuse the same states.
 
     Args:

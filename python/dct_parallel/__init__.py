@@ -20,7 +20,7 @@ FSDP2: between replicas of a model that fully_shard has cut.
 
 Model parallel: the largest activations of every row, and their gradients.
 
-    values, positions = pack_rows(x, k)  # on one device; how they travel is up to you
+    values, positions = pack_rows(x, k)  # on one device; send them as you like
     y = unpack_rows(values, positions, width)
     y = all_to_all_rows(x, splits, density=0.05)
 
@@ -28,11 +28,11 @@ Or every entry of every row, in few bits.
 
     y = all_to_all_rows(x, splits, forward="int4", backward="int4")
 
-A folder holds one idea: exchange (a flat tensor into its mean over ranks), and the doors that stand
-on it side by side: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded
-(those of FSDP2) and local_steps (weights); rows (activations at a cut of a model). All stand on
-what lies beside them here: compressor (one tensor, no network), agreement, collectives, groups,
-mesh, and wire, which counts bytes. Embedding tables are in dct_embeddings, which stands on this.
+A folder holds one idea: exchange (a flat tensor into its mean over ranks), and three entry points
+that use it: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded (those of
+FSDP2) and local_steps (weights); rows (activations at a cut of a model). All use the modules here:
+compressor (one tensor, no network), agreement, collectives, groups, mesh, and wire, which counts
+bytes. Embedding tables are in dct_embeddings, which uses this package.
 """
 
 from .compressor import Compressor

@@ -1,7 +1,7 @@
-"""What every rank of a group holds, told through the group's store.
+"""Values of every rank of a group, compared through the group's store.
 
-Not by a collective: ranks that disagree about a message's size hang in it, or end in an abort that
-names nothing. The store answers whatever the ranks do, so all of them can say what is wrong.
+Not by a collective: ranks that disagree about a message's size hang in it, or abort without naming
+the cause. The store answers whatever the ranks do, so all of them can say what is wrong.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def named(ranks: Iterable[int | str]) -> str:
 
 
 class PeerError(RuntimeError):
-    """Another rank cannot, or does not, take part; the text names it and says why."""
+    """A different rank cannot, or does not, take part; the text names it and says why."""
 
 
 class Agreement:
@@ -36,16 +36,16 @@ class Agreement:
 
     A round ends once, and alike for every rank. It succeeds when all ranks have told their values.
     It fails as soon as one of them cannot take part (`refusing`), or gives up waiting for others.
-    Then all may try again, at once: nothing that was told in a round that failed is read later.
+    Then all may try again, at once: values of a failed round are never read later.
 
-    - A refusal fails one attempt of every rank, however late that rank comes: the attempts of ranks
-      stay abreast.
-    - Ranks for which others gave up waiting go on to the next round. The others meet them there
-      when they try again. A rank that tries again while others still wait for it joins them.
-    - Hence a rank that failed without a word, in an attempt that another refused, hears of that
-      refusal the next time, and takes part the time after.
+    - A refusal fails one attempt of every rank, however late the rank is: all ranks make the same
+      number of attempts.
+    - Ranks for which others gave up waiting go on to the next round, which the others join when
+      they try again. A rank that tries again while others still wait for it joins them.
+    - So a rank that failed without a word, in an attempt that a different rank refused, hears of
+      that refusal the next time, and takes part the time after.
 
-    The store holds which round each rank is in: no rank relies on having counted like the others.
+    The store holds the round of each rank: no rank relies on having counted like the others.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -56,16 +56,16 @@ class Agreement:
     def exchange(
         self, op: str, values: Mapping[str, Any], timeout: timedelta
     ) -> dict[int, dict[str, Any]]:
-        """{rank: what it told}, in the group's order, once every rank has told its own.
+        """{rank: its values}, in the group's order, once every rank has told its own.
 
         Args:
-            op: what the ranks are at, for errors; the same on all.
-            values: what JSON can hold.
+            op: the operation of the ranks, for errors; the same on all.
+            values: of types that JSON can hold.
             timeout: how long to wait for the others.
 
         Raises:
-            PeerError: some rank refused, or told nothing until another's timeout; on every rank
-                that takes part, naming that one.
+            PeerError: some rank refused, or told nothing before the timeout of a different one; on
+                every rank that takes part, naming that rank.
             ValueError: ranks are at different ops; on all of them, naming every rank's.
         """
         deadline = time.monotonic() + timeout.total_seconds()
@@ -81,15 +81,15 @@ class Agreement:
         return {rank: entry["values"] for rank, entry in told.items()}
 
     def refuse(self, op: str, error: Exception) -> None:
-        """Take no part in the round of an `exchange`: on the others it fails at once."""
+        """Take no part in the round of an `exchange`, which fails at once on the others."""
         number = self._enter()
-        # If they gave up before, the word is for those that wait by now.
+        # If they gave up before, the refusal is for those that wait by now.
         while self._own in self._end(number).get("missing", []) and self._begun(number + 1):
             number = self._enter()
         self._close(number, {"error": self._refusal(op, error)})
 
     def waiting(self, op: str) -> list[int]:
-        """The ranks that came to a round of `op` that this rank has not come to."""
+        """The ranks in a round of `op` that this rank has not entered."""
         told = self._told(self._store.add(f"entered/{self._own}", 0) + 1)
         return [rank for rank, entry in told.items() if entry["op"] == op]
 
@@ -120,7 +120,7 @@ class Agreement:
                     self._close(number, {"missing": missing, "error": error})
                 else:
                     self._close(number, {"told": told})
-        except BaseException as stopped:  # as by Ctrl-C: who waits here need not wait any longer
+        except BaseException as stopped:  # as by Ctrl-C: the others need not wait any longer
             with contextlib.suppress(RuntimeError):
                 missing = self._but(self._told(number))
                 self._close(number, {"missing": missing, "error": self._refusal(op, stopped)})
@@ -128,13 +128,13 @@ class Agreement:
         return end
 
     def _refusal(self, op: str, error: BaseException) -> str:
-        if isinstance(error, PeerError):  # of another group: the same rank is to blame
+        if isinstance(error, PeerError):  # of a different group: the same rank is to blame
             return str(error)
         got = f"{type(error).__name__} from rank {self._own}: {error}".removesuffix(": ")
         return f"dct::{op}: every rank must take part, got {got}"
 
     def _told(self, number: int) -> dict[int, dict[str, Any]]:
-        """What ranks have told in a round by now."""
+        """The values that ranks have told in a round by now."""
         keys = {rank: f"{number}/{rank}" for rank in self._ranks}
         came = [rank for rank, key in keys.items() if self._store.check([key])]
         return {rank: json.loads(self._store.get(keys[rank])) for rank in came}
@@ -154,14 +154,14 @@ class Agreement:
 
 @contextlib.contextmanager
 def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
-    """An error inside is told to the other ranks of these groups: they raise, too, and do not wait.
+    """Tell the other ranks of these groups of an error inside, so that they raise instead of wait.
 
-    It belongs around the checks of what a rank was given, which precede an `exchange` in each of
+    It belongs around the checks of each rank's arguments, which precede an `exchange` in each of
     these groups.
 
     Args:
-        op: what the ranks are at, for errors.
-        groups: anything but a process group is passed over; then the others wait in vain.
+        op: the operation of the ranks, for errors.
+        groups: anything but a process group is ignored; then the others wait until the timeout.
     """
     try:
         yield
@@ -178,8 +178,8 @@ def require_alike(
 ) -> None:
     """Raise, naming every rank's, if some of `values` is not the same on all; on all of them.
 
-    Collective, and for the time of a set-up. They are compared as texts: none need be fit for
-    anything, so that a rank that has a wrong one does not leave the others waiting.
+    Collective, and only for set-up. Values are compared as texts and may be invalid, so a rank with
+    a wrong one does not leave the others waiting.
     """
     told = {name: str(value) for name, value in values.items()}
     require_same(op, Agreement(group).exchange(op, told, timeout_of(group, device)))

@@ -1,6 +1,6 @@
 """The collectives that packages here share.
 
-They are called as `torch.distributed.<name>`, where a `WireMeter` can see them, and block their
+They are called as `torch.distributed.<name>`, so that a `WireMeter` sees them, and block their
 caller (gloo) or the current stream (NCCL) until they are done.
 """
 
@@ -42,7 +42,7 @@ def all_to_all(
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum of every rank's `tensor` [P * n] into `output` [n], of which a rank gets its part."""
+    """This rank's part of the sum of every rank's `tensor` [P * n], into `output` [n]."""
     # Two names, like all_gather.
     if hasattr(dist, "reduce_scatter_single"):
         dist.reduce_scatter_single(output, tensor, group=group)

@@ -1,8 +1,8 @@
 """One flat tensor, compressed: residual, thresholds and payload. Knows no network.
 
-Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899): what is large goes into
-the payload, the rest waits in the residual (error feedback). The threshold between them is a
-sampled quantile; the paper samples it once in thousands of steps, here that is done in every step.
+Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899): large entries go into
+the payload, the rest stays in the residual (error feedback). The threshold between them is a
+sampled quantile; the paper samples it once in thousands of steps, this class in every step.
 """
 
 import functools
@@ -32,7 +32,7 @@ from dct_kernels.layout import (
 )
 
 POLICIES = ("fresh", "fixed")
-HEADROOM = 1.25  # capacity over what is to pass
+HEADROOM = 1.25  # capacity over the entries that should pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
@@ -58,14 +58,15 @@ def default_samples(density: float) -> int:
 class Compressor:
     """Packs a flat gradient into a payload of fixed size, and keeps the rest as a residual.
 
-    A threshold is sampled from residual + gradient, in every `pack` (policy "fresh") or in every
-    `refresh_every`-th ("fixed": the paper's way; gradients change meanwhile, and entries that find
-    no room stay in the residual). No host synchronization. A sample is infinite if too many of the
-    picks are not finite: then only non-finite entries pass; a "fixed" threshold is kept instead. A
-    sample is 0 if most of the elements are 0: then every non-zero passes, up to the capacity. At
-    density 1 the threshold is always 0: everything is sent.
+    DCT, data-parallel side (arXiv 2010.08899). A threshold is sampled from residual + gradient, in
+    every `pack` (policy "fresh") or in every `refresh_every`-th ("fixed": the paper's way;
+    gradients change meanwhile, and entries that find no room stay in the residual). A sample is
+    infinite if too many of the picks are not finite: then only non-finite entries pass; a "fixed"
+    threshold is kept instead. A sample is 0 if most of the elements are 0: then every non-zero
+    passes, up to the capacity. At density 1 the threshold is always 0: everything is sent.
 
-    There is one payload, overwritten by the next `pack`: finish sending it first.
+    There is one payload, overwritten by the next `pack`: finish sending it first. Deterministic,
+    without host synchronization. A CUDA graph freezes the picks, because `step` is their seed.
 
     Args:
         numel: elements of the flat tensor.
@@ -83,10 +84,10 @@ class Compressor:
         max_samples: picks per segment; default 4,096, from 0.39 % of density down 16 / density.
         row_of: where this tensor is one range of several, the elements of the longest one: payloads
             then have the size of the longest one's.
-        device: of every tensor here.
+        device: of all tensors.
 
     Attributes:
-        residual: float32 [numel], not sent yet, in unscaled units.
+        residual: float32 [numel], not sent yet, in units of the unscaled gradient.
         threshold: float32 [S], the magnitudes that passed in the last `pack`.
         seen: int32 [S], how many passed in it.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
@@ -159,7 +160,7 @@ class Compressor:
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
         end = self._layout.positions
-        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # of a row, what is here
+        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # parts of a row kept here
         if coded and row_of is not None:
             here, there = sub_starts(numel), sub_starts(row_of)
             self._cuts[:1] = slice(here), slice(there, there + end - here)
@@ -170,8 +171,10 @@ class Compressor:
     ) -> Tensor:
         """Add `grad` to the residual, move entries that pass into the payload, and return it.
 
+        Mutates every attribute above.
+
         Args:
-            grad: float32, bfloat16 or float16 [numel].
+            grad: float32, bfloat16 or float16 [numel], not mutated.
             inv_scale: float32, one element on the device, or None: grad is multiplied by it (AMP).
             status: int32 [P], the result of the last `unpack`, or None: if a payload was damaged,
                 this one tells all who receive it.
@@ -206,9 +209,9 @@ class Compressor:
         return self._to_send()
 
     def pack_damage(self) -> Tensor:
-        """A payload without entries that tells all who receive it: what I received was damaged.
+        """A payload without entries that tells its receivers of damage to one this rank received.
 
-        The residual and everything else stay as they are; the last payload is overwritten.
+        Overwrites the last payload. The residual and everything else stay as they are.
         """
         _mask_pack(
             self.residual,
@@ -227,7 +230,7 @@ class Compressor:
         return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
-        """Write the mean of P payloads into `out`, summed in the order given.
+        """Write the mean of P payloads into `out`, summed in the order given: deterministic.
 
         Args:
             payloads: uint8 [P, nbytes] or [P, ranges, nbytes], from compressors made like this one.
@@ -235,7 +238,10 @@ class Compressor:
             out_scale: float32, one element on the device: the mean is multiplied by it (AMP).
 
         Returns:
-            status int32 [P]: non-zero where a payload was damaged, see `scatter_unpack`.
+            status int32 [P]: not 0 where a payload was damaged, see `dct_kernels.scatter_unpack`.
+
+        Raises:
+            ValueError, TypeError: an argument has a wrong shape or dtype; nothing is written.
         """
         checks.require_tensor("Compressor.unpack", "payloads", payloads, (torch.uint8,), (2, 3))
         if len(payloads) == 0:
@@ -257,20 +263,20 @@ class Compressor:
         self._unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
-        self._sampled = False  # what a fixed threshold was sampled from may have been infinite
+        self._sampled = False  # a fixed threshold may have been sampled from infinite values
 
     def sent_of(self, bounds: Tensor) -> Tensor:
         """Entries that the last payload holds of each part of the tensor, int64 [parts].
 
-        Some 15 small ops on the device per range, which it does not wait for; 50 bytes of memory
-        per entry meanwhile.
+        Some 15 small ops per range, without host synchronization; 50 bytes of memory per entry
+        meanwhile.
 
         Args:
             bounds: int64, ascending from 0 to numel, one more than there are parts.
         """
         rows = self.payload.view(-1, self._layout.nbytes)
         entry = torch.arange(self.capacity, device=bounds.device)
-        counts = bounds.new_zeros(len(bounds) + 1)  # of what lies before, in and after the parts
+        counts = bounds.new_zeros(len(bounds) + 1)  # entries before, in and after the parts
         for index, row in enumerate(rows):
             low, high = range_bounds(len(self.residual), len(rows), index)
             blocks = -(-(high - low) // BLOCK)
@@ -289,7 +295,7 @@ class Compressor:
         return counts[1:-1]
 
     def _to_send(self) -> Tensor:
-        """The payload, in the form of a row where it is one of several."""
+        """The payload, padded to the longest one's size if it is one of several."""
         if self._row is None:
             return self.payload
         sizes = [len(self._row[cut]) for cut in self._cuts]
@@ -310,7 +316,7 @@ class Compressor:
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
-        """Find thresholds anew, where they are due."""
+        """Find new thresholds if they are due."""
         if self.policy == "fixed" and self._sampled and self.step % self.refresh_every:
             return
         sampled = _sample_threshold(
@@ -319,12 +325,12 @@ class Compressor:
             self.segments,
             self.density,
             self.max_samples,
-            self.step,  # as the seed: other picks in every sample
+            self.step,  # the seed: different picks in every sample
             inv_scale,
         )
         if self.policy == "fixed":
             sampled = torch.where(sampled.isfinite(), sampled, self.threshold)
-            # In place: the old one, of another stream maybe, must not be freed while it is read.
+            # In place: the old one may be read by a different stream, and must not be freed.
             self.threshold.copy_(sampled)
         else:
             self.threshold = sampled
@@ -370,8 +376,8 @@ def _bounds(segments: Sequence[int] | Tensor, numel: int) -> list[int]:
 
 
 def sent_dtype(value_dtype: torch.dtype | str, density: float) -> torch.dtype | str:
-    """Of values in a payload: "e3m0" needs a threshold for its scale, and at density 1, where
-    there is none, stands for bfloat16."""
+    """The dtype of values in a payload: bfloat16 for "e3m0" at density 1, where no threshold gives
+    it a scale."""
     return torch.bfloat16 if value_dtype == E3M0 and density == 1 else value_dtype
 
 
@@ -383,10 +389,10 @@ def check_settings(
     value_dtype: torch.dtype | str,
     formats: Sequence[str] = (E3M0,),
 ) -> None:
-    """What a Compressor and everything built on it demand of these four.
+    """Raise unless a Compressor, and everything built on it, can take these four.
 
     Args:
-        formats: of values, beside torch's dtypes.
+        formats: allowed for values, beside torch's dtypes.
     """
     checks.require_density(owner, density)
     checks.require_int(owner, "refresh_every", refresh_every, 1, 2**63 - 1)

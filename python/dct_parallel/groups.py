@@ -1,4 +1,4 @@
-"""Process groups as arguments, as what an autograd graph remembers, and of one's own."""
+"""Process groups as arguments, in autograd graphs and modules, and separate ones."""
 
 import contextlib
 import weakref
@@ -23,7 +23,7 @@ class GroupForBackward:
         self._group = weakref.ref(group)
 
     def get(self) -> dist.ProcessGroup:
-        """The group; RuntimeError if it was destroyed since."""
+        """The group; RuntimeError if it has been destroyed."""
         group = self._group()
         if group is None:
             text = (
@@ -34,7 +34,7 @@ class GroupForBackward:
 
 
 class GroupOfModule:
-    """A process group as a module may hold it: copies of the module share it, no file can hold it.
+    """A process group as a module may hold it: copies of the module share it, and saving fails.
 
     Args:
         op: the module, for the error.
@@ -55,7 +55,7 @@ class GroupOfModule:
 
 
 def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, by default of all ranks, once this rank is known to be in it."""
+    """`group`, by default of all ranks; raise unless this rank is in it."""
     if group is None and not dist.is_initialized():
         rule = "a process group where torch.distributed is not initialized"
         checks.fail(op, "group", f"{rule} (call init_process_group first)", None)
@@ -71,12 +71,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of the same ranks: its collectives meet none of theirs.
+    """A gloo group of the same ranks, whose collectives are independent of those of `group`.
 
     All ranks of `group` call it, no others. Not by dist.new_group: that needs every rank of the
-    world, or (use_local_synchronization) names the group after how many others this rank is in,
-    and ranks that count differently wait for each other in vain. Nor does it make a communicator
-    for any backend but gloo, whatever `group` has.
+    world, or (use_local_synchronization) names the group after the number of this rank's groups,
+    and ranks with different numbers hang. It makes no communicator for any backend but gloo,
+    whatever `group` has.
 
     Args:
         name: the same on all ranks, and never used before with this `group`.
@@ -99,6 +99,6 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
 
 
 def end_group(group: dist.ProcessGroup) -> None:
-    """Destroy a `separate_group`, unless that was done with all others."""
+    """Destroy a `separate_group`, unless all groups have been destroyed."""
     with contextlib.suppress(ValueError):
         dist.destroy_process_group(group)

@@ -20,7 +20,7 @@ NODES = ("node", "local")  # dimensions: across nodes, and inside one
 def require_mesh(
     op: str, mesh: DeviceMesh, dimensions: tuple[str, str]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's group along each of the `dimensions` of `mesh`, once it has these and no more."""
+    """This rank's group along each of the `dimensions` of `mesh`; raise if it has others."""
     if not isinstance(mesh, DeviceMesh):
         checks.fail(op, "mesh", "a DeviceMesh", type(mesh).__name__, TypeError)
     if mesh.mesh_dim_names != dimensions:
@@ -38,14 +38,14 @@ def require_mesh(
 def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
     """Raise on every rank of the mesh, naming every rank's, if some value differs.
 
-    Waits end at the timeout of the mesh's groups, or at that of all ranks if it is shorter.
+    Waits up to the timeout of the mesh's groups, or that of all ranks if it is shorter.
     """
     outer, inner = mesh.get_all_groups()
     device = torch.device(mesh.device_type)
     timeout = min(timeout_of(outer, device), timeout_of(inner, device))
     with contextlib.suppress(RuntimeError):  # all ranks' group may have no backend for this device
         timeout = min(timeout, timeout_of(require_group(op, None), device))
-    # First among those of the inner group, then what they told: all know all before any raises.
+    # First in the inner group, then its answers in the outer: all know all before any raises.
     with refusing(op, outer):
         told = Agreement(inner).exchange(op, values, timeout)
     rows = Agreement(outer).exchange(op, {str(rank): v for rank, v in told.items()}, timeout)
@@ -56,18 +56,22 @@ def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
     """The mesh of a cluster, of dimensions ("node", "local"): a row for each node's ranks.
 
-    Every rank calls it, once torch.distributed is initialized. Ranks are numbered node by node, as
-    torchrun does. Its groups have the timeout that `init_process_group` was given.
+    Every rank calls it, once torch.distributed is initialized: it makes process groups. Ranks are
+    numbered node by node, as torchrun does. The groups have the timeout that `init_process_group`
+    was given.
 
     Args:
-        local_size: ranks in each node; default what torchrun says, LOCAL_WORLD_SIZE.
+        local_size: ranks per node; default torchrun's LOCAL_WORLD_SIZE.
         device_type: "cuda" or "cpu"; default CUDA where torch sees a GPU.
+
+    Returns:
+        A DeviceMesh [nodes, local_size], for `DCTState`.
 
     Raises:
         ValueError, TypeError: an argument is not known or out of its range, on this rank; nodes
             differ in size or the number of ranks is no multiple of it, on every rank.
-        RuntimeError: some other rank raises instead, as the text says, or does not call it within
-            the group's timeout.
+        RuntimeError: a different rank raised, as the text says, or did not call this within the
+            group's timeout.
 
     >>> state = DCTState(ddp, mesh=node_mesh())
     """

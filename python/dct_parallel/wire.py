@@ -29,12 +29,12 @@ def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
 
 
 def broadcast_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes a rank sends in a broadcast of `nbytes`, averaged over ranks: all but one receive."""
+    """Bytes per rank in a broadcast of `nbytes`, averaged over ranks: all but one receive."""
     return (world_size - 1) * nbytes // world_size
 
 
 def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
-    """What goes to other ranks: everything but the split that stays here."""
+    """Bytes that go to other ranks: all but this rank's own split."""
     sent: Tensor = call["input"]
     splits: list[int] | None = call["input_split_sizes"]
     if not splits:
@@ -45,8 +45,8 @@ def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
 
 _Counter = Callable[[Mapping[str, Any], int], int]
 
-# {function of torch.distributed: bytes of one call, from its arguments and the world size}. What a
-# torch version does not have is left out.
+# {function of torch.distributed: bytes of one call, from its arguments and the world size}. Those
+# that a torch version lacks are left out.
 _COUNTERS: dict[str, _Counter] = {
     "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
     "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
@@ -65,7 +65,7 @@ class WireMeter:
 
     While active, the module's collectives are replaced by wrappers that count and call on. So it
     sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
-    hooks of torch.distributed.algorithms.ddp_comm_hooks; of point-to-point messages all, those of
+    hooks of torch.distributed.algorithms.ddp_comm_hooks; and all point-to-point messages, those of
     torch.distributed.pipelining included. Names: all_reduce, all_gather, all_gather_into_tensor,
     all_gather_single, reduce_scatter_tensor, reduce_scatter_single, all_to_all_single, broadcast,
     send, isend and batch_isend_irecv; no others. It does not see DDP's built-in all-reduce, which
@@ -73,10 +73,10 @@ class WireMeter:
     assumed. Meters nest; leave them in reverse order.
 
     Args:
-        group: count only what is called with this process group; default all.
+        group: count only calls with this process group; default all.
 
     Raises:
-        TypeError: `group` is none.
+        TypeError: `group` is neither a process group nor None.
 
     >>> with WireMeter() as meter:
     ...     step()
@@ -93,7 +93,7 @@ class WireMeter:
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def take(self) -> int:
-        """Bytes sent since the meter started or was last taken."""
+        """Bytes sent since the meter started or was last read, and start again from 0."""
         with self._lock:
             taken, self._bytes = self._bytes, 0
         return taken

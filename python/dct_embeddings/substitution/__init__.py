@@ -1,6 +1,6 @@
-"""Distributed equivalent substitution: partial results cross, not the rows that they are made of.
+"""Distributed equivalent substitution: partial results are sent, not the rows they are made of.
 
-Reading order: operators (what has such a substitute), feature_rows (who owns which row), id_table
-and dynamic_rows (rows that appear in training), dynamic_state (what is saved of them), aggregation
+Reading order: operators (those with such a substitute), feature_rows (who owns which row), id_table
+and dynamic_rows (rows that appear in training), dynamic_state (their checkpoints), aggregation
 (partial results, added up), substitution (the layer).
 """

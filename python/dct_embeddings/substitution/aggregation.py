@@ -16,7 +16,7 @@ def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of their partial results for this rank's samples.
 
     Summed in rank order, so that a run repeats bit for bit; a ring sends as many bytes. The
-    gradient is gathered from all ranks and divided by their number, as a mean over ranks is.
+    gradient is gathered from all ranks and divided by their number, for a mean over ranks.
 
     Args:
         partial: [P * batch, m], for the samples of rank 0, 1, ...

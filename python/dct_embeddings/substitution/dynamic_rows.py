@@ -20,24 +20,24 @@ _PER_ROW = "per_row."
 
 
 class DynamicFeatureRows(SharedRows):
-    """A row for each feature that training has met, shared out to ranks by a hash of the id.
+    """A row for each feature seen in training, shared out to ranks by a hash of the id.
 
     In training mode a feature gets its row when it is first seen: numbers uniform within `bound`,
     by a hash of id and column, so they are the same on any number of ranks. In eval mode no rows
     are made, and the row of an unknown feature is 0. No row is ever evicted.
 
-    Ids are any from 0 to 2^63 - 1, such as hashes, sent in 8 bytes each. A rank finds rows by a
-    hash table that grows by a bucket at a time.
+    Ids are any from 0 to 2^63 - 1, such as hashes, sent in 8 bytes each. Each rank finds its rows
+    by a hash table that grows bucket by bucket.
 
-    `state_dict` has the rows there are, and is this rank's; `load_state_dict` takes that, or what
-    `merge_feature_rows` made of the states of any number of ranks: all of it, or with an error
-    nothing. A copy (copy.deepcopy, AveragedModel) has the features of the time when it was made,
-    and shares the group. Deterministic.
+    `state_dict` has the rows of this rank; `load_state_dict` takes that, or the result of
+    `merge_feature_rows` for any number of ranks: all of it, or nothing and an error. A copy
+    (copy.deepcopy, AveragedModel) has the features known when it was made, and shares the group.
+    Deterministic.
 
     Args:
         width: d, numbers in a row.
         capacity: rows that this rank can have. Memory is reserved for them, and on the CPU taken
-            only as they come: the rest costs address space only.
+            only for rows that are made: the rest costs address space only.
         bound: of initial numbers, from 0 up to the most that `dtype` holds.
         seed: of initial numbers.
         dtype: float32 or float64.
@@ -45,14 +45,14 @@ class DynamicFeatureRows(SharedRows):
         group: the ranks that share them, default all.
 
     Attributes:
-        weight: parameter [1 + capacity, d]. Row 0 is 0, for unknown features; then come those of
-            `ids()`; the rows behind those have no meaning.
+        weight: parameter [1 + capacity, d], with a sparse gradient. Row 0 is 0, for unknown
+            features; then those of `ids()` follow; the rows after them have no meaning.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in width, dtype, bound or seed; on all of them. In forward: some
             rank would have more features than its `capacity`; on all of them, and none is added.
-        RuntimeError: an argument is out of its range on another rank alone, as the text says.
+        RuntimeError: an argument is out of its range on a different rank only, as the text says.
     """
 
     no_row = NO_PLACE
@@ -69,7 +69,7 @@ class DynamicFeatureRows(SharedRows):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(_OP, group)
-        with refusing(_OP, self.group):  # what may differ between ranks
+        with refusing(_OP, self.group):  # these may differ between ranks
             device = checks.require_device(_OP, device)
             checks.require_int(_OP, "capacity", capacity, 1, MOST_ROWS)
         told = {"width": width, "dtype": dtype, "bound": bound, "seed": seed}
@@ -119,7 +119,7 @@ class DynamicFeatureRows(SharedRows):
         return len(names[self._table.find(names) == NO_PLACE].unique()) if self.training else 0
 
     def initial(self, ids: Tensor) -> Tensor:
-        """The rows [n, d] that these features, int32 or int64 [n], begin with."""
+        """The initial rows [n, d] of these features, int32 or int64 [n]."""
         checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64))
         ids = ids.long()
         column = torch.arange(1, 1 + self.width, device=ids.device) + (self._seed << 32)
@@ -129,9 +129,9 @@ class DynamicFeatureRows(SharedRows):
     def attach(self, name: str, optimizer: torch.optim.Optimizer, key: str) -> None:
         """Save and load an optimizer's state of the rows with them, under this name.
 
-        It is `optimizer.state[rows.weight][key]` as it is when the rows are saved or loaded, a
-        tensor [1 + capacity, ...]. A load writes into it: load the optimizer before, not after, if
-        the rows' state is that of another world size. Features without a row have zeros there. A
+        It is `optimizer.state[rows.weight][key]` at the time of a save or load, a tensor
+        [1 + capacity, ...]. A load writes into it: load the optimizer before, not after, if the
+        rows' state is that of a different world size. Features without a row have zeros there. A
         copy of the rows has nothing attached.
 
         Raises:
@@ -146,8 +146,8 @@ class DynamicFeatureRows(SharedRows):
         self._attached[name] = optimizer, key
 
     def _per_row(self) -> dict[str, Tensor]:
-        """What is saved of rows: the weight, and what is attached, as it is now (an optimizer that
-        loads a state has other tensors).
+        """The tensors that are saved for rows: the weight, and the attached ones. Looked up anew,
+        because an optimizer that loads a state makes new tensors.
         """
         attached = {_PER_ROW + name: self._state_of(*of) for name, of in self._attached.items()}
         return {"weight": self.weight, **attached}
@@ -179,7 +179,7 @@ class DynamicFeatureRows(SharedRows):
             "owner": torch.tensor([self.group.rank(), self.group.size()]),
             "ids": self.ids().clone(),
         }
-        for name, tensor in self._per_row().items():  # not parts: all of the storage would be saved
+        for name, tensor in self._per_row().items():  # not views: all of the storage would be saved
             state[name] = tensor.detach()[used].clone()
         destination.update({prefix + name: tensor for name, tensor in state.items()})
 
@@ -203,7 +203,7 @@ class DynamicFeatureRows(SharedRows):
             unexpected_keys += [prefix + name for name in state if name not in names]
             if missing == names:
                 return
-            if missing:  # an error even if the load is not strict: there is no loading a part
+            if missing:  # an error even if the load is not strict: a part cannot be loaded
                 rule, got = ", ".join(names), f"no {', '.join(missing)}"
                 checks.fail(_OP, "state", rule, got, verb="have")
             own = self._own_of(state, per_row)
@@ -215,10 +215,10 @@ class DynamicFeatureRows(SharedRows):
         self._table.add(state["ids"].to(device)[own])
         for name, tensor in per_row.items():
             tensor[1 : 1 + len(self)] = state[name].to(device)[own]
-            tensor[1 + len(self) : 1 + before] = 0  # as for features that nobody has met
+            tensor[1 + len(self) : 1 + before] = 0  # as for features not seen yet
 
     def _own_of(self, state: Mapping[str, Tensor], per_row: Mapping[str, Tensor]) -> Tensor:
-        """Which rows of a state are this rank's, once it is known to be fit for it."""
+        """The indices of this rank's rows in a state; raises if the state does not fit."""
         require_state(_OP, "state", {name: state[name] for name in ("owner", "ids", *per_row)})
         rank, ranks = state["owner"].tolist()
         here = (self.group.rank(), self.group.size())

@@ -1,4 +1,4 @@
-"""States of `DynamicFeatureRows`: what they hold, and those of all ranks as one."""
+"""States of `DynamicFeatureRows`: their contents, and those of all ranks as one."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,10 +28,16 @@ def require_state(op: str, arg: str, state: Mapping[str, Tensor]) -> None:
 
 
 def merge_feature_rows(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The states of all ranks as one, which ranks of any number can load.
+    """The states of all ranks as one, for any number of ranks to load.
+
+    Needs no process group, and mutates nothing.
 
     Args:
         states: `DynamicFeatureRows.state_dict()` of every rank, in any order.
+
+    Returns:
+        A state with the rows of all ranks, in rank order, for
+        `DynamicFeatureRows.load_state_dict` on every rank.
 
     Raises:
         ValueError, TypeError: they are not those of all ranks of one run, each once.

@@ -1,4 +1,4 @@
-"""Which rank owns the row of a feature, and where it has it."""
+"""The owner of each feature's row, and the row's place there."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ _Rank = TypeVar("_Rank", int, Tensor)
 
 
 class SharedRows(nn.Module, ABC):
-    """Rows of features that the ranks of a group share, each with its own as a parameter.
+    """Rows of features that the ranks of a group share; each rank has its own as a parameter.
 
     A copy (copy.deepcopy, AveragedModel) has rows of its own, and the same group.
 
@@ -31,7 +31,7 @@ class SharedRows(nn.Module, ABC):
 
     Attributes:
         weight: parameter [places, d]; its gradient is sparse.
-        no_row: a place in `weight` that is no feature's, and gets no gradient; None if all are.
+        no_row: a place in `weight` of no feature, without gradient; None if there is none.
         capacity: rows that this rank can have; None if it has all from the start.
     """
 
@@ -59,15 +59,15 @@ class SharedRows(nn.Module, ABC):
 
     @abstractmethod
     def require_ids(self, op: str, ids: Tensor) -> None:
-        """Raise, naming the first, if some id can be of no feature. The host waits."""
+        """Raise, naming the first, if some id is not valid. The host waits."""
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank that owns each id's row, int64, and the name by which it knows it, int."""
+        """The rank that owns each id's row, int64, and the row's name on that rank, int."""
 
     @abstractmethod
     def places(self, names: Tensor) -> Tensor:
-        """Where in `weight` the rows of these names are, which this rank owns."""
+        """The indices in `weight` of rows of this rank, by their names."""
 
     def __len__(self) -> int:
         """How many features have a row on this rank."""
@@ -81,23 +81,25 @@ class SharedRows(nn.Module, ABC):
 class FeatureRows(SharedRows):
     """A row of numbers for each feature 0 ... rows - 1, shared out to ranks by a hash of the id.
 
-    The hash, id * a % rows with a prime to rows, numbers the features anew without leaving one out
-    or two alike: each rank owns a range of these numbers, all as many, give or take one, and no
-    table of owners is needed. With a next to rows times the golden ratio, features that follow one
-    another, one by one or with a step, are spread over the ranks.
+    The hash, id * a % rows with a prime to rows, is a permutation of the ids. Each rank owns a
+    range of hashes, equally many give or take one, so no table of owners is needed. With a next to
+    rows times the golden ratio, consecutive or evenly spaced ids are spread over the ranks.
 
-    `state_dict` has this rank's rows, and `owner`, whose they are: [rank, ranks, rows of all]. A
-    load of another's is refused (ValueError) before anything is read from it.
+    `state_dict` has this rank's rows, and `owner`, [rank, ranks, rows of all]. A load of a
+    different rank's is refused (ValueError) before anything is read from it. Deterministic.
 
     Args:
         weight: the rows of all features [rows, d], float32 or float64, the same on every rank. Only
             this rank's are kept: the tensor may be mapped from a file.
         group: the ranks that share them, default all.
 
+    Attributes:
+        weight: parameter [own rows, d] in the order of `ids()`, with a sparse gradient. A copy.
+
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in rows, width or dtype; on all of them.
-        RuntimeError: an argument is out of its range on another rank alone, as the text says.
+        RuntimeError: an argument is out of its range on a different rank only, as the text says.
     """
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -1,15 +1,15 @@
 """Ids to places 1, 2, 3, ... in the order in which they were added: a hash table in tensors.
 
-Linear hashing (Litwin, 1980): buckets come one by one, each taking over what belongs to it of one
-that is there, in proportion to the ids that are added. So there is never a time when all are hashed
-again. A batch of ids is handled at once, by some tens of tensor operations however many they are.
+Linear hashing (Litwin, 1980): buckets are added one by one, in proportion to the ids, and each
+takes over its ids from one older bucket. So the table is never hashed anew as a whole. A batch of
+ids is handled at once, by some tens of tensor operations whatever its size.
 """
 
 import torch
 from torch import Tensor
 
 SLOTS = 8  # of a bucket
-LOAD = 2  # ids a bucket on average: three in four then have the slot that they are sought in first
+LOAD = 2  # ids per bucket on average: three in four are then in the slot that is searched first
 NO_PLACE = 0  # of an id that was not added
 
 
@@ -17,12 +17,12 @@ class IdTable:
     """Places of ids from 0 to 2^63 - 1.
 
     A slot holds the place of an id, and the id is looked up there. An id's bucket and first slot
-    come from its hash; if another has that slot, it goes to the next of the bucket that is free,
-    and from a full bucket, one id in some hundreds, to a sorted list.
+    follow from its hash. If that slot is taken, it gets the next free one of the bucket; if the
+    bucket is full, as for one id in some hundreds, it goes to a sorted list.
 
     Args:
         capacity: ids at most, below 2^31. Memory is reserved for so many, 24 bytes each; on the CPU
-            it is taken only as they come.
+            it is taken only as ids are added.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class IdTable:
 
     @property
     def ids(self) -> Tensor:
-        """All that were added, in the order of their places."""
+        """All ids that were added, in the order of their places."""
         return self._ids[1 : 1 + self._count]
 
     def find(self, ids: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class IdTable:
         return places.index_copy_(0, left, self._among_others(ids.index_select(0, rest)))
 
     def add(self, ids: Tensor) -> None:
-        """Give each of these a place, the next ones in their order. They are new and different."""
+        """Give these ids, which are new and distinct, the next places, in their order."""
         first, self._count = self._count, self._count + len(ids)
         places = torch.arange(1 + first, 1 + self._count, dtype=torch.int32, device=ids.device)
         self._ids[1 + first : 1 + self._count] = ids
@@ -88,7 +88,7 @@ class IdTable:
         return slots - (slots >= self._buckets * SLOTS) * (self._level * SLOTS)
 
     def _grow(self, buckets: int) -> None:
-        """Add buckets, each with what it takes over from the one `level` before it."""
+        """Add buckets, each of which takes over ids from the one `level` before it."""
         while self._buckets < buckets:
             if self._buckets == 2 * self._level:
                 self._level *= 2
@@ -103,12 +103,12 @@ class IdTable:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """A hash of each, int64 from 0: all of its bits depend on all of the id's."""
+    """A hash of each id, int64 from 0; all of its bits depend on all of the id's."""
     x = ids * -0x61C8864680B583EB
     x = (x ^ x >> 32) * -0x4B47D0C5A2D2F58B
-    return x ^ x >> 31  # as shifts repeat the sign, the result has none
+    return x ^ x >> 31  # not negative, because shifts repeat the sign
 
 
 def _next(slot: Tensor) -> Tensor:
-    """The next slot of the same bucket, after its last the first."""
+    """The next slot of the same bucket; the first follows the last."""
     return (slot & -SLOTS) | (slot + 1 & SLOTS - 1)

@@ -1,4 +1,4 @@
-"""Operators on the rows of features that are sums over features, but for what comes last.
+"""Operators on the rows of features that are sums over features, up to a last function.
 
 Such an operator y = F(rows of a sample's features) has an equivalent substitute: y = g(sum over
 ranks of f(the rows that a rank owns)). `partial` is f, `combine` is g (arXiv 1909.04823).
@@ -16,14 +16,14 @@ MOST = 2**31 - 1
 
 
 class Bags:
-    """Which rows belong to which field of which sample.
+    """The rows of each field of each sample.
 
     Args:
         lengths: int [sources, fields, batch], rows of each bag; rows lie in this order. The samples
             are those of all sources.
 
     Attributes:
-        samples: how many they are.
+        samples: their number.
     """
 
     def __init__(self, lengths: Tensor) -> None:
@@ -42,11 +42,16 @@ class Bags:
 class SubstituteOperator(nn.Module, ABC):
     """An operator y = g(sum over ranks of f(own rows)) of an `EquivalentSubstitution`.
 
-    Parameters of its own are used in `partial`, and the same on every rank.
+    DES (arXiv 1909.04823). Subclasses define f as `partial` and g as `combine`, without mutating
+    their arguments. Their parameters are used in `partial` only, and the same on every rank.
+    Deterministic if `partial` and `combine` are; those here are on the CPU.
 
     Args:
-        width: numbers of a feature's row that it uses.
-        first: where in the row they begin, so that operators may share some of them, or none.
+        width: columns of a feature's row that it uses.
+        first: the first of these columns. Operators may share columns.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
     """
 
     def __init__(self, width: int, first: int = 0) -> None:
@@ -61,25 +66,27 @@ class SubstituteOperator(nn.Module, ABC):
         return ", ".join([f"width={self.width}", f"first={self.first}", *own])
 
     def require_fit(self, weight: Tensor, fields: int) -> None:
-        """Raise if it cannot work on rows of `weight` in bags of so many fields. Here it can."""
+        """Raise if it cannot work on rows of `weight` in so many fields. By default never."""
 
     def forward(self, rows: Tensor, bags: Bags) -> Tensor:
-        """`partial`: by a call, `EquivalentSubstitution` lends it parameters that sum gradients."""
+        """Call `partial`. `EquivalentSubstitution` swaps in parameters that sum gradients."""
         return self.partial(rows, bags)
 
     @abstractmethod
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
-        """f: what rows [n, width] of `bags` contribute, [samples, m]; m by the fields alone."""
+        """f: the contribution [samples, m] of rows [n, width] in `bags`; m depends on the number of
+        fields only."""
 
     @abstractmethod
     def combine(self, total: Tensor) -> Tensor:
-        """g: the result from the sum of all ranks' partial results, [batch, m]."""
+        """g: the result for `total` [batch, m], the sum of all ranks' partial results."""
 
 
 class LinearTerms(SubstituteOperator):
     """The linear terms of logistic regression: y[b] = sum of w[j] over the sample's features j.
 
-    Sends 1 number a sample.
+    Result [batch], of the rows' dtype. Sends 1 number per sample. `first`: as of
+    `SubstituteOperator`; width is 1.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -93,9 +100,10 @@ class LinearTerms(SubstituteOperator):
 
 
 class SumPooledEmbedding(SubstituteOperator):
-    """An embedding bag a field: y[b, field] = sum of v[j] over the features j in the bag.
+    """An embedding bag per field: y[b, field] = sum of v[j] over the features j in the bag.
 
-    Sends fields x width numbers a sample.
+    Result [batch, fields, width], of the rows' dtype. Sends fields x width numbers per sample.
+    Arguments: as of `SubstituteOperator`.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -110,7 +118,8 @@ class FactorizationMachine(SubstituteOperator):
     """Interactions of second order: y[b] = sum of v[j].v[k] over pairs of the sample's features.
 
     By Rendle's identity, half of |sum of v[j]|^2 - sum of |v[j]|^2. Features of all fields count, a
-    feature that a sample has twice as two. Sends width + 1 numbers a sample.
+    feature that a sample has twice as two. Result [batch], of the rows' dtype. Sends width + 1
+    numbers per sample. Arguments: as of `SubstituteOperator`.
     """
 
     def partial(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -124,16 +133,20 @@ class FactorizationMachine(SubstituteOperator):
 class FirstLayer(SubstituteOperator):
     """The first fully connected layer over all fields' pooled embeddings side by side, no bias.
 
-    y[b] = weight @ the bag sums of all fields. Sends `out_features` numbers a sample, where
-    `SumPooledEmbedding` with a Linear after it sends fields x width, and has no more to send back.
-    Its weight [out_features, fields * width] is on every rank, with torch's initial values; what
-    ranks have of its gradient is added up by one all-reduce.
+    y[b] = weight @ the bag sums of all fields. Result [batch, out_features]. Sends `out_features`
+    numbers per sample; `SumPooledEmbedding` with a Linear after it sends fields x width. The
+    backward pass sends as many. Its weight [out_features, fields * width], of the rows' dtype, is
+    on every rank, with torch's initial values; one all-reduce sums its gradient over ranks.
 
     Args:
-        fields: as many as `lengths` will have.
+        fields: the number of fields in `lengths`.
         width: as of `SubstituteOperator`.
         first: as of `SubstituteOperator`.
         out_features: of the layer.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it. In forward:
+            `fields` or the weight's dtype does not fit.
     """
 
     def __init__(self, fields: int, width: int, out_features: int, first: int = 0) -> None:
@@ -158,7 +171,7 @@ class FirstLayer(SubstituteOperator):
 
 
 def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None:
-    """`operator` has partial results that add up, or the error says why not, and fits the rows."""
+    """Raise unless partial results of `operator` add up and it fits the rows; the text says why."""
     if not isinstance(operator, SubstituteOperator):
         rule = "a SubstituteOperator, whose partial results add up"
         checks.fail(op, arg, rule, f"{type(operator).__name__}{_why_not(operator)}", TypeError)

@@ -1,4 +1,4 @@
-"""The layer: operators on rows that other ranks own, by the sums of their partial results."""
+"""The layer: operators on rows of all ranks, by the sums of their partial results."""
 
 import contextlib
 import zlib
@@ -26,13 +26,12 @@ AGGREGATES = ("reduce_scatter", "all_reduce")
 
 
 class EquivalentSubstitution(nn.Module):
-    """Operators on rows of features that ranks share, computed where the rows are.
+    """Operators on rows of features that ranks share, computed on the ranks that own the rows.
 
-    Distributed equivalent substitution (arXiv 1909.04823): an operator is replaced by parts beside
-    each shard of its rows, whose partial results are added up. Bytes depend on the number of
-    samples, not on that of their features or on the width of a row; neither rows nor their
-    gradients are sent. Training is that of one process with all samples, except for the order of
-    sums.
+    Distributed equivalent substitution (arXiv 1909.04823): each rank computes an operator's partial
+    result from its own rows, and partial results are added up. Their bytes depend on the number of
+    samples, not on that of their features; neither rows nor their gradients are sent. Training is
+    that of one process with all samples, except for the order of sums.
 
     With "reduce_scatter" every rank gives the bags of its own samples and gets their results; the
     dense part after it is data-parallel (DistributedDataParallel). Ids go to the ranks that own
@@ -44,15 +43,15 @@ class EquivalentSubstitution(nn.Module):
     take the same bytes.
 
     Forward and backward are collective, with equally many samples on every rank. The host waits in
-    forward, for counts. Deterministic on the CPU. Keep it outside of DistributedDataParallel. A
-    copy (copy.deepcopy, AveragedModel) shares the process groups; save `state_dict()`, as the whole
-    module cannot be.
+    forward, for counts, so it cannot be captured in a CUDA graph. Deterministic on the CPU. Keep it
+    outside of DistributedDataParallel. A copy (copy.deepcopy, AveragedModel) shares the process
+    groups. Save `state_dict()`, because the module itself cannot be saved.
 
     Args:
         rows: of the features, and the ranks that share them: FeatureRows or DynamicFeatureRows.
-        operators: with all of their results, in this order. Their parameters, if they have any,
-            start from those of the first rank, and their gradients are added up over ranks. Some
-            or all of them may be frozen, on all ranks alike.
+        operators: results are in their order. Their parameters, if they have any, become those of
+            the first rank, and gradients are added up over ranks. Some or all of them may be
+            frozen, on all ranks alike.
         aggregate: "reduce_scatter" or "all_reduce".
         ids_group: a process group of the same ranks for ids and counts, so that a `WireMeter` can
             tell their bytes apart; default that of `rows`.
@@ -61,7 +60,7 @@ class EquivalentSubstitution(nn.Module):
         ValueError, TypeError: an argument is out of its range; the text names it. An operator that
             has no substitute is refused with the reason.
         ValueError: ranks differ in operators or aggregate; on all of them.
-        RuntimeError: an argument is out of its range on another rank alone, as the text says.
+        RuntimeError: an argument is out of its range on a different rank only, as the text says.
     """
 
     def __init__(
@@ -102,15 +101,19 @@ class EquivalentSubstitution(nn.Module):
                 unless they are to share a row.
             lengths: int32 or int64 [fields, batch], how many ids are in each bag; 0 is allowed.
 
+        Returns:
+            A tensor per operator, of the rows' dtype: [batch, ...] as the operator says. Arguments
+            are not mutated; in training mode DynamicFeatureRows gets rows for new features.
+
         Raises:
             ValueError, TypeError: an argument is out of its range; on every rank, naming the ranks,
-                and with the details on those where it is.
+                with the details on those.
             ValueError: batch, fields, which parameters get gradients, or whether the rows are in
                 training mode, differs between ranks, or with "all_reduce" the ids do; on every
                 rank.
             ValueError: some rank has too little capacity for the rows of new features; on every
-                rank, naming those, and none has made a row.
-            ValueError: lengths that came here are not those of the ids with them.
+                rank, naming those. No rank has made a row.
+            ValueError: received lengths do not add up to the ids received with them.
         """
         names, bags, tight = self._bags(ids, lengths)
         if tight:
@@ -140,8 +143,8 @@ class EquivalentSubstitution(nn.Module):
     def _bags(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Bags, bool]:
         """Names and bags of the global batch that this rank owns; see `_agree` for the last.
 
-        Each rank has a part of the batch, and samples are rank by rank; with "all_reduce" all of
-        it, and nothing crosses.
+        Each rank has a part of the batch, and samples are rank by rank. With "all_reduce" each has
+        the whole batch, and nothing is sent.
         """
         self._require_usable(ids, lengths)
         rank, ranks, bags = self.rows.group.rank(), self.rows.group.size(), lengths.numel()
@@ -154,12 +157,12 @@ class EquivalentSubstitution(nn.Module):
             return own, Bags(lengths_of[rank].view(1, *lengths.shape)), tight
         arriving, tight = self._agree([len(own) for own in names_of], lengths.shape, len(ids))
         group = self._ids_group.get()
-        differ = [(count, -1) for count in arriving]  # lengths cross, whatever they are
+        differ = [(count, -1) for count in arriving]  # lengths are always sent
         came, own = exchange_bags(_OP, lengths_of, names_of, [-1] * ranks, differ, group)
         return own, Bags(came.view(ranks, *lengths.shape)), tight
 
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
-        """Raise if they are not, once the other ranks know that this one cannot go on."""
+        """Raise if they are not, after telling the other ranks that this one cannot go on."""
         try:
             _require_bags(ids, lengths, ("weight", self.rows.weight))
             self.rows.require_ids(_OP, ids)
@@ -171,9 +174,9 @@ class EquivalentSubstitution(nn.Module):
             raise
 
     def _require_room(self, names: Tensor) -> None:
-        """Raise on all ranks if some has not enough for its names' rows, before any is made.
+        """Raise on all ranks if some lacks room for its names' rows, before any is made.
 
-        That takes one more exchange of counts.
+        Takes one more exchange of counts.
         """
         need, capacity = len(self.rows) + self.rows.missing(names), self.rows.capacity
         assert capacity is not None  # else no batch is too large for it
@@ -201,8 +204,8 @@ class EquivalentSubstitution(nn.Module):
             ids: this rank's part of those of the global batch.
 
         Returns:
-            What every rank told this one; whether the batch has more ids than some rank has room
-            for rows, which is the same on every rank.
+            The counts that every rank told this one; whether the batch has more ids than some rank
+            has room for rows, which is the same on every rank.
         """
         fields, batch = shape
         trained = [name for name, own in self.named_parameters() if own.requires_grad]
@@ -238,7 +241,7 @@ def _require_bags(ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]) -> Non
 
 
 def _set_of(names: Sequence[str]) -> int:
-    """A number for these names: how many, then a checksum of which."""
+    """A number for these names: their count, then a checksum."""
     return len(names) * 10**10 + zlib.crc32("\n".join(names).encode())
 
 

@@ -1,6 +1,6 @@
 """Adapters for TorchRec: its exchange of embeddings, its dense part, and its replicas of tables.
 
-Nothing else here imports torchrec, and no extra installs it: pip would replace torch.
+Only this folder imports torchrec, and no extra installs it: pip would replace torch.
 
 Reading order: codecs (rows in few bits), dense (gradients by the hook), replicas (of
 DMPCollection, by thresholded deltas).

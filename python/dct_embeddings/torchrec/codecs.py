@@ -17,12 +17,12 @@ _REDUCE_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 def qcomm_codecs(
     width: int, forward: str = "int4", backward: str = "sign"
 ) -> dict[str, QuantizedCommCodecs]:
-    """Codecs for a sharder: a number format for embeddings, another for their gradients.
+    """Codecs for a sharder: a number format for embeddings, and one for their gradients.
 
-    For tables that are sharded table-, column- or table-column-wise, pooled or not. Each `width`
-    entries have a scale of their own. The gradient is straight-through: that of what arrived,
-    quantized on its way. "float32" both ways is the exchange without codecs, bit for bit.
-    Deterministic.
+    For tables that are sharded table-, column- or table-column-wise, pooled or not, of float32
+    embeddings. Each `width` entries have a scale of their own. The gradient is straight-through:
+    that of the received embeddings, quantized on its way. "float32" both ways is the exchange
+    without codecs, bit for bit. Deterministic.
 
     Our reconstruction of row-wise quantized exchange, by TorchRec's own plug (QuantizedCommCodec).
 
@@ -34,9 +34,8 @@ def qcomm_codecs(
         backward: of their gradients, one of these.
 
     Returns:
-        A `qcomm_codecs_registry`. Where TorchRec asks it for a codec of a reduce-scatter, it raises
-        ValueError: row-wise and table-row-wise sharding sum what was sent, which are no numbers
-        here.
+        A `qcomm_codecs_registry`. It raises ValueError if TorchRec asks for a codec of a
+        reduce-scatter: row-wise and table-row-wise sharding sum messages, which are bytes here.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it. In the first
@@ -55,8 +54,8 @@ def qcomm_codecs(
 class RowCodec:
     """TorchRec's QuantizedCommCodec of rows of `width` entries, in one number format.
 
-    A message is uint8, `format_bytes` for each row. Without a context: TorchRec's code for padding
-    and for batches that vary looks for one first.
+    A message is uint8, `format_bytes` per row. It has no context, because TorchRec's code for
+    padding and for varying batches looks for one first.
     """
 
     quantized_dtype = torch.uint8
@@ -90,7 +89,7 @@ class RowCodec:
 
 
 class _Registry(dict[str, QuantizedCommCodecs]):
-    """Of codecs by name of what they are for. TorchRec asks by `get` when it shards a module."""
+    """Codecs by name of the collective. TorchRec calls `get` when it shards a module."""
 
     def get(self, key: str, default: Any = None) -> Any:
         if key == _REDUCE_SCATTER:

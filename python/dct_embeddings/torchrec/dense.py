@@ -14,11 +14,11 @@ _OP = "compress_dense"
 def compress_dense(
     dmp: DistributedModelParallel, density: float = 0.005, **settings: Any
 ) -> DCTState:
-    """Average the gradients of what is not sharded by `dct_hook`, from now on.
+    """Average the gradients of the part that is not sharded by `dct_hook`, from now on.
 
-    TorchRec wraps that in one DistributedDataParallel, which has one slot for a hook. Tables that
-    are sharded data-parallel do not go through it. Collective; before the first step, on every
-    rank.
+    TorchRec wraps that part in one DistributedDataParallel, where this registers the hook. Tables
+    that are sharded data-parallel do not go through it. Collective; before the first step, on every
+    rank. Everything else is as of `DCTState`.
 
     Args:
         dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
@@ -31,7 +31,8 @@ def compress_dense(
 
     Raises:
         ValueError, TypeError: an argument is out of its range, `dmp` has no DistributedDataParallel
-            yet, or the slot is taken; the text names what by.
+            yet, or has a hook already, which the text names.
+        RuntimeError: as of `DCTState`.
     """
     checks.require_type(
         _OP, "dmp", dmp, DistributedModelParallel, "a DistributedModelParallel or DMPCollection"

@@ -1,4 +1,4 @@
-"""How replicas of TorchRec's two-dimensional parallelism are averaged: by thresholded deltas."""
+"""Replicas of TorchRec's two-dimensional parallelism, averaged by thresholded deltas."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -20,22 +20,25 @@ def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
     """Let `dmp.sync()` average weights by their largest changes, and optimizer state as it is.
 
     DCT (arXiv 2010.08899) across replicas, our reconstruction: the largest changes since the last
-    sync are sent, as bfloat16; the rest leaves the weights and stays in a residual
-    (error feedback). After each sync replicas are bitwise equal. They start, here, from the weights
-    of the first.
+    sync are sent, as bfloat16; the rest leaves the weights and stays in a residual (error
+    feedback). After each sync replicas are bitwise equal. This call sets them, in place, to the
+    weights of the first replica. Compression and the order of its sums are deterministic.
 
-    A sync takes some passes over this rank's tables. They are kept twice more: as they were at the
-    last sync, and the residual, in float32. A `dmp` with one replica is left as it is. Collective,
-    on every rank, before training.
+    A sync takes some passes over this rank's tables, and the host waits in it. Memory: two more
+    copies of the tables in float32, the weights of the last sync and the residual. With one replica
+    a sync changes nothing. Collective, on every rank, before training.
 
     Args:
-        dmp: whose `sync()` is meant, sharding_strategy DEFAULT or PER_MODULE.
+        dmp: sharding_strategy DEFAULT or PER_MODULE; gets an all-reduce hook for its `sync()`.
         density: fraction of each table's entries (of this rank's shard) to send, in (0, 1].
+
+    Returns:
+        A `ReplicaDeltas`, with `flush`, `state_dict` and `load_state_dict`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, weights are not float32, the slot of
-            `custom_all_reduce` is taken, or `dmp` averages past it: use_sharded_relay,
-            FULLY_SHARDED, and tables whose ids are hashed (MP-ZCH), which want a sum; the text
+            `custom_all_reduce` is taken, or `dmp` does not use it: use_sharded_relay,
+            FULLY_SHARDED, and tables whose ids are hashed (MP-ZCH), which need a sum; the text
             names it.
 
     >>> replicas = replica_sync(dmp, density=0.01)
@@ -51,11 +54,11 @@ def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
 
 
 class ReplicaDeltas:
-    """What `replica_sync` gives to a DMPCollection, which calls it with tensors of one kind.
+    """The all-reduce hook that `replica_sync` gives to a DMPCollection. Not made directly.
 
-    It goes into torch.distributed.checkpoint beside the model, at the same number of ranks. Save
-    right after `dmp.sync()`: TorchRec's checkpoint has the weights of one replica, and those of
-    others between two syncs are in none.
+    DMPCollection calls it with tensors of one kind. It goes into torch.distributed.checkpoint
+    beside the model, at the same number of ranks. Save right after `dmp.sync()`: TorchRec's
+    checkpoint has the weights of one replica, and between two syncs the others differ.
     """
 
     def __init__(self, dmp: DMPCollection, density: float) -> None:
@@ -72,7 +75,8 @@ class ReplicaDeltas:
         """Average in place; `arguments` end with the tensors. TorchRec 1.9 gives a group before.
 
         Raises:
-            RuntimeError: a replica is gone, or what it sent was damaged. Load a checkpoint then.
+            ValueError: the tensors are not those that `dmp` had when this was made.
+            RuntimeError: a replica is gone, or its payload was damaged. Load a checkpoint then.
         """
         tensors = arguments[-1]
         key = _key(tensors)
@@ -101,7 +105,7 @@ class ReplicaDeltas:
         """Go on from this rank's own `state_dict()`, once the weights of the model are loaded.
 
         Raises:
-            ValueError: it is another rank's, or of other tables; nothing has changed then.
+            ValueError: it is of a different rank or different tables; nothing has changed then.
         """
         rank = str(dist.get_rank())
         here, saved = self.state_dict()["ranks"][rank], state["ranks"].get(rank, {})
@@ -115,7 +119,7 @@ class ReplicaDeltas:
 
 
 class _Weights:
-    """A rank's shards of one dtype, and those that its replicas have of the same.
+    """This rank's shards of one dtype, averaged with their replicas.
 
     Args:
         tensors: float32, of one sync, always the same.
@@ -133,7 +137,7 @@ class _Weights:
         self._compressor = Compressor(len(self._base), bounds, density, device=device)
 
     def sync(self, everything: bool) -> None:
-        """Weights become the base and the mean of what was delivered."""
+        """Set the weights to the base plus the mean of all messages."""
         if self._group.size() == 1:
             return
         delta = self._flat() - self._base
@@ -177,7 +181,7 @@ def _key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _require_hook(dmp: DMPCollection) -> None:
-    """That `dmp.sync()` would call a hook, and nobody else's."""
+    """Raise unless `dmp.sync()` would call a hook, and has none yet."""
     taken = getattr(dmp, "_custom_all_reduce", None) or getattr(dmp, "_all_reduce_hook", None)
     if taken is not None:
         got = getattr(taken, "__qualname__", type(taken).__name__)

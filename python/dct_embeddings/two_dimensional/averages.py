@@ -1,7 +1,7 @@
-"""How replicas of a table average rows that have changed since they were last the same.
+"""Averages over replicas of a table, of the rows that changed since the last sync.
 
-Each replica changed rows of its own. What is averaged is their union, the rows that some replica
-changed, which every replica knows once all have told theirs: 4 bytes a row.
+Each replica changed rows of its own. Their union is averaged, the rows that some replica changed.
+For that every replica sends the numbers of its rows: 4 bytes per row.
 """
 
 from collections.abc import Sequence
@@ -20,28 +20,28 @@ from .touched_rows import TouchedRows
 
 _OP = "ReplicaSync"
 _SAMPLES = 65536
-_SEED = 0  # of picks at the same places every time: other rows are there
+_SEED = 0  # picks at the same places every time, because different rows are there
 
 
 class Average:
-    """What is kept while a table is trained, and what becomes of it at a sync.
+    """The rows changed in training, and their average at a sync.
 
     Its tensors are always the same: the table's weight [rows, d], and, if its optimizer has one, a
     state [rows]. Uncompressed here: the mean of all replicas' rows of each, in its own dtype.
     """
 
-    _based = 0  # of how many of them it is kept what changed rows were at the last sync
+    _based = 0  # the first so many of them keep a base: changed rows as of the last sync
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
         self._touched = TouchedRows(len(weight), weight.device)
         self._group = group
 
     def touch(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-        """The optimizer is about to change these rows [n] of `tensors`."""
+        """Note that the optimizer is about to change these rows [n] of `tensors`."""
         self._touched.add(rows, *tensors[: self._based])
 
     def sync(self, tensors: Sequence[Tensor], everything: bool) -> Tensor:
-        """Average in place, and leave nothing waiting if `everything`; the rows that changed."""
+        """Average in place, leaving no residual if `everything`; returns the rows that changed."""
         rows, _ = self._touched.take()
         union, _ = _union(rows[:0], rows, self._group)
         _average(tensors, union, self._group)
@@ -49,9 +49,9 @@ class Average:
 
 
 class MeanOfRoundedDeltas(Average):
-    """Base + the mean of what replicas changed, rounded to 16 bits; state uncompressed.
+    """Base + the mean of replicas' changes, rounded to 16 bits; state uncompressed.
 
-    What rounding loses is lost.
+    Rounding errors are lost.
     """
 
     _based = 1
@@ -72,18 +72,18 @@ class MeanOfRoundedDeltas(Average):
 
 
 class MeanOfLargestDeltas(Average):
-    """Base + the mean of the largest entries of what replicas changed: DCT with error feedback.
+    """Base + the mean of the largest entries of replicas' changes: DCT with error feedback.
 
-    What is not sent leaves the weights and waits in `residual`, for `rows`: those that some replica
-    changed since nothing waited last. They take part in every sync until `everything` is sent, so
-    that only ids of further ones cross.
+    The rest leaves the weights and stays in `residual`, for `rows`: those that some replica changed
+    since there was no residual. They take part in every sync until `everything` is sent, so only
+    numbers of further rows are sent.
 
-    The state is never thresholded: a row whose accumulator waited would take far too large steps.
-    Its delta is sparse by itself, a number for each row touched since the last sync, and crosses as
-    it is, in float32. Such deltas are sums of squares, so that an accumulator never falls.
+    The state is never thresholded: a row with a delayed accumulator would take far too large steps.
+    Its delta is sparse by itself, one number per row touched since the last sync, and is sent as it
+    is, in float32. Such deltas are sums of squares, so an accumulator never falls.
 
     Args:
-        bounds: where in `weight` each shard starts, and the end: each has a threshold of its own.
+        bounds: the start of each shard in `weight`, and the end: each has a threshold of its own.
 
     Attributes:
         rows: int32 [n], ascending, the same on every replica.
@@ -110,7 +110,7 @@ class MeanOfLargestDeltas(Average):
         _move_delta(weight, rows, base, residual, union)
         if everything:
             mean = dense_mean(residual, residual.dtype, self._group)
-            # Not parts of these, which would keep all of them.
+            # Not views, which would keep all of the memory.
             self.rows, self.residual = union.new_empty(0), residual.new_empty(0, residual.shape[1])
         else:
             mean = self._mean_of_largest(residual, union)
@@ -128,7 +128,7 @@ class MeanOfLargestDeltas(Average):
         threshold = torch.ops.dct.sample_threshold(
             flat, None, segments, self._density, _SAMPLES, _SEED
         )
-        # A segment sends an entry, however small it is.
+        # Every segment sends at least one entry.
         capacity = min(default_capacity(flat.numel(), self._density) + len(threshold), flat.numel())
         mean = _mean_of_payloads(
             flat, segments, threshold, max(capacity, 1), torch.bfloat16, self._group
@@ -136,7 +136,7 @@ class MeanOfLargestDeltas(Average):
         return mean.view_as(residual)
 
     def _mean_of_all(self, delta: Tensor, most: int) -> Tensor:
-        """`most` of them are not zero on any replica."""
+        """The mean of `delta`, of which at most `most` entries are not 0 on each replica."""
         segments = torch.tensor([0, delta.numel()], device=delta.device)
         threshold = delta.new_zeros(1)
         return _mean_of_payloads(
@@ -145,10 +145,10 @@ class MeanOfLargestDeltas(Average):
 
 
 def _union(waiting: Tensor, rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """`waiting`, the same on every replica, and every replica's `rows`: int32, ascending.
+    """The union of `waiting`, the same on every replica, and all `rows`: int32, ascending.
 
-    Also how many rows the replica has that touched most. Each replica sends 16 bytes to each, then
-    4 for each of its `rows` that are not among `waiting`, or as many as who has most of these.
+    Also the largest number of `rows` on any replica. Each replica sends 16 bytes to each, then 4
+    for each of its `rows` outside of `waiting`, padded to the largest number of these.
     """
     place = torch.searchsorted(waiting, rows).clamp(max=max(len(waiting) - 1, 0))
     own = rows[waiting[place] != rows] if len(waiting) else rows
@@ -171,7 +171,7 @@ def _average(tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) 
 
 
 def _move_delta(tensor: Tensor, rows: Tensor, base: Tensor, delta: Tensor, union: Tensor) -> None:
-    """Add what `rows` of `tensor` gained over `base` to `delta`, [union, ...]; restore the base."""
+    """Add the change of `rows` of `tensor` since `base` to `delta`, [union, ...]; restore them."""
     delta[torch.searchsorted(union, rows)] += tensor[rows] - base
     tensor[rows] = base
 
@@ -184,7 +184,7 @@ def _mean_of_payloads(
     value_dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The mean of what passes on each replica, which leaves its `residual` [n]."""
+    """The mean of the entries that pass on each replica, which leave its `residual` [n]."""
     nbytes = payload_layout(residual.numel(), capacity, value_dtype).nbytes
     payload = torch.zeros(nbytes, dtype=torch.uint8, device=residual.device)
     seen = torch.empty(len(threshold), dtype=torch.int32, device=residual.device)

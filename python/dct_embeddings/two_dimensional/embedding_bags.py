@@ -39,29 +39,30 @@ class ShardedEmbeddingBags(nn.Module):
 
     Every rank gives the bags of its own samples. Ids go to the ranks that own their rows; these add
     up their rows of a bag and send the sum back: one row per sample and shard. Sums of a table's
-    shards are in row order. With `dedup` each distinct row that a rank's bags ask for is sent once,
-    and so is the sum of its gradients; the rank adds up its bags itself. That is fewer rows where
-    samples share ids, and more where bags are long and do not. Gradients are divided by the size of
-    the sharding group, like a mean over its samples. With replicas averaged after every step, SGD
-    does the same as with one group of all ranks.
+    shards are in row order. With `dedup` each distinct row of a rank's bags is sent once, and so is
+    the sum of its gradients; the rank adds up its bags itself. That sends fewer rows if samples
+    share ids, and more if bags are long and do not. Gradients are divided by the size of the
+    sharding group, like a mean over its samples. With replicas averaged after every step, SGD does
+    the same as with one group of all ranks.
 
     Forward and backward are collective in the sharding group, with equally many samples on every
-    rank of it. The host waits in forward, for counts. Deterministic on the CPU.
+    rank of it. The host waits in forward, for counts, so it cannot be captured in a CUDA graph.
+    Deterministic on the CPU.
 
-    Keep it outside of DistributedDataParallel, which would average shards that are not the same.
-    `state_dict` has this rank's rows, and which they are, as `owned`: [table, first, end] of each
-    shard. A load of other shards is refused (ValueError) before anything is read from it. A copy
-    (copy.deepcopy, torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle
-    (torch.save of the module) has their names only, and is for ranks that made the same groups.
+    Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
+    has this rank's rows and, as `owned`, [table, first, end] of each shard. A load of different
+    shards is refused (ValueError) before anything is read from it. A copy (copy.deepcopy,
+    torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle (torch.save of the
+    module) has their names only, and is for ranks that made the same groups.
 
     Args:
         tables: every table's weight [rows, d], float32 or float64, one d and dtype for all, on the
-            mesh's kind of device. Only rows of this rank's shards are read: they may be mapped from
-            files. Replicas start from those of the first.
+            mesh's kind of device, not mutated. Only rows of this rank's shards are read: they may
+            be mapped from files. Replicas start from those of the first.
         plan: the shards of every rank of the sharding group, see `plan_shards`; each row of each
             table once.
-        mesh: DeviceMesh of dimensions ("replicate", "shard"). Waits for other ranks end at the
-            timeout of its groups.
+        mesh: DeviceMesh of dimensions ("replicate", "shard"). No rank waits for others longer than
+            the timeout of its groups.
         exchange: of rows, see `Exchange`; default as they are. For rows in few bits
             `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
             rank: it is not checked.
@@ -75,7 +76,7 @@ class ShardedEmbeddingBags(nn.Module):
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in tables, plan or `dedup`; on all of them.
-        RuntimeError: an argument is out of its range on another rank, as the text says.
+        RuntimeError: an argument is out of its range on a different rank, as the text says.
     """
 
     _first: Tensor
@@ -115,12 +116,12 @@ class ShardedEmbeddingBags(nn.Module):
         register_identity(_OP, self, "owned", owned.to(self.weight.device))
 
     def shards(self) -> dict[Shard, Tensor]:
-        """This rank's shards, [rows, d]: parts of `weight`."""
+        """This rank's shards, [rows, d]: views of `weight`, without gradient."""
         sizes = [shard.end - shard.first for shard in self._own]
         return dict(zip(self._own, self.weight.detach().split(sizes), strict=True))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Sums [batch, tables, d] of the rows in this rank's bags; of an empty bag 0.
+        """Sums [batch, tables, d] of the rows in this rank's bags, 0 for an empty bag.
 
         Args:
             ids: int32 or int64 [sum of lengths], rows of the tables, bag after bag: those of the
@@ -134,7 +135,8 @@ class ShardedEmbeddingBags(nn.Module):
                 group raise as well, as "input accepted" differs.
             ValueError: batch, or whether gradients are enabled, differs between the ranks of the
                 group; on every rank of it.
-            ValueError: without `dedup`: lengths that came here are not those of the ids with them.
+            ValueError: without `dedup`: received lengths do not add up to the ids received with
+                them.
         """
         group = self.mesh.get_group("shard")
         try:
@@ -152,10 +154,10 @@ class ShardedEmbeddingBags(nn.Module):
     def _pooled(
         self, bag: Tensor, place: Tensor, rows: Tensor, batch: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Their owners add up what they own of a bag: a row for every sample and shard crosses.
+        """Owners add up their rows of each bag, and send one row per sample and shard.
 
-        A rank is sent the lengths of its bags, of every shard and sample, if they differ, then
-        their ids in it.
+        Each rank receives the lengths of its bags, per shard and sample, if they differ, then the
+        ids in them.
         """
         own_bags = len(self._own) * batch
         bags_of = [len(own) * batch for own in self.plan]
@@ -172,7 +174,7 @@ class ShardedEmbeddingBags(nn.Module):
     def _distinct(
         self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        """Each row that a bag of this rank asks for crosses once, and is added up here."""
+        """Owners send each distinct row of this rank's bags once, and this rank adds them up."""
         wanted, inverse, of_shards = distinct(rows, place, len(self._shift))
         of_ranks = of_shards.split([len(own) for own in self.plan])
         counts = torch.stack([own.sum() for own in of_ranks]).tolist()
@@ -197,17 +199,17 @@ class ShardedEmbeddingBags(nn.Module):
         group: dist.ProcessGroup,
         usable: bool = True,
     ) -> list[tuple[int, int]]:
-        """How many ids each rank sends to this one, and the length of all their bags or -1, if all
-        of them can send; this one tells the others as much."""
+        """Exchange, with each rank, the number of ids to send and the common length of their bags
+        or -1; raise unless all ranks can send."""
         must_match = {"input accepted": usable, "batch": batch}
         must_match["gradients"] = torch.is_grad_enabled()
         heard = exchange_numbers(_OP, told, must_match, self.weight.device, group)
         return [(count, alike) for count, alike in heard]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every id its bag, the place of its shard, and its row in its owner's weight (int32).
+        """Per id its bag, the place of its shard, and its row in its owner's weight (int32).
 
-        Raises if there is one that no table has; the host waits for that.
+        Raises if no table has some id; the host waits for that.
         """
         ends = lengths.flatten().cumsum(0)
         position = torch.arange(len(ids), device=ids.device)
@@ -232,9 +234,9 @@ class ShardedEmbeddingBags(nn.Module):
         return bag, self._place[shard], (row + self._shift[shard]).int()
 
     def _number_rows(self, rows: list[int]) -> None:
-        """What finds an id's owner: the rows of all tables as one sequence, cut into shards.
+        """The buffers that find an id's owner: rows of all tables as one sequence, cut into shards.
 
-        A shard's place is where it is in the plan, rank by rank.
+        A shard's place is its index in the plan, rank by rank.
         """
         self._rows = rows
         first = [0, *accumulate(rows)]
@@ -259,7 +261,7 @@ class ShardedEmbeddingBags(nn.Module):
         weight = ("weight", self.weight)
         checks.require_tensor(_OP, "ids", ids, _INTS, (1,), weight)
         checks.require_tensor(_OP, "lengths", lengths, _INTS, (2,), weight)
-        for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts cross in 32 bits
+        for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
                 rule = f"at most {MOST_ROWS} elements"
                 checks.fail(_OP, arg, rule, tensor.numel(), verb="have")
@@ -269,8 +271,8 @@ class ShardedEmbeddingBags(nn.Module):
 
 
 def _sum_of_bags(rows: Tensor, lengths: Tensor) -> Tensor:
-    """[bags, d]: of each bag the sum of its rows, which lie one after the other."""
-    # Its checks cost a host synchronisation, and fail where there are no bags.
+    """[bags, d]: the sum of each bag's rows, which lie one after the other."""
+    # Its checks cost a host synchronization, and fail if there are no bags.
     return torch.segment_reduce(rows, "sum", lengths=lengths.long(), initial=0.0, unsafe=True)
 
 

@@ -5,13 +5,19 @@ from typing import NamedTuple, TypeVar
 
 from dct_kernels import checks
 
-MOST_ROWS = 2**31 - 1  # of all tables, and of a table: ids cross in 32 bits
+MOST_ROWS = 2**31 - 1  # of all tables, and of a table: ids are sent in 32 bits
 
 _Item = TypeVar("_Item")
 
 
 class Shard(NamedTuple):
-    """Rows first to end - 1 of a table: all of them (table-wise) or a part (row-wise)."""
+    """Rows first to end - 1 of a table: all of them (table-wise) or a part (row-wise).
+
+    Attributes:
+        table: its index in the list of tables.
+        first: its first row in the table.
+        end: the row after its last.
+    """
 
     table: int
     first: int
@@ -21,19 +27,19 @@ class Shard(NamedTuple):
 def plan_shards(
     rows: Sequence[int], ranks: int, row_wise: Collection[int] = ()
 ) -> list[list[Shard]]:
-    """Tables in `row_wise` cut evenly over all ranks, the others whole, balanced.
+    """A plan: tables in `row_wise` cut evenly over all ranks, the others whole, balanced.
 
-    Every rank gets as many whole tables as another, give or take one: equal traffic. They go
-    largest first, each to the rank with the fewest rows so far that has room for a table.
-    Deterministic; ties go to the lower table and rank.
+    Every rank gets equally many whole tables, give or take one: equal traffic. They go largest
+    first, each to the rank with the fewest rows so far that has room for a table. Deterministic;
+    ties go to the lower table and rank. Needs no process group.
 
     Args:
-        rows: of each table, from 1 up.
+        rows: per table, from 1 up.
         ranks: of one sharding group; every replica uses the same plan.
         row_wise: tables to cut, each of at least as many rows as ranks.
 
     Returns:
-        For every rank its shards, by table.
+        Per rank its shards, in the order of tables, for `ShardedEmbeddingBags`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or a rank would own nothing.
@@ -69,12 +75,12 @@ def plan_shards(
 
 
 def rows_of(shards: Sequence[Shard]) -> int:
-    """How many rows they have together."""
+    """Rows of all these shards."""
     return sum(shard.end - shard.first for shard in shards)
 
 
 def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[_Item]:
-    """What is in `values`, once that is known to be something to go through."""
+    """`values` as a list; raise unless they are iterable."""
     checks.require_type(op, arg, values, Iterable, rule)
     return list(values)
 
@@ -82,7 +88,7 @@ def require_list(op: str, arg: str, values: Iterable[_Item], rule: str) -> list[
 def require_plan(
     op: str, plan: Sequence[Sequence[Shard]], rows: Sequence[int], ranks: int
 ) -> list[list[Shard]]:
-    """`plan`, which is for `ranks` ranks, gives each some rows, and each row of every table to one.
+    """`plan` as lists; raise unless each of `ranks` ranks gets rows, and each row has one owner.
 
     A shard may be any three integers.
     """

@@ -29,7 +29,7 @@ class ReplicaSync:
     step.
 
     - By default rows are averaged as they are, by an all-reduce.
-    - With `dtype`, the changes since the last sync are sent, rounded to it; accumulators as they
+    - With `dtype`, the changes since the last sync are rounded to it and sent; accumulators as they
       are. Rounding errors are lost.
     - With `density`, DCT (arXiv 2010.08899): the largest entries of the changes, with a threshold
       per shard, as bfloat16. Weights become those of the last sync plus the mean of all messages;
@@ -43,17 +43,19 @@ class ReplicaSync:
     flush a ReplicaSync has nothing to save, and the ranks of one replica have all of bags and
     optimizer.
 
-    A step of the optimizer costs a gather of the rows that it changes for the first time since the
-    last sync, and the host waits for their number; with dense gradients also a pass over the
-    gradient. Deterministic on the CPU.
+    Each step of the optimizer gathers the rows that it changes for the first time since the last
+    sync, and the host waits for their number; dense gradients cost one more pass over the gradient.
+    A sync mutates the weight of bags and the accumulators of the optimizer. Deterministic on the
+    CPU.
 
     Args:
         bags: whose weight is averaged. One ReplicaSync for a model's life, made before training,
             once saved states are loaded. A copy of bags (copy.deepcopy, torch.save,
             torch.optim.swa_utils.AveragedModel) has none.
-        optimizer: that trains it, and alone changes it: torch.optim.SGD without momentum and weight
-            decay, or RowWiseAdagrad or MomentumScaledRowWiseAdagrad. A hook on its step notes the
-            rows for which there is a gradient; a copy of the optimizer does not have it.
+        optimizer: the one that trains the weight, and nothing else may change that:
+            torch.optim.SGD without momentum and weight decay, RowWiseAdagrad or
+            MomentumScaledRowWiseAdagrad. A hook on its step notes the rows that have a gradient; a
+            copy of the optimizer does not have the hook.
         every: steps from one sync to the next.
         dtype: torch.float16 or torch.bfloat16, of the changes; default uncompressed.
         density: instead of a dtype, fraction of each shard's changed entries to send at a sync, in
@@ -63,7 +65,7 @@ class ReplicaSync:
         ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks of the mesh differ in a setting or the kind of optimizer; on all of them.
         TypeError: by the optimizer's step, if it has been given momentum or weight decay since.
-        RuntimeError: an argument is out of its range on another rank, as the text says.
+        RuntimeError: an argument is out of its range on a different rank, as the text says.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ReplicaSync:
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             _require_format(dtype, density, bags.weight)
             _require_optimizer(optimizer, bags.weight)
-            if bags in _averaged:  # what waits in the other's residual would be lost
+            if bags in _averaged:  # the residual of the other would be lost
                 checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
         told = {"every": every, "dtype": str(dtype), "density": density}
         require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
@@ -96,16 +98,16 @@ class ReplicaSync:
         checks.fail(_OP, "a ReplicaSync", rule, "a copy or a pickle", TypeError, verb="not")
 
     def step(self) -> None:
-        """To be called after every step of the optimizer; a sync when it is time."""
+        """Call it after every step of the optimizer; syncs after every `every`-th."""
         self._steps += 1
         if self._steps == self._every:
             self.sync()
 
     def sync(self) -> None:
-        """Average now: every rank of the mesh calls this, after the same step.
+        """Average now; every rank of the mesh calls this, after the same step.
 
         Raises:
-            RuntimeError: a replica is gone, or its message was damaged. Load a checkpoint then.
+            RuntimeError: a replica is gone, or its payload was damaged. Load a checkpoint then.
         """
         self._sync(everything=False)
 
@@ -120,13 +122,13 @@ class ReplicaSync:
             self._optimizer.averaged(self._bags.weight, rows)
         self._steps = 0
 
-    # Noted at a lookup, rows could be changed after the sync that forgets them.
+    # Not at a lookup: its rows could be changed after the sync that forgets them.
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note the rows that a step changes; of a step with a closure, once that has been called.
+        """Note the rows that a step changes; if it has a closure, after calling that.
 
-        A pre-hook of the optimizer's step, which returns other arguments for it, or None.
+        A pre-hook of the optimizer's step, which returns new arguments for it, or None.
         """
         _require_rule(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -148,7 +150,7 @@ class ReplicaSync:
             self._average.touch(_rows_of(weight.grad), self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """What replicas have of these bags: the weight, and state of its optimizer, if any."""
+        """The tensors to average: the weight, and state of its optimizer, if any."""
         weight = self._bags.weight
         if isinstance(self._optimizer, RowWiseAdagrad):
             return [weight, self._optimizer.to_average(weight)]
@@ -179,7 +181,7 @@ def _require_format(dtype: torch.dtype | None, density: float | None, weight: Te
 
 
 def _rows_of(grad: Tensor) -> Tensor:
-    """The rows that are not all zero, int32 [n]; of a sparse one those it names, maybe repeated."""
+    """The rows that are not all zero, int32 [n]; for a sparse one its indices, maybe repeated."""
     rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
     return rows.int()
 

@@ -1,13 +1,13 @@
-"""Which rows of a table the optimizer has changed, and what they held before."""
+"""The rows of a table that the optimizer has changed, and their values before."""
 
 import torch
 from torch import Tensor
 
 
 class TouchedRows:
-    """Rows since the last `take`, each once. A step costs what it changes, not the table.
+    """Rows since the last `take`, each once. The cost of a step grows with its rows, not the table.
 
-    The host waits in `add`, for how many rows are new.
+    The host waits in `add`, for the number of new rows.
 
     Args:
         rows: of the table; one byte for each is kept.
@@ -20,7 +20,7 @@ class TouchedRows:
         self._before: list[tuple[Tensor, ...]] = []
 
     def add(self, rows: Tensor, *tensors: Tensor) -> None:
-        """Note `rows` [n]; of those that are new also what `tensors`, [table rows, ...], hold."""
+        """Note `rows` [n], and copy the new ones of each of `tensors`, [table rows, ...]."""
         distinct = rows.unique()
         new = distinct[~self._known[distinct]]
         self._known[new] = True
@@ -28,7 +28,7 @@ class TouchedRows:
         self._before.append(tuple(tensor[new] for tensor in tensors))
 
     def take(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The rows, int32 [n] in no order, and what each of `tensors` held before, as in `add`."""
+        """The rows, int32 [n] in no order, and the copies that `add` made of each of `tensors`."""
         if not self._rows:
             none = self._known.new_zeros(0, dtype=torch.int32)
             return none, [tensor[none] for tensor in tensors]

@@ -1,7 +1,7 @@
 """Gradients of DistributedDataParallel, compressed.
 
-Reading order: ddp_parameters (what a DDP averages), layout (how they lie in memory), node and
-node_bucket (of a cluster: whole inside a node, a part between them), topology (the groups for
+Reading order: ddp_parameters (those that a DDP averages), layout (their order in memory), node and
+node_bucket (a cluster: dense inside a node, compressed between nodes), topology (the groups for
 that), buckets (DDP's, each sent by the exchange), executors (beside the backward pass), state (all
 of it behind torch's hook).
 """

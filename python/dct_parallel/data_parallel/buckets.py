@@ -1,4 +1,4 @@
-"""DDP's buckets, and whose parameters they hold: what belongs to a parameter moves along."""
+"""DDP's buckets and their parameters, whose states move with them from bucket to bucket."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ from .topology import Topology
 
 
 class Buckets:
-    """The buckets of one DDP, made as they come, and the states that wait for theirs.
+    """The buckets of one DDP, made when DDP first sends them, and states not in a bucket yet.
 
     Args:
-        names: {parameter: name} of what DDP averages.
-        settings: what the user chose.
-        transport: that was asked for, or None.
+        names: {parameter: name} of the parameters that DDP averages.
+        settings: of the user.
+        transport: as given by the user, or None.
         topology: of the ranks to average over, opened.
         device: of the gradients.
     """
@@ -53,10 +53,10 @@ class Buckets:
         self._parked: dict[str, SegmentState] = {}
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
-        """What DDP's bucket sends: found once, and anew when it holds other parameters.
+        """The plan of DDP's bucket: made once, and again if it holds different parameters.
 
         Raises:
-            ValueError: the hook belongs to another model, or the gradient is sparse.
+            ValueError: the hook belongs to a different model, or the gradient is sparse.
         """
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
         known, plan = self._layouts.get(index, ([], None))
@@ -66,14 +66,14 @@ class Buckets:
         return plan
 
     def bucket(self, index: int, plan: BucketPlan, step: int) -> AnyBucket:
-        """The bucket of this plan, to be sent now: made anew, from its parameters' states, on a new
-        layout.
+        """The bucket of this plan, to be sent now; a new one, from its parameters' states, if the
+        layout has changed.
         """
         known = self._buckets.get(index)
         if known is not None and known.plan is plan:
             return known
-        # Buckets before this one are as they were, and may be at work. So this and later ones hold
-        # the same parameters as before, dealt out differently.
+        # Buckets before this one are unchanged, and may be in use. So this and later ones hold the
+        # same parameters as before, in a different order.
         for later in [i for i in self._buckets if i >= index]:
             self._parked |= self._buckets.pop(later).states()
         sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
@@ -93,7 +93,7 @@ class Buckets:
         return [bucket for _, bucket in sorted(self._buckets.items())]
 
     def announce_damage(self, executor: Executor) -> None:
-        """Take part in the others' step so far that they learn of the damage, and wait for it."""
+        """Take part in the others' step to tell them of the damage, and wait until it is told."""
         said = [executor.submit(bucket.announce_damage) for bucket in self.in_order()]
         with contextlib.suppress(RuntimeError):  # of peers that are gone
             for word in said:
@@ -102,13 +102,13 @@ class Buckets:
                 torch.cuda.current_stream(self._device).synchronize()
 
     def plans(self) -> list[BucketPlan]:
-        """Of all buckets; as long as they are not known, of one that holds everything."""
+        """The plans of all buckets; until they are known, of one that holds all parameters."""
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
 
     def bytes_of_another(self) -> int | None:
-        """About what each bucket beyond the one of `plans` adds; None once all are known."""
+        """About the bytes of each bucket beyond the one of `plans`; None once all are known."""
         if self._buckets:
             return None
         (assumed,) = self.plans()
@@ -120,11 +120,11 @@ class Buckets:
         return selection.reason(self._transport, self.plans())
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: copies of what its parameter must carry}; all parameters are there."""
+        """{name: a copy of its parameter's state}, of all parameters."""
         known = dict(self._parked)
         for bucket in self._buckets.values():
             known |= bucket.states()
-        # What was loaded may have owners where buckets have none. All parameters do, or none.
+        # A loaded state may have owners though buckets have none. All parameters do, or none.
         owners = selection.keeps_owners(self._transport, self._settings, self._group.size())
         owners = owners or any(state.owner is not None for state in known.values())
         states = {}
@@ -137,7 +137,7 @@ class Buckets:
         return states
 
     def load(self, states: dict[str, SegmentState]) -> None:
-        """Start from these, as soon as buckets come."""
+        """Start from these, once there are buckets."""
         self._buckets.clear()
         self._parked = {
             name: states[name].map(partial(layout.to_physical, parameter=parameter))
@@ -155,7 +155,7 @@ class Buckets:
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:
-        """Bytes that a rank sends inside its node in a step."""
+        """Bytes sent per rank inside its node and step."""
         layouts = [parameters for parameters, _ in self._layouts.values()] or [list(self._names)]
         return sum(
             self._node.wire_bytes(sum(p.numel() for p in parameters), parameters[0].itemsize)
@@ -166,7 +166,7 @@ class Buckets:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
         pieces = self._node.slices(sizes)
         ranks, own = self._group.size(), tuple(piece.high - piece.low for piece in pieces)
-        # By the longest part, as all ranks of a node go by the same transport.
+        # By the longest part, because all ranks of a node use the same transport.
         longest = -(-sum(sizes) // self._node.size)
         return BucketPlan(
             tuple(names[piece.index] for piece in pieces),

@@ -10,7 +10,7 @@ from ..exchange.parameters import unwrapped
 
 
 def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
-    """{parameter: name} of what DDP averages, named as in the model that nothing wraps.
+    """{parameter: name} of the parameters that DDP averages, named as in the unwrapped model.
 
     Raises:
         TypeError, ValueError: not a DDP, or a parameter that cannot be compressed, by name.
@@ -31,7 +31,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
 
 
 def device_of(names: dict[Parameter, str]) -> torch.device:
-    """Where the parameters are; DDP has at least one."""
+    """The device of the parameters; DDP has at least one."""
     return next(iter(names)).device
 
 

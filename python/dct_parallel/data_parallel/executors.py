@@ -1,9 +1,8 @@
-"""Where the work of a bucket runs beside the backward pass: jobs in the order of submission.
+"""Executors of bucket jobs beside the backward pass, in the order of submission.
 
-The order is what keeps ranks together: every rank submits the same jobs in the same order, so it
-issues the same collectives in the same order. Callbacks of futures would not do: gloo runs them on
-threads of its own, in the order of arrival, which differs between ranks, and a collective issued
-there waits for ever.
+The order keeps ranks together: every rank submits the same jobs in the same order, so it issues the
+same collectives in the same order. Callbacks of futures would not do: gloo runs them on threads of
+its own, in the order of arrival, which differs between ranks, so a collective issued there hangs.
 """
 
 import queue
@@ -18,13 +17,13 @@ from torch.futures import Future
 _Result = TypeVar("_Result")
 _Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]  # None: the end
 
-EXIT_SECONDS = 5  # to finish; longer, and it waits in a collective for peers that are gone
+EXIT_SECONDS = 5  # to finish; if it takes longer, its peers are gone
 
 
 class ThreadExecutor:
     """One thread, first in first out: for CPU tensors, whose collectives block their caller.
 
-    `close()` ends it once its jobs are done; called by itself at the latest as Python exits.
+    `close()` ends it once its jobs are done; Python's exit calls it at the latest.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class ThreadExecutor:
         # A daemon: a rank whose peers are gone must be able to exit from within a collective.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, self._jobs, thread)  # runs at exit, too
+        self.close = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
 
     def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
         """A future of the job's result, or of the exception it raises."""
@@ -51,7 +50,7 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
-        """A future of the job's result: who waits makes its current stream wait for this one."""
+        """A future of the job's result: its wait makes the current stream wait for this one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future[_Result] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):

@@ -1,7 +1,7 @@
 """Residuals of parameters whose memory is not in the order of their indices, as of channels_last.
 
-A bucket of DDP's holds a parameter as its memory does, if that is dense, so that a bucket's
-residual is in that order, too. A checkpoint is in the order of indices, whatever the format.
+DDP's buckets hold dense parameters in the order of their memory, and so do buckets' residuals. A
+checkpoint is in the order of indices, whatever the format.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The ranks of one node: between them gradients cross whole, and every rank has a part of each."""
+"""The ranks of one node, which send each other gradients densely; each rank has a part."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,15 @@ from .. import wire
 from ..collectives import all_gather, reduce_scatter
 from ..exchange.plan import Slice, slices
 
-FLAGS_BYTES = 12  # of what a rank tells its node's of an exchange
+FLAGS_BYTES = 12  # of the flags of an exchange that each rank tells its node
 _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
 class Node:
-    """Cuts buckets into as many equal parts as the node has ranks; a rank exchanges its own.
+    """Cuts buckets into as many equal parts as the node has ranks; each rank exchanges its own.
 
     A part is a range of whole 16 bytes, so the last ones may be short or empty. In a node of one
-    rank its part is the bucket itself, and nothing is sent.
+    rank the part is the bucket itself, and nothing is sent.
 
     Args:
         group: the ranks of this rank's node; None: no other.
@@ -31,7 +31,7 @@ class Node:
         self.rank, self.size = 0 if group is None else group.rank(), len(self.ranks)
 
     def slices(self, sizes: Sequence[int]) -> list[Slice]:
-        """What this rank's part of a bucket holds of parameters of these sizes."""
+        """This rank's part of a bucket, as slices of parameters of these sizes."""
         length = self._length(sum(sizes))
         return list(slices(sizes, self.rank * length, (self.rank + 1) * length))
 
@@ -67,13 +67,13 @@ class Node:
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes that a rank sends inside the node for a bucket of so many elements, in a step."""
+        """Bytes sent per rank and step inside the node for a bucket of so many elements."""
         part = self._length(numel) * itemsize
         summed = wire.reduce_scatter_bytes(self.size * part, self.size)
         return summed + wire.all_gather_bytes(part + FLAGS_BYTES, self.size)
 
     def sentence(self, nbytes: int) -> str:
-        """What a plan's table does not say: whose part it is of, and the bytes inside the node."""
+        """The line after a plan's table: whose part it is of, and the bytes inside the node."""
         if self.size == 1:
             return ""
         return (

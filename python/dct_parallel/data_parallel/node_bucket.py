@@ -1,4 +1,4 @@
-"""One bucket of DDP's, of which the ranks of a node exchange a part each with other nodes."""
+"""One bucket of DDP's on a cluster: each rank of a node exchanges a part with other nodes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,15 +17,14 @@ from .node import Node
 class NodeBucket:
     """One bucket, as `Bucket`: inside the node summed and gathered whole, between nodes a part.
 
-    What the node owes to the mean is what its ranks' states owe, together: each of them knows of
-    its own part, and what a state holds of others' goes to them once, before the first gradient.
+    The node's residual is the sum of its ranks' states. Each rank keeps its own part; residuals in
+    a state for other ranks' parts go to these ranks once, before the first gradient.
 
-    Every rank of the node learns what each of them received: whether something was damaged, and
-    whether gradients overflowed, are the same for all of it.
+    Every rank of the node learns of damage and overflow on any of its ranks.
 
     Args:
         node: this rank's.
-        make: the bucket of a part, from the states of what is in it.
+        make: the bucket of a part, from the states of the parameters in it.
         sizes: {name: numel} of the bucket's parameters, in its order.
         states: {name: what `states` gave} to start from; missing names start from zero.
     """
@@ -77,7 +76,7 @@ class NodeBucket:
             return None
         self._fresh = False
         own = self._inner.take_result()
-        assert own is not None  # of what was reduced with this
+        assert own is not None  # of the same `reduce`
         (flags,) = self._readback.wait()
         verdicts = [own.verdict]
         for rank, (damaged, told, non_finite) in zip(
@@ -89,7 +88,7 @@ class NodeBucket:
         return own._replace(verdict=join(verdicts))
 
     def take_back(self) -> None:
-        """Return what the last `reduce` sent to the residual, for a step that was not applied."""
+        """Return the entries of the last `reduce` to the residual, for a step not applied."""
         self._inner.take_back()
 
     def states(self) -> dict[str, SegmentState]:
@@ -104,20 +103,20 @@ class NodeBucket:
         return {name: state.map(partial(placed, name)) for name, state in states}
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `DCTState.parameter_stats`} of what is in this rank's part."""
+        """{name: see `DCTState.parameter_stats`} for this rank's part."""
         return self._inner.parameter_stats()
 
     def silent(self) -> list[str]:
-        """As of a `Bucket`, of what is in this rank's part."""
+        """As of a `Bucket`, for this rank's part."""
         return self._inner.silent()
 
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
-        """Of a state what belongs to this rank's part."""
+        """The slice of a state in this rank's part."""
         piece = self._pieces[name]
         return state.map(lambda whole: whole[piece.low : piece.high])
 
     def _of_others(self, name: str, states: dict[str, SegmentState]) -> Tensor:
-        """What a state owes to the mean over nodes, of elements in other ranks' parts."""
+        """The residuals of a state for other ranks' parts, as shares of the mean over nodes."""
         if name not in states:
             return torch.zeros(self._sizes[name])
         owed = states[name].share(self.plan.ranks).clone()

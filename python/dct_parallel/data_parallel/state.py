@@ -4,7 +4,7 @@
     ddp.register_comm_hook(state, dct_hook)
 
 In a step every bucket is packed, exchanged and unpacked beside the backward pass, in bucket order
-on every rank, with one collective each. What came of it is looked at before the next step.
+on every rank. The result (damage, overflow) is read before the next step.
 """
 
 import dataclasses
@@ -48,11 +48,12 @@ from .topology import Topology
 
 
 class DCTState:
-    """What `dct_hook` needs between steps: residuals and where to send payloads.
+    """The state of `dct_hook`: residuals, thresholds and where to send payloads.
 
-    Construct it on every rank of the group, register it once, and keep `state_dict()` in the
-    checkpoint of every rank: residuals differ between ranks. `close()` ends its thread and its
-    process groups; a process may exit without it.
+    Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899). Construct it on every
+    rank of the group, register it once, and keep `state_dict()` in the checkpoint of every rank:
+    residuals differ between ranks. `close()` ends its thread and its process groups; a process may
+    exit without it.
 
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
     in that time. Then each bucket sends its largest entries: a payload has one threshold, sampled
@@ -60,18 +61,19 @@ class DCTState:
     than the others' is sent rarely: `stats()` names the silent ones. State belongs to parameters,
     by name, and moves along if the buckets change later. Memory: 4 bytes per parameter, and each
     bucket's payload once per rank; with "reduce_scatter" 8 / P bytes more, and three payloads.
+    The mean is deterministic, and bitwise the same on every rank.
 
     Settings and parameters are compared between ranks when the state is bound to its DDP, and run
     and step at the first step after that or a load: if they differ, every rank raises and names all
-    values. A wait for another rank ends at the group's timeout.
+    values. No rank waits for others longer than the group's timeout.
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
-            None where there is none yet: `bind` it before the first step.
+            None if it is not made yet: `bind` it before the first step.
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
         value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
-            an entry then has two bytes, its position included (docs/reference/payload.md).
+            an entry is then two bytes, its position included (docs/reference/payload.md).
             With density 1 also "int8", "int4" and "ternary": every entry in few bits, in rows of
             1,024 with a scale each. The rounding error stays in the residual.
         transport: how payloads reach the other ranks. "all_gather": every rank gets all of them,
@@ -91,23 +93,22 @@ class DCTState:
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without it.
     If a scaler skips such a step, the entries that overflowed in it are lost, and the first of each
-    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or
-    pickle without a scaler) takes residuals along and is bound to no DDP; it shares the scaler.
+    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or pickle without a
+    scaler) has the residuals and is bound to no DDP; it shares the scaler.
 
     With a `mesh` of L ranks per node, a reduce-scatter takes the node's mean, in the gradients'
     dtype. Each rank compresses its L-th part of every bucket and exchanges it with the ranks of
     equal number in other nodes; then parts are gathered inside the node. Bytes between nodes, and
     memory, are 1 / L of those without a mesh. Nodes of one rank give the bits of no mesh. In a
-    single node entries below the threshold are delayed for nothing: use no hook there.
+    single node compression only delays entries: use no hook there.
 
-    A payload that is damaged on its way is found by its receiver. Damage of step t raises there,
-    and on the ranks of its node, at the first hook of step t + 1, which still tells the others;
-    they raise at the first hook of step t + 2 at the latest. (If DDP changes its buckets between
-    t and t + 1, as after its first step, they end with the connection or the timeout.)
-    `state_dict()`, `stats()`, `parameter_stats()` and `close()` of a rank that knows of damage
-    raise as well. So damage of the very last step is raised by the first of them, on the ranks that
-    know of it; the others do not learn of it. Weights of a damaged step differ between ranks: go
-    back to a checkpoint.
+    The receiver of a damaged payload detects the damage. It raises for step t, as do the ranks of
+    its node, at the first hook of step t + 1, which still tells the others; they raise at the first
+    hook of step t + 2 at the latest. (If DDP changes its buckets between t and t + 1, as after its
+    first step, they fail with the connection or at the timeout.) `state_dict()`, `stats()`,
+    `parameter_stats()` and `close()` of a rank that knows of damage raise as well. So damage of the
+    very last step is raised by the first of them, on the ranks that know of it; the others do not
+    learn of it. Weights of a damaged step differ between ranks: go back to a checkpoint.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
     step, and with it the entries that were sent for it. Use one optimizer per GradScaler, because a
@@ -120,8 +121,8 @@ class DCTState:
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
             ranks differ; the text names it.
-        RuntimeError: some other rank raises instead, as the text says, or does not construct its
-            state within the group's timeout. All ranks may try again, after this as well.
+        RuntimeError: a different rank raised, as the text says, or did not construct its state
+            within the group's timeout. All ranks may try again, after this error as well.
     """
 
     def __init__(
@@ -161,7 +162,11 @@ class DCTState:
             self.bind(ddp)
 
     def bind(self, ddp: DistributedDataParallel) -> None:
-        """Attach a state that was made without its DDP; on every rank, like the constructor."""
+        """Attach a state that was made without its DDP; on every rank, like the constructor.
+
+        Raises:
+            ValueError: the state is bound already; or as the constructor.
+        """
         group = self._group_with(ddp)
         with refusing("DCTState", group):
             names = ddp_parameters.named_parameters(ddp)
@@ -195,7 +200,7 @@ class DCTState:
             self.load_state_dict(self._to_load)
 
     def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
-        """The ranks to average over; None if that is not known, for want of a DDP."""
+        """The ranks to average over; None if they are not known without a DDP."""
         of_ddp = getattr(ddp, "process_group", None)
         return of_ddp if self._process_group is None else self._process_group
 
@@ -204,12 +209,12 @@ class DCTState:
         return self._ledger.step if self._names else 0
 
     def close(self) -> None:
-        """End the thread and the process groups of this state; called again, nothing.
+        """Wait for the last step, and end the thread and the process groups of this state.
 
-        It takes no further step. What tells of the last ones still answers. Waits for the last.
+        It takes no further step; `stats` and the like still answer. A second call does nothing.
 
         Raises:
-            RuntimeError: a payload was damaged. All is closed by then.
+            RuntimeError: a payload was damaged. The state is closed all the same.
         """
         if self._executor is not None:
             self._executor.close()
@@ -222,6 +227,9 @@ class DCTState:
 
         DDP's buckets are not known until compression has started: one is assumed, and the last line
         tells the bytes of each further one. From then on bytes are exact, as in `stats()`.
+
+        Raises:
+            ValueError: the state is not bound to a DDP yet.
         """
         self._require_bound("plan")
         device = ddp_parameters.device_of(self._names)
@@ -241,12 +249,13 @@ class DCTState:
         - `step`: steps taken.
         - `density`: entries that this rank sent over those that were compressed; None before any.
         - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed.
-        - `wire_bytes`: bytes that a rank sends per compressed step, with a mesh to other nodes.
+        - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
           Messages have a fixed size, so this is the same in every step and on ranks of equal part.
         - `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one
           step in 23 tells.
 
         Raises:
+            ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
         self._require_bound("stats")
@@ -255,13 +264,14 @@ class DCTState:
         return {**self._ledger.stats(self._buckets.plans()), "silent": silent}
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{parameter: figures of the last step on this rank}, for any logger. Counted now.
+        """{parameter: figures of the last step on this rank}, for any logger. Waits for the device.
 
-        `density`: entries sent over elements; `threshold`: of the payload that its first entry
+        `density`: entries sent over elements; `threshold`: of the payload that its first element
         belongs to; `residual_norm`: Euclidean norm of its residual, in unscaled units. Empty before
         compression starts, and after a load until the next step.
 
         Raises:
+            ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
         self._require_bound("parameter_stats")
@@ -269,9 +279,9 @@ class DCTState:
         return parameter_stats(self._buckets.in_order())
 
     def take_back(self) -> None:
-        """Undo what the last step did to the residuals, for a step that you do not apply.
+        """Return the entries of the last step to the residuals, for a step that you do not apply.
 
-        Otherwise its entries would be lost: gradients of the step, and of many steps before it.
+        Otherwise they would be lost: gradients of the step, and of many steps before it.
         Call it on every rank, after the backward pass and before the next one:
 
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
@@ -286,6 +296,7 @@ class DCTState:
         Called again, or after a GradScaler skipped the step, it does nothing.
 
         Raises:
+            ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
         self._require_bound("take_back")
@@ -297,8 +308,8 @@ class DCTState:
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
-        state itself, {"dct": state} (deeper in a dict, only what this returns), and calls this on
-        loading as well, for the shapes: all parameters are in it from the start.
+        state itself, {"dct": state} (deeper in a dict, only this method's result), and calls this
+        on loading as well, for the shapes: all parameters are in it from the start.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
@@ -319,13 +330,13 @@ class DCTState:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
         Every rank loads before any of them takes a step. The next step compares run and step, and
-        waits for ranks that are late, up to the group's timeout. A refused state changes nothing.
+        waits for late ranks, up to the group's timeout. A refused state changes nothing.
 
         Raises:
-            ValueError: made with another version, density, number of ranks or mesh, by another
-                rank, or for another model; something in it is missing, of another type or shape or
-                not finite; or this state is not bound to a DDP yet.
-            TypeError: no state dict.
+            ValueError: made with a different version, density, number of ranks or mesh, by a
+                different rank, or for a different model; something in it is missing, of a wrong
+                type or shape or not finite; or this state is not bound to a DDP yet.
+            TypeError: not a state dict.
         """
         self._require_bound("load_state_dict")
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
@@ -337,7 +348,7 @@ class DCTState:
         self._buckets.load({name: SegmentState.from_dict(saved) for name, saved in parameters})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and residuals: neither DDP nor process group nor thread can be copied."""
+        """Settings and residuals, because DDP, process groups and threads cannot be copied."""
         made = {
             **dataclasses.asdict(self.settings),
             "transport": self._transport,
@@ -349,7 +360,7 @@ class DCTState:
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
         made = copied["made"]
-        # Of a subclass, its own; so the arguments are unknown to a type checker.
+        # A subclass's own, so the arguments are unknown to a type checker.
         self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})  # type: ignore[misc]
         self._to_load = copied["state"]
 
@@ -367,7 +378,7 @@ class DCTState:
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
         plan = self._buckets.plan(index, bucket)
-        # DDP goes through its buckets in order, and may leave some out: the first or last, too.
+        # DDP goes through its buckets in order, and may leave out any, also the first or last.
         if not 0 < self._next_index <= index:
             self._begin_step(index, plan)
         if self._ledger.compresses:
@@ -380,8 +391,7 @@ class DCTState:
         return self._executor.submit(job)
 
     def _begin_step(self, index: int, plan: BucketPlan) -> None:
-        # Others can be told of damage by this step, unless buckets have changed: theirs are not
-        # known here.
+        # This step can tell others of damage, unless buckets have changed: theirs are not known.
         announce = None
         if self._executor is not None and self._buckets.holds(index, plan):
             announce = partial(self._buckets.announce_damage, self._executor)
@@ -408,14 +418,23 @@ class DCTState:
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP communication hook: the mean of the gradients over the ranks, compressed.
 
-    Register with `ddp.register_comm_hook(state, dct_hook)`. The mean is written into the bucket,
-    bitwise the same on every rank. Entries below the threshold stay in the state's residual.
+    Register with `ddp.register_comm_hook(state, dct_hook)`. Mutates the bucket, which becomes the
+    mean, bitwise the same on every rank, and the state: entries below the threshold stay in its
+    residual. Deterministic. With torch.compile, DDP's Python reducer is not supported.
+
+    Args:
+        state: of the DDP that it is registered with, open.
+        bucket: DDP's, of float32, bfloat16 or float16 gradients.
+
+    Returns:
+        A future of the bucket's buffer, in its dtype.
 
     Raises:
-        TypeError: `state` is not a DCTState.
-        RuntimeError: a payload was damaged on its way to this rank in the step before, or to
-            another in the one before that. The weights took that step without the damaged parts: go
-            back to a checkpoint.
+        TypeError: `state` is not a DCTState, or `bucket` not a GradBucket.
+        ValueError: `state` is closed, not bound or of a different model, or a gradient is sparse.
+        RuntimeError: this rank received a damaged payload in the step before, or a different rank
+            in the one before that. The weights took that step without the damaged parts: go back to
+            a checkpoint.
     """
     if not isinstance(state, DCTState):
         rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"

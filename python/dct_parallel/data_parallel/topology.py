@@ -1,4 +1,4 @@
-"""Whom a state averages over: all ranks, or those of its node and its like on other nodes."""
+"""The ranks that a state averages over: all, or those of its node and its peers on other nodes."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ class Topology:
     """The groups of a state: of a mesh, or of one dimension.
 
     Args:
-        op: what is made, for errors.
+        op: for errors.
         group: the ranks to average over.
         mesh: of these ranks, dimensions ("node", "local"); None: every rank is a node of its own.
         device: of the gradients.
@@ -30,7 +30,7 @@ class Topology:
         everyone: the group of all ranks.
         layout: of a mesh, in words: the ranks of each node.
         node: this rank's; known once opened, like `between`.
-        between: the group in which payloads cross: ranks of equal number in their nodes.
+        between: the group that exchanges payloads: ranks of equal number in their nodes.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Topology:
                 checks.fail(op, "mesh", f"the ranks of ddp, {own}", ranks, verb="have")
             if mesh.device_type != device.type:
                 checks.fail(op, "mesh", f"on {device.type} like ddp", mesh.device_type)
-        # On the CPU one of its own, as collectives of the executor's thread must not interleave
-        # with those of the main thread. On CUDA both issue theirs from one thread, in order.
+        # On the CPU a separate one, because collectives of the executor's thread must not
+        # interleave with those of the main thread. On CUDA one thread issues all, in order.
         self._owns = device.type == "cpu"
 
     def open(self, name: str) -> None:
@@ -62,7 +62,7 @@ class Topology:
             name: for these groups, the same on all ranks and never used before.
         """
         if self._owns:
-            # A mesh has torch's default timeout, unless whoever made it saw to another.
+            # A mesh has torch's default timeout, unless its maker set a different one.
             given = (self.everyone, *self._given)
             timeout = min(groups.timeout_of(group, _CPU) for group in given)
             self._given = tuple(
@@ -88,7 +88,7 @@ class Topology:
         return sizes
 
     def close(self) -> None:
-        """Destroy what was made."""
+        """Destroy the groups that `open` made."""
         if self._owns:
             for group in self._given:
                 groups.end_group(group)

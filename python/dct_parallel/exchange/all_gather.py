@@ -18,7 +18,7 @@ from .transport import Transport
 class AllGather(Transport):
     """One all-gather of the payload; every rank sums all of them, in rank order.
 
-    Each rank sends its payload P - 1 times, so bytes grow with P: it pays while the density is well
+    Each rank sends its payload P - 1 times, so bytes grow with P: it pays if the density is well
     below 1 / P.
     """
 
@@ -55,7 +55,7 @@ class AllGather(Transport):
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
         status, *words = raw_status
         codes = status.tolist()
-        # What was damaged says nothing.
+        # Headers of damaged payloads are ignored.
         intact = [
             Header(0, 0) if code else header
             for code, header in zip(codes, read_headers(words), strict=True)

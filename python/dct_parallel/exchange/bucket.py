@@ -14,13 +14,13 @@ from .results import ExchangeResult
 from .segment_state import SegmentState
 from .transport import Transport
 
-# In one step of 23 it is looked at whether anything is sent of a parameter, as that takes some
-# kernels more; where for a thousand steps nothing was found, it is named.
+# One step in 23 checks whether anything is sent of a parameter, because that takes some kernels
+# more. A parameter is silent if nothing was found for a thousand steps.
 LOOK_EVERY, SILENT_STEPS = 23, 1000
 
 
 class AnyBucket(Protocol):
-    """What a step asks of a bucket; `Bucket` says what each of these does."""
+    """The methods of a bucket that a step calls; `Bucket` documents them."""
 
     plan: BucketPlan
 
@@ -56,8 +56,8 @@ class Bucket:
         group: the ranks to average over.
         device: of the gradients.
         step: compressed steps taken so far.
-        states: {name: what `states` gave} to start from; missing names start from zero.
-        watches: whether somebody will ask for `silent`.
+        states: {name: from `states`} to start from; missing names start from zero.
+        watches: whether `silent` will be called.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Bucket:
                 self._load(index, states[name])
         self._readback = Readback()
         self._raw_status: Sequence[Tensor] = ()  # of the last `reduce`
-        self._fresh = False  # which nobody has asked for yet
+        self._fresh = False  # not read by `take_result` yet
         self._first_step = step
         self._bounds = torch.tensor(plan.bounds, device=device)
         self._found = torch.full((len(plan.names),), step, device=device)  # when last sent
@@ -97,8 +97,8 @@ class Bucket:
         self.finish(buffer, scale)
 
     def start(self, buffer: Tensor) -> None:
-        """Pack `buffer`, which is free then, and begin to send. `finish` is to come before the next
-        `start`: what was packed is sent from where it stands."""
+        """Pack `buffer`, which is free then, and begin to send. Call `finish` before the next
+        `start`, because the payload is sent from its own memory."""
         self._pack(buffer)
         self._transport.start()
 
@@ -110,24 +110,24 @@ class Bucket:
                 self._found.masked_fill_(found, self.codec.step)
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
-        """Write the mean over the group of what all ranks packed into `out`."""
+        """Write the mean over the group of all ranks' payloads into `out`."""
         self._raw_status = self._transport.reduce(out, scale)
         with record_function("dct::read_back"):
             self._readback.post(*self._raw_status)
         self._fresh = True
 
     def fault_flags(self) -> Tensor:
-        """What is wrong with the last `reduce`, on the device: see `Transport.fault_flags`."""
+        """Damage and overflow of the last `reduce`, on the device: see `Transport.fault_flags`."""
         return self._transport.fault_flags(self._raw_status)
 
     def announce_damage(self) -> None:
-        """Take part in a `reduce` of the others with no gradient, only to tell them of damage."""
+        """Take part in a `reduce` of the others without a gradient, only to tell them of damage."""
         self._transport.announce_damage()
 
     def take_result(self) -> ExchangeResult | None:
-        """How the last `reduce` went, once; None if there is nothing new.
+        """The result of the last `reduce`, once; None if there is nothing new.
 
-        To be called before the next `reduce`, which overwrites what is read here.
+        Call it before the next `reduce`, which overwrites the result.
         """
         if not self._fresh:
             return None
@@ -135,11 +135,11 @@ class Bucket:
         return self._transport.result(self._readback.wait())
 
     def take_back(self) -> None:
-        """Return what the last `reduce` sent to the residual, for a step that was not applied."""
+        """Return the entries of the last `reduce` to the residual, for a step not applied."""
         self._transport.take_back()
 
     def states(self) -> dict[str, SegmentState]:
-        """{name: copies, on the CPU, of what each of its parameters must carry elsewhere}."""
+        """{name: a copy, on the CPU, of the parameter's state}."""
         residuals = self.codec.residual.split(self.plan.sizes)
         return {
             name: SegmentState(residual.to("cpu", copy=True), self._transport.owner_state(index))
@@ -151,7 +151,7 @@ class Bucket:
         residual.copy_(state.residual)
         if state.owner is not None:
             others = self._transport.load_owner(index, state.owner)
-            residual += (self.plan.ranks * others).to(residual.device)  # a rank makes 1 / P
+            residual += (self.plan.ranks * others).to(residual.device)  # each rank counts 1 / P
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
@@ -173,8 +173,8 @@ class Bucket:
         }
 
     def silent(self) -> list[str]:
-        """Parameters of which nothing was found in the steps looked at, for 1,000 of all. Waits for
-        the device."""
+        """Parameters of which the checked steps sent nothing for 1,000 steps. Waits for the
+        device."""
         if not self._watches:
             return []
         silent = (self.codec.step - self._found >= SILENT_STEPS).tolist()

@@ -1,14 +1,14 @@
-"""What a checkpoint of the training layer holds, and whether one fits.
+"""The checkpoint of the training layer: its contents, and whether one fits.
 
     {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
 
-The version is 2, and one more with what owners keep (transport "reduce_scatter"); of a mesh two
-more: then the ranks of a node owe together what is in their residuals, in units of the node's mean,
-and a rank's own is as long as the parameter, 0 outside of its part.
+The version is 2, plus 1 with residuals of owners (transport "reduce_scatter"), plus 2 with a mesh:
+then the node's residual is the sum of its ranks', in units of the node's mean, and each rank's is
+as long as the parameter, 0 outside of its part.
 
-Below "ranks" stands the rank that it belongs to, because torch.distributed.checkpoint saves
-what has the same key on several ranks once, and then hands it to all of them. Numbers, strings and
-tensors only, so torch.load(weights_only=True) reads it.
+The key below "ranks" is the rank, because torch.distributed.checkpoint saves equal keys of several
+ranks once, and then loads that on all of them. Numbers, strings and tensors only, so
+torch.load(weights_only=True) reads it.
 """
 
 import warnings
@@ -42,7 +42,7 @@ class Sizes(_OfMesh):
 
 
 class _Optional(TypedDict, total=False):
-    period: int  # of a DCTAverager; early states leave it out, and the next
+    period: int  # of a DCTAverager; early states leave out this and the next two
     residual_decay: float
     overlap: int
     recent: Tensor  # see RecentStats.state; early states leave it out
@@ -59,7 +59,7 @@ class Entry(Sizes, _Optional):
 
 # The tables that a state is checked against, key by key; with `default=None` a key may be absent.
 
-ENTRY = {  # as sharded states have it, too
+ENTRY = {  # also of sharded states
     "run_id": fields.TEXT,
     "world_size": fields.integer(1),
     "step": fields.integer(0),
@@ -85,7 +85,7 @@ _STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks":
 
 
 def _segment(numel: int) -> dict[str, fields.Field]:
-    """Of one parameter; thresholds, which earlier states have as well, are found anew."""
+    """The table of one parameter; thresholds in earlier states are ignored, and sampled anew."""
     return {
         RESIDUAL: fields.tensor([numel]),
         OWNER_RESIDUAL: fields.tensor([numel], default=None),
@@ -102,7 +102,7 @@ def make(rank: int | str, entry: Entry) -> dict[str, Any]:
 
 
 def opened(op: str, state: object) -> tuple[int, dict[str, Any]]:
-    """The version of a state dict, and {rank: its entry, as it is}."""
+    """The version of a state dict, and {rank: its entry, unchecked}."""
     found = fields.checked(op, state, _STATE)
     return found["version"], found["ranks"]
 
@@ -110,20 +110,20 @@ def opened(op: str, state: object) -> tuple[int, dict[str, Any]]:
 def require_entry(
     op: str, version: int, saved: object, sizes: dict[str, int], of: str = ""
 ) -> Entry:
-    """An entry of a state dict of this version, once all of it is known to keep the tables' rules.
+    """An entry of a state dict of this version; raises unless all of it keeps the tables' rules.
 
     Args:
         op: for errors.
-        saved: what stands in its place.
+        saved: the entry, of any type.
         sizes: {name: numel} of parameters, as far as they are known.
-        of: whose entry it is, for errors: "" or " of ...".
+        of: the entry's owner, for errors: "" or " of ...".
     """
     entry = fields.checked(op, saved, _ENTRY, of)
     parameters = {}
     for name, segment in entry["parameters"].items():
         table = _segment(sizes.get(name, _numel(segment)))
         parameters[name] = fields.checked(op, segment, table, f" of {name}{of}")
-    # DCP reads what the state that loads has a place for, and says nothing of the rest.
+    # DCP reads only keys that the loading state has, and does not report the rest.
     owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
     if owners and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
         rule = "owners' residuals (load into transport 'reduce_scatter', or use merge_states)"
@@ -135,7 +135,7 @@ def require_entry(
 
 
 def _numel(segment: object) -> int:
-    """Elements of a parameter of which only this is known."""
+    """Elements of a parameter, from its saved residual alone."""
     residual = segment.get(RESIDUAL) if isinstance(segment, dict) else None
     return residual.numel() if isinstance(residual, Tensor) else 0
 
@@ -149,17 +149,17 @@ def find(
     local_size: int = 1,
     averager: Mapping[str, object] | None = None,
 ) -> Entry:
-    """This rank's entry, checked as a whole; refuses another rank's, another world size, other
-    settings or another model.
+    """This rank's entry, checked as a whole; raises for a different rank, world size, settings or
+    model.
 
-    Of one for all ranks, those of a node owe their share each.
+    Residuals of a merged state are divided among the ranks of a node.
 
     Args:
         state: from `make`.
         rank, settings: this run's.
         sizes: {name: numel} of this model's parameters.
-        world_size, local_size: how many ranks there are, and in each node of a mesh.
-        averager: settings of a DCTAverager; None: the state is to be a DCTState's.
+        world_size, local_size: the number of ranks, and of those per node of a mesh.
+        averager: settings of a DCTAverager; None: the state must be a DCTState's.
     """
     op = "load_state_dict"
     version, found = opened(op, state)

@@ -1,7 +1,7 @@
-"""What is in a payload: the seam between compression and what moves it.
+"""The content of payloads: the interface between compression and transports.
 
-Buckets, plans and transports know a codec by what stands here. There are two, the largest entries
-(Compressor) and every entry in few bits (quantized); another brings a payload that begins with the
+Buckets, plans and transports use a codec only as declared here. There are two, the largest entries
+(Compressor) and every entry in few bits (quantized). A third needs a payload that begins with the
 header of dct_kernels.layout, and a case in Settings.
 """
 
@@ -20,7 +20,7 @@ from . import quantized
 
 
 class Codec(Protocol):
-    """Packs a flat tensor, or each of its ranges, and keeps what was not sent: see `Compressor`."""
+    """Packs a flat tensor, or each of its ranges, and keeps the residual: see `Compressor`."""
 
     residual: Tensor
     threshold: Tensor
@@ -42,7 +42,7 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a user chose, for every bucket alike; makes the codec, and knows its sizes.
+    """The user's settings, for every bucket alike; makes the codec, and knows its sizes.
 
     With value_dtype "e3m0" at density 1, where no threshold gives a scale, it is torch.bfloat16.
 
@@ -54,7 +54,7 @@ class Settings:
     refresh_every: int
     policy: str
     value_dtype: torch.dtype | str
-    op: dataclasses.InitVar[str] = "Settings"  # what is made, for errors
+    op: dataclasses.InitVar[str] = "Settings"  # for errors
 
     def __post_init__(self, op: str) -> None:
         check_settings(
@@ -73,7 +73,7 @@ class Settings:
         object.__setattr__(self, "density", float(self.density))
 
     def as_told(self) -> dict[str, str | float]:
-        """What JSON can hold of them, for ranks to compare."""
+        """The settings in types of JSON, for ranks to compare."""
         told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
         return told | {"density": self.density}
 
@@ -87,7 +87,7 @@ class Settings:
         return default_capacity(numel, self.density)
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
-        """Of the payload of one range; the longest has so many elements."""
+        """Bytes of the payload of one range; the longest has so many elements."""
         if self.in_rows:
             return quantized.payload_bytes(longest, str(self.value_dtype))
         return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
@@ -95,11 +95,11 @@ class Settings:
     def codec(
         self, bounds: Sequence[int], device: torch.device, step: int, row_of: int | None = None
     ) -> Codec:
-        """One that goes on at `step`.
+        """A codec that goes on at `step`.
 
         Args:
             bounds: of the ranges, from 0 to numel; each has a payload and a threshold of its own.
-            row_of: where the tensor is itself a range, the elements of the longest one.
+            row_of: if the tensor is itself a range, the elements of the longest one.
         """
         made: Codec
         if self.in_rows:

@@ -1,7 +1,7 @@
-"""Tables of what a saved state holds, and the one function that checks a state against them.
+"""Tables of the contents of saved states, and the one function that checks a state against them.
 
-A table has a row for each key: the rule that its value keeps, in words and as code, and what stands
-for it where a state leaves it out. All of a state is checked before anything is assigned from it.
+A table has a row per key: the rule of its value, in words and as code, and its default if a state
+leaves it out. All of a state is checked before anything is assigned from it.
 """
 
 import reprlib
@@ -22,8 +22,8 @@ class Field(NamedTuple):
 
     Attributes:
         rule: what a value must be, as errors say it.
-        flaw: what an error says of a value that is not; None of one that is.
-        default: stands for a value that is not there; None if nothing does.
+        flaw: gives the error's text for a value that breaks the rule, else None.
+        default: of a missing value; None if it has none.
     """
 
     rule: str
@@ -36,11 +36,11 @@ def checked(op: str, values: object, table: dict[str, Field], of: str = "") -> d
 
     Args:
         op: for errors.
-        values: a dict, if it is one.
-        of: whose values they are, for errors: "" or " of ...".
+        values: a dict, or else an error.
+        of: the owner of the values, for errors: "" or " of ...".
 
     Raises:
-        TypeError: `values` is no dict.
+        TypeError: `values` is not a dict.
         ValueError: a value is missing, or breaks its rule; the text names it.
     """
     if not isinstance(values, dict):
@@ -75,11 +75,11 @@ def tensor(
     """A tensor on any device.
 
     Args:
-        holds: whether each of its numbers keeps the rule that `numbers` says in words.
+        holds: whether each of its numbers keeps the rule that `numbers` states in words.
     """
 
     def flaw(value: object) -> object:
-        if type(value) is not Tensor:  # a DTensor's are looked at by its local part
+        if type(value) is not Tensor:  # of a DTensor the local part is checked
             return type(value).__name__
         if value.layout is not torch.strided or value.is_meta:
             return f"one on {value.device}, {value.layout}"

@@ -18,7 +18,7 @@ _FLAGS_WORD, _FLAGS_SHIFT = 1, 24  # byte 7 of a header, in little-endian int32
 
 
 class Header(NamedTuple):
-    """What the header of a payload says."""
+    """Flags and count of a payload's header."""
 
     flags: int
     count: int  # type: ignore[assignment]  # in place of tuple.count
@@ -42,7 +42,7 @@ def headers(payload: Tensor) -> list[Tensor]:
 
 
 def read_headers(words: Sequence[Tensor]) -> list[Header]:
-    """Views that `headers` gave, on the host by now, as numbers."""
+    """Views from `headers`, copied to the host, as numbers."""
     fields = HEADER.iter_unpack(bytes(torch.cat(list(words)).view(torch.uint8).tolist()))
     return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]
 
@@ -54,9 +54,9 @@ def fault_flags_of(
     a NaN or Inf. int32 [3], on the device.
 
     Args:
-        status: int32, non-zero where something was damaged.
-        words: from `headers`, a rank's each.
-        intact: bool, of each header or of all: what was damaged says nothing.
+        status: int32, not 0 where something was damaged.
+        words: from `headers`, one per rank.
+        intact: bool, of each header or of all: those of damaged payloads are ignored.
         senders: int64, the ranks.
     """
     flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact

@@ -1,8 +1,8 @@
-"""The cycle of a step, written once: what it begins with, what came of it, and who learns of that.
+"""The cycle of a step, written once: its start, its result, and telling other ranks of damage.
 
-A step begins, buckets are reduced, and before the next step the host looks at how that went. Damage
-of step t is seen then by the rank that received it. In step t + 1 its headers tell the others (in
-step t, if the transport sends a second time), who find them in their results of that step.
+A step begins, buckets are reduced, and before the next step the host reads the results. Then the
+rank that received damage in step t sees it. In step t + 1 its headers tell the others (in step t,
+if the transport sends a second time), who find them in their results of that step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +23,20 @@ _Result = TypeVar("_Result")
 
 
 class StepLedger:
-    """What is to be known between the steps of one run, and done about it.
+    """The state between the steps of one run: step, damage, statistics and loss scale.
 
     Args:
-        op: what raises of damage, for the error.
+        op: the name in errors of damage.
         guard: compares ranks as a step begins.
         loss_scale: of the gradients, if they are scaled.
         start_step: steps before compression.
-        step_name: what `step` counts, for the error.
+        step_name: the unit of `step`, for the error.
         advice: the end of the error.
 
     Attributes:
         step: steps begun.
         verdict: of the last step, as far as this rank has looked.
-        damage: what an error says of a payload that was damaged, if one was.
+        damage: the error of a damaged payload, if there was one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepLedger:
         return self.step - self._start_step - 1
 
     def begin(self, number: int | None = None) -> None:
-        """A step begins: after `finish`, and on every rank.
+        """Begin a step: after `finish`, and on every rank.
 
         Args:
             number: as errors call it; by default steps are counted from 0.
@@ -94,16 +94,16 @@ class StepLedger:
         self.step += 1
 
     def compare(self, number: int) -> None:
-        """Raise on every rank if they do not go on from the same step, after a load, of this
-        number: for what is exchanged outside of steps."""
+        """Raise on every rank if they do not go on, after a load, from the same step, this number:
+        for exchanges outside of steps."""
         self._guard.begin_step(number)
 
     def carry_out(self, collectives: Callable[[], _Result]) -> _Result:
-        """What `collectives` returns; for whatever a step exchanges. See `RunGuard.carry_out`."""
+        """The result of `collectives`; for all exchanges of a step. See `RunGuard.carry_out`."""
         return self._guard.carry_out(collectives)
 
     def reduction(self, number: int, bucket: AnyBucket, buffer: Tensor) -> Callable[[], Tensor]:
-        """What reduces `buffer` by this bucket of the step, on whichever thread, and returns it."""
+        """A function that reduces `buffer` by this bucket of the step, on any thread."""
         self._sent[number] = bucket
         return partial(self.carry_out, partial(self._reduce, bucket, buffer))
 
@@ -123,7 +123,7 @@ class StepLedger:
         results = {number: result for number, result in taken.items() if result is not None}
         if not results:
             return
-        verdicts = [self.verdict]  # of buckets that were asked before the step's end
+        verdicts = [self.verdict]  # of buckets that were read before the step's end
         for number, result in results.items():
             damaged = [f"{damage} in bucket {number}" for damage in result.verdict.damaged]
             verdicts.append(result.verdict._replace(damaged=damaged))
@@ -131,7 +131,7 @@ class StepLedger:
         self.hear(join(verdicts))
 
     def hear(self, verdict: Verdict) -> None:
-        """Take this for the last step's, be it this rank's own or what all of them agreed on."""
+        """Set the last step's verdict, this rank's own or the one that all ranks agreed on."""
         self.verdict = verdict
         self._loss_scale.saw(overflow=verdict.non_finite)
         when = f"{self._step_name} {self._number}"
@@ -140,12 +140,12 @@ class StepLedger:
         elif verdict.told:
             got = f"a damaged one on rank {verdict.told[0]}"
             self.damage = self._error(f"up to {when}", got)
-        # Where others told of it, all ranks know that training ends here.
+        # If others told of it, all ranks know that training ends here.
         self._unannounced = bool(verdict.damaged) and not verdict.told
 
     def finish(self, announce: Callable[[], None] | None = None) -> None:
-        """See to what the last step left: raise if a payload was damaged, now or before, and take
-        back what was sent for a step that a GradScaler skipped.
+        """Finish the last step: raise if a payload was damaged, now or before, and take back the
+        entries of a step that a GradScaler skipped.
 
         Args:
             announce: lets buckets announce damage to the other ranks, if they are reduced next.
@@ -163,17 +163,17 @@ class StepLedger:
             self.take_back()
 
     def take_back(self) -> None:
-        """Return what was sent in the last step to the residuals; called again, nothing."""
+        """Return the entries of the last step to the residuals. Idempotent."""
         while self._sent:
             self._sent.popitem()[1].take_back()
 
     def undo(self) -> None:
-        """The last step was not applied, on no rank: take it back, and what was damaged is past."""
+        """Take back the last step, which no rank applied, and forget its damage."""
         self.take_back()
         self.damage, self._unannounced = None, False
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
-        """How the last 100 steps went, and what a step costs: see `DCTState.stats`."""
+        """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
         return {
             "step": self.step,
             "density": self._recent.density,
@@ -182,11 +182,11 @@ class StepLedger:
         }
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint's entry holds of it."""
+        """Its part of a checkpoint's entry."""
         return {"run_id": self.run_id, "step": self.step, "recent": self._recent.state()}
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Go on from a checkpoint's entry; at another step than it says, if that counts others."""
+        """Go on from a checkpoint's entry; at `step`, if the entry's counts something else."""
         self._guard.load(entry["run_id"], entry["world_size"])
         self._recent.load(entry.get("recent"))  # which early states leave out
         self._loss_scale.saw(overflow=False)

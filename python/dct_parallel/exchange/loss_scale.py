@@ -1,4 +1,4 @@
-"""A GradScaler as gradients see it: its scale, and whether it skipped the last step."""
+"""The scale of a GradScaler, and whether it skipped the last step."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class LossScale:
         self._overflowed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LossScale":
-        """One of the same scaler: the training loop updates no other."""
+        """A copy with the same scaler: the training loop updates only that one."""
         return LossScale(self._op, self.scaler)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -36,16 +36,16 @@ class LossScale:
         """A backward pass starts to exchange its gradients."""
         self.value = self.inverse = None
         if self.scaler is not None:
-            self.value = self.scaler._scale  # get_scale() would synchronise
+            self.value = self.scaler._scale  # get_scale() would synchronize
         if self.value is not None:
             self.inverse = self.value.reciprocal()
             self._version = self.value._version
-        # An overflow that no update followed is an accumulation's: what the last pass sent stands
-        # in .grad, and is added to what this pass exchanges, with all that overflowed.
+        # An overflow without an update is of an accumulation: the result of the last pass is in
+        # .grad, and is added to that of this pass, with its overflow.
         self._overflowed = False
 
     def as_told(self) -> str:
-        """What ranks compare of it."""
+        """Its description, for ranks to compare."""
         return "none" if self.scaler is None else "given"
 
     def saw(self, overflow: bool) -> None:
@@ -54,7 +54,7 @@ class LossScale:
 
     def skipped(self) -> bool:
         """Whether the scaler skipped the step that this pass was the last of; true once."""
-        # update() writes the scale, to the same value or another.
+        # update() writes the scale, to the same or a different value.
         if not self._overflowed or self.value is None or self.value._version == self._version:
             return False
         self._overflowed = False

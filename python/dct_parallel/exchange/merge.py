@@ -1,4 +1,4 @@
-"""States of all ranks made one, for another number of ranks."""
+"""States of all ranks merged into one, for any number of ranks."""
 
 import os
 import warnings
@@ -22,19 +22,20 @@ _PARTS = checkpoint.BASE, checkpoint.STARTED
 def merge_states(
     states: Iterable[dict[str, Any]] | str | os.PathLike[str], key: str = "dct"
 ) -> dict[str, Any]:
-    """One state dict from those of all ranks of a run, to be loaded by every rank of another.
+    """One state dict from those of all ranks of a run, for every rank of a run of different size.
 
     Its residuals are the ranks' mean. A step applies the mean over ranks of their messages, so the
     pending updates of the model stay the same on any number of ranks, to float32 rounding (summed
     in float64). With a mesh it is the mean of nodes, whose ranks hold a part each. The residuals of
-    owners (transport "reduce_scatter") are in units of the mean, and are added as they are. Our
-    reconstruction: the paper does not change the number of ranks.
+    owners (transport "reduce_scatter") are in units of the mean, and are added as they are.
+    Nothing that is given is mutated, and no process group is needed. Our reconstruction: the paper
+    does not change the number of ranks.
 
     Args:
         states: every rank's `DCTState.state_dict()` in any order, say as
             `torch.load(path, weights_only=True)` returns them, or a folder that
-            `torch.distributed.checkpoint` wrote. A generator or a folder is read one rank at a
-            time; two ranks' states are in memory then.
+            `torch.distributed.checkpoint` wrote. A generator or a folder is read rank by rank, with
+            two ranks' states in memory at a time.
         key: in a folder, the name the state was saved under, {"dct": state}; dots go deeper.
 
     Returns:
@@ -42,10 +43,10 @@ def merge_states(
         to be merged again.
 
     Raises:
-        ValueError: a rank's state is missing or there twice, something in it is missing, of another
+        ValueError: a rank's state is missing or there twice, something in it is missing, of a wrong
             type or shape or not finite, or run, step, world size, size of nodes, density or
             parameters differ.
-        TypeError: what is given holds no states.
+        TypeError: `states` holds no states.
 
     >>> merged = merge_states(torch.load(f"dct{rank}.pt", weights_only=True) for rank in range(4))
     """
@@ -89,16 +90,16 @@ def merge_states(
 
 
 def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Tensor]:
-    """Of one parameter, from sums over ranks."""
+    """The merged residuals of one parameter, from sums over ranks."""
     mean = {key: value / ranks for key, value in total.items() if key != OWNER_RESIDUAL}
     mean[RESIDUAL] = mean[RESIDUAL] * local_size
-    if OWNER_RESIDUAL in total:  # by one owner each, and to the mean
+    if OWNER_RESIDUAL in total:  # one owner per element, in units of the mean
         mean[RESIDUAL] = mean[RESIDUAL] + total[OWNER_RESIDUAL]
     return {key: value.float() for key, value in mean.items()}
 
 
 def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
-    """The state dict of one rank after another, as torch.distributed.checkpoint saved them."""
+    """The state dicts, rank by rank, as torch.distributed.checkpoint saved them."""
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -1,4 +1,4 @@
-"""Parameters by name: as in the model that nothing wraps, and alike on every rank."""
+"""Parameters by their names in the unwrapped model, the same on every rank."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter as in the model that nothing wraps."""
+    """The name of a parameter in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def describe(names: Mapping[_AnyTensor, str]) -> str:
-    """In one line what must be the same on every rank: names, sizes and dtypes, in order."""
+    """One line that must be the same on every rank, of names, sizes and dtypes, in order."""
     lines = [f"{name} {p.dtype} {tuple(p.shape)}\n" for p, name in names.items()]
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
     numel = sum(parameter.numel() for parameter in names)

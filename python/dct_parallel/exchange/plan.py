@@ -1,4 +1,4 @@
-"""What will be sent: arithmetic on parameter sizes, no tensors."""
+"""Sizes of buckets, payloads and messages: arithmetic on parameter sizes, no tensors."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -25,33 +25,33 @@ class Slice(NamedTuple):
 
 
 def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
-    """What the range [start, end) of a bucket holds of parameters of these sizes, in order."""
+    """The range [start, end) of a bucket, as slices of parameters of these sizes, in order."""
     for index, (low, high) in enumerate(pairwise([0, *accumulate(sizes)])):
         if max(low, start) < min(high, end):
             yield Slice(index, max(low, start) - low, min(high, end) - low)
 
 
 class TransportFormulas(Protocol):
-    """What a plan asks of a transport."""
+    """The part of a transport that a plan uses."""
 
     name: str
 
     @staticmethod
     def ranges(ranks: int) -> int:
-        """How many payloads a rank packs, each of an equal range."""
+        """Payloads per rank, each of an equal range."""
 
     @staticmethod
     def wire_bytes(plan: "BucketPlan") -> int:
-        """Bytes that the rank which sends most sends in a step."""
+        """Bytes per step of the rank that sends most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """What one bucket sends per step, by its parameters' names and sizes in the bucket's order.
+    """The messages of one bucket per step, by its parameters' names and sizes in order.
 
     Attributes:
-        transport: how payloads get to the other ranks.
-        ranks: that take part.
+        transport: sends payloads to the other ranks.
+        ranks: their number.
     """
 
     names: tuple[str, ...]
@@ -71,12 +71,12 @@ class BucketPlan:
 
     @cached_property
     def ranges(self) -> int:
-        """How many payloads a rank packs, each of an equal range of whole blocks."""
+        """Payloads per rank, each of an equal range of whole blocks."""
         return self.transport.ranges(self.ranks)
 
     @cached_property
     def range_bounds(self) -> list[int]:
-        """Offsets of the ranges in the bucket: one more than there are."""
+        """Offsets of the ranges in the bucket: one more than there are ranges."""
         return [0, *(range_bounds(self.numel, self.ranges, r)[1] for r in range(self.ranges))]
 
     @cached_property
@@ -86,33 +86,33 @@ class BucketPlan:
 
     @cached_property
     def capacity(self) -> int:
-        """Entries of room in the payload of each range: what the longest one needs, the first."""
+        """Entries of room in the payload of each range, by the longest one, which is the first."""
         return self.settings.capacity(self.range_bounds[1])
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Of the payload of one range."""
+        """Bytes of the payload of one range."""
         return self.settings.payload_bytes(self.numel, self.ranges, self.range_bounds[1])
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes that the rank which sends most sends for this bucket in a step."""
+        """Bytes per step for this bucket, of the rank that sends most."""
         return self.transport.wire_bytes(self)
 
     def slices(self, index: int) -> Iterator[Slice]:
-        """What range `index` holds of each parameter, in the bucket's order."""
+        """Range `index` as slices of parameters, in the bucket's order."""
         yield from slices(self.sizes, *self.range_bounds[index : index + 2])
 
 
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
-    """Bytes that the rank which sends most sends in a compressed step."""
+    """Bytes per compressed step, of the rank that sends most."""
     return sum(plan.wire_bytes for plan in plans)
 
 
 def plan_table(
     plans: Sequence[BucketPlan], transport_reason: str, device: torch.device, each: str = "step"
 ) -> str:
-    """The plan as text, one line per bucket; bytes are what a rank sends in a step, or `each`."""
+    """The plan as text, one line per bucket; bytes are sent per rank and step, or `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
     transports = list(dict.fromkeys(plan.transport.name for plan in plans))

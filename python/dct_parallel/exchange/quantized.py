@@ -1,6 +1,6 @@
-"""Every entry in few bits: rows of 1,024 with a scale each; what rounding leaves waits.
+"""Every entry in few bits: rows of 1,024 with a scale each; rounding errors stay in the residual.
 
-Of the ops of dct_kernels, by plain tensor operations. The payload is version 3 of
+By ops of dct_kernels and plain tensor operations. The payload is version 3 of
 docs/reference/payload.md.
 """
 
@@ -24,31 +24,31 @@ from dct_kernels.row_layout import row_bytes
 ROW = 1024  # elements; a block of 16,384 is whole rows
 FORMATS = tuple(ROW_CODES)
 
-_MOST = 2**32 - 1  # that the header's capacity and count can say
+_MOST = 2**32 - 1  # of the header's capacity and count
 
 
 def payload_bytes(numel: int, format: str) -> int:
-    """Of a range of so many elements: a multiple of 16."""
+    """Bytes of the payload of a range of so many elements: a multiple of 16."""
     return (HEADER_BYTES + _rows(numel) * row_bytes(ROW, format) + 15) // 16 * 16
 
 
 class QuantizedRows:
-    """Packs all of a flat tensor, and keeps what rounding took off: a `Codec`.
+    """Packs all of a flat tensor, and keeps the rounding error as residual: a `Codec`.
 
-    Value + new residual is what was accumulated, exactly in "int8" and "int4"; in "ternary" to one
-    rounding of the residual, where an entry is far from its row's scale. A row with an entry that
-    is not finite keeps its residual as it was, every reader finds NaN in all of it, and a flag
-    says so.
+    Value + new residual is the accumulated value, exactly in "int8" and "int4"; in "ternary" to one
+    rounding of the residual, if an entry is far from its row's scale. A row with an entry that is
+    not finite keeps its residual, all of it becomes NaN for every reader, and the header has a
+    flag.
 
     Args:
         numel: elements of the flat tensor.
         format: "int8", "int4" or "ternary": see `dct_kernels.row_quantize`.
         ranges: how many payloads there are, each of an equal range of whole blocks.
-        row_of: where this tensor is one range of several, the elements of the longest one.
-        device: of every tensor here.
+        row_of: if this tensor is one range of several, the elements of the longest one.
+        device: of all tensors.
 
     Attributes:
-        residual: float32 [numel], what is still to be sent, in unscaled units.
+        residual: float32 [numel], not sent yet, in units of the unscaled gradient.
         threshold: float32 [ranges], zeros: everything is sent.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
         step: how many times `pack` was called.
@@ -78,7 +78,7 @@ class QuantizedRows:
         ]
         headers = bytearray(b"".join(_header(size, format) for size in sizes))
         self._header = torch.frombuffer(headers, dtype=torch.uint8).view(ranges, -1).to(device)
-        self._checked = torch.full_like(self._header, 255)  # bits of it that have to be so
+        self._checked = torch.full_like(self._header, 255)  # bits that must be equal
         self._checked[:, FLAGS_BYTE] = 255 - FLAG_NON_FINITE - FLAG_DAMAGE
         self.step = 0
 

@@ -1,4 +1,4 @@
-"""Small device tensors brought to the host, which does not wait for them before it wants them."""
+"""Small device tensors copied to the host, which waits for them only when it reads them."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ class Readback:
     """One message from the device to the host at a time: `post`, and later `wait`.
 
     On CUDA `post` queues one kernel, which joins the tensors, and one copy to pinned memory, on the
-    current stream; `wait` blocks until they are done. A step later they are, so neither stops the
-    host nor drains the queue.
+    current stream; `wait` blocks until they are done. A step later they are, so the host does not
+    stop and the queue does not drain.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Readback:
         self._copied: torch.cuda.Event | None = None
 
     def post(self, *tensors: Tensor) -> None:
-        """Send these, int32 of one dimension and always of the same sizes, in place of the last."""
+        """Copy these, int32 of one dimension and always of the same sizes, over the last ones."""
         words = torch.cat(tensors)
         if not self._sizes:
             self._sizes = [tensor.numel() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""How the last steps went."""
+"""Statistics of the last steps."""
 
 import warnings
 from collections import deque
@@ -11,8 +11,8 @@ from .results import Traffic
 
 RECENT_STEPS = 100
 
-# A threshold is off by what its sample is, so that with a quarter of headroom some 10 to 20 % of
-# payloads overflow, by little, and others in the next step. Beyond half it is the rule.
+# Thresholds have the error of their samples, so with a quarter of headroom some 10 to 20 % of
+# payloads overflow, by little, and different ones in the next step. Beyond half it is the rule.
 OVERFLOW_WARNING = 0.5
 
 
@@ -37,7 +37,7 @@ class RecentStats:
             self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
 
     def note(self, traffic: Sequence[Traffic]) -> None:
-        """Note a step, by what each of its buckets sent; nothing if there was no payload in it."""
+        """Note a step, from the traffic of each bucket; nothing if there was no payload in it."""
         payloads = sum(one.payloads for one in traffic)
         if payloads:
             sent = sum(sum(one.counts) for one in traffic)
@@ -46,7 +46,7 @@ class RecentStats:
             self.add(density=sent / max(numel, 1), overflow=late / payloads)
 
     def add(self, density: float, overflow: float) -> None:
-        """Note a step: the fraction of entries sent, and of payloads too small for what passed."""
+        """Note a step: the fraction of entries sent, and of payloads without room for all."""
         self._steps.append((density, overflow))
         often = self.overflow > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS
         if often and not self._warned:
@@ -65,5 +65,5 @@ class RecentStats:
 
     @property
     def overflow(self) -> float:
-        """Fraction of payloads that were too small for what passed."""
+        """Fraction of payloads with less room than entries that passed."""
         return sum(o for _, o in self._steps) / max(len(self._steps), 1)

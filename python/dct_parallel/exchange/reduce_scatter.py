@@ -21,14 +21,14 @@ class ReduceScatter(Transport):
     """Every rank owns a range of the bucket, and compresses its mean once more.
 
     The payload has a range for each rank, and goes there. An owner sums its range in rank order,
-    adds its own residual, which is in units of the mean, and packs what passes its own threshold;
-    all ranks gather that. So a rank sends two payloads of 1 / P of the bucket P - 1 times: bytes do
-    not grow with P. Our reconstruction: the paper's parameter server compresses one way.
+    adds its own residual, which is in units of the mean, and packs entries above its own threshold;
+    all ranks gather that. So each rank sends two payloads of 1 / P of the bucket P - 1 times: bytes
+    do not grow with P. Our reconstruction: the paper's parameter server compresses one way.
 
     Ranges are whole blocks: a bucket of fewer than P leaves some ranks without one. Nothing is sent
-    to these; they send an empty payload, as its header says what a rank knows of damage.
+    to these; they send an empty payload, because its header tells of damage.
 
-    Where damage is found in what arrives first, the owner's payload says so: every rank knows of it
+    If an owner receives a damaged payload, its own payload says so: every rank learns of it
     together with the result.
     """
 
@@ -40,7 +40,7 @@ class ReduceScatter(Transport):
 
     @staticmethod
     def wire_bytes(plan: BucketPlan) -> int:
-        # To all other owners; a rank that owns nothing sends to all there are.
+        # To all other owners; a rank that owns nothing sends to all owners.
         to_owners = min(plan.owners, plan.ranks - 1)
         results = wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
         return to_owners * plan.payload_bytes + results
@@ -89,7 +89,7 @@ class ReduceScatter(Transport):
             damaged.append(f"status {code} from the owners of ranges")
         ranks = self._group.size()
         sent, results = read_headers(words[:ranks]), read_headers(words[ranks:])
-        if code:  # what was damaged says nothing
+        if code:  # headers of damaged payloads are ignored
             results = []
         payloads = [*sent[: sum(self._splits)], *results[: sum(self._splits)]]
         verdict = Verdict(
@@ -117,7 +117,7 @@ class ReduceScatter(Transport):
         self._to_everybody(self._owner.pack_damage())
 
     def take_back(self) -> None:
-        """To float32 rounding in the owner's residual: the ranks' own is exact."""
+        """Exact for the ranks' own residuals, to float32 rounding for the owner's."""
         super().take_back()
         self._owner.take_back()
         self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)

@@ -1,24 +1,24 @@
-"""What a rank knows of an exchange that is over."""
+"""The result of an exchange, as one rank knows it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-    """Whether what was received can be used."""
+    """Whether the received payloads can be used."""
 
-    damaged: Sequence[str] = ()  # what this rank received and could not use
+    damaged: Sequence[str] = ()  # payloads that this rank received and could not use
     told: Sequence[int] = ()  # ranks that say they received damage, now or in the exchange before
-    non_finite: bool = False  # whether some rank saw a NaN or Inf in its gradient: alike on all
+    non_finite: bool = False  # whether some rank saw a NaN or Inf in its gradient: same on all
 
 
 class Traffic(NamedTuple):
-    """What was sent."""
+    """The entries that were sent."""
 
-    counts: Sequence[int]  # entries that this rank packed, of each range
-    numel: int  # of which they are
-    overflowed: int  # how many payloads had no room for all that passed,
-    payloads: int  # of how many
+    counts: Sequence[int]  # entries that this rank packed, per range
+    numel: int  # elements of these ranges
+    overflowed: int  # payloads without room for all entries that passed
+    payloads: int  # all payloads
 
 
 class ExchangeResult(NamedTuple):
@@ -27,7 +27,7 @@ class ExchangeResult(NamedTuple):
 
 
 def join(verdicts: Sequence[Verdict]) -> Verdict:
-    """What all of them say."""
+    """One verdict from all of them."""
     return Verdict(
         damaged=[damage for verdict in verdicts for damage in verdict.damaged],
         told=sorted({rank for verdict in verdicts for rank in verdict.told}),

@@ -1,4 +1,4 @@
-"""The training run that the ranks of a group take part in, and that they go on from the same."""
+"""The training run of a group's ranks, and the check that all go on from the same step of it."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from dct_kernels import checks
 from ..agreement import Agreement, named, require_same
 from ..groups import timeout_of
 
-ASK_SECONDS = 2  # for the reason of an error that is raised anyway, once
+ASK_SECONDS = 2  # to ask, once, for the reason of an error that is raised anyway
 
 _LOAD = "load_state_dict"
 _Result = TypeVar("_Result")
@@ -24,9 +24,9 @@ class RunGuard:
     """Settings are compared when it is made, step and checkpoint before the first step after that.
 
     Args:
-        op: what is made, for errors.
+        op: for errors.
         group: the ranks; all of them make one.
-        device: whose backend's timeout bounds the wait for the others.
+        device: the timeout of its backend bounds the wait for the others.
         settings: {name: value that JSON can hold}, to be the same on every rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class RunGuard:
 
     Raises:
         ValueError: settings differ; it names every rank's.
-        RuntimeError: some rank refuses, or does not say its own within the group's timeout.
+        RuntimeError: some rank refuses, or does not tell its own within the group's timeout.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunGuard:
         self._asked = False  # the store, for the reason of an error
 
     def load(self, run_id: str, world_size: int) -> None:
-        """Go on with the run that a checkpoint is of. All ranks do, each in its own time."""
+        """Go on with the run of a checkpoint. All ranks call it, each at its own time."""
         self._compared = self._asked = False
         self._checkpoint = f"one of {world_size} ranks"
         self.id = run_id
@@ -74,10 +74,10 @@ class RunGuard:
         self._compared = True
 
     def carry_out(self, collectives: Callable[[], _Result]) -> _Result:
-        """What `collectives` returns; to be called for whatever a step exchanges.
+        """The result of `collectives`; call it for all exchanges of a step.
 
-        If it fails because others loaded a checkpoint and this rank did not, the error says so. The
-        store is asked for that afterwards: while all is well, a step costs nothing more.
+        If it fails because others loaded a checkpoint and this rank did not, the error says so. It
+        asks the store only after a failure, so a successful step costs nothing more.
         """
         try:
             return collectives()
@@ -91,7 +91,7 @@ class RunGuard:
     def _loaded_alone(self) -> list[int]:
         """The ranks that wait for this one to load; none if the store does not answer.
 
-        None, too, after the first time: a step's other collectives fail for the same reason.
+        Also none after the first call: a step's other collectives fail for the same reason.
         """
         found: list[int] = []
         if self._asked:

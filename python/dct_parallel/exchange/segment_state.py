@@ -1,4 +1,4 @@
-"""What belongs to a parameter and goes with it, from bucket to bucket and through checkpoints."""
+"""The state of a parameter, which moves with it from bucket to bucket and through checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,21 +14,21 @@ class SegmentState:
     """A segment of a flat tensor, which is a parameter or a part of one.
 
     Attributes:
-        residual: float32 [numel], what this rank has still to send.
-        owner: what it has to send as the owner of a range of the bucket, in units of the mean: as
-            long as the segment, 0 outside of the range. None: it owns nothing here.
+        residual: float32 [numel], entries that this rank has not sent yet.
+        owner: those that it has not sent as the owner of a range of the bucket, in units of the
+            mean: as long as the segment, 0 outside of the range. None: it owns nothing here.
     """
 
     residual: Tensor
     owner: "SegmentState | None" = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
-        """The same of changed tensors."""
+        """A state with `change` applied to each tensor."""
         owner = None if self.owner is None else self.owner.map(change)
         return SegmentState(change(self.residual), owner)
 
     def share(self, ranks: int) -> Tensor:
-        """What one of so many ranks adds to the sum of gradients to send all of this."""
+        """The contribution of one of so many ranks to the sum of gradients that sends all of it."""
         if self.owner is None:
             return self.residual
         return self.residual + ranks * self.owner.residual

@@ -1,4 +1,4 @@
-"""Which transport a bucket takes: the one that was asked for, or by ranks and size."""
+"""The transport of a bucket: the one that was asked for, or by ranks and size."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,8 @@ from .transport import Transport
 
 TRANSPORTS: dict[str, type[Transport]] = {t.name: t for t in (AllGather, ReduceScatter)}
 
-# By default payloads go to everybody up to so many ranks, where every entry is sent to fewer; and
-# beyond that in buckets of fewer blocks a rank: there a range is too short to save what a second
-# collective costs.
+# By default payloads go to everybody up to so many ranks, fewer if every entry is sent; beyond that
+# in buckets of fewer blocks per rank, whose ranges are too short to repay a second collective.
 GATHER_RANKS, GATHER_RANKS_IN_ROWS, LEAST_BLOCKS = 8, 2, 4
 
 _FORMER = {"gather": "all_gather", "shard": "reduce_scatter"}
@@ -23,7 +22,7 @@ _FORMER = {"gather": "all_gather", "shard": "reduce_scatter"}
 
 def require_transport(op: str, transport: str | None) -> None:
     """Raise unless this is the name of a transport, or None."""
-    if transport is None or transport in list(TRANSPORTS):  # which compares what has no hash, too
+    if transport is None or transport in list(TRANSPORTS):  # a list also compares unhashable values
         return
     rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
     former = f", which is called {_FORMER[transport]!r} now" if transport in list(_FORMER) else ""
@@ -31,14 +30,14 @@ def require_transport(op: str, transport: str | None) -> None:
 
 
 def name_of_today(transport: str) -> str:
-    """Of a transport that a checkpoint names, maybe of an early version."""
+    """The present name of a transport in a checkpoint, maybe of an early version."""
     return _FORMER.get(transport, transport)
 
 
 def transport_for(
     transport: str | None, settings: Settings, numel: int, ranks: int
 ) -> type[Transport]:
-    """Of a bucket of so many elements between so many ranks."""
+    """The transport of a bucket of so many elements between so many ranks."""
     if transport is not None:
         return TRANSPORTS[transport]
     few = ranks <= _gather_ranks(settings)
@@ -46,12 +45,12 @@ def transport_for(
 
 
 def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
-    """Whether buckets may have owners, whose residuals are part of a state then."""
+    """Whether buckets may have owners, whose residuals are then part of a state."""
     return transport_for(transport, settings, _least(ranks), ranks) is ReduceScatter
 
 
 def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
-    """Why these plans are as they are."""
+    """Why these plans have their transports."""
     if transport is not None:
         return "as asked"
     ranks, most = plans[0].ranks, _gather_ranks(plans[0].settings)
@@ -68,5 +67,5 @@ def _gather_ranks(settings: Settings) -> int:
 
 
 def _least(ranks: int) -> int:
-    """The elements from which on a bucket is not short."""
+    """Elements of the smallest bucket for a reduce-scatter."""
     return LEAST_BLOCKS * ranks * BLOCK

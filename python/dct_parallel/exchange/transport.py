@@ -1,6 +1,6 @@
-"""How the payloads of all ranks become their mean on every rank: what transports have in common.
+"""The base of transports, which turn the payloads of all ranks into their mean on every rank.
 
-One transport a file: `all_gather` and `reduce_scatter`.
+One transport per file: `all_gather` and `reduce_scatter`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from .segment_state import SegmentState
 
 
 class Transport(ABC):
-    """How one bucket's payloads become their mean.
+    """Turns one bucket's payloads into their mean.
 
-    `reduce` leaves its raw status, which the caller brings to the host, and `result` reads it
-    there. Nothing else knows how many payloads there are.
+    `reduce` returns its raw status, which the caller copies to the host, where `result` reads it.
+    Nothing else knows how many payloads there are.
 
     Args:
         plan: of the bucket.
@@ -33,12 +33,12 @@ class Transport(ABC):
     @staticmethod
     @abstractmethod
     def ranges(ranks: int) -> int:
-        """How many payloads a rank packs, each of an equal range of the bucket."""
+        """Payloads per rank, each of an equal range of the bucket."""
 
     @staticmethod
     @abstractmethod
     def wire_bytes(plan: BucketPlan) -> int:
-        """Bytes that the rank which sends most sends in a step."""
+        """Bytes per step of the rank that sends most."""
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         self._numel = plan.numel
@@ -48,19 +48,19 @@ class Transport(ABC):
         self._senders = torch.tensor(self._ranks, device=codec.payload.device)
 
     def start(self) -> None:  # noqa: B027  # by default nothing
-        """Begin to send what the codec packed, as far as `reduce` need not wait for others."""
+        """Begin to send the codec's payload, as far as possible before `reduce`."""
 
     @abstractmethod
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         """Write the mean of the payloads that all ranks' codecs hold into `out`.
 
         Returns:
-            For `result`: int32 tensors on the device, to be copied before the next call.
+            For `result`: int32 tensors on the device, which the next call overwrites.
         """
 
     @abstractmethod
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
-        """What the last `reduce` returned says, once it is on the host."""
+        """The result of the last `reduce`, from its raw status on the host."""
 
     @abstractmethod
     def fault_flags(self, raw_status: Sequence[Tensor]) -> Tensor:
@@ -68,20 +68,20 @@ class Transport(ABC):
 
     @abstractmethod
     def announce_damage(self) -> None:
-        """Take part in an exchange with no more than the word that what came last was damaged."""
+        """Take part in an exchange only to tell that the last payload received was damaged."""
 
     def take_back(self) -> None:
-        """Undo what the last `reduce` did to residuals, for a step that was not applied."""
+        """Return the entries of the last `reduce` to residuals, for a step that was not applied."""
         self._codec.take_back()
 
     def owner_state(self, index: int) -> SegmentState | None:
-        """A copy, on the CPU, of what this rank owes as an owner to one parameter."""
+        """A copy, on the CPU, of this rank's residual as an owner, for one parameter."""
         return None
 
     def load_owner(self, index: int, owner: SegmentState) -> Tensor:
-        """Go on from an `owner_state`, of this transport or another.
+        """Go on from an `owner_state`, of any transport.
 
         Returns:
-            What it owes to the mean of this parameter that this rank cannot keep.
+            The part of it that this rank cannot keep, in units of the mean.
         """
         return owner.residual

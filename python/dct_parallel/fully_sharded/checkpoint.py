@@ -1,11 +1,11 @@
-"""What a checkpoint of a sharded state holds, and whether one fits.
+"""The checkpoint of a sharded state: its contents, and whether one fits.
 
     {"version": 1, "replicas": {"0": {run_id, world_size, ..., parameters: {name: {...}}}}}
 
-Below "replicas" stands whose it is, as replicas keep different residuals of the same parameters.
-Inside a replica everything is cut as its parameters are, in DTensors, which
-torch.distributed.checkpoint deals out anew to another number of shards: a residual has the shape of
-its parameter, and the shard's number stands there once for each row of the dimension that is cut.
+Its key is the replica, because replicas keep different residuals of the same parameters. Inside a
+replica everything is cut as its parameters are, in DTensors, which torch.distributed.checkpoint
+reshards to any number of shards: a residual has the shape of its parameter, and "shard" the
+shard's number, once for each row of the dimension that is cut.
 """
 
 import os
@@ -52,7 +52,7 @@ _STATE = {"version": fields.integer(VERSION, VERSION), "replicas": fields.BY_NAM
 
 
 def _like(key: str, own: Tensor) -> fields.Field:
-    """The rule for what is saved under `key`, from what this run would save there now."""
+    """The rule for the value of `key`, from the one that this run would save now."""
     if not isinstance(own, DTensor):
         return fields.count()
     make = fields.tensor if key in RESIDUALS else fields.from_zero
@@ -78,8 +78,8 @@ def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor
     """A parameter's shard as it is saved.
 
     Args:
-        segment: what its bucket keeps for it.
-        packed: how many times.
+        segment: its bucket's state for it.
+        packed: how many times it was packed.
     """
     parameter, local = piece.parameter, piece.local
     mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
@@ -101,7 +101,7 @@ def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor
 
 
 def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
-    """What a shard goes on with."""
+    """The state of a shard, from a saved one."""
 
     def padded(value: Tensor) -> Tensor:
         local, flat = _local(value).cpu(), torch.zeros(piece.padded)
@@ -112,11 +112,10 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
 
 
 def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
-    """This replica's entry, sound as a whole; refuses another's, or one of other settings or
-    another model.
+    """This replica's entry, checked; raises for a different replica's, settings or model.
 
     Args:
-        here: what this run would save now.
+        here: the entry that this run would save now.
         pieces: of all parameters of this model.
     """
     op = "load_state_dict"
@@ -133,7 +132,7 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
 
 
 def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[Piece]) -> Entry:
-    """The entry, once it is known to be sound, and of this run's settings and model."""
+    """The entry; raises unless it is sound, and of this run's settings and model."""
     entry["transport"] = name_of_today(entry["transport"])
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
@@ -162,12 +161,12 @@ def _local(value: Tensor) -> Tensor:
 def read(
     folder: str | os.PathLike[str], key: str, here: Entry, pieces: Sequence[Piece]
 ) -> Iterator[Entry]:
-    """The entry of one replica after another that `torch.distributed.checkpoint` saved, each cut
-    for this run. All ranks of this run read together.
+    """The entries that `torch.distributed.checkpoint` saved, replica by replica, each cut for this
+    run. Collective over all ranks of this run.
 
     Args:
         key: the name the state was saved under; dots go deeper.
-        here: what this run would save now; overwritten.
+        here: the entry that this run would save now; overwritten.
         pieces: of all parameters of this model.
     """
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
@@ -195,11 +194,11 @@ def read(
 
 
 def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]:
-    """One state for every replica of a run, from those of all replicas of another.
+    """One state for every replica of a run, from those of all replicas of a different run.
 
-    Residuals are the mean over replicas: as a step applies the mean of what they send, any number
-    of them owes the model what the old ones did, to float32 rounding (summed in float64). What
-    owners of ranges owe is in units of the mean, and is added.
+    Residuals are the mean over replicas. A step applies the mean of their messages, so the pending
+    updates stay the same for any number of them, to float32 rounding (summed in float64).
+    Residuals of owners are in units of the mean, and are added.
     """
     sums: dict[str, Tensor] = {}
     owed: dict[str, Tensor] = {}

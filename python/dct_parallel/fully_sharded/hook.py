@@ -44,41 +44,41 @@ def dct_fully_shard_hook(
         state = dct_fully_shard_hook(model, mesh, density=0.005)
 
     Call it on every rank, once all modules are wrapped on the shard dimension only and the model is
-    on its device. FSDP reduces gradients over the shard dimension, densely; then a rank's shards of
-    them are averaged over the replicate dimension like `DCTState`'s, with error feedback, in one
-    message per wrapped module. The mean is bitwise the same on every replica. Keep the state's
-    `state_dict()` in the checkpoint.
+    on its device. FSDP reduces gradients over the shard dimension, densely; then each rank's shards
+    are averaged over the replicate dimension like `DCTState`'s (DCT, arXiv 2010.08899), in one
+    message per wrapped module. The mean is bitwise the same on every replica. Mutates FSDP's
+    reduced gradients, in place. Keep the state's `state_dict()` in the checkpoint.
 
     The first `start_step` steps are dense, in bfloat16. From then on a message has one threshold,
     for all parameters of its module. Memory: 4 bytes per parameter *of a shard*, and each module's
-    payload once per replica. The padding of uneven shards is never sent.
-    Residuals are in units of the gradient that FSDP passes to its hook.
+    payload once per replica. The padding of uneven shards is never sent. Residuals are in units of
+    the gradient that FSDP passes to its hook.
 
     Like DDP's hook, it hurts AdamW and not SGD (docs/guide/fsdp2.md).
 
-    Replicas have to be equal at the start: FSDP broadcasts nothing. Every replica's backward pass
-    goes through the same modules in the same order, and gives every parameter a gradient
+    Replicas must be equal at the start: FSDP broadcasts nothing. Every replica's backward pass goes
+    through the same modules in the same order, and gives every parameter a gradient
     (`model.set_reduce_scatter_unused_params(True)` fills in zeros). Gradients may be accumulated
     under `model.set_requires_gradient_sync(False)`, or by several passes that are each exchanged.
     `set_requires_all_reduce(False)` raises: without torch's own replicas it stops nothing.
     `set_gradient_divide_factor` divides the sum over the shard group, and the hook takes the mean
     over replicas: for the result of torch's hybrid sharding at factor f, set f / replicas.
 
-    A payload that is damaged on its way is found by its receiver. Damage of step t
-    raises at the first gradient of step t + 1, or at `state_dict()`, on every rank of the mesh;
-    before that at `stats()`, `parameter_stats()` and `close()` of the rank that knows. Weights have
-    taken that step, and differ: go back to a checkpoint.
+    The receiver of a damaged payload detects the damage. Damage of step t raises at the first
+    gradient of step t + 1, or at `state_dict()`, on every rank of the mesh; before that at
+    `stats()`, `parameter_stats()` and `close()` of the rank that knows. Weights have taken that
+    step, and differ: go back to a checkpoint.
 
     Args:
         model: all trainable parameters are in modules that `fully_shard` was applied to.
         mesh: of all ranks, with dimensions "replicate" and "shard".
-        density: fraction of a rank's part of each module sent per step, in (0, 1].
+        density: fraction of each rank's part of each module sent per step, in (0, 1].
         refresh_every: see `DCTState`.
         value_dtype: see `DCTState`.
         policy: see `DCTState`.
         transport: between replicas, "all_gather", "reduce_scatter" or None: see `DCTState`.
         grad_scaler: the GradScaler that scales the loss, if one does. The entries of a step that it
-            skipped are taken back.
+            skips return to the residual.
         start_step: steps before compression.
 
     Returns:
@@ -88,8 +88,8 @@ def dct_fully_shard_hook(
         ValueError, TypeError: an argument is out of its range, a module is wrapped otherwise (torch
             averages over replicas itself where it is given a mesh of two dimensions), has several
             parameter groups, or ranks differ; the text names it.
-        RuntimeError: some other rank raises instead, as the text says, or does not call it within
-            the timeout of all ranks.
+        RuntimeError: a different rank raised, as the text says, or did not call this within the
+            timeout of all ranks.
     """
     from .state import FullyShardState  # late, see above
     from .units import units_of

@@ -1,8 +1,8 @@
-"""What happens between FSDP2's reduce-scatter and the optimizer, in every step.
+"""The exchange between FSDP2's reduce-scatter and the optimizer, in every step.
 
 FSDP reduces each module's gradient over the ranks that share a model's shards, and calls the hook
-with what is this rank's. It is packed, exchanged with the ranks that hold the same shard in other
-replicas, and unpacked in place. What came of it is looked at before the next step.
+with this rank's shard. It is packed, exchanged with the ranks that hold the same shard in other
+replicas, and unpacked in place. The result (damage, overflow) is read before the next step.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from .units import Unit
 
 
 class FullyShardState:
-    """What the hooks need between steps: residuals and where to send payloads.
+    """The state of the hooks: residuals and where to send payloads.
 
-    Made by `dct_fully_shard_hook`, which says what it does.
+    Made by `dct_fully_shard_hook`, whose documentation it shares.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class FullyShardState:
         return [bucket.plan for bucket in self._buckets]
 
     def close(self) -> None:
-        """End the process group of this state; called again, nothing. It takes no further step.
+        """End the process group of this state, which takes no further step. Idempotent.
 
         Raises:
-            RuntimeError: a payload was damaged, as far as this rank knows. All is closed by then.
+            RuntimeError: this rank knows of a damaged payload. The state is closed all the same.
         """
         if self._open:
             self._open = False
@@ -119,7 +119,7 @@ class FullyShardState:
             self._ledger.finish()
 
     def plan(self) -> str:
-        """What a rank sends for its part of each parameter in a compressed step, as a table.
+        """The bytes per rank and module in a compressed step, as a table.
 
         A bucket is a module that was wrapped by itself; sizes are a shard's.
         """
@@ -127,13 +127,13 @@ class FullyShardState:
         return plan_table(self._plans, why, self._device)
 
     def stats(self) -> dict[str, float | int | list[str] | None]:
-        """How the last 100 steps went on this rank, and what a step costs; see `DCTState.stats`.
+        """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
 
-        `wire_bytes` is what a rank sends to other replicas in a compressed step. Beside that are
-        FSDP's own messages inside a shard group, and 32 bytes that all ranks reduce.
+        `wire_bytes`: bytes sent per rank to other replicas in a compressed step. Besides, FSDP
+        sends its own messages inside a shard group, and all ranks reduce 32 bytes.
 
         Raises:
-            RuntimeError: a payload was damaged, as far as this rank knows.
+            RuntimeError: this rank knows of a damaged payload.
         """
         self._ledger.finish()
         held = {piece.name for piece in self._pieces if piece.local.numel()}  # not filling alone
@@ -144,16 +144,16 @@ class FullyShardState:
         """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
 
         Raises:
-            RuntimeError: a payload was damaged, as far as this rank knows.
+            RuntimeError: this rank knows of a damaged payload.
         """
         self._ledger.finish()
         return parameter_stats(self._buckets)
 
     def take_back(self) -> None:
-        """Undo what the last step did to the residuals, for a step that is not applied; see
-        `DCTState.take_back`. On every rank, also of other shards: all of them wait here.
+        """Return the entries of the last step to the residuals, for a step that is not applied.
 
-        Of several backward passes that were exchanged, the last one's.
+        See `DCTState.take_back`. Collective, over all ranks of the mesh. If several backward passes
+        were exchanged, only the last one is taken back.
 
         Raises:
             RuntimeError: a payload was damaged, on any rank.
@@ -166,7 +166,7 @@ class FullyShardState:
 
         Called on every rank, between steps: after the optimizer's step (and the scaler's update).
         Its tensors are DTensors, cut as the parameters are: for torch.distributed.checkpoint, which
-        takes the state itself, {"dct": state}, or for torch.save, a file a rank.
+        takes the state itself, {"dct": state}, or for torch.save, one file per rank.
 
         Raises:
             RuntimeError: a payload was damaged, on any rank.
@@ -177,29 +177,29 @@ class FullyShardState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
 
-        From torch.distributed.checkpoint it may be of another number of shards: residuals are cut
-        anew. The next step compares what was loaded. A state that is refused changes nothing.
+        torch.distributed.checkpoint reshards residuals from any number of shards. The next step
+        compares run and step between ranks. A refused state changes nothing.
 
         Raises:
-            ValueError: made with another version, density, transport or number of replicas, by
-                another replica or shard, or for another model; or something in it is missing, of
-                another type or shape or not finite.
-            TypeError: no state dict.
+            ValueError: made with a different version, density, transport or number of replicas, by
+                a different replica or shard, or for a different model; or something in it is
+                missing, of a wrong type or shape or not finite.
+            TypeError: not a state dict.
         """
         entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
         self._go_on(entry, self._segments(entry))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
-        """Go on from what another number of replicas left, of any number of shards.
+        """Go on from states of a different number of replicas, of any number of shards.
 
-        Every replica starts from the mean of their residuals: as a step applies the mean of what
-        replicas send, as much is owed to the model as before, to float32 rounding (summed in
-        float64). What owners of ranges owe (transport "reduce_scatter") is added to every replica.
-        Every rank calls it, and reads one replica's shard at a time. Our reconstruction: the paper
-        does not change the number of ranks.
+        Every replica starts from the mean of their residuals. A step applies the mean over replicas
+        of their messages, so the pending updates of the model stay the same, to float32 rounding
+        (summed in float64). Residuals of owners (transport "reduce_scatter") are added to every
+        replica. Every rank calls it, and reads one replica's shard at a time. Our reconstruction:
+        the paper does not change the number of ranks.
 
         Args:
-            folder: that `torch.distributed.checkpoint` wrote.
+            folder: written by `torch.distributed.checkpoint`.
             key: the name the state was saved under, {"dct": state}; dots go deeper.
 
         Raises:
@@ -216,7 +216,7 @@ class FullyShardState:
         self._go_on(entries[-1], mean)
 
     def _entry(self) -> checkpoint.Entry:
-        """What goes into a checkpoint now."""
+        """This replica's part of a checkpoint, as of now."""
         owners = selection.keeps_owners(self._transport, self.settings, self._group.size())
         parameters = {}
         for bucket, unit in zip(self._buckets, self._units, strict=True):
@@ -260,7 +260,7 @@ class FullyShardState:
         if not self._in_step or index in self._order:
             self._begin_step()
         self._order.append(index)
-        if flat.is_cuda:  # FSDP calls this on another stream than the memory is of
+        if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.compresses:
             self._ledger.reduction(index, self._buckets[index], flat)()
@@ -278,11 +278,11 @@ class FullyShardState:
         queue(lambda: queue(self._end_step))
 
     def _end_step(self) -> None:
-        # Reentrant checkpointing goes backward within a backward pass: this may be the end of that.
+        # Reentrant checkpointing nests backward passes: this may be the end of an inner one.
         self._in_step = any(unit.in_backward for unit in self._units)
 
     def _finish_last_step(self) -> None:
-        """Learn how it went on every rank; all of them come here, after as many steps.
+        """Learn how it went on every rank; collective, after equally many steps.
 
         Raises:
             RuntimeError: a payload was damaged on some rank: on all of them.

@@ -1,4 +1,4 @@
-"""What all ranks of the mesh have to know of a step before the next one: one message of 32 bytes.
+"""The verdict of all ranks of the mesh on a step, before the next one: one message of 32 bytes.
 
 Ranks of other shards see nothing of this one's payloads, but hold parts of the same weights.
 """
@@ -13,21 +13,21 @@ from dct_kernels import checks
 
 from ..exchange.results import Verdict
 
-OP = "dct_fully_shard_hook"  # what errors of this folder begin with
+OP = "dct_fully_shard_hook"  # in errors of this folder
 
 
 def agree(seen: Verdict, order: Sequence[int], group: dist.ProcessGroup) -> Verdict:
-    """What all ranks of the group know, from what each saw of a step; blocks until all are here.
+    """The verdict of all ranks on a step, from each one's own; blocks until all have called it.
 
     Damage that others received is `told` by one of them, unless this rank saw some itself.
 
     Args:
         seen: by this rank.
         order: numbers of the units that it exchanged, to be the same everywhere.
-        group: gloo, whatever the gradients are on: the host asks, and no stream waits.
+        group: gloo on any device: the host waits, no stream does.
 
     Raises:
-        RuntimeError: ranks exchanged different units, or in another order: on all of them.
+        RuntimeError: ranks exchanged different units, or in a different order: on all of them.
     """
     digest = zlib.crc32(bytes(torch.tensor(order, dtype=torch.int32).view(torch.uint8).tolist()))
     unsound = bool(seen.damaged or seen.told)

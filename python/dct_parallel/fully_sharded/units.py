@@ -1,7 +1,7 @@
-"""What torch's fully_shard communicates at once, and how a gradient lies in what it hands over.
+"""The units in which torch's fully_shard communicates, and the layout of their gradients.
 
 The one place that reads private attributes of FSDP2: which parameters a module's group holds, in
-which order, how their gradients are to be divided, and whether it goes backward.
+which order, how their gradients are divided, and whether a backward pass is under way.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from .step_consensus import OP
 class Piece:
     """A parameter's part on this rank, in the flat gradient of its unit.
 
-    A gradient is cut into equal chunks of one dimension, the last ones filled up with zeros, and
-    maybe nothing but zeros. A zero is never sent, so no more is to be known of the filling.
+    A gradient is cut into equal chunks of one dimension. The last ones are filled up with zeros,
+    or all zeros. Zeros are never sent, so nothing else has to know of the filling.
 
     Attributes:
         name: of the parameter, as in the model that nothing wraps.
@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def padded(self) -> int:
-        """Elements of a chunk: as many on every rank."""
+        """Elements of a chunk, the same on every rank."""
         shape, ranks = self.parameter.shape, self.parameter.device_mesh.size()
         rows = shape[self.dim]
         return -(-rows // ranks) * (shape.numel() // max(rows, 1))
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A module that was wrapped by itself, with what is its own of the parameters.
+    """A module that was wrapped by itself, with its own parameters.
 
     Attributes:
         name: of the module.
@@ -70,20 +70,20 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Of gradients; parameters may be offloaded."""
+        """The device of gradients; parameters may be offloaded."""
         device: torch.device = self._group.device
         return device
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP's backward pass goes on, in which others may be nested."""
+        """Whether FSDP's backward pass is under way; others may be nested in it."""
         return self._module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
     def reduction(self) -> str:
-        """What the gradient is that the hook sees; "mean" unless someone asked for another.
+        """The reduction of the gradient that the hook sees; "mean" unless set otherwise.
 
-        What is not a mean is divided after the hook, by a number that depends on the shards.
+        Any other is divided after the hook, by a number that depends on the shards.
         """
         group = self._group
         policy = group.mp_policy
@@ -98,7 +98,7 @@ class Unit:
         """Have `hook` called with this unit's gradient once the shards' ranks have reduced it.
 
         Raises:
-            ValueError: there is another one.
+            ValueError: there is a hook already.
         """
         if self._group._all_reduce_hook not in (None, closed):
             rule = f"no all-reduce hook on {self._label}"
@@ -106,11 +106,11 @@ class Unit:
         self._module.set_all_reduce_hook(hook)
 
     def close(self) -> None:
-        """Without replicas' gradients training must not go on: the next one raises."""
+        """Let the next gradient raise: training must not go on without the replicas'."""
         self._module.set_all_reduce_hook(closed)
 
     def require(self, flat: Tensor) -> None:
-        """Raise if this is not the gradient of all pieces, or not meant for the replicas yet."""
+        """Raise if this is not the gradient of all pieces, or all-reduce is turned off."""
         if not self._group.all_reduce_grads:
             rule = "accumulated under set_requires_gradient_sync(False)"
             checks.fail(OP, "gradients", rule, "set_requires_all_reduce(False)")
@@ -170,7 +170,7 @@ def _groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    only = state._fsdp_param_group  # before torch 2.13 there is one at most
+    only = state._fsdp_param_group  # before torch 2.13 there is at most one
     return [only] if only is not None else []
 
 

@@ -32,11 +32,11 @@ _OP = "DCTAverager"
 
 @dataclasses.dataclass
 class _UnderWay:
-    """An exchange between its start and its arrival.
+    """An exchange between its start and its end.
 
     Attributes:
-        weights: of this rank as it began, flat; None if it arrives in the same step.
-        base: as it will be, once the payloads are here.
+        weights: of this rank as it began, flat; None if it ends in the same step.
+        base: the next one, once the payloads are here.
         sound: whether all ranks are known to have received them intact.
     """
 
@@ -62,38 +62,37 @@ class DCTAverager(ModelAverager):
         base += mean of all ranks' sent
         weights = base
 
-    so that weights are then bitwise the same on all ranks; what was not sent is taken from them and
-    kept in the residual.
+    so that weights are then bitwise the same on all ranks. The rest of the change leaves the
+    weights and stays in the residual. Deterministic.
 
-    With `overlap` steps, the exchange begins after the `period`-th step and arrives that many calls
+    With `overlap` steps, the exchange begins after the `period`-th step and ends that many calls
     later. Ranks train on meanwhile, and the last line is (as in LOSCAR, arXiv 2605.20866)
 
         weights = base + (weights - weights as the exchange began)
 
-    What ranks moved by in those steps is in no average yet, but in the next `weights - base`: so
-    nothing is lost. The base is the same on all ranks; weights are so after `flush` alone.
+    The changes of those steps are part of the next `weights - base`, so nothing is lost. The base
+    is the same on all ranks; the weights are only after `flush`.
 
-    It is for optimizers that divide by a running mean of squares (Adam). Sparse gradients reach
-    those late and in bursts; here each sees dense gradients, at once. How far a run ends behind a
-    dense one depends on its length and its schedule: docs/guide/transformers.md. The rule is that
-    of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry in few bits,
-    or thresholds in place of chunked top-k.
+    It is for optimizers that divide by a running mean of squares (Adam). Compressed gradients are
+    delayed and come in bursts; here each optimizer sees dense gradients at once. How far a run ends
+    behind a dense one depends on its length and its schedule: docs/guide/transformers.md. The rule
+    is that of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry in
+    few bits, or thresholds in place of chunked top-k.
 
     It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
-    GradScaler, a rank that skips a step has not moved in it: nothing is to be taken back. Buffers
-    (running means of batch norm) stay each rank's own. Scores and exported models are to be of the
-    weights after a `period`-th step, with `overlap` after `flush`.
+    GradScaler, nothing has to be taken back: weights do not change in a step that a rank skips.
+    Buffers (running means of batch norm) stay each rank's own. Evaluate and export the weights
+    after a `period`-th step, with `overlap` after `flush`.
 
-    Memory: 8 bytes a parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and the
-    payload once per rank. With `overlap` 4 more from the start of an exchange until it arrives, and
-    12 more as it does.
+    Memory: 8 bytes per parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and
+    the payload once per rank. With `overlap` 4 more during an exchange, and 12 more as it ends.
 
     Args:
-        module: parameters on one CPU or CUDA device; those that require grad are averaged. They are
-            float32, bfloat16 or float16, of which weights are then rounded from a base in float32:
-            it keeps what they do not show of averages, the residual what they do not show of what
-            a rank moved by during an exchange. No DDP. All parameters of the first rank, frozen
-            ones as well, replace the others'. Which of them require grad must stay the same.
+        module: parameters on one CPU or CUDA device, float32, bfloat16 or float16; those that
+            require grad are averaged. 16-bit weights are rounded from a base in float32. Rounding
+            loses nothing: the base keeps averages whole, the residual the changes during an
+            exchange. No DDP. All parameters of the first rank, frozen ones as well, replace the
+            others'. Which of them require grad must stay the same.
         density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
@@ -102,26 +101,26 @@ class DCTAverager(ModelAverager):
             gather all payloads, so bytes grow with the ranks.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
-        residual_decay: in (0, 1]: each averaging multiplies by it what stays behind, as SparseLoCo
-            does with .95. Below 1 something is lost, of what waits longest most.
-        overlap: steps that an exchange has to arrive, from 0, at once, to period - 1. In between
-            nothing waits for it, on CUDA neither the host nor the stream; as it begins only the
-            first one of a run, or after a load, does, for all ranks to come. The group may be used
-            for other collectives, in the same order on every rank.
+        residual_decay: in (0, 1]: each averaging multiplies the residual by it, as SparseLoCo does
+            with .95. Below 1, entries lose more the longer they stay in the residual.
+        overlap: steps that an exchange may take, from 0 (it ends at once) to period - 1. In between
+            neither the host nor a CUDA stream waits for it. Its start waits, for all ranks, only
+            the first time in a run or after a load. The group may be used for other collectives,
+            in the same order on every rank.
 
     Attributes:
         step: calls of `average_parameters`.
         period, overlap, residual_decay: as given.
-        wire_bytes: what a rank sends in an averaging, the same on every rank each time. Beside that
-            all ranks reduce 8 bytes: whether one received a payload that was damaged.
+        wire_bytes: bytes sent per rank and averaging, always the same. Besides, all ranks reduce
+            8 bytes: whether one received a damaged payload.
 
     It belongs to its module and its process group, so it cannot be copied or pickled: keep it
-    beside what is (a module that gets an EMA, say), and `state_dict()` in checkpoints.
+    outside of modules that are (by an EMA, say), and `state_dict()` in checkpoints.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
-        RuntimeError: some other rank raises instead, as the text says, or does not construct its
-            averager within the group's timeout. All ranks may try again, after this as well.
+        RuntimeError: a different rank raised, as the text says, or did not construct its averager
+            within the group's timeout. All ranks may try again, after this error as well.
     """
 
     def __init__(
@@ -182,23 +181,25 @@ class DCTAverager(ModelAverager):
     def average_parameters(
         self, params: Iterable[Parameter] | Iterable[dict[str, Parameter]] | None = None
     ) -> None:
-        """To be called after every step of the optimizer; averages after every `period`-th.
+        """Call it after every step of the optimizer; averages after every `period`-th.
+
+        Collective at an averaging. Mutates the weights of the module.
 
         Args:
-            params: not looked at: always those of `module`. Torch's averagers have it.
+            params: ignored: always those of `module`. Torch's averagers have it.
 
         Raises:
-            ValueError: at an averaging, other parameters require grad than when this was made; on
-                this rank. Nothing was averaged, and the step is not counted. Ranks on which that
-                is not so wait until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had weights that were NaN or infinite as the exchange began, or
-                received a payload that was damaged. Every rank raises as that exchange arrives. Its
-                weights are those of the last averaging, and what they had moved by since waits in
-                the residuals, which did not decay once more: training can go on. NaN and Inf are
-                lost, and in few bits what rows of 1,024 with such a weight had moved by.
+            ValueError: at an averaging, different parameters require grad than when this was made;
+                on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
+                until the group's timeout: go back to a checkpoint then.
+            RuntimeError: some rank had NaN or infinite weights as the exchange began, or received a
+                damaged payload. Every rank raises as that exchange ends. Its weights are those of
+                the last averaging; their change since then is in the residual, which did not decay
+                once more. So training can go on. NaN and Inf are lost, and in few bits the changes
+                of rows of 1,024 with such a weight.
                 Or a rank is gone: the others raise the same way, at the group's timeout at the
-                latest. Nothing of theirs is lost, and `state_dict` saves it; this group is at its
-                end.
+                latest. They lose nothing, and `state_dict` saves it; this group cannot be used
+                again.
         """
         averages = (self.step + 1) % self.period == 0
         if averages:
@@ -211,18 +212,18 @@ class DCTAverager(ModelAverager):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Average now, and all that waits with it: dense, in float32, where training ends.
+        """Average weights and residuals now, densely in float32, at the end of training.
 
-        On every rank, after whichever step, which is not counted. An exchange under way arrives
-        first. Weights are then bitwise the same on all ranks, and no residual is left; a ring sends
-        8 (P - 1) / P bytes an element. What waits has decayed as before an averaging.
+        On every rank, after any step; it counts as none. An exchange under way ends first. Weights
+        are then bitwise the same on all ranks, and no residual is left; a ring sends 8 (P - 1) / P
+        bytes per element. The residual decays no further.
 
         Raises:
-            ValueError: ranks do not go on from the same step, after a load. Or other parameters
-                require grad than when this was made, on this rank: ranks on which that is not so
-                wait until the group's timeout.
-            RuntimeError: some rank has weights that are NaN or infinite. Every rank raises, and
-                nothing has changed. Or as `average_parameters`, of the exchange that was under way.
+            ValueError: ranks do not go on from the same step, after a load. Or different parameters
+                require grad than when this was made, on this rank: other ranks wait until the
+                group's timeout.
+            RuntimeError: some rank has NaN or infinite weights. Every rank raises, and nothing has
+                changed. Or as `average_parameters`, for the exchange that was under way.
         """
         self._weights.require_same("flush")
         self._ledger.compare(self.step // self.period)
@@ -237,7 +238,7 @@ class DCTAverager(ModelAverager):
         self._weights.write(self._base)
 
     def plan(self) -> str:
-        """What is sent in an averaging, as a table, and what that is a step."""
+        """The bytes of an averaging, as a table, and the bytes per step."""
         table = plan_table([self._plan], "local steps", self._device, "averaging")
         dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
@@ -247,12 +248,12 @@ class DCTAverager(ModelAverager):
         return table + line
 
     def stats(self) -> dict[str, float | int | None]:
-        """How the last 100 averagings went that arrived. Does not wait.
+        """Means of the last 100 averagings that ended. Does not wait.
 
-        `step`: steps taken; `density`: entries that this rank sent over all, a mean over averagings
-        (None before any is); `overflow`: fraction of payloads, of all ranks, that were too small
-        for what passed; `wire_bytes`: what a rank sends in an averaging; `under_way`: whether an
-        exchange is, of which these figures know nothing yet.
+        `step`: steps taken; `density`: entries that this rank sent over all entries (None before
+        the first averaging); `overflow`: fraction of payloads, of all ranks, with less room than
+        entries that passed; `wire_bytes`: bytes sent per rank and averaging; `under_way`: whether
+        an exchange is, which these figures do not include.
         """
         stats = self._ledger.stats([self._plan])
         return {**stats, "step": self.step, "under_way": self._under_way is not None}
@@ -261,12 +262,12 @@ class DCTAverager(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and step, and the base. Copies, on the CPU.
 
-        One file a rank, beside the rank's weights and optimizer, which differ between averagings.
-        It waits for the payloads of an exchange under way, which arrives in its own step none the
-        less, here and in a run that goes on from this.
+        One file per rank, beside the rank's weights and optimizer, which differ between averagings.
+        Waits for the payloads of an exchange under way. It still ends in its own step, in this run
+        and in one that goes on from this state.
 
         Raises:
-            RuntimeError: that exchange has what `average_parameters` will raise of. Nothing has
+            RuntimeError: that exchange failed, so that `average_parameters` will raise. Nothing has
                 changed; once that has raised, the state can be saved.
         """
         flat = {checkpoint.BASE: self._base}
@@ -293,16 +294,14 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
-        (With policy "fixed" a threshold is sampled anew, so that bits may differ.) An exchange
-        under way is forgotten.
-
-        A state that is refused changes nothing.
+        (With policy "fixed" a new threshold is sampled, so that bits may differ.) An exchange under
+        way is dropped. A refused state changes nothing.
 
         Raises:
-            ValueError: made with another version, density, period, residual_decay, overlap or
-                number of ranks, by another rank, or for another model; or something in it is
-                missing, of another type or shape or not finite.
-            TypeError: no state dict.
+            ValueError: made with a different version, density, period, residual_decay, overlap or
+                number of ranks, by a different rank, or for a different model; or something in it
+                is missing, of a wrong type or shape or not finite.
+            TypeError: not a state dict.
         """
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
@@ -336,14 +335,14 @@ class DCTAverager(ModelAverager):
         return Bucket(self._plan, group, self._device, averagings, states, watches=False)
 
     def _start(self) -> None:
-        """An averaging begins. Waits for nothing, but the first time for ranks that compare."""
+        """Begin an averaging. Waits only the first time, for all ranks to compare steps."""
         self._ledger.begin(self.step // self.period)
         weights = self._weights.read() if self.overlap else None
         self._ledger.start(self._bucket, self._weights.moved_from(self._base))
         self._under_way = _UnderWay(weights)
 
     def _receive(self, under_way: _UnderWay) -> Tensor:
-        """The base as the exchange makes it. Waits for the payloads; nothing has changed."""
+        """The base after the exchange. Waits for the payloads; changes no weights."""
         if under_way.base is None:
             mean = torch.empty_like(self._base)
             self._ledger.carry_out(partial(self._bucket.finish, mean))
@@ -352,7 +351,7 @@ class DCTAverager(ModelAverager):
         return under_way.base
 
     def _arrive(self) -> None:
-        """The exchange under way, if one is, ends; if it fails, as if it had not begun."""
+        """End the exchange under way, if one is; if it fails, as if it had not begun."""
         if self._under_way is None:
             return
         under_way = self._under_way
@@ -374,18 +373,18 @@ class DCTAverager(ModelAverager):
         self._go_on(moved, base if moved is None else base + moved)
 
     def _moved_since(self, under_way: _UnderWay) -> Tensor | None:
-        """What this rank moved by in the steps since it began; None if there were none."""
+        """The change of this rank's weights since it began; None if no step was taken."""
         return None if under_way.weights is None else self._weights.read().sub_(under_way.weights)
 
     def _go_on(self, moved: Tensor | None, weights: Tensor) -> None:
-        """Set the weights. What they do not show of `moved`, as they are rounded, waits."""
+        """Set the weights. The residual gets the part of `moved` that they round off."""
         self._weights.write(weights)
         if moved is not None:
             moved.sub_(self._weights.moved_from(self._base))
             self._bucket.codec.residual += moved.nan_to_num_(0, 0, 0)
 
     def _hear_of_damage(self) -> None:
-        """What one rank received and could not use, all know of: 8 bytes, in each averaging."""
+        """Tell all ranks of a damaged payload that one received: 8 bytes per averaging."""
         seen = self._ledger.verdict
         said = torch.tensor([dist.get_rank() + 1 if seen.damaged else 0], device=self._device)
         collective = partial(dist.all_reduce, said, dist.ReduceOp.MAX, self.process_group)
@@ -395,7 +394,7 @@ class DCTAverager(ModelAverager):
             self._ledger.hear(seen._replace(told=[rank - 1]))
 
     def _require_sound(self, op: str) -> None:
-        """Raise if what was received cannot be used; all ranks know the same of it by then."""
+        """Raise if a payload cannot be used; all ranks know the same by then."""
         if self._ledger.damage is not None:
             raise RuntimeError(self._ledger.damage)
         if self._ledger.verdict.non_finite:

@@ -15,7 +15,7 @@ class FlatWeights:
     """The parameters of a module that require grad, one after another, in float32.
 
     Args:
-        op: whose they are, for errors.
+        op: their owner, for errors.
         module: float32, bfloat16 or float16 parameters, on one CPU or CUDA device; no DDP.
 
     Attributes:
@@ -25,7 +25,7 @@ class FlatWeights:
         device: of all.
 
     Raises:
-        ValueError, TypeError: the module is not so.
+        ValueError, TypeError: the module is not like this.
     """
 
     def __init__(self, op: str, module: nn.Module) -> None:
@@ -48,7 +48,8 @@ class FlatWeights:
         self.sizes = tuple(parameter.numel() for parameter in self.names)
 
     def require_same(self, op: str) -> None:
-        """Raise if others require grad than at the start: ranks would train those each alone."""
+        """Raise if different parameters require grad than at the start: each rank would train its
+        own."""
         now = self._named(trained=True)
         names = now | self.names
         different = [names[parameter] for parameter in now.keys() ^ self.names.keys()]
@@ -59,7 +60,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def take_those_of_first_rank(self, group: dist.ProcessGroup) -> None:
-        """Of all parameters, frozen ones as well."""
+        """Broadcast all parameters of the first rank, frozen ones as well, to the others."""
         first = dist.get_global_rank(group, 0)
         for parameter in self._module.parameters():
             flat = parameter.detach().flatten().contiguous()  # its memory, if that is
@@ -72,14 +73,14 @@ class FlatWeights:
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Each parameter rounds them as its dtype does."""
+        """Copy them into the parameters, rounded to each one's dtype."""
         for parameter, part in zip(self.names, flat.split(self.sizes), strict=True):
             parameter.copy_(part.view_as(parameter))
 
     def moved_from(self, base: Tensor) -> Tensor:
-        """The difference between them and `base`, as their dtype rounds that.
+        """The difference between them and `base` rounded to their dtype.
 
-        What it rounds off is in no difference: the base keeps it.
+        So the base's rounding error is in no difference: the base keeps it.
         """
         moved = self.read()
         parts = zip(self.names, moved.split(self.sizes), base.split(self.sizes), strict=True)
@@ -88,7 +89,7 @@ class FlatWeights:
         return moved
 
     def non_finite(self) -> list[str]:
-        """Names of parameters that are so. Waits for the device."""
+        """Names of parameters with NaN or Inf. Waits for the device."""
         return [name for parameter, name in self.names.items() if not parameter.isfinite().all()]
 
     def _named(self, trained: bool) -> dict[Parameter, str]:

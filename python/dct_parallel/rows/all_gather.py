@@ -1,8 +1,8 @@
 """Rows to every rank: a layer whose features are split over ranks.
 
 DCT, model-parallel side (arXiv 2010.08899), for tensor parallelism: each rank packs its own slice
-of the features, so the mask is that of the owner. The use for this collective, exactly k a row, and
-the wire format are our reconstruction.
+of the features, so the mask is that of the owner. The use for this collective, exactly k per row,
+and the wire format are our reconstruction.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,19 @@ def all_gather_rows(
 ) -> Tensor:
     """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
-    Each rank's part of a row is sent as in `all_to_all_rows`: with `density`, its
-    k = ceil(density * its width) largest entries, the others being zero; with `forward` and
-    `backward`, every entry in those formats. The gradient is the sum of all ranks' gradients of
-    that part, as with torch's own all-gather: ranks that compute the same loss from the result
-    divide it by their number. Summed in rank order in float32, so it is deterministic; density 1 in
-    x's own dtype, and x's own dtype both ways, equal the uncompressed run.
+    DCT, model-parallel side (arXiv 2010.08899), for tensor parallelism. Each rank's part of a row
+    is sent as in `all_to_all_rows`: with `density`, its k = ceil(density * its width) largest
+    entries, the others being zero; with `forward` and `backward`, every entry in those formats. The
+    gradient is the sum of all ranks' gradients of that part, as with torch's own all-gather: ranks
+    that compute the same loss from the result divide it by their number. Summed in rank order in
+    float32, so it is deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal
+    the uncompressed run.
 
-    Forward is one all-gather, padded to the longest rank's part; backward, each rank sends each
-    other the gradient of its part, in one all-to-all. Both need every rank, as `all_to_all_rows`
-    says. Without `widths`, an all-to-all of 40 bytes to every rank comes first, and the host waits
-    for its result; it also checks that ranks agree. With `widths` none of this is spent and nothing
-    is checked.
+    Forward is one all-gather, padded to the longest rank's part; backward is one all-to-all, of the
+    gradient of each part to its rank. Both need every rank, as `all_to_all_rows` says. Without
+    `widths`, an all-to-all of 40 bytes to every rank comes first, and the host waits for its
+    result; it also checks that ranks agree. With `widths` neither happens, as there with
+    `output_splits`.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
@@ -62,8 +63,8 @@ def all_gather_rows(
     Raises:
         ValueError, TypeError: an argument is out of its range here. The other ranks get an error
             when the group's timeout ends.
-        ValueError: B, a setting or requires_grad differ between ranks; on every rank, naming
-            everybody's. Not with `widths`.
+        ValueError: B, a setting or requires_grad differ between ranks; on every rank, naming every
+            rank's. Not with `widths`.
         RuntimeError: from the collective, if a rank is gone.
     """
     return _start(x, widths, Encoding(density, value_dtype, forward, backward), group).wait()
@@ -81,7 +82,7 @@ def all_gather_rows_async(
 ) -> Transfer:
     """Like `all_gather_rows`, but returns a handle at once; its `wait()` gives the rows, once.
 
-    What that means is as of `all_to_all_rows_async`.
+    For the rest see `all_to_all_rows_async`.
     """
     return _start(x, widths, Encoding(density, value_dtype, forward, backward), group)
 

@@ -1,9 +1,9 @@
 """Rows to the ranks they belong to: the pooled-embedding exchange of a recommender.
 
-DCT, model-parallel side (arXiv 2010.08899): of every row the k largest entries cross, and in the
-backward pass their gradients, at positions that both sides know by then. Exactly k a row, so that
-every message's size is known beforehand, and the wire format are our reconstruction. Beside it,
-where that loses quality: send every entry, in few bits.
+DCT, model-parallel side (arXiv 2010.08899): the k largest entries of every row are sent, and in the
+backward pass their gradients, at positions that both sides know by then. Exactly k per row, so that
+every message's size is known beforehand, and the wire format are our reconstruction. If that loses
+quality, every entry can be sent, in few bits.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send rows to the ranks they belong to, compressed. Differentiable in x.
 
-    Like torch.distributed.all_to_all_single with uneven splits, but of each row is sent:
+    DCT, model-parallel side (arXiv 2010.08899). Like torch.distributed.all_to_all_single with
+    uneven splits, but each row is sent as:
 
     - With `density`, its k = ceil(density * d) largest entries and their positions; the others are
       zero there. The gradient of a sent row is that of the received one at those entries: k values.
@@ -46,17 +47,17 @@ def all_to_all_rows(
     Deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal the uncompressed
     exchange bit for bit, forward and backward.
 
-    One collective forward, one backward. Both need every rank of the group, also a rank without
+    One collective forward, one backward. Both need every rank of the group, also ranks without
     rows: all call this, and if x needs a gradient all run the backward pass through the result.
     Without `output_splits`, an all-to-all of 40 bytes to every rank comes first, and the host waits
-    for its result (on CUDA it synchronizes). It also checks that ranks agree. With `output_splits`
-    none of this is spent and nothing is checked: ranks that disagree may then hang or read rubbish,
-    but never out of bounds.
+    for its result (on CUDA it synchronizes, so it cannot be captured in a graph). It also checks
+    that ranks agree. With `output_splits` neither happens: ranks that disagree may then hang or
+    read rubbish, but never out of bounds.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
-        splits: how many rows go to each rank of the group, from 0 up.
-        output_splits: how many rows come from each; given on every rank or on none.
+        splits: rows to send to each rank of the group, from 0 up.
+        output_splits: rows to receive from each; given on every rank or on none.
         density: fraction of each row to send, in (0, 1].
         value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
             float16; default x's.
@@ -71,8 +72,8 @@ def all_to_all_rows(
     Raises:
         ValueError, TypeError: an argument is out of its range here. The other ranks get an error
             when the group's timeout ends.
-        ValueError: d, a setting or requires_grad differ between ranks; on every rank, naming
-            everybody's. Not with `output_splits`.
+        ValueError: d, a setting or requires_grad differ between ranks; on every rank, naming every
+            rank's. Not with `output_splits`.
         RuntimeError: from the collective, if a rank is gone.
     """
     encoding = Encoding(density, value_dtype, forward, backward)
@@ -120,7 +121,7 @@ def _start(
         must_match = {"d": x.shape[1], **codec.settings, "requires_grad": needs_grad}
         output_splits = exchange_counts(op, splits, must_match, x.device, group)
     require_counts(op, "output_splits", output_splits, group.size())
-    if x.shape[1] == 0:  # on every rank, as they agree by now: none waits for the others
+    if x.shape[1] == 0:  # on every rank, because they agree by now: none waits for the others
         checks.fail(op, "x", "at least 1 column", 0, verb="have")
     return _AllToAll(codec, splits, output_splits, group).start(x)
 

@@ -1,4 +1,4 @@
-"""Functions of a tensor whose gradient is not the derivative: what crosses instead of it."""
+"""Functions of a tensor whose gradient is not the derivative, but sent by a message."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def with_gradient(x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
-    """forward(x). Where the gradient of that is g, the gradient of `x` is backward(g).
+    """forward(x). If the gradient of that is g, the gradient of `x` is backward(g).
 
     Neither function is differentiated, so there is no second derivative; under no_grad `backward`
-    is not called. The graph holds it, and with it what it refers to: to a process group only by a
-    `GroupForBackward`.
+    is not called. The graph keeps `backward` and all that it refers to alive, so it must refer to a
+    process group by a `GroupForBackward`.
     """
     y: Tensor = _WithGradient.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y

@@ -1,8 +1,8 @@
 """Rows as messages, and back: their largest entries, or every entry in few bits.
 
-A codec is made for one exchange. It turns rows into bytes where they leave and bytes into rows
-where they arrive, and later the gradient of what arrived, on its way back. The sizes of its
-messages follow from what it was made with, so no size is ever sent.
+A codec is made for one exchange. It encodes rows that are sent, decodes rows that are received, and
+later does the same for the gradients of the received rows. The sizes of its messages follow from
+its arguments, so no size is ever sent.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Codec:
     """Rows [B, width] as messages, and their gradients: here of any dtype, as they are.
 
     Attributes, of a codec that makes bytes:
-        message_bytes, gradient_bytes: of a row, and of its gradient; messages are uint8 [B, bytes].
-        settings: that ranks must agree on.
+        message_bytes, gradient_bytes: per row, and per gradient; messages are uint8 [B, bytes].
+        settings: those that ranks must agree on.
     """
 
     message_bytes: int
@@ -40,11 +40,11 @@ class Codec:
         return message
 
     def encode_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient of what `decode` returned."""
+        """Encode the gradient of the result of `decode`."""
         return grad.contiguous()
 
     def decode_gradient(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of what `encode` was given."""
+        """Decode it into the gradient of the argument of `encode`."""
         return message
 
 
@@ -109,21 +109,21 @@ def quantize(x: Tensor, format: str) -> Tensor:
 
 
 def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    """The rows [B, width] that `quantize` made bytes of, in `dtype`."""
+    """The rows [B, width] in `dtype`, from the bytes of `quantize`."""
     if format in _DTYPES:
         return _as_floats(message, _DTYPES[format]).to(dtype)
     return row_dequantize(message.contiguous(), width, format, dtype)
 
 
 def require_format(op: str, arg: str, format: str | None, where: str = "") -> str:
-    """`format`, once it is known to be one of ROW_FORMATS; `where` ends the rule."""
+    """`format`; raise unless it is one of ROW_FORMATS. `where` ends the rule."""
     if format not in ROW_FORMATS:
         checks.fail(op, arg, f"one of {', '.join(ROW_FORMATS)}{where}", repr(format))
     return format
 
 
 class Encoding(NamedTuple):
-    """What crosses of a row: its largest entries, by a density, or all, by a format for each way.
+    """How rows are sent: their largest entries, by a density, or all, by a format for each way.
 
     The default `value_dtype` is the rows' own. Nothing is checked before `codec` is called.
     """
@@ -134,7 +134,7 @@ class Encoding(NamedTuple):
     backward: str | None = None
 
     def codec(self, op: str, width: int, dtype: torch.dtype) -> Codec:
-        """The codec of rows of `width` and `dtype`; ValueError or TypeError if there is none."""
+        """The codec for rows of `width` and `dtype`; ValueError or TypeError if there is none."""
         density, value_dtype, forward, backward = self
         if density is None:
             where = " without a density"
@@ -153,7 +153,7 @@ class Encoding(NamedTuple):
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    # Flat first: without rows an op may leave strides in which nothing can be viewed as bytes.
+    # Flat first: without rows an op may leave strides that cannot be viewed as bytes.
     nbytes = values.shape[1] * values.itemsize
     return values.flatten().view(torch.uint8).view(len(values), nbytes)
 

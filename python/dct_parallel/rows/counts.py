@@ -1,4 +1,4 @@
-"""How many rows come from whom, and whether all ranks ask for the same."""
+"""Counts of rows between ranks, and the check that all ranks use the same settings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from .codecs import ROW_FORMATS, Setting
 
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
-    """`counts` is an int for every rank, at least `low`."""
+    """Raise unless `counts` is an int per rank, at least `low`."""
     checks.require_type(op, arg, counts, Sequence, "a sequence of integers, one for each rank")
     if len(counts) != ranks:
         checks.fail(op, arg, f"{ranks} elements, one for each rank", len(counts), verb="have")
@@ -26,7 +26,7 @@ def exchange_counts(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[int]:
-    """Tell rank r counts[r], and return what every rank told this one; as `exchange_numbers`."""
+    """Tell rank r counts[r], and return every rank's count for this one; as `exchange_numbers`."""
     numbers = exchange_numbers(op, [[count] for count in counts], must_match, device, group)
     return [count for (count,) in numbers]
 
@@ -38,11 +38,11 @@ def exchange_numbers(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> list[list[int]]:
-    """Tell rank r numbers[r], equally many each, and return what every rank told this one.
+    """Tell rank r numbers[r], equally many each, and return every rank's numbers for this one.
 
-    The settings in `must_match` go along, so that every rank learns everybody's and all of them
-    raise if two differ, before any of them waits for a message of another size. One all-to-all of
-    8 bytes a number; the host waits for its result.
+    The settings in `must_match` are sent along, so that all ranks raise if two differ, before any
+    of them waits for a message of a different size. One all-to-all of 8 bytes per number; the host
+    waits for its result.
     """
     settings = [_number(value) for value in must_match.values()]
     # float64 holds dtypes' codes, densities and every count that fits into memory, exactly.
@@ -62,7 +62,7 @@ def exchange_numbers(
 
 
 def _number(value: Setting) -> float:
-    if isinstance(value, str):  # below 0, where no other setting is: ranks may differ in kind, too
+    if isinstance(value, str):  # below 0, unlike all other settings: ranks may differ in kind
         return -1.0 - ROW_FORMATS.index(value)
     return float(checks.FLOATS.index(value) if isinstance(value, torch.dtype) else value)
 

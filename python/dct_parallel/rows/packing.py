@@ -1,9 +1,9 @@
 """Rows of a model-parallel cut, compressed: the k largest entries forward, their gradients back.
 
 Dynamic Communication Thresholding, model-parallel side (arXiv 2010.08899): the selection is per row
-(per sample), and the backward pass uses the mask of the forward pass. No error feedback: another
-row's activation has nothing to do with this one's. Exactly k a row, where the paper thresholds, is
-our reconstruction; it makes every message's size known beforehand. Knows no network.
+(per sample), and the backward pass uses the mask of the forward pass. No error feedback, because
+rows of different samples are unrelated. Exactly k per row, where the paper thresholds, is our
+reconstruction; it makes every message's size known beforehand. Knows no network.
 """
 
 import math
@@ -28,22 +28,23 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def row_k(width: int, density: float) -> int:
-    """Entries kept of a row: ceil(density * width), at least 1 and at most `width`."""
+    """Entries kept per row: ceil(density * width), at least 1 and at most `width`."""
     return min(max(math.ceil(float(density) * width), 1), width)
 
 
 def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude of every row, and where they were. Differentiable in x.
+    """The k entries of largest magnitude of every row, and their positions. Differentiable in x.
 
-    Rows are what the last dimension spans; the others are kept. The gradient of the values goes
-    back to the same positions, zeros elsewhere; positions have none. So whatever carries these two
-    tensors forward carries one back, of the values' shape and dtype. Deterministic, bitwise the
-    same on every backend; ties go to the lower column.
+    DCT, model-parallel side (arXiv 2010.08899). Rows lie along the last dimension; the others are
+    kept. The gradient of the values goes back to the same positions, zeros elsewhere; positions
+    have none. So a transport sends these two tensors forward and one back, of the values' shape and
+    dtype. Deterministic, bitwise the same on every backend; ties go to the lower column. Safe in
+    CUDA graphs and torch.compile like `dct_kernels.row_pack`.
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
-        k: entries kept a row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN as
-            the canonical one.
+        k: entries kept per row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN
+            as the canonical one.
         value_dtype: float32, bfloat16 or float16; default x's own.
 
     Returns:
@@ -65,11 +66,11 @@ def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tupl
 def unpack_rows(
     values: Tensor, positions: Tensor, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows that `pack_rows` took apart: the values in place, zeros elsewhere.
+    """Rows from the result of `pack_rows`: the values in place, zeros elsewhere.
 
     Differentiable in values: the gradient is that of the rows at the same positions. Positions are
-    not trusted: what cannot be accepted scatters nothing (see `dct_kernels.row_gather`).
-    Deterministic.
+    not trusted: those that cannot be accepted scatter nothing (see `dct_kernels.row_gather`).
+    Deterministic. Safe in CUDA graphs and torch.compile like `dct_kernels.row_unpack`.
 
     Args:
         values: float32, bfloat16 or float16 [..., k].
@@ -98,7 +99,7 @@ def unpack_rows(
 class RowPack(nn.Module):
     """`pack_rows` as the last module of a stage: [..., d] in, (values, positions) out.
 
-    Has no parameters and no state. A model trained with it expects it at inference, too; with
+    Has no parameters and no state. A model trained with it expects it at inference as well; with
     `inference=False` all entries pass in eval mode, in x's own dtype, and the messages are larger.
 
     Args:
@@ -150,7 +151,10 @@ class RowUnpack(nn.Module):
 
     Args:
         width: d of the rows that were packed.
-        dtype: of the result; default the values' own.
+        dtype: of the result, float32, bfloat16 or float16; default the values' own.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
     """
 
     def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:

@@ -1,9 +1,8 @@
-"""Rows in few bits at a cut between two modules, for any transport that carries a tensor.
+"""Rows in few bits at a cut between two modules, for any transport that sends a tensor.
 
-Every entry is sent, with a scale per row: where sending the largest entries loses quality, this
-takes as few bytes. Straight-through: the gradient of the received row, quantized in turn, is
-that of the row that was sent. Our reconstruction of row-wise quantized exchange (FBGEMM). Knows no
-network.
+Every entry is sent, with a scale per row, for as few bytes as the largest entries alone, which may
+lose more quality. Straight-through: the gradient of the received row, quantized in turn, is that of
+the row that was sent. Our reconstruction of row-wise quantized exchange (FBGEMM). Knows no network.
 """
 
 import torch
@@ -15,8 +14,8 @@ from .autograd import with_gradient
 from .codecs import dequantize, format_bytes, quantize, require_format
 from .packing import as_rows
 
-# What travels must be floating point for autograd and torch.distributed.pipelining to send a
-# gradient back, and the gradient has its shape: bytes, viewed as these, filled up to the longer.
+# Messages must be floating point, so that autograd and torch.distributed.pipelining send a gradient
+# back, and the gradient has their shape: bytes, viewed as these, padded to the longer.
 _CARRIER = torch.bfloat16
 
 
@@ -24,8 +23,9 @@ class RowQuantize(nn.Module):
     """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
 
     The message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it,
-    and let one module alone take it in, a `RowDequantize` of the same formats. Its gradient is a
-    message likewise. Quantizes in eval mode alike. Deterministic, bitwise the same everywhere.
+    and give it to one module only, a `RowDequantize` of the same formats. Its gradient is also a
+    message. Quantizes in eval mode as well. Has no parameters and no state; x, float32, bfloat16 or
+    float16, is not mutated. Deterministic, bitwise the same on every backend.
 
     Args:
         forward_format: of rows, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
@@ -60,7 +60,7 @@ class RowQuantize(nn.Module):
 class RowDequantize(nn.Module):
     """The first module of the next stage: the message of a `RowQuantize` in, [..., width] out.
 
-    Messages are not trusted: any bytes of the right length give some numbers.
+    Messages are not trusted: any bytes of the right length give some numbers. Deterministic.
 
     Args:
         width: d of the rows.

@@ -10,19 +10,19 @@ from .autograd import with_gradient
 
 
 class Transfer(ABC):
-    """Rows on their way, the handle of `all_to_all_rows_async`: `wait` gives those that arrive.
+    """The handle of `all_to_all_rows_async`, of which `wait` gives the received rows.
 
-    What is computed between the call that made it and `wait` overlaps with the exchange; and what
-    the backward pass computes between the gradients of both overlaps with that of the gradients.
+    Computation between the call that made it and `wait` overlaps with the exchange; its backward
+    pass overlaps with the exchange of gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = GroupForBackward(group)
-        self._token: Tensor | None = None  # stands for the rows until they arrive
+        self._token: Tensor | None = None  # in place of the rows until they are received
         self._in_flight: tuple[dist.Work, Tensor]  # a collective, and where it writes
 
     def wait(self) -> Tensor:
-        """The rows that arrived. To be called once."""
+        """The received rows. Call it once; a second call is a RuntimeError."""
         if self._token is None:
             raise RuntimeError(
                 "wait() must be called once, got a second call: keep the rows that it returned"
@@ -44,7 +44,7 @@ class Transfer(ABC):
         self._send_gradient(grad)
         return grad.new_zeros(())
 
-    # What an exchange is made of:
+    # The parts of an exchange:
 
     @abstractmethod
     def _send(self, x: Tensor) -> None:
@@ -52,15 +52,15 @@ class Transfer(ABC):
 
     @abstractmethod
     def _receive(self) -> Tensor:
-        """Finish it and decode what came."""
+        """Finish it and decode the message."""
 
     @abstractmethod
     def _send_gradient(self, grad: Tensor) -> None:
-        """Encode the gradient of what `_receive` returned, and start its collective."""
+        """Encode the gradient of the result of `_receive`, and start its collective."""
 
     @abstractmethod
     def _receive_gradient(self) -> Tensor:
-        """Finish it and decode: the gradient of what `_send` was given."""
+        """Finish it and decode the gradient of the argument of `_send`."""
 
     def _all_to_all(self, sent: Tensor, splits: list[int], output_splits: list[int]) -> None:
         """Start the collective on slices of the first dimension."""
@@ -72,7 +72,7 @@ class Transfer(ABC):
         self._in_flight = work, received
 
     def _arrived(self) -> Tensor:
-        """What the collective in flight brings, once it is done."""
+        """The tensor that the collective in flight receives, once it is done."""
         work, received = self._in_flight
         del self._in_flight  # it holds the message
         work.wait()
