@@ -22,8 +22,9 @@ local:D%xH: every rank takes H steps of its own optimizer, then D % of what its 
 by are sent, with error feedback: D / H a step; local-e3m0:D%xH in entries of two bytes,
 local-int4:100%xH and the like with every entry in few bits. They take settings after commas:
 decay=B (of the residual), overlap=N (steps that ranks go on while an exchange runs), mean=senders
-(of an entry over the ranks that sent it). Beside them: postlocal:xH, float32 weights averaged;
-diloco:xH, with its outer optimizer; sparseloco:D%xH, with its top-k, 2-bit values and decay.
+(of an entry over the ranks that sent it), spaced=rate (as many exchanges, further apart where the
+rate is lower). Beside them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer
+optimizer; sparseloco:D%xH, with its top-k, 2-bit values and decay.
 
 Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
 Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
@@ -146,7 +147,8 @@ METHODS: dict[str, tuple[str, partial]] = {
 for _format in quantized.FORMATS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, value_dtype=_format))
     METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, value_dtype=_format))
-SETTINGS = {"decay": float, "overlap": int, "mean": str}  # of local steps
+# Of local steps.
+SETTINGS = {"decay": float, "overlap": int, "mean": ("senders",), "spaced": ("rate",)}
 
 
 def method(name: str) -> partial:
@@ -170,10 +172,11 @@ def method(name: str) -> partial:
         made = partial(made, **{"max_samples" if kind == "picks" else "period": int(number)})
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
-        if key not in SETTINGS or not is_local(made):
+        read = SETTINGS.get(key)
+        if not read or (isinstance(read, tuple) and value not in read) or not is_local(made):
             rule = f"without settings, or those of local steps ({', '.join(SETTINGS)})"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        made = partial(made, **{key: SETTINGS[key](value)})
+        made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
     return made
 
 
@@ -212,7 +215,13 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     if is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [stepper(own, run, options) for own in models]
-        steps = dp_local.train(models, task.loss, batches, make(models), updates, run.steps)
+        spaced = make.keywords.pop("spaced", None)
+        averaging = make(models)
+        if spaced == "rate":
+            rate_at = partial(PROBLEMS[run.problem].rate_at, run.schedule, steps=run.steps)
+            rates = [rate_at(step) for step in range(run.steps)]
+            averaging.due = dp_local.equal_progress(rates, averaging.period)
+        steps = dp_local.train(models, task.loss, batches, averaging, updates, run.steps)
     else:
         update = stepper(model, run, options)
         steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)

@@ -6,7 +6,8 @@ compressors of `DCTAverager`, and without overlap bit for bit as real ranks do. 
 rules of other systems, for comparison.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import dp_ranks
 import torch
@@ -23,7 +24,11 @@ class Averaging(dp_ranks.Counts):
         period: steps.
         overlap: steps that ranks go on while an exchange runs. What weights have moved by in them
             is kept.
+    Attributes:
+        due: the steps to average after, where they are others than every `period`th.
     """
+
+    due: Collection[int] | None = None
 
     def __init__(self, models: Sequence[nn.Module], period: int, overlap: int = 0) -> None:
         self.weights = [list(model.parameters()) for model in models]
@@ -31,14 +36,16 @@ class Averaging(dp_ranks.Counts):
         self.ranks, self.period, self.overlap = len(models), period, overlap
         self.base = self._flat(0)
         self.sent_from: list[Tensor] = []  # every rank's weights when an exchange began
+        self.arrives_after = 0  # this step
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
         """To be called after step number `step`, from 1 up."""
-        if step % self.period == 0:
+        if step in self.due if self.due is not None else step % self.period == 0:
+            self.arrives_after = step + self.overlap
             self.sent_from = [self._flat(rank) for rank in range(self.ranks)]
             self.base += self.change([weights - self.base for weights in self.sent_from])
-        if step % self.period == self.overlap:
+        if step == self.arrives_after:
             self.arrive()
 
     @torch.no_grad()
@@ -174,6 +181,19 @@ class SparseLoCo(Averaging):
             codebook = sums / torch.bincount(codes, minlength=self.LEVELS).clamp(min=1)
             sparse[chosen] = codebook[codes]
         return sparse
+
+
+def equal_progress(rates: Sequence[float], period: int) -> set[int]:
+    """Steps to average after: as many as every `period`th, further apart where the rate is lower.
+
+    Args:
+        rates: every step's. Between two averagings they add up to the same.
+    """
+    progress = [0.0, *itertools.accumulate(rates)]
+    share = progress[-1] * period / len(rates)
+    pairs = enumerate(itertools.pairwise(progress), start=1)
+    due = {step for step, (before, after) in pairs if after // share > before // share}
+    return due | {len(rates)}
 
 
 def mean_over_senders(sent: Tensor) -> Tensor:

@@ -112,6 +112,13 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
                 assert torch.equal(weight, real[key]), (name, key)
 
 
+def test_averagings_at_equal_progress_of_the_rate():
+    """As many as every period-th step; with a constant rate, just those."""
+    assert dp_local.equal_progress([1.0] * 12, 3) == {3, 6, 9, 12}
+    rates = [8.0] * 4 + [4.0] * 4 + [2.0] * 8 + [1.0] * 16
+    assert dp_local.equal_progress(rates, 8) == {3, 6, 14, 32}
+
+
 def test_momentum_is_corrected_before_the_threshold():
     """From when compression starts it begins anew where an entry is sent."""
     grads = torch.randint(-8, 9, (6, 2, 3000), generator=torch.Generator().manual_seed(0)) / 8
@@ -151,6 +158,7 @@ def test_momentum_is_corrected_before_the_threshold():
         "diloco",
         "local:10%x10,outer=1",
         "dct:1%,decay=0.9",
+        "local:10%x10,spaced=steps",
     ],
 )
 def test_a_wrong_method(name):
