@@ -197,6 +197,9 @@ def extensions():
     sanitizers = os.environ.get("DCT_SANITIZE", "")
     define = ["-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*numbers(OLDEST_TORCH))]
     common = [*define, "-std=c++17", *(["-O0", "-g"] if debug else ["-O3"])]
+    torch_folder = Path(torch.__file__).parent
+    # The compiler names a header behind a link by where it really lies.
+    sources = [ROOT, torch_folder, torch_folder.resolve()]
     cxx = [
         *common,
         *([] if debug else ["-g0"]),
@@ -204,8 +207,7 @@ def extensions():
         "-Wextra",
         "-ffp-contract=off",  # equal bits on every backend: no fused multiply-add
         "-fvisibility=hidden",
-        f"-ffile-prefix-map={ROOT}/=",  # no paths of the build machine in messages
-        f"-ffile-prefix-map={Path(torch.__file__).parent}/=",
+        *(f"-ffile-prefix-map={path}/=" for path in sources),  # none of this machine in messages
         *(f"-isystem{path}" for path in cpp_extension.include_paths()),  # no warnings of theirs
     ]
     link = []
