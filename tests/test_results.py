@@ -6,6 +6,8 @@ import sys
 
 import pytest
 from programs import ROOT
+from ptx import costs
+from ptx import report as counts
 
 from dct_dlrm.errors import UsageError
 
@@ -32,6 +34,13 @@ MADE = report.made()
 def test_pages_and_figures_are_as_they_are_made():
     """After a change of results or of the report: python bench/report.py"""
     assert [path.name for path in report.differing(MADE)] == []
+
+
+def test_counts_are_those_of_the_baseline():
+    """Otherwise: python -m ptx baseline, in tests/."""
+    _, baseline = costs.load()
+    kept = ALL["kernels_counted"].of_part(counts.PART)
+    assert kept == counts.runs(baseline.values())
 
 
 def test_a_wrong_figure_in_a_page_is_caught(tmp_path, monkeypatch):

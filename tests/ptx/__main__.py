@@ -18,6 +18,7 @@ and nvdisasm of the same toolkit or of an installed Triton.
               error. Needs Triton, and no nvcc.
   baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
               more than 2 % above it; write it anew after a change that is meant to cost that.
+              And to bench/results, for docs/results/kernels_counted.md.
 
 Columns, of one element (a pick of sample_threshold, a segment of track_threshold):
   must move   bytes that any kernel would have to read and write
@@ -60,6 +61,7 @@ def main() -> None:
     counted = [counting.count(make()) for make in makers]
     if arguments.what == "baseline":
         costs.save(machine_code.nvcc_version(), counted)
+        print(f"{report.keep(counted)}: now python bench/report.py")
     else:
         print(f"nvcc {machine_code.nvcc_version()}; counted, not measured\n")
         print(*report.lines(counted), sep="\n")
