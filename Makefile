@@ -166,7 +166,7 @@ aot: $(VENV)/built
 	$(BIN)/python -m pytest tests/aot
 
 # The Triton kernels on every Triton they are meant for: interpreted, and compiled; by the newest for
-# all targets (docs/design/kernels.md says what the older ones do there).
+# all targets (docs/design/triton.md says what the older ones do there).
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 triton: $(VENV)/built
 	for version in $(TRITONS); do \
