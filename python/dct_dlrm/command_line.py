@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        told = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} {told}\n")
 
 
 class _ShortHelp(argparse.Action):

@@ -57,7 +57,7 @@ def test_a_wrong_argument(capsys, argument, value, rule):
     assert exit_info.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"dct-train: error: argument {argument}: {rule}")
-    assert said.endswith("; see dct-train --help\n") and said.count("\n") == 1
+    assert said.endswith("; see dct-train --help-all\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
