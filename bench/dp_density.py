@@ -23,8 +23,9 @@ by are sent, with error feedback: D / H a step; local-e3m0:D%xH in entries of tw
 local-int4:100%xH and the like with every entry in few bits. They take settings after commas:
 decay=B (of the residual), overlap=N (steps that ranks go on while an exchange runs), mean=senders
 (of an entry over the ranks that sent it), spaced=rate (as many exchanges, further apart where the
-rate is lower). Beside them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer
-optimizer; sparseloco:D%xH, with its top-k, 2-bit values and decay.
+rate is lower), and in few bits transport=reduce_scatter (owners of ranges compress the mean once
+more). Beside them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer;
+sparseloco:D%xH, with its top-k, 2-bit values and decay.
 
 Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
 Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
@@ -148,7 +149,13 @@ for _format in quantized.FORMATS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, value_dtype=_format))
     METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, value_dtype=_format))
 # Of local steps.
-SETTINGS = {"decay": float, "overlap": int, "mean": ("senders",), "spaced": ("rate",)}
+SETTINGS = {
+    "decay": float,
+    "overlap": int,
+    "mean": ("senders",),
+    "spaced": ("rate",),
+    "transport": ("reduce_scatter",),
+}
 
 
 def method(name: str) -> partial:
@@ -176,6 +183,8 @@ def method(name: str) -> partial:
         if not read or (isinstance(read, tuple) and value not in read) or not is_local(made):
             rule = f"without settings, or those of local steps ({', '.join(SETTINGS)})"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
+        if key == "transport" and made.keywords.get("value_dtype") not in quantized.FORMATS:
+            raise argparse.ArgumentTypeError(f"must be in few bits with a transport, got {name!r}")
         made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
     return made
 

@@ -13,6 +13,7 @@ import dp_ranks
 import torch
 from torch import Tensor, nn
 
+from dct_parallel.exchange.codec import Codec
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 
@@ -73,6 +74,8 @@ class Local(Averaging):
         density: of what weights have moved by.
         decay: of the residual, from one averaging to the next.
         mean: over "ranks", or, entry by entry, over "senders": ranks that sent this entry.
+        transport: "all_gather"; or, in few bits, "reduce_scatter": owners of ranges compress the
+            mean once more.
         settings: the compressors'.
     """
 
@@ -84,11 +87,15 @@ class Local(Averaging):
         overlap: int = 0,
         decay: float = 1.0,
         mean: str = "ranks",
+        transport: str = "all_gather",
         **settings,
     ) -> None:
         super().__init__(models, period, overlap)
         self.compressors = dp_ranks.compressors(self.sizes, self.ranks, density, **settings)
         self.decay, self.mean = decay, mean
+        self.owners: list[tuple[slice, Codec]] = []
+        if transport == "reduce_scatter":
+            self.owners = dp_ranks.owners(len(self.base), self.ranks, **settings)
 
     def change(self, moved: Sequence[Tensor]) -> Tensor:
         payloads = []
@@ -96,11 +103,22 @@ class Local(Averaging):
             compressor.residual.mul_(self.decay)
             payloads.append(compressor.pack(own))
         self.note(torch.stack(payloads))
+        if self.owners:
+            return self._compressed_twice(self._unpacked(payloads))
         self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
         if self.mean == "ranks":
             return self._unpacked(payloads)
         sent = torch.stack([self._unpacked([payload]) for payload in payloads])
         return mean_over_senders(sent)
+
+    def _compressed_twice(self, mean: Tensor) -> Tensor:
+        for part, owner in self.owners:
+            owner.residual.mul_(self.decay)
+            assert not owner.unpack(owner.pack(mean[part]).unsqueeze(0), mean[part]).any()
+        nbytes = owner.payload.nbytes  # of every range, padded to the longest
+        # Whoever owns nothing sends to all owners; and everybody's result goes to all others.
+        self.sent += (min(len(self.owners), self.ranks - 1) + self.ranks - 1) * nbytes
+        return mean
 
     def _unpacked(self, payloads: Sequence[Tensor]) -> Tensor:
         mean = torch.empty_like(self.base)

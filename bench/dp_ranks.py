@@ -223,6 +223,17 @@ def compressors(
     return [Compressor(numel, [0, numel], density, **settings) for _ in range(ranks)]
 
 
+def owners(numel: int, ranks: int, value_dtype: str) -> list[tuple[slice, Codec]]:
+    """(range, codec) of the ranks that own one with "reduce_scatter", every entry in few bits."""
+    ranges = [range_bounds(numel, ranks, rank) for rank in range(ranks)]
+    longest = ranges[0][1]
+    return [
+        (slice(low, high), quantized.QuantizedRows(high - low, value_dtype, 1, longest, CPU))
+        for low, high in ranges
+        if low < high
+    ]
+
+
 class TopK(Exchange):
     """The largest entries of all, with error feedback; float32 values and int32 positions."""
 

@@ -132,12 +132,30 @@ def test_local_steps_by_hand():
 
 
 def test_local_steps_of_nodes():
-    """8 ranks on 2 nodes: 4 payloads come into a node, 7 to each rank."""
+    """8 ranks on 2 nodes. Of 200,000 elements, which are few, all ranks gather all payloads: 4 come
+    into a node, 7 to each rank."""
     nodes = Cluster(2, 4, Link(1e-3, 1e6), Link(0.0, 1e7))
-    step = Model([(1000, 1000)], 0.0, FREE, 0.01).step("local", nodes)
-    inside = 7 * LOCAL_PAYLOAD / 1e7
-    assert step.wire == pytest.approx((3e-3 + 4 * LOCAL_PAYLOAD / 1e6 + inside) / 10)
-    assert step.wire_bytes == 4 * LOCAL_PAYLOAD / 10
+    step = Model([(1000, 200)], 0.0, FREE, 0.01).step("local", nodes)
+    payload = 64 + 196 * 207 + 4  # 196 rows of 207 bytes, padded to 16
+    assert step.wire == pytest.approx((3e-3 + 4 * payload / 1e6 + 7 * payload / 1e7) / 10)
+    assert step.wire_bytes == 4 * payload / 10
+
+
+def test_local_steps_of_nodes_by_reduce_scatter():
+    """Of 1,000,000 elements each of the 8 ranks owns 8 blocks, 128 rows."""
+    nodes = Cluster(2, 4, Link(1e-3, 1e6), Link(0.0, 1e7))
+    kernels = Kernels(copy=4e9, mask_pack=2e9, scatter_unpack=1e9, source="")
+    step = Model([(1000, 1000)], 0.0, kernels, 0.01).step("local", nodes)
+    payload = 64 + 128 * 207
+    # To the owners, of a node's 4 ranks by one link: by Bruck's algorithm 3 times half of them.
+    owners = min(7 * (1e-3 + 4 * payload / 1e6), 3 * (1e-3 + 4 * 4 * payload / 1e6))
+    results = 3e-3 + 4 * payload / 1e6 + 7 * payload / 1e7
+    assert step.wire == pytest.approx((owners + results) / 10)
+    assert step.wire_bytes == (4 * 4 * payload + 4 * payload) / 10
+    assert step.pack == pytest.approx((60 * 1.125e6 + 20e6) / 4e9 / 10)
+    assert step.unpack == pytest.approx(
+        ((12 + 8 * 16) * 0.125e6 + (12 + 16) * 1e6 + 20e6) / 4e9 / 10
+    )
 
 
 def test_local_steps_are_the_averagers():

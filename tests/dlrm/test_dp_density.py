@@ -34,6 +34,12 @@ AVERAGERS = {
     "local": {},
     "local-e3m0": {"value_dtype": "e3m0"},
     "local-ternary": {"density": 1, "value_dtype": "ternary"},
+    "local-int4": {
+        "density": 1,
+        "value_dtype": "int4",
+        "transport": "reduce_scatter",
+        "residual_decay": 0.5,
+    },
 }
 
 
@@ -103,7 +109,8 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     launch(_real, 2, text, tmp_path)
     task = dp_tasks.TextTask(text, width=48, layers=1)
     hooks = ("dct:5%", "reduce_scatter:5%", "e3m0:5%", "int4", "topk:5%", "powersgd")
-    for name in (*hooks, "local:5%x2", "local-e3m0:5%x2", "local-ternary:100%x2"):
+    twice = "local-int4:100%x2,transport=reduce_scatter,decay=0.5"
+    for name in (*hooks, "local:5%x2", "local-e3m0:5%x2", "local-ternary:100%x2", twice):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
         for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order

@@ -10,7 +10,16 @@ from torch import nn
 
 from dct_parallel import DCTAverager, DCTState, merge_states
 from local_steps import adamw, train, uneven
-from ranks import batch, ddp, entry, run_ranks, train_step, weights
+from ranks import (
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    gathered,
+    run_ranks,
+    train_step,
+    weights,
+)
 
 PERIOD = 3
 
@@ -41,13 +50,15 @@ def _through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def _resumed(rank, overlap, dtype):
+def _resumed(rank, overlap, dtype, transport):
     """A run that saves after each step, and those that go on from there, against one that does
     not."""
 
     def make(seed):
         model = uneven(seed).to(dtype)
-        averager = DCTAverager(model, 0.1, PERIOD, overlap=overlap, residual_decay=0.9)
+        averager = DCTAverager(
+            model, 0.1, PERIOD, overlap=overlap, residual_decay=0.9, transport=transport
+        )
         return model, adamw(model), averager
 
     def step(number, model, optimizer, averager):
@@ -84,10 +95,45 @@ def _require_same_state(state, other):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (PERIOD - 1, torch.float32)]
+    ("overlap", "dtype", "transport"),
+    [
+        (0, torch.float32, None),
+        (1, torch.bfloat16, None),
+        (PERIOD - 1, torch.float32, None),
+        (0, torch.float32, "reduce_scatter"),
+    ],
 )
-def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype):
-    run_ranks(_resumed, 2, overlap, dtype)
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype, transport):
+    run_ranks(_resumed, 2, overlap, dtype, transport)
+
+
+def _by_the_other_transport(rank, transport, other):
+    """Nothing is lost on the way: a flush brings the mean of all that ranks moved by."""
+    model = nn.ParameterList([torch.zeros(20_000), torch.zeros(30_000)])
+    averager = DCTAverager(model, 0.05, 1, value_dtype=torch.float32, transport=transport)
+    moved = torch.zeros(50_000)
+    for number in range(3):
+        move = torch.randint(-8, 9, (50_000,), generator=torch.manual_seed(9 * rank + number)) / 8
+        with torch.no_grad():
+            for parameter, part in zip(model, move.split([20_000, 30_000]), strict=True):
+                parameter += part
+        moved += move
+        averager.average_parameters()
+    state = averager.state_dict()
+    if transport == "reduce_scatter":
+        saved = entry(state)["parameters"].values()
+        assert sum(parts["owner_residual"].count_nonzero() for parts in saved) > 500
+    again = DCTAverager(model, 0.05, 1, value_dtype=torch.float32, transport=other)
+    again.load_state_dict(state)
+    again.flush()
+    assert_same(weights(model))
+    assert torch.equal(2 * weights(model), sum(gathered(moved)))
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+def test_a_state_is_loaded_into_the_other_transport(transport):
+    other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[transport]
+    run_ranks(_by_the_other_transport, 2, transport, other)
 
 
 def _wrapped(rank):

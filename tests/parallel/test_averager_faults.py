@@ -11,6 +11,7 @@ from torch import nn
 
 from dct_parallel import DCTAverager
 from dct_parallel.exchange import all_gather as by_all_gather
+from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from local_steps import uneven
 from ranks import assert_same, entry, gathered, run_ranks, weights
 
@@ -26,19 +27,28 @@ class _Damaging:
         self._received[1, 0] ^= 0xFF  # the magic
 
 
-def _refused(rank, fault, value_dtype, overlap):
+def _refused(rank, fault, value_dtype, overlap, transport):
     """Moves of an eighth and its multiples; something is wrong in the third averaging."""
     period = overlap + 1
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    averager = DCTAverager(model, 0.05, period, value_dtype=value_dtype, overlap=overlap)
-    all_gather = by_all_gather.all_gather
+    averager = DCTAverager(
+        model, 0.05, period, value_dtype=value_dtype, overlap=overlap, transport=transport
+    )
+    all_gather, all_to_all = by_all_gather.all_gather, dist.all_to_all_single
 
     def in_flight(output, tensor, group, async_op):
         work = all_gather(output, tensor, group, async_op)
-        bad = fault == "damage" and averager.step == 3 * period and rank == 0
-        return _Damaging(work, output) if bad else work
+        return _Damaging(work, output) if is_bad() else work
 
-    by_all_gather.all_gather = in_flight
+    def to_owner(output, *arguments, **settings):  # rank 0
+        all_to_all(output, *arguments, **settings)
+        if is_bad():
+            output[1, 0] ^= 0xFF
+
+    def is_bad():
+        return fault == "damage" and averager.step == 3 * period and rank == 0
+
+    by_all_gather.all_gather, by_reduce_scatter.dist.all_to_all_single = in_flight, to_owner
     generator = torch.Generator().manual_seed(rank)
     moved, said = torch.zeros(5070, dtype=torch.float64), None
     for step in range(1, 8 * period + 1):
@@ -67,18 +77,20 @@ def _refused(rank, fault, value_dtype, overlap):
 
 
 @pytest.mark.parametrize(
-    ("fault", "value_dtype", "overlap"),
+    ("fault", "value_dtype", "overlap", "transport"),
     [
-        ("nan", torch.float32, 0),
-        ("nan", torch.bfloat16, 1),
-        ("nan", "e3m0", 0),
-        ("damage", torch.bfloat16, 0),
-        ("damage", "e3m0", 1),
+        ("nan", torch.float32, 0, "all_gather"),
+        ("nan", torch.bfloat16, 1, None),
+        ("nan", "e3m0", 0, None),
+        ("nan", torch.bfloat16, 0, "reduce_scatter"),
+        ("damage", torch.bfloat16, 0, None),
+        ("damage", "e3m0", 1, None),
+        ("damage", torch.bfloat16, 0, "reduce_scatter"),
     ],
     ids=str,
 )
 def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
-    fault, value_dtype, overlap
+    fault, value_dtype, overlap, transport
 ):
     rule = "dct::average_parameters: {} must be {}, got {}"
     nan = "weights at averaging 3", "finite on every rank"
@@ -95,7 +107,7 @@ def test_what_cannot_be_used_is_refused_on_every_rank_and_nothing_is_lost(
             )
         ],
     }
-    assert run_ranks(_refused, 2, fault, value_dtype, overlap) == expected[fault]
+    assert run_ranks(_refused, 2, fault, value_dtype, overlap, transport) == expected[fault]
 
 
 def _apart(rank):
@@ -121,11 +133,13 @@ def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout():
     run_ranks(_apart, 2)
 
 
-def _killed(rank, folder, overlap, decay):
+def _killed(rank, folder, overlap, decay, transport):
     """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
-    averager = DCTAverager(model, 0.05, 3, 1000, torch.float32, group, "fresh", decay, overlap)
+    averager = DCTAverager(
+        model, 0.05, 3, 1000, torch.float32, group, "fresh", decay, overlap, transport
+    )
     generator = torch.Generator().manual_seed(rank)
     errors = []
     while averager.step < 9 + overlap:
@@ -149,16 +163,25 @@ def _killed(rank, folder, overlap, decay):
     raise second from first
 
 
-@pytest.mark.parametrize(("overlap", "decay"), [(0, 1.0), (2, 0.5)])
+@pytest.mark.parametrize(
+    ("overlap", "decay", "transport"),
+    [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")],
+)
 def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
-    overlap, decay, tmp_path
+    overlap, decay, transport, tmp_path
 ):
     text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_killed, 3, tmp_path, overlap, decay)
+        run_ranks(_killed, 3, tmp_path, overlap, decay, transport)
     for rank in (0, 2):
         before, after, moved = torch.load(tmp_path / f"{rank}.pt")
         old, new = (saved["parameters"]["0"] for saved in (before, after))
-        assert after["step"] == 9 + overlap and new.keys() == {"residual", "base"}
+        assert after["step"] == 9 + overlap
+        owner = new.pop("owner_residual", None)
+        assert (owner is not None) == (transport == "reduce_scatter")
+        if owner is not None:
+            assert torch.equal(owner, old["owner_residual"])
+            assert (owner.count_nonzero() > 100) == (rank == 0)
+        assert new.keys() == {"residual", "base"}
         assert torch.equal(new["base"], old["base"]) and old["base"].count_nonzero() > 100
         assert torch.equal(new["residual"], old["residual"] + moved)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dct_parallel import DCTAverager
-from ranks import entry, gathered, run_ranks, weights
+from ranks import assert_same, entry, gathered, run_ranks, weights
 
 SIZES = (3000, 40, 3500)
 BAD = 3  # the averaging at which a weight of the last rank is NaN
@@ -138,23 +138,29 @@ def test_nothing_is_lost_in_few_bits(overlap):
     run_ranks(_conserves, 2, overlap)
 
 
-def _in_rows(rank, value_dtype):
-    """Every entry in few bits, while ranks go on."""
-    model = nn.ParameterList([torch.zeros(5000)])
-    averager = DCTAverager(model, 1, 2, value_dtype=value_dtype, overlap=1)
+def _in_rows(rank, ranks, numel, overlap, transport):
+    """Every entry in few bits."""
+    model = nn.ParameterList([torch.zeros(numel)])
+    averager = DCTAverager(model, 1, 2, value_dtype="ternary", overlap=overlap, transport=transport)
     generator = torch.Generator().manual_seed(rank)
-    moved = torch.zeros(5000, dtype=torch.float64)
+    moved = torch.zeros(numel, dtype=torch.float64)
     for _ in range(9):
-        move = torch.randn(5000, generator=generator)
+        move = torch.randn(numel, generator=generator)
         moved += move
         with torch.no_grad():
             model[0] += move
         averager.average_parameters()
-    assert averager.plan().endswith("x fewer than that. An exchange arrives after 1 more.")
+    assert_same(averager._base)
+    told = "x fewer than that." + " An exchange arrives after 1 more." * overlap
+    assert averager.plan().endswith(told)
     averager.flush()
-    mean = sum(gathered(moved)) / 2
+    mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
 
 
-def test_nothing_is_lost_of_entries_in_few_bits():
-    run_ranks(_in_rows, 2, "ternary")
+@pytest.mark.parametrize(
+    ("ranks", "numel", "overlap", "transport"),
+    [(2, 5000, 1, None), (3, 50_000, 0, "reduce_scatter"), (3, 200_000, 0, None)],
+)
+def test_nothing_is_lost_of_entries_in_few_bits(ranks, numel, overlap, transport):
+    run_ranks(_in_rows, ranks, ranks, numel, overlap, transport)

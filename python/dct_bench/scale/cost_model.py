@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from dct_parallel.exchange import quantized
 from dct_parallel.exchange.all_gather import AllGather
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
+from dct_parallel.exchange.selection import transport_for
 from dct_parallel.exchange.transport import Transport
 
 from .shapes import Shape
@@ -35,10 +35,10 @@ MASK_PACK_BYTES = 12  # per element with grad: residual read and written, grad r
 # these bytes per element, at a copy's speed. Packing: the residual copied (8), what the weights
 # moved by added to it (12), rows read (4), written again from their codes (4) and subtracted (12),
 # their least and largest (8), and what is left kept (12). Unpacking: zeros (4) and their mean (8);
-# for each rank its rows (4), added (12). Beside that weights are copied side by side (8), the base
-# subtracted (12), the mean added to the base (12), and that copied to the weights (8).
+# for each rank its rows (4), added (12). Beside packing weights are copied side by side (8) and the
+# base subtracted (12), beside unpacking the mean added to the base (12) and that copied (8).
 LOCAL_PERIOD, LOCAL_FORMAT = 10, "ternary"
-LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES, LOCAL_RANK_BYTES = 60 + 20, 12 + 20, 16
+LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES, LOCAL_RANK_BYTES, LOCAL_WEIGHT_BYTES = 60, 12, 16, 20
 
 
 class Link(NamedTuple):
@@ -230,14 +230,29 @@ class Model:
         """All ranks average their weights, with no regard to nodes, once a period."""
         gpus = cluster.gpus_per_node
         ranks = cluster.nodes * gpus
-        payload = quantized.payload_bytes(self.numel, LOCAL_FORMAT)
+        settings = Settings(1, 1000, "fresh", LOCAL_FORMAT)
+        transport = transport_for(None, settings, self.numel, ranks)
+        plan = BucketPlan(("weights",), (self.numel,), settings, transport, ranks)
+        payload = plan.payload_bytes
         # Those of other nodes come in by the node's link, then to each rank as its own node's do.
         sent = (ranks - gpus) * payload
         wire = _log2(ranks) * cluster.between.alpha + sent / cluster.between.bandwidth
         if gpus > 1:
             wire += (ranks - 1) * payload / cluster.inside.bandwidth
-        pack = LOCAL_PACK_BYTES * self.numel / self.kernels.copy
-        unpack = (LOCAL_UNPACK_BYTES + LOCAL_RANK_BYTES * ranks) * self.numel / self.kernels.copy
+        packed, unpacked = self.numel, [(ranks, self.numel)]  # elements; of so many ranks
+        if transport is ReduceScatter:
+            # Before that, each rank's ranges go to their owners, all by the node's link; an owner
+            # sums its range and packs it again.
+            each_owner = payload * plan.owners / ranks
+            link = cluster.between._replace(bandwidth=cluster.between.bandwidth / gpus)
+            wire += all_to_all(link, ranks, each_owner)
+            sent += gpus * (ranks - gpus) * each_owner
+            owned = self.numel // plan.owners
+            packed, unpacked = self.numel + owned, [(ranks, owned), (1, self.numel)]
+        beside = LOCAL_WEIGHT_BYTES * self.numel
+        pack = (LOCAL_PACK_BYTES * packed + beside) / self.kernels.copy
+        summed = sum((LOCAL_UNPACK_BYTES + LOCAL_RANK_BYTES * of) * n for of, n in unpacked)
+        unpack = (summed + beside) / self.kernels.copy
         # It follows the optimizer's step: nothing is left for it to hide behind.
         each = (pack, wire, unpack, sent)
         return Step(self.compute, *(of / LOCAL_PERIOD for of in each))

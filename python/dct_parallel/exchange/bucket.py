@@ -138,6 +138,20 @@ class Bucket:
         """Return the entries of the last `reduce` to the residual, for a step not applied."""
         self._transport.take_back()
 
+    def residuals(self) -> list[Tensor]:
+        """This rank's own, and that of the range it owns, in units of the mean, if it owns one."""
+        owned = self._transport.owned
+        return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
+
+    def owed(self) -> Tensor:
+        """A copy of what this rank has not sent [numel]: its share of the group's mean, times the
+        ranks."""
+        owed = self.codec.residual.clone()
+        if self._transport.owned is not None:
+            low, residual = self._transport.owned
+            owed[low : low + len(residual)] += self.plan.ranks * residual
+        return owed
+
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy, on the CPU, of the parameter's state}."""
         residuals = self.codec.residual.split(self.plan.sizes)

@@ -57,7 +57,9 @@ class ReduceScatter(Transport):
         low, high = plan.range_bounds[rank : rank + 2]
         device, longest = codec.residual.device, plan.range_bounds[1]
         self._owner = plan.settings.codec([0, high - low], device, codec.step, row_of=longest)
+        self.owned = low, self._owner.residual
         self._mean = torch.zeros_like(self._owner.residual)
+        self._packed = False  # this mean, by the owner
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         rows = codec.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
@@ -67,6 +69,7 @@ class ReduceScatter(Transport):
         self._headers = [*headers(codec.payload), *headers(self._results)]
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
+        self._packed = False
         self._to_owners()
         status = self._no_status
         if self._mean.numel():
@@ -75,6 +78,7 @@ class ReduceScatter(Transport):
                 packed = self._owner.pack(self._mean, status=status)
         else:
             packed = self._owner.pack(self._mean)
+        self._packed = True
         self._to_everybody(packed)
         with record_function("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
@@ -119,15 +123,16 @@ class ReduceScatter(Transport):
     def take_back(self) -> None:
         """Exact for the ranks' own residuals, to float32 rounding for the owner's."""
         super().take_back()
-        self._owner.take_back()
-        self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)
+        if self._packed:  # not if the first exchange failed
+            self._owner.take_back()
+            self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)
 
-    def owner_state(self, index: int) -> SegmentState | None:
-        if index not in self._owned:
-            return None
-        at, piece = self._owned[index]
+    def owner_state(self, index: int) -> SegmentState:
         residual = torch.zeros(self._sizes[index])
-        residual[piece.low : piece.high] = self._owner.residual[at:][: piece.high - piece.low].cpu()
+        if index in self._owned:
+            at, piece = self._owned[index]
+            own = self._owner.residual[at:][: piece.high - piece.low]
+            residual[piece.low : piece.high] = own.cpu()
         return SegmentState(residual)
 
     def load_owner(self, index: int, owner: SegmentState) -> Tensor:

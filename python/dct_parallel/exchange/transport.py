@@ -29,6 +29,7 @@ class Transport(ABC):
     """
 
     name: str
+    owned: tuple[int, Tensor] | None = None  # where this rank's range begins, its residual as owner
 
     @staticmethod
     @abstractmethod

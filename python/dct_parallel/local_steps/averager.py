@@ -16,13 +16,14 @@ from dct_kernels import __version__, checks
 from .. import groups, wire
 from ..agreement import refusing
 from ..collectives import dense_mean
-from ..exchange import checkpoint
+from ..exchange import checkpoint, selection
 from ..exchange.all_gather import AllGather
 from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.parameters import describe
 from ..exchange.plan import BucketPlan, plan_table
+from ..exchange.reduce_scatter import ReduceScatter
 from ..exchange.run_guard import RunGuard
 from ..exchange.segment_state import SegmentState
 from .weights import FlatWeights
@@ -97,8 +98,7 @@ class DCTAverager(ModelAverager):
         period: steps from one averaging to the next.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
         value_dtype: of the values sent: see `DCTState`. None is "ternary" at density 1, which sends
-            fewer bytes and loses less than any density below, and torch.bfloat16 there. All ranks
-            gather all payloads, so bytes grow with the ranks.
+            fewer bytes and loses less than any density below, and torch.bfloat16 there.
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         residual_decay: in (0, 1]: each averaging multiplies the residual by it, as SparseLoCo does
@@ -107,6 +107,10 @@ class DCTAverager(ModelAverager):
             neither the host nor a CUDA stream waits for it. Its start waits, for all ranks, only
             the first time in a run or after a load. The group may be used for other collectives,
             in the same order on every rank.
+        transport: see `DCTState`. With "reduce_scatter", bytes do not grow with the ranks; owners
+            of ranges compress the mean once more, with residuals that decay alike. None is that
+            from 3 ranks on in few bits and from 9 on otherwise, except with overlap, or if there
+            are less than 65,536 elements per rank.
 
     Attributes:
         step: calls of `average_parameters`.
@@ -134,6 +138,7 @@ class DCTAverager(ModelAverager):
         policy: str = "fresh",
         residual_decay: float = 1.0,
         overlap: int = 0,
+        transport: str | None = None,
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
@@ -146,14 +151,18 @@ class DCTAverager(ModelAverager):
             checks.require_number(_OP, "residual_decay", residual_decay)
             if not 0 < residual_decay <= 1:  # false of a NaN as well
                 checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
+            selection.require_transport(_OP, transport)
+            if overlap and transport == ReduceScatter.name:
+                rule = "None or 'all_gather' with overlap: the other has two exchanges in a row"
+                checks.fail(_OP, "transport", rule, repr(transport))
             self._weights = FlatWeights(_OP, module)
         self.period, self.overlap, self.residual_decay = period, overlap, float(residual_decay)
         self._own = {"period": period, "overlap": overlap, "residual_decay": self.residual_decay}
         names = self._weights.names
-        sizes = self._weights.sizes
-        self._plan = BucketPlan(
-            tuple(names.values()), sizes, self._settings, AllGather, group.size()
-        )
+        sizes, ranks = self._weights.sizes, group.size()
+        self._transport = AllGather.name if overlap else transport
+        chosen = selection.transport_for(self._transport, self._settings, sum(sizes), ranks)
+        self._plan = BucketPlan(tuple(names.values()), sizes, self._settings, chosen, ranks)
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
         guard = RunGuard(
@@ -164,6 +173,7 @@ class DCTAverager(ModelAverager):
                 "version": __version__,
                 "model": describe(names),
                 "frozen": describe(self._weights.frozen),
+                "transport": chosen.name,
                 **self._own,
                 **self._settings.as_told(),
             },
@@ -228,18 +238,18 @@ class DCTAverager(ModelAverager):
         self._weights.require_same("flush")
         self._ledger.compare(self.step // self.period)
         self._arrive()
-        residual = self._bucket.codec.residual
-        owed = self._weights.moved_from(self._base).add_(residual)
+        owed = self._weights.moved_from(self._base).add_(self._bucket.owed())
         mean = self._ledger.carry_out(partial(dense_mean, owed, torch.float32, self.process_group))
         if not mean.isfinite().all():
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
-        residual.zero_()
+        torch._foreach_zero_(self._bucket.residuals())
         self._base += mean
         self._weights.write(self._base)
 
     def plan(self) -> str:
         """The bytes of an averaging, as a table, and the bytes per step."""
-        table = plan_table([self._plan], "local steps", self._device, "averaging")
+        reason = "overlap" if self.overlap else selection.reason(self._transport, [self._plan])
+        table = plan_table([self._plan], reason, self._device, "averaging")
         dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
@@ -260,7 +270,7 @@ class DCTAverager(ModelAverager):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and step, and the base. Copies, on the CPU.
+        """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
 
         One file per rank, beside the rank's weights and optimizer, which differ between averagings.
         Waits for the payloads of an exchange under way. It still ends in its own step, in this run
@@ -369,7 +379,7 @@ class DCTAverager(ModelAverager):
         moved = self._moved_since(under_way)
         self._base = base
         if self.residual_decay < 1:
-            self._bucket.codec.residual.mul_(self.residual_decay)
+            torch._foreach_mul_(self._bucket.residuals(), self.residual_decay)
         self._go_on(moved, base if moved is None else base + moved)
 
     def _moved_since(self, under_way: _UnderWay) -> Tensor | None:
