@@ -44,9 +44,23 @@ def sparse_adamw(experiments: Experiments) -> str:
 @phrase
 def four_ranks(experiments: Experiments) -> str:
     """What local steps in ternary, every tenth, lose there after 3,000 steps."""
-    methods = trained.best(experiments["text_more"].of_part("ranks_4"))
-    lost = trained.over(methods["local-ternary:100%x10"], methods["dense"])
-    return f"{statistics.mean(lost):.2f}"
+    return _lost(experiments, "ranks_4", "local-ternary:100%x10")
+
+
+@phrase
+def larger_model(experiments: Experiments) -> str:
+    """What they lose on a model ten times larger, after 600 steps."""
+    return _lost(experiments, "large", "local-ternary:100%x10")
+
+
+@phrase
+def larger_model_int4(experiments: Experiments) -> str:
+    return _lost(experiments, "large", "int4")
+
+
+def _lost(experiments: Experiments, part: str, method: str) -> str:
+    methods = trained.best(experiments["text_more"].of_part(part))
+    return f"{statistics.mean(trained.over(methods[method], methods['dense'])):.2f}"
 
 
 def _density(experiments: Experiments) -> dict:
