@@ -86,7 +86,8 @@ class DCTAverager(ModelAverager):
     after a `period`-th step, with `overlap` after `flush`.
 
     Memory: 8 bytes per parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and
-    the payload once per rank. With `overlap` 4 more during an exchange, and 12 more as it ends.
+    the payload once per rank; by reduce-scatter 8 / P, and the payload 3 times. With `overlap` 4
+    more during an exchange, and 12 more as it ends.
 
     Args:
         module: parameters on one CPU or CUDA device, float32, bfloat16 or float16; those that
@@ -115,8 +116,8 @@ class DCTAverager(ModelAverager):
     Attributes:
         step: calls of `average_parameters`.
         period, overlap, residual_decay: as given.
-        wire_bytes: bytes sent per rank and averaging, always the same. Besides, all ranks reduce
-            8 bytes: whether one received a damaged payload.
+        wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
+            ranks reduce 8 bytes: whether one received a damaged payload.
 
     It belongs to its module and its process group, so it cannot be copied or pickled: keep it
     outside of modules that are (by an EMA, say), and `state_dict()` in checkpoints.
