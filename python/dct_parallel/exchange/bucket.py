@@ -143,14 +143,12 @@ class Bucket:
         owned = self._transport.owned
         return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
 
-    def owed(self) -> Tensor:
-        """A copy of what this rank has not sent [numel]: its share of the group's mean, times the
-        ranks."""
-        owed = self.codec.residual.clone()
+    def add_owed(self, total: Tensor) -> None:
+        """Add all that this rank has not sent [numel], in units of the group's sum."""
+        total += self.codec.residual
         if self._transport.owned is not None:
             low, residual = self._transport.owned
-            owed[low : low + len(residual)] += self.plan.ranks * residual
-        return owed
+            total[low : low + len(residual)] += self.plan.ranks * residual
 
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy, on the CPU, of the parameter's state}."""

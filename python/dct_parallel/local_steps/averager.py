@@ -239,7 +239,8 @@ class DCTAverager(ModelAverager):
         self._weights.require_same("flush")
         self._ledger.compare(self.step // self.period)
         self._arrive()
-        owed = self._weights.moved_from(self._base).add_(self._bucket.owed())
+        owed = self._weights.moved_from(self._base)
+        self._bucket.add_owed(owed)
         mean = self._ledger.carry_out(partial(dense_mean, owed, torch.float32, self.process_group))
         if not mean.isfinite().all():
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
