@@ -130,6 +130,7 @@ def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
         (_block("two words"), "must begin with"),
         (_phrase("headline"), r"page.md: no phrase 'headline'; there are .*factors"),
         (_phrase("factors", end=""), "must begin with"),
+        (_phrase("factors").removeprefix("It is "), "phrase 'factors' must not begin a line"),
     ],
     ids=[
         "unknown",
@@ -139,6 +140,7 @@ def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
         "not a name",
         "unknown phrase",
         "phrase without end",
+        "phrase that begins a line",
     ],
 )
 def test_blocks_that_are_refused(text, rule):

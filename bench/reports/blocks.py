@@ -37,13 +37,12 @@ def fill(page: Path, text: str, experiments: Experiments) -> str:
     """The page's text, its blocks made anew.
 
     Raises:
-        UsageError: a block has no end, or no figure has its name.
+        UsageError: a block has no end, no figure has its name, or a phrase begins a line.
     """
     blocks = list(BLOCK.finditer(text))
     phrases = PHRASE.findall(text)
-    if len(MARK.findall(text)) != 2 * len(
-        blocks + phrases
-    ):  # one without the other, or inside of others
+    # One without the other, or inside of others.
+    if len(MARK.findall(text)) != 2 * len(blocks + phrases):
         rule = "a figure must begin with <!-- figure: NAME --> and end with <!-- end figure -->"
         raise UsageError(f"{page}: {rule}, in a line each or in the same")
 
@@ -54,6 +53,9 @@ def fill(page: Path, text: str, experiments: Experiments) -> str:
         if phrase[2] not in PHRASES:
             rule = f"no phrase {phrase[2]!r}; there are {', '.join(sorted(PHRASES))}"
             raise UsageError(f"{page}: {rule}")
+        if phrase.string[: phrase.start()].rpartition("\n")[2] == "":
+            rule = "must not begin a line, where Markdown takes it for a paragraph"
+            raise UsageError(f"{page}: phrase {phrase[2]!r} {rule}")
         return f"{phrase[1]}{PHRASES[phrase[2]](experiments)}{phrase[3]}"
 
     return PHRASE.sub(said, BLOCK.sub(made, text))
