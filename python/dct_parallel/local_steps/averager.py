@@ -111,7 +111,7 @@ class DCTAverager(ModelAverager):
         transport: see `DCTState`. With "reduce_scatter", bytes do not grow with the ranks; owners
             of ranges compress the mean once more, with residuals that decay alike. None is that
             from 3 ranks on in few bits and from 9 on otherwise, except with overlap, or if there
-            are less than 65,536 elements per rank.
+            are fewer than 65,536 elements per rank.
 
     Attributes:
         step: calls of `average_parameters`.
