@@ -15,12 +15,12 @@ stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is co
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
-range of the gradient, and compresses its mean once more; e3m0:D% is dct with entries of two bytes;
-picks:D%xM is DCT with thresholds from M picks. int8, int4 and ternary: every entry in so few bits.
+range of the gradient, and compresses its mean once more; picks:D%xM is DCT with thresholds from M
+picks. int8, int4 and ternary: every entry in so few bits.
 
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
-by are sent, with error feedback: D / H a step; local-e3m0:D%xH in entries of two bytes,
-local-int4:100%xH and the like with every entry in few bits. They take settings after commas:
+by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
+few bits. They take settings after commas:
 decay=B (of the residual), overlap=N (steps that ranks go on while an exchange runs), mean=senders
 (of an entry over the ranks that sent it), spaced=rate (as many exchanges, further apart where the
 rate is lower), and in few bits transport=reduce_scatter (owners of ranges compress the mean once
@@ -133,14 +133,12 @@ METHODS: dict[str, tuple[str, partial]] = {
     "powersgd": ("", partial(dp_ranks.PowerSGD)),
     "topk": ("D%", partial(dp_ranks.TopK)),
     "dct": ("D%", partial(dp_ranks.DCT)),
-    "e3m0": ("D%", partial(dp_ranks.DCT, value_dtype="e3m0")),
     "reduce_scatter": ("D%", partial(dp_ranks.ReduceScatter)),
     "corrected": ("D%", partial(dp_ranks.MomentumCorrected)),
     "picks": ("D%xH", partial(dp_ranks.DCT)),
     "warmup": ("D%xH", partial(dp_ranks.warmup)),
     "cooldown": ("D%xH", partial(dp_ranks.cooldown)),
     "local": ("D%xH", partial(dp_local.Local)),
-    "local-e3m0": ("D%xH", partial(dp_local.Local, value_dtype="e3m0")),
     "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
     "postlocal": ("xH", partial(dp_local.Dense)),
     "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),

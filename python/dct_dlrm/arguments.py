@@ -262,7 +262,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--value-dtype",
         choices=VALUE_DTYPES,
         default="bfloat16",
-        help="DCT: of the values sent; e3m0 is a power of two, and an entry two bytes, not four",
+        help="DCT: of the values sent; int8, int4 and ternary send every entry (--density 1)",
     )
     exchange.add_argument(
         "--refresh-every",

@@ -14,7 +14,7 @@ from dct_parallel import DCTState, dct_hook, node_mesh
 from dct_parallel.exchange.quantized import FORMATS
 
 # As of DCTState, by their names.
-VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "e3m0": "e3m0"}
+VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 VALUE_DTYPES |= {name: name for name in FORMATS}  # of every entry: density 1
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 

@@ -20,15 +20,11 @@ import dct_kernels
 from dct_kernels import checks
 from dct_kernels.layout import (
     BLOCK,
-    E3M0,
     FLAGS_BYTE,
     HEADER_BYTES,
-    SUB_BLOCK,
-    SUB_STARTS,
     VALUE_DTYPE_CODES,
     payload_layout,
     range_bounds,
-    sub_starts,
 )
 
 POLICIES = ("fresh", "fixed")
@@ -37,7 +33,6 @@ HEADROOM = 1.25  # capacity over the entries that should pass
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
 
-_ONE_PICK = 2.0**-40  # a density, of whatever sample
 _COUNT_WORD = 5  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
@@ -75,9 +70,7 @@ class Compressor:
         density: fraction of each segment to send per step, in (0, 1].
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
         policy: "fresh" or "fixed".
-        value_dtype: of the values in the payload, torch.bfloat16, torch.float32, or "e3m0": two
-            bytes per entry, position included (bfloat16 at density 1, where no threshold gives
-            a scale).
+        value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
         capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
             numel of the largest range.
         ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
@@ -113,7 +106,7 @@ class Compressor:
         *,
         refresh_every: int = 1000,
         policy: str = "fresh",
-        value_dtype: torch.dtype | str = torch.bfloat16,
+        value_dtype: torch.dtype = torch.bfloat16,
         capacity: int | None = None,
         ranges: int = 1,
         max_samples: int | None = None,
@@ -121,7 +114,6 @@ class Compressor:
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings("Compressor", density, refresh_every, policy, value_dtype)
-        value_dtype = sent_dtype(value_dtype, density)
         checks.require_int("Compressor", "numel", numel, 0, 2**63 - 1)
         checks.require_int("Compressor", "ranges", ranges, 1, 2**31 - 1)
         if max_samples is None:
@@ -137,10 +129,6 @@ class Compressor:
         self.refresh_every = refresh_every
         self.policy = policy
         self.value_dtype = value_dtype
-        # As the raw ops take them: with a format the dtype does not matter.
-        coded = not isinstance(value_dtype, torch.dtype)
-        self._values = torch.bfloat16 if coded else value_dtype
-        self._format = E3M0 if coded else ""
         self.capacity = capacity
         self.max_samples = max_samples
         self.step = 0
@@ -152,18 +140,11 @@ class Compressor:
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
         self.payload = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._scale = torch.ones(ranges, device=device) if coded else None
-        self._one_a_range = bounds[:-1] == [
-            range_bounds(numel, ranges, r)[0] for r in range(ranges)
-        ]
         # A short range has fewer blocks than a row has room for, so that what follows comes sooner.
         row = self._layout if row_of is None else payload_layout(row_of, capacity, value_dtype)
         self._row = self.payload.new_zeros(row.nbytes) if row != self._layout else None
-        end = self._layout.positions
-        self._cuts = [slice(end), slice(row.positions, row.nbytes)]  # parts of a row kept here
-        if coded and row_of is not None:
-            here, there = sub_starts(numel), sub_starts(row_of)
-            self._cuts[:1] = slice(here), slice(there, there + end - here)
+        # The parts of a row that are kept here.
+        self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False  # yet
 
     def pack(
@@ -199,11 +180,9 @@ class Compressor:
             self.payload,
             self.seen,
             self.capacity,
-            self._values,
+            self.value_dtype,
             inv_scale,
             status,
-            self._format,
-            self._scale,
         )
         self.step += 1
         return self._to_send()
@@ -221,11 +200,9 @@ class Compressor:
             self.payload,
             torch.empty_like(self.seen),
             self.capacity,
-            self._values,
+            self.value_dtype,
             None,
             self.seen.new_ones(1),
-            self._format,
-            self._scale,
         )
         return self._to_send()
 
@@ -282,13 +259,7 @@ class Compressor:
             blocks = -(-(high - low) // BLOCK)
             starts = row[HEADER_BYTES:].view(torch.int32)[: blocks + 1]
             positions = row[self._layout.positions :].view(torch.int16)[: self.capacity]
-            group = BLOCK
-            if self._format:
-                inner = row[sub_starts(len(self.residual), len(rows)) :][: 2 * SUB_STARTS * blocks]
-                inner = inner.view(torch.int16).view(blocks, SUB_STARTS) + starts[:-1, None]
-                starts = torch.cat([starts[:-1, None], inner], 1).flatten()
-                positions, group = positions >> 4 & SUB_BLOCK - 1, SUB_BLOCK
-            begin = low + (torch.searchsorted(starts, entry, right=True) - 1) * group
+            begin = low + (torch.searchsorted(starts, entry, right=True) - 1) * BLOCK
             part = torch.searchsorted(bounds, begin + positions, right=True)
             count = row.view(torch.int32)[_COUNT_WORD]
             counts.index_add_(0, part, (entry < count).long())
@@ -308,11 +279,10 @@ class Compressor:
             payloads,
             out,
             self.capacity,
-            self._values,
+            self.value_dtype,
             1 / payloads.shape[0],
             False,
             out_scale,
-            self._format,
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
@@ -335,20 +305,6 @@ class Compressor:
         else:
             self.threshold = sampled
         self._sampled = True
-        if self._scale is not None:
-            largest = _sample_threshold(
-                grad,
-                self.residual,
-                self.segments,
-                _ONE_PICK,
-                self.max_samples,
-                self.step,
-                inv_scale,
-            )
-            scale = dct_kernels.value_scale(self.threshold, largest)
-            if not self._one_a_range:  # nothing that passes is below half of the smallest
-                scale = scale.min().expand_as(self._scale)
-            self._scale.copy_(scale)
 
 
 @functools.cache  # once per process
@@ -375,19 +331,13 @@ def _bounds(segments: Sequence[int] | Tensor, numel: int) -> list[int]:
     return bounds
 
 
-def sent_dtype(value_dtype: torch.dtype | str, density: float) -> torch.dtype | str:
-    """The dtype of values in a payload: bfloat16 for "e3m0" at density 1, where no threshold gives
-    it a scale."""
-    return torch.bfloat16 if value_dtype == E3M0 and density == 1 else value_dtype
-
-
 def check_settings(
     owner: str,
     density: float,
     refresh_every: int,
     policy: str,
     value_dtype: torch.dtype | str,
-    formats: Sequence[str] = (E3M0,),
+    formats: Sequence[str] = (),
 ) -> None:
     """Raise unless a Compressor, and everything built on it, can take these four.
 
@@ -399,6 +349,6 @@ def check_settings(
     checks.require_choice(owner, "policy", policy, POLICIES)
     known = isinstance(value_dtype, (torch.dtype, str))
     if not known or value_dtype not in (*VALUE_DTYPE_CODES, *formats):
-        *others, last = map(repr, formats)
-        rule = f"{', '.join(['float32', 'bfloat16', *others])} or {last}"
+        *others, last = ["float32", "bfloat16", *map(repr, formats)]
+        rule = f"{', '.join(others)} or {last}"
         checks.fail(owner, "value_dtype", rule, value_dtype, TypeError)

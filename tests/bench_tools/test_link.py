@@ -132,7 +132,7 @@ def test_namespaces(tmp_path):
 @needs_root
 @pytest.mark.large
 def test_nodes_of_two_ranks(tmp_path, capsys):
-    modes = ["dense", "dct", "dct-e3m0", "dct-reduce-scatter", "dct-mesh"]
+    modes = ["dense", "dct", "dct-reduce-scatter", "dct-mesh"]
     given = ["--ranks", "4", "--local-size", "2", "--rates", "1gbit", *SMALL[:-1], ",".join(modes)]
     assert cli.main(["link", *given, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "link.json").read_text())
@@ -146,7 +146,6 @@ def test_nodes_of_two_ranks(tmp_path, capsys):
     assert sent["dense"] == 3 * numel  # 6 go round a ring of 4 ranks, and leave by every second
     # Three payloads go round a ring, or one leaves each node.
     assert sent["dct-mesh"] == pytest.approx(sent["dct"] / 3, rel=0.05)
-    assert sent["dct-e3m0"] < 0.6 * sent["dct"]  # starts of blocks weigh more in small payloads
     assert sent["dct-mesh"] < sent["dct-reduce-scatter"] < sent["dct"]
     inside = cells["dct-mesh"]["node_bytes"]
     assert inside == pytest.approx(4 * numel, rel=0.001) and cells["dct"]["node_bytes"] == 0

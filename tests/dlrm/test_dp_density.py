@@ -27,12 +27,10 @@ DENSITY = 0.05
 STATES = {
     "dct": {"transport": "all_gather"},
     "reduce_scatter": {"transport": "reduce_scatter"},
-    "e3m0": {"value_dtype": "e3m0"},
     "int4": {"density": 1, "value_dtype": "int4"},
 }
 AVERAGERS = {
     "local": {},
-    "local-e3m0": {"value_dtype": "e3m0"},
     "local-ternary": {"density": 1, "value_dtype": "ternary"},
     "local-int4": {
         "density": 1,
@@ -108,9 +106,9 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread):
     text.write_text(TEXT)
     launch(_real, 2, text, tmp_path)
     task = dp_tasks.TextTask(text, width=48, layers=1)
-    hooks = ("dct:5%", "reduce_scatter:5%", "e3m0:5%", "int4", "topk:5%", "powersgd")
+    hooks = ("dct:5%", "reduce_scatter:5%", "int4", "topk:5%", "powersgd")
     twice = "local-int4:100%x2,transport=reduce_scatter,decay=0.5"
-    for name in (*hooks, "local:5%x2", "local-e3m0:5%x2", "local-ternary:100%x2", twice):
+    for name in (*hooks, "local:5%x2", "local-ternary:100%x2", twice):
         real = torch.load(tmp_path / f"{name.partition(':')[0]}.pt")
         for key, weight in _simulated(task, dp_density.method(name)).items():
             if name == "powersgd":  # which torch computes in another order

@@ -84,7 +84,7 @@ def test_what_would_be_ignored_is_refused(capsys, given, text):
         "--parallel des --model fm --embedding-dim 8 --dynamic-rows 99 --multi-hot 2",
         "--data x --data-format movielens --model deepfm --top 8 --embedding-dim 8",
         "--density 0.1 --policy fixed --refresh-every 9 --transport reduce_scatter",
-        "--value-dtype e3m0 --modes dct",
+        "--value-dtype float32 --modes dct",
         "--resume --out x",
     ],
 )

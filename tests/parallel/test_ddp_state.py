@@ -117,7 +117,7 @@ def _mistakes(rank):
         (
             {"value_dtype": torch.int8},
             TypeError,
-            "value_dtype must be float32, bfloat16, 'e3m0', 'int8'",
+            "value_dtype must be float32, bfloat16, 'int8'",
         ),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
         ({"start_step": -1}, ValueError, "start_step must be in"),

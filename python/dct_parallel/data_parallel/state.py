@@ -72,10 +72,9 @@ class DCTState:
             None if it is not made yet: `bind` it before the first step.
         density: fraction of each bucket's entries sent per step, in (0, 1].
         refresh_every: steps between samples of the thresholds, with policy "fixed".
-        value_dtype: of the values sent: torch.bfloat16, torch.float32, or "e3m0", powers of two:
-            an entry is then two bytes, its position included (docs/reference/payload.md).
-            With density 1 also "int8", "int4" and "ternary": every entry in few bits, in rows of
-            1,024 with a scale each. The rounding error stays in the residual.
+        value_dtype: of the values sent: torch.bfloat16 or torch.float32. With density 1 also
+            "int8", "int4" and "ternary": every entry in few bits, in rows of 1,024 with a scale
+            each. The rounding error stays in the residual.
         transport: how payloads reach the other ranks. "all_gather": every rank gets all of them,
             so bytes grow with the ranks. "reduce_scatter": each rank sums one range of every bucket
             and compresses the sum again; bytes do not grow with the ranks, as long as a bucket has

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dct_kernels import checks
-from dct_kernels.layout import E3M0, payload_layout
+from dct_kernels.layout import payload_layout
 
-from ..compressor import Compressor, check_settings, default_capacity, sent_dtype
+from ..compressor import Compressor, check_settings, default_capacity
 from . import quantized
 
 
@@ -44,8 +44,6 @@ class Codec(Protocol):
 class Settings:
     """The user's settings, for every bucket alike; makes the codec, and knows its sizes.
 
-    With value_dtype "e3m0" at density 1, where no threshold gives a scale, it is torch.bfloat16.
-
     Raises:
         ValueError, TypeError: one of them is out of its range; the text names it.
     """
@@ -63,14 +61,12 @@ class Settings:
             self.refresh_every,
             self.policy,
             self.value_dtype,
-            (E3M0, *quantized.FORMATS),
+            quantized.FORMATS,
         )
         if self.in_rows and self.density < 1:
             rule = f"1 with value_dtype {self.value_dtype!r}, which sends every entry"
             checks.fail(op, "density", rule, self.density)
-        sent = sent_dtype(self.value_dtype, self.density)
-        object.__setattr__(self, "value_dtype", sent)  # frozen from here on
-        object.__setattr__(self, "density", float(self.density))
+        object.__setattr__(self, "density", float(self.density))  # frozen from here on
 
     def as_told(self) -> dict[str, str | float]:
         """The settings in types of JSON, for ranks to compare."""
@@ -107,6 +103,7 @@ class Settings:
                 bounds[-1], str(self.value_dtype), len(bounds) - 1, row_of, device
             )
         else:
+            assert isinstance(self.value_dtype, torch.dtype)  # the others are rows
             made = Compressor(
                 bounds[-1],
                 bounds,
