@@ -181,10 +181,7 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     are then the last synced ones minus lr * mean(sum of gradients) / sqrt(v / c + eps), exactly. A
     row whose v is 0, not used before the last sync, is divided by the second accumulator.
 
-    A state that was saved with `accumulator_scale` s, of the rule that multiplied squares before
-    they were accumulated and added eps to the root, is converted when it is loaded: c is 1 / s, v
-    is multiplied by that, and eps squared. Steps stay the same, except for rounding. Deterministic
-    as `RowWiseAdagrad`.
+    Deterministic as `RowWiseAdagrad`.
 
     Args:
         params: as of `RowWiseAdagrad`.
@@ -211,18 +208,6 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
     ) -> None:
         settings = {"lr": lr, "eps": eps, "scale": scale, "delayed": delayed}
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer does; a state of the former rule is converted."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            if "accumulator_scale" not in group:
-                continue
-            group["scale"] = 1 / group.pop("accumulator_scale")
-            group["eps"] = max(group["eps"] ** 2, torch.finfo(torch.float32).tiny)  # not 0
-            for weight in group["params"]:
-                for name, accumulator in self.state[weight].items():
-                    self.state[weight][name] = accumulator * group["scale"]  # not the saved one
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
         divisor: Tensor = (accumulator / group["scale"] + group["eps"]).sqrt()

@@ -105,27 +105,6 @@ def test_the_default_steps_are_those_of_row_wise_adagrad():
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_state_of_the_former_rule_goes_on(delayed):
-    """Of squares multiplied before they were accumulated; twice from one state."""
-    weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, scale=4, delayed=delayed)
-    saved = copy.deepcopy(optimizer.state_dict())
-    (group,) = saved["param_groups"]
-    group |= {"accumulator_scale": 1 / group.pop("scale"), "eps": 1e-8}
-    for name, accumulator in saved["state"][0].items():
-        saved["state"][0][name] = accumulator / 4
-    for _ in range(2):
-        resumed = nn.Parameter(weight.detach().clone())
-        other = MomentumScaledRowWiseAdagrad([resumed], 1.0, scale=1)
-        other.load_state_dict(saved)
-        assert other.param_groups[0].keys() == optimizer.param_groups[0].keys()
-        before = weight.detach().clone()
-        _step(resumed, other, 3)
-    _step(weight, optimizer, 3)
-    assert torch.equal(weight, resumed) and not torch.equal(weight, before)
-    assert torch.equal(optimizer.to_average(weight), other.to_average(resumed))
-
-
-@pytest.mark.parametrize("delayed", [False, True])
 def test_a_saved_state_goes_on_bitwise(delayed):
     settings = {"scale": 2, "delayed": delayed}
     weight, optimizer = _trained(MomentumScaledRowWiseAdagrad, **settings)
