@@ -98,7 +98,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
 	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not ptx and not triton" \
-	  && $(OTHER)/pytest parallel embeddings test_refusals.py test_saved_states.py -n auto --ignore parallel/test_pipeline.py
+	  && $(OTHER)/pytest parallel embeddings test_refusals.py -n auto --ignore parallel/test_pipeline.py
 
 $(VENV)-recipes/installed:
 	$(PYTHON) -m venv $(VENV)-recipes
@@ -183,7 +183,7 @@ check-all: test lint docs abi recipes torchrec sanitize triton
 	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --ptx-cases 8 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest $(PARALLEL) -m large tests/emulation tests/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/emulation --ignore tests/ptx --ignore tests/aot
-	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py tests/test_saved_states.py
+	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py
 	$(BIN)/python tests/torch_ddp.py
 
 clean:

@@ -5,30 +5,21 @@ caller (gloo) or the current stream (NCCL) until they are done.
 """
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-@overload
-def all_gather(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: Literal[False] = False
-) -> None: ...
-@overload
-def all_gather(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: Literal[True]
-) -> dist.Work: ...
 def all_gather(
     output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Every rank's `tensor` [n] into `output` [P, n], in rank order."""
+) -> Any:
+    """Every rank's `tensor` [n] into `output` [P, n], in rank order; a Work, if asynchronous."""
     # One collective, two names: from torch 2.13 the older warns, before it the newer is missing.
     newer = hasattr(dist, "all_gather_single")
     collective = dist.all_gather_single if newer else dist.all_gather_into_tensor
-    work: dist.Work | None = collective(output.view(-1), tensor, group=group, async_op=async_op)
-    return work
+    return collective(output.view(-1), tensor, group=group, async_op=async_op)
 
 
 def all_to_all(

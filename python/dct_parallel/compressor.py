@@ -19,7 +19,6 @@ from torch import Tensor
 import dct_kernels
 from dct_kernels import checks
 from dct_kernels.layout import (
-    BLOCK,
     FLAGS_BYTE,
     HEADER_BYTES,
     VALUE_DTYPE_CODES,
@@ -32,8 +31,6 @@ HEADROOM = 1.25  # capacity over the entries that should pass
 # Picks of a sample: at least so many, and so many that pass, so that a step's density is off by a
 # quarter (1 / sqrt(16)). Losses are those of the exact threshold (docs/results/thresholds.md).
 LEAST_PICKS, PICKS_THAT_PASS = 4096, 16
-
-_COUNT_WORD = 5  # of the payload's header
 
 _sample_threshold = torch.ops.dct.sample_threshold.default
 _mask_pack = torch.ops.dct.mask_pack.default
@@ -147,9 +144,7 @@ class Compressor:
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False  # yet
 
-    def pack(
-        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
-    ) -> Tensor:
+    def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """Add `grad` to the residual, move entries that pass into the payload, and return it.
 
         Mutates every attribute above.
@@ -157,8 +152,6 @@ class Compressor:
         Args:
             grad: float32, bfloat16 or float16 [numel], not mutated.
             inv_scale: float32, one element on the device, or None: grad is multiplied by it (AMP).
-            status: int32 [P], the result of the last `unpack`, or None: if a payload was damaged,
-                this one tells all who receive it.
 
         Returns:
             `payload`, which the next `pack` overwrites.
@@ -182,28 +175,8 @@ class Compressor:
             self.capacity,
             self.value_dtype,
             inv_scale,
-            status,
         )
         self.step += 1
-        return self._to_send()
-
-    def pack_damage(self) -> Tensor:
-        """A payload without entries that tells its receivers of damage to one this rank received.
-
-        Overwrites the last payload. The residual and everything else stay as they are.
-        """
-        _mask_pack(
-            self.residual,
-            None,
-            self.segments,
-            torch.full_like(self.threshold, -1.0),
-            self.payload,
-            torch.empty_like(self.seen),
-            self.capacity,
-            self.value_dtype,
-            None,
-            self.seen.new_ones(1),
-        )
         return self._to_send()
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
@@ -241,29 +214,6 @@ class Compressor:
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
         self._sampled = False  # a fixed threshold may have been sampled from infinite values
-
-    def sent_of(self, bounds: Tensor) -> Tensor:
-        """Entries that the last payload holds of each part of the tensor, int64 [parts].
-
-        Some 15 small ops per range, without host synchronization; 50 bytes of memory per entry
-        meanwhile.
-
-        Args:
-            bounds: int64, ascending from 0 to numel, one more than there are parts.
-        """
-        rows = self.payload.view(-1, self._layout.nbytes)
-        entry = torch.arange(self.capacity, device=bounds.device)
-        counts = bounds.new_zeros(len(bounds) + 1)  # entries before, in and after the parts
-        for index, row in enumerate(rows):
-            low, high = range_bounds(len(self.residual), len(rows), index)
-            blocks = -(-(high - low) // BLOCK)
-            starts = row[HEADER_BYTES:].view(torch.int32)[: blocks + 1]
-            positions = row[self._layout.positions :].view(torch.int16)[: self.capacity]
-            begin = low + (torch.searchsorted(starts, entry, right=True) - 1) * BLOCK
-            part = torch.searchsorted(bounds, begin + positions, right=True)
-            count = row.view(torch.int32)[_COUNT_WORD]
-            counts.index_add_(0, part, (entry < count).long())
-        return counts[1:-1]
 
     def _to_send(self) -> Tensor:
         """The payload, padded to the longest one's size if it is one of several."""

@@ -1,9 +1,8 @@
-"""Process groups as arguments, in autograd graphs and modules, and separate ones."""
+"""Process groups as arguments, in autograd graphs, and separate ones."""
 
 import contextlib
 import weakref
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,27 +30,6 @@ class GroupForBackward:
             )
             raise RuntimeError(text)
         return group
-
-
-class GroupOfModule:
-    """A process group as a module may hold it: copies of the module share it, and saving fails.
-
-    Args:
-        op: the module, for the error.
-    """
-
-    def __init__(self, op: str, group: dist.ProcessGroup) -> None:
-        self._op, self._group = op, group
-
-    def get(self) -> dist.ProcessGroup:
-        return self._group
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "GroupOfModule":
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        got = "the module itself, whose process group no file can hold"
-        checks.fail(self._op, "the saved object", "a state_dict()", got, TypeError)
 
 
 def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -1,9 +1,6 @@
 """Device meshes of two dimensions: the two groups that a rank is in, and the mesh of a cluster."""
 
-import contextlib
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from .agreement import Agreement, refusing, require_same
+from .agreement import exchange, refusing, require_same
 from .groups import require_group, timeout_of
 
 NODES = ("node", "local")  # dimensions: across nodes, and inside one
@@ -33,24 +30,6 @@ def require_mesh(
         checks.fail(op, "mesh", "this rank", got, verb="include")
     outer, inner = dimensions
     return mesh.get_group(outer), mesh.get_group(inner)
-
-
-def require_same_in_mesh(op: str, mesh: DeviceMesh, values: Mapping[str, Any]) -> None:
-    """Raise on every rank of the mesh, naming every rank's, if some value differs.
-
-    Waits up to the timeout of the mesh's groups, or that of all ranks if it is shorter.
-    """
-    outer, inner = mesh.get_all_groups()
-    device = torch.device(mesh.device_type)
-    timeout = min(timeout_of(outer, device), timeout_of(inner, device))
-    with contextlib.suppress(RuntimeError):  # all ranks' group may have no backend for this device
-        timeout = min(timeout, timeout_of(require_group(op, None), device))
-    # First in the inner group, then its answers in the outer: all know all before any raises.
-    with refusing(op, outer):
-        told = Agreement(inner).exchange(op, values, timeout)
-    rows = Agreement(outer).exchange(op, {str(rank): v for rank, v in told.items()}, timeout)
-    everyone = {int(rank): value for row in rows.values() for rank, value in row.items()}
-    require_same(op, dict(sorted(everyone.items())))
 
 
 def node_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
@@ -91,7 +70,7 @@ def node_mesh(local_size: int | None = None, device_type: str | None = None) -> 
         checks.require_choice(op, "device_type", device_type, ("cuda", "cpu"))
         timeout = timeout_of(group, torch.device(device_type))
     own = {"local_size": local_size, "device_type": device_type}
-    require_same(op, Agreement(group).exchange(op, own, timeout))
+    require_same(op, exchange(op, own, group, timeout))
     if ranks % local_size:
         checks.fail(op, "local_size", f"a divisor of the number of ranks, {ranks}", local_size)
 

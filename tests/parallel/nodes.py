@@ -38,7 +38,7 @@ def same_step(model, grads):
 def owed_by_all(state_dict):
     """What all ranks together owe to the mean of all gradients, flat, in float64."""
     own = entry(state_dict)
-    nodes = own["world_size"] // own.get("local_size", 1)
+    nodes = own["world_size"] // own["local_size"]
     owed = torch.cat(
         [
             parts["residual"].double() / nodes

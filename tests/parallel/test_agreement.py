@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
 from dct_parallel import agreement as agreement_module
-from dct_parallel.agreement import Agreement, PeerError, refusing
-from dct_parallel.data_parallel import state as state_module
-from dct_parallel.exchange.run_guard import RunGuard
+from dct_parallel.agreement import PeerError, exchange, refusing
+from dct_parallel.exchange import ledger as ledger_module
 from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
@@ -41,12 +40,12 @@ def _disagreeing(rank):
         with pytest.raises(ValueError) as error:
             DCTState(ddp(mlp()), **{"density": 0.1, key: other if last else value})
         texts.append(str(error.value))
-    version = state_module.__version__
-    state_module.__version__ = "9.9" if last else version
+    version = ledger_module.__version__
+    ledger_module.__version__ = "9.9" if last else version
     with pytest.raises(ValueError) as error:
         DCTState(ddp(mlp()))
     texts.append(str(error.value).replace(version, "this one"))
-    state_module.__version__ = version
+    ledger_module.__version__ = version
     with pytest.raises(ValueError) as error:
         DCTState(ddp(nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})))
     texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
@@ -143,26 +142,6 @@ def _sharded():
     return state, step
 
 
-def _fails_in_every_bucket(rank):
-    run, asked = RunGuard("test", dist.group.WORLD, torch.device("cpu"), {}), []
-    run._agreement.waiting = lambda op: asked.append(op) or []
-
-    def collective():
-        raise RuntimeError("the peer is gone")
-
-    for loads in (1, 2):
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="the peer is gone"):
-                run.carry_out(collective)
-        assert len(asked) == loads
-        run.load("r", 1)
-
-
-def test_the_store_is_asked_once_why_a_step_failed():
-    """If its host has stopped, it does not answer, and each question would take seconds."""
-    run_ranks(_fails_in_every_bucket, 1)
-
-
 def _loads_alone(rank, make):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
     set_timeout(4)
@@ -173,13 +152,13 @@ def _loads_alone(rank, make):
     else:
         if make is _sharded:
             state.state_dict()  # a collective
-        text = r"load_state_dict: every rank must load before any .*, got a load on rank 0 only"
+        text = r"(?i)timed? ?out|closed by peer|reset by peer"
     with pytest.raises(RuntimeError, match=text):
         step()
 
 
 @pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
-def test_if_one_rank_loads_alone_every_rank_says_so_at_the_timeout(make):
+def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(make):
     run_ranks(_loads_alone, 2, make)
 
 
@@ -191,13 +170,12 @@ def _loads_again(rank):
     if rank == 1:
         store.wait(["rank 0 waits"])
     else:
-        exchange = state._ledger._guard._agreement.exchange
 
         def late(*args):
             store.set("rank 0 waits", "")
             return exchange(*args)
 
-        state._ledger._guard._agreement.exchange = late
+        ledger_module.exchange = late
     state.load_state_dict(saved)
     step()
     return entry(state.state_dict())["step"]
@@ -284,7 +262,7 @@ def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(how, mesh
     run_ranks(_stalls, ranks, how, mesh)
 
 
-# Rounds of an agreement, and what becomes of one that fails.
+# What the ranks of a group tell each other, and what becomes of it if one of them fails.
 
 
 def _store():
@@ -292,17 +270,12 @@ def _store():
 
 
 def _agree(values, seconds=100, op="a test"):
-    return Agreement(dist.group.WORLD).exchange(op, values, timedelta(seconds=seconds))
+    return exchange(op, values, dist.group.WORLD, timedelta(seconds=seconds))
 
 
 def _refuse(text):
     with pytest.raises(ValueError, match=text), refusing("a test", dist.group.WORLD):
         raise ValueError(text)
-
-
-def _until(true):
-    while not true():
-        time.sleep(0.01)
 
 
 def _all_agree(attempt):
@@ -312,117 +285,95 @@ def _all_agree(attempt):
     assert list(told) == list(range(dist.get_world_size()))
 
 
+def _none_agree(reason):
+    """A retry raises at once, on every rank, however often."""
+    for _ in range(2):
+        with pytest.raises(PeerError, match=f"{reason}; restart the process on every rank"):
+            _agree({"attempt": "retry"})
+
+
 REFUSAL = "dct::a test: every rank must take part, got ValueError from rank 1: wrong here"
 
 
 def _refused(rank):
     """Rank 1 refuses. Rank 2 comes after all others have heard of it."""
-    for attempt in range(3):
-        if rank == 1:
-            _refuse("wrong here")
-        else:
-            if rank == 2:
-                _store().wait([f"{other} heard {attempt}" for other in (0, 1)])
-            with pytest.raises(PeerError, match=REFUSAL):
-                _agree({"attempt": "refused"})
-        _store().set(f"{rank} heard {attempt}", "")
-    _all_agree("next")
+    _all_agree("before")
+    if rank == 1:
+        _refuse("wrong here")
+    else:
+        if rank == 2:
+            _store().wait(["0 heard", "1 heard"])
+        with pytest.raises(PeerError, match=f"^{REFUSAL}"):
+            _agree({"attempt": "refused"})
+    _store().set(f"{rank} heard", "")
+    _none_agree(REFUSAL)
 
 
-def test_a_refusal_is_heard_at_once_and_by_every_rank_once():
+def test_a_refusal_is_heard_at_once_and_a_retry_is_refused():
     run_ranks(_refused, 3)
 
 
 def _refused_by_two(rank):
-    for attempt in range(3):
-        if rank != 0:
-            _refuse("wrong here")
-        else:
-            with pytest.raises(PeerError, match=r"got ValueError from rank [12]: wrong here"):
-                _agree({})
-        _all_agree(attempt)
+    if rank != 0:
+        _refuse("wrong here")
+    else:
+        with pytest.raises(PeerError, match=r"got ValueError from rank [12]: wrong here$"):
+            _agree({})
+    _none_agree(r"got ValueError from rank [12]: wrong here")
 
 
-def test_two_ranks_may_refuse_one_attempt():
+def test_where_not_all_refuse_a_retry_is_refused():
     run_ranks(_refused_by_two, 3)
 
 
-def _silent(rank, when):
-    """Rank 1 fails without a word, and comes while the others wait for it, or later."""
-    here = Agreement(dist.group.WORLD)
+def _refused_by_all(rank):
+    """A wrong argument in a notebook: nobody waits, and the next attempt is as if it were first."""
+    for attempt in range(3):
+        _refuse("wrong here")
+        _all_agree(attempt)
+        with pytest.raises(ValueError, match="do the same, got this on rank 0, that on rank 1"):
+            _agree({}, op=("this", "that", "that")[rank])
+
+
+def test_where_all_fail_alike_the_next_attempt_succeeds():
+    run_ranks(_refused_by_all, 3)
+
+
+def _silent(rank):
+    """Rank 1 fails without a word, and comes when the others gave up."""
+    reason = "every rank must do the same within 1 s, got nothing from rank 1: see the output there"
     if rank == 1:
-        if when != "they wait":
-            _store().wait(["0 gave up", "2 gave up"])
-        if when == "they are back":
-            _until(lambda: here._begun(2))
-    elif when != "they wait":
-        rule = "every rank must do the same within 1 s, got nothing from rank 1"
-        with pytest.raises(PeerError, match=rule):
+        _store().wait(["0 gave up", "2 gave up"])
+    else:
+        with pytest.raises(PeerError, match=reason):
             _agree({"attempt": "given up"}, seconds=1)
         _store().set(f"{rank} gave up", "")
-        if when == "they are gone":
-            _until(lambda: 1 in here.waiting("a test"))
-    _all_agree("next")
+    _none_agree(reason)
 
 
-@pytest.mark.parametrize("when", ["they wait", "they are gone", "they are back"])
-def test_a_rank_that_failed_without_a_word_takes_part_when_it_comes(when):
-    run_ranks(_silent, 3, when)
+def test_a_rank_that_the_others_gave_up_is_told_so():
+    run_ranks(_silent, 3)
 
 
-def _refused_late(rank, when):
+def _refused_late(rank):
     """The others gave up waiting for rank 1, which refuses then."""
     if rank == 1:
         _store().wait(["0 gave up", "2 gave up"])
-        if when == "they are back":
-            _until(lambda: Agreement(dist.group.WORLD)._begun(2))
         _refuse("wrong here")
-        _store().set("refused", "")
     else:
         with pytest.raises(PeerError, match="got nothing from rank 1"):
             _agree({"attempt": "given up"}, seconds=1)
         _store().set(f"{rank} gave up", "")
-        if when == "they are gone":
-            _store().wait(["refused"])
-        else:
-            with pytest.raises(PeerError, match=REFUSAL):
-                _agree({"attempt": "second"})
-    _all_agree("next")
+    _none_agree("got nothing from rank 1: see the output there")
 
 
-@pytest.mark.parametrize("when", ["they are gone", "they are back"])
-def test_a_refusal_that_comes_too_late_is_for_those_that_are_back(when):
-    run_ranks(_refused_late, 3, when)
-
-
-def _silent_beside_a_refusal(rank):
-    if rank == 1:
-        _refuse("wrong here")
-    else:
-        if rank == 2:  # failed without a word; tries again
-            _store().wait(["heard"])
-        with pytest.raises(PeerError, match=REFUSAL):
-            _agree({"attempt": "refused"})
-        _store().set("heard", "")
-    _all_agree("next")
-
-
-def test_a_rank_that_failed_beside_a_refusal_hears_of_it_later():
-    run_ranks(_silent_beside_a_refusal, 3)
-
-
-def _elsewhere(rank):
-    with pytest.raises(ValueError, match="do the same, got this on rank 0, that on rank 1"):
-        _agree({}, op=("this", "that")[rank])
-    _all_agree("next")
-
-
-def test_ranks_at_different_things_are_told_so():
-    run_ranks(_elsewhere, 2)
+def test_a_refusal_that_comes_too_late_does_no_harm():
+    run_ranks(_refused_late, 3)
 
 
 def _interrupted(rank):
     """Nobody waits half an hour for a rank that is known to be lost: they press Ctrl-C."""
+    reason = "every rank must take part, got KeyboardInterrupt from rank 0"
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
@@ -430,13 +381,12 @@ def _interrupted(rank):
         with pytest.raises(KeyboardInterrupt):
             _agree({"attempt": "interrupted"})
     elif rank == 1:
-        text = "every rank must take part, got KeyboardInterrupt from rank 0"
-        with pytest.raises(PeerError, match=text):
+        with pytest.raises(PeerError, match=reason):
             _agree({"attempt": "interrupted"})
         _store().set("heard", "")
     else:
         _store().wait(["heard"])
-    _all_agree("next")
+    _none_agree(reason)
 
 
 def test_an_interrupted_wait_ends_the_others_waits():
@@ -446,34 +396,28 @@ def test_an_interrupted_wait_ends_the_others_waits():
 def _at_random(rank, seed):
     """[(what this rank told, what it heard or None)] of attempts that fail in all ways."""
     draw = random.Random(100 * seed + rank)
+    together = random.Random(seed)  # drawn alike by all ranks
     heard = []
-
-    def attempt(kind, seconds):
-        told = {"rank": rank, "attempt": len(heard), "kind": kind}
-        try:
-            heard.append((told, _agree(told, seconds)))
-        except PeerError:
-            heard.append((told, None))
-        return heard[-1][1]
-
-    for _ in range(15):
-        what = draw.random()
+    for attempt in range(20):
         time.sleep(draw.choice([0, 0, 0.05, 0.2]))
-        if what < 0.15:
+        told = {"rank": rank, "attempt": attempt}
+        if together.random() < 0.3 or draw.random() < 0.05:
             _refuse("wrong here")
-        elif what > 0.3:  # or fail without a word
-            attempt("trial", draw.choice([0.05, 0.3]))
-    told = None
-    while told is None or any(values["kind"] == "trial" for values in told.values()):
-        told = attempt("last", 2)
+        elif draw.random() > 0.03:  # else it fails without a word
+            try:
+                heard.append((told, _agree(told, 0.5)))
+            except PeerError:
+                heard.append((told, None))
     return heard
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
     every = run_ranks(_at_random, 3, seed)
     for heard in every:
+        agreed = [told is not None for _, told in heard]
+        assert agreed == sorted(agreed, reverse=True)  # once broken, it stays so
         for _, told in heard:
             for rank in told or ():  # it told this then, and heard the same
                 assert (told[rank], told) in every[rank]
-    assert [heard[-1][1] is not None for heard in every] == [True] * 3
+    assert any(told for _, told in every[0]) or seed

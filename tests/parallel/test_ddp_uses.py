@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
 import warnings
@@ -227,55 +226,47 @@ def test_a_disabled_scaler_is_no_scaler():
 
 
 def _copied(rank, how):
-    model = ddp(mlp())
-    state = DCTState(model, density=0.8)
-    model.register_comm_hook(state, dct_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
-    if how == "deepcopy":
-        copied = copy.deepcopy(model)
+    """The original goes on as if nobody had copied it; a copy says what to do."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "with a scaler")
+    model, twin = ddp(mlp()), ddp(mlp())
+    states = [DCTState(m, density=0.8, grad_scaler=scaler) for m in (model, twin)]
+    for trained, state in zip((model, twin), states, strict=True):
+        trained.register_comm_hook(state, dct_hook)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin)]
+    for step in range(6):
+        for trained, optimizer in zip((model, twin), optimizers, strict=True):
+            train_step(trained, optimizer, *batch(step, rank))
+        if step != 3:
+            continue
+        if how == "pickle":
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            copied = torch.load(file, weights_only=False)
+        elif how == "average":
+            copied = torch.optim.swa_utils.AveragedModel(model).module
+        else:
+            copied = copy.deepcopy(model)
         ((_, copied_state),) = copied._comm_hooks
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-        copied_state = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(state))))
-    with pytest.raises(ValueError, match="dct::state_dict: state must be bound to its DDP"):
-        copied_state.state_dict()
-    copied = ddp(copied.module)  # torch registers no hook with a copy
-    copied(batch(0, rank)[0]).sum().backward()  # DDP deals its buckets as it has by then
-    gc.collect()
-    copied_state.bind(copied)
-    copied.register_comm_hook(copied_state, dct_hook)
-    copied_optimizer = torch.optim.SGD(copied.parameters(), lr=0.05)
-    for step in range(4, 8):
-        train_step(model, optimizer, *batch(step, rank))
-        train_step(copied, copied_optimizer, *batch(step, rank))
-    assert torch.equal(weights(copied), weights(model))
-    ours, theirs = entry(state.state_dict()), entry(copied_state.state_dict())
-    assert ours["run_id"] == theirs["run_id"] and theirs["step"] == 8
-    for name, saved in ours["parameters"].items():
-        assert torch.equal(saved["residual"], theirs["parameters"][name]["residual"])
+        assert torch.equal(weights(copied), weights(model))
+        assert copied_state.settings == states[0].settings
+        again = pickle.loads(pickle.dumps(copied_state))
+        text = "must be one made by DCTState.*, got a copy, which has the settings only: make a new"
+        for one in (copied_state, again):
+            calls = [(call, ()) for call in (one.state_dict, one.stats, one.plan, one.take_back)]
+            calls += (one.bind, (copied,)), (one.load_state_dict, (state.state_dict(),))
+            for call, arguments in calls:
+                with pytest.raises(ValueError, match=text):
+                    call(*arguments)
+        copied = ddp(copied.module)  # torch registers no hook with a copy
+        copied.register_comm_hook(DCTState(copied, 0.8), dct_hook)
+        copied(batch(0, rank)[0]).sum().backward()
+    assert torch.equal(weights(twin), weights(model))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_from_the_same_residuals(how):
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average", "with a scaler"])
+def test_a_copy_has_the_settings_only(how):
     run_ranks(_copied, 2, how)
-
-
-def _copied_with_a_scaler(rank):
-    """The copy knows the scaler that is updated; a pickled one never would."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = DCTState(ddp(mlp()), density=0.05, grad_scaler=scaler)
-    assert copy.deepcopy(state)._loss_scale.scaler is scaler
-    with pytest.raises(ValueError, match="grad_scaler must be None in a state that is pickled"):
-        pickle.dumps(state)
-
-
-def test_a_copy_has_the_same_scaler():
-    run_ranks(_copied_with_a_scaler, 2)
 
 
 def _in_any_memory_format(rank, transport):

@@ -53,27 +53,16 @@ def test_tensors(value, flaw):
 
 def test_a_tensor_with_a_nan():
     assert math.isnan(fields.tensor([3]).flaw(torch.tensor([0.0, NAN, 1.0])))
-    assert math.isnan(fields.from_zero().flaw(torch.tensor(NAN)))
 
 
 def test_a_tensor_without_elements():
     assert fields.tensor([0]).flaw(torch.zeros(0)) is None
 
 
-def test_numbers_from_zero():
-    assert fields.from_zero().flaw(torch.tensor(0.0)) is None
-    assert fields.from_zero().flaw(torch.tensor(-1.0)) == -1
-    assert fields.from_zero([2]).flaw(torch.tensor([1.0, -2.0])) == -2
-    assert fields.count().flaw(torch.tensor(7)) is None
-    assert fields.count().flaw(torch.tensor(-7)) == -7
-    assert fields.count().flaw(torch.tensor(2**31)) == 2**31
-    assert fields.count().flaw(torch.tensor(7.0)) == "float32 []"
-
-
 TABLE = {
     "step": fields.integer(0),
     "period": fields.integer(1, default=None),
-    "level": fields.from_zero(default=torch.tensor(4.0)),
+    "level": fields.tensor([], default=torch.tensor(4.0)),
 }
 
 
@@ -101,9 +90,9 @@ def test_a_tensor_leaves_its_graph_behind():
         ({"step": -3}, ValueError, r"step of w must be an integer in \[0, 2147483647\], got -3"),
         ({"step": 3, "period": None}, ValueError, r"period of w must be an integer .*, got None"),
         (
-            {"step": 3, "level": torch.tensor(-1.0)},
+            {"step": 3, "level": torch.tensor(INF)},
             ValueError,
-            r"level of w must be a float32 \[\] tensor of finite numbers from 0, got -1\.0",
+            r"level of w must be a float32 \[\] tensor of finite numbers, got inf",
         ),
         ([3], TypeError, "state of w must be a dict, got list"),
         (None, TypeError, "state of w must be a dict, got NoneType"),

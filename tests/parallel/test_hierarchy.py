@@ -31,7 +31,6 @@ from ranks import (
     assert_same,
     batch,
     entry,
-    gathered,
     mlp,
     run_ranks,
     set_timeout,
@@ -238,6 +237,7 @@ def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(tran
 
 
 STEP = 4  # the one that is damaged
+GONE = r"(?i)timed? ?out|closed by peer|reset by peer"
 
 
 def _damage(module, name, is_victim, now):
@@ -253,7 +253,8 @@ def _damage(module, name, is_victim, now):
 
 
 def _damaged(rank, transport, victims):
-    """How many steps after the damaged one this rank raises."""
+    """Whether this rank received damage: it raises; its node does not know, nor the other one."""
+    set_timeout(4)
     step = 0
     place = {
         "all_gather": (by_all_gather, "all_gather"),
@@ -266,38 +267,23 @@ def _damaged(rank, transport, victims):
     for step in range(STEP + 1):
         model.zero_grad()
         model(*integers(SIZES, step, rank)).backward()
-    for step in range(STEP + 1, STEP + 4):
-        model.zero_grad()
-        try:
-            model(*integers(SIZES, step, rank)).backward()
-        except RuntimeError as error:
-            assert "every payload" in str(error) and "must be intact" in str(error)
-            if rank in victims:
-                assert f"of step {STEP} " in str(error) and "status" in str(error), error
-            else:  # of a node all ranks tell the others
-                said = int(re.search(r"a damaged one on rank (\d)", str(error))[1])
-                assert said // 2 in {victim // 2 for victim in victims}, error
-            break
-    for ask in (state.stats, state.state_dict, state.close):
-        with pytest.raises(RuntimeError, match="must be intact"):
-            ask()
-    gathered(torch.ones(1))  # the ranks still answer each other
-    return step - STEP
+    model.zero_grad()
+    peer = 2 + rank % 2  # the last of those that this rank exchanges with
+    text = rf"every payload of step {STEP} must be intact, got status 1 from rank {peer}"
+    with pytest.raises(RuntimeError, match=text if rank in victims else GONE):
+        model(*integers(SIZES, step + 1, rank)).backward()
+    if rank in victims:
+        for ask in (state.stats, state.state_dict, state.close):
+            with pytest.raises(RuntimeError, match=text):
+                ask()
 
 
 @pytest.mark.parametrize(
-    "transport, victims, raised",
-    [
-        # The victim's node knows at the next step, and tells the other in that.
-        ("all_gather", (0,), [1, 1, 2, 2]),
-        ("all_gather", (0, 3), [1, 1, 1, 1]),
-        ("result", (3,), [2, 2, 1, 1]),
-        # An owner says so in the same step, to its like; these tell their nodes.
-        ("sum", (0,), [1, 1, 1, 1]),
-    ],
+    "transport, victims",
+    [("all_gather", (0,)), ("all_gather", (0, 3)), ("result", (3,)), ("sum", (0,))],
 )
-def test_damage_between_nodes_raises_on_every_rank(transport, victims, raised):
-    assert run_ranks(_damaged, 4, transport, victims) == raised
+def test_damage_between_nodes_raises_where_it_is_received(transport, victims):
+    run_ranks(_damaged, 4, transport, victims)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 1000])
@@ -348,7 +334,6 @@ def _errors(rank):
 
     state, flat = DCTState(model, mesh=mesh), DCTState(model)
     saved, flat_saved = state.state_dict(), flat.state_dict()
-    assert (saved["version"], flat_saved["version"]) == (4, 2)
     with pytest.raises(ValueError, match=r"local_size must be 1, as in this run .*, got 2"):
         flat.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"local_size must be 2, as in this run .*, got 1"):

@@ -5,27 +5,21 @@ import contextlib
 import pytest
 import torch
 
+from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.loss_scale import LossScale
 from dct_parallel.exchange.recent_stats import RecentStats
-from dct_parallel.exchange.results import ExchangeResult, Traffic, Verdict
+from dct_parallel.exchange.results import ExchangeResult
+from ranks import run_ranks
 
-DAMAGED, TOLD = Verdict(damaged=["a hole"]), Verdict(told=[3])
-
-
-class _Guard:
-    def begin_step(self, step):
-        pass
-
-    def carry_out(self, collectives):
-        return collectives()
+FINE = ExchangeResult([], False, [1], 10, 0, 1)
 
 
 class _Bucket:
     """One that is reduced by now, and says so."""
 
-    def __init__(self, verdict):
-        self.result = ExchangeResult(verdict, Traffic([1], 10, 0, 1))
+    def __init__(self, result):
+        self.result = result
         self.taken_back = 0
 
     def take_result(self):
@@ -36,31 +30,38 @@ class _Bucket:
         self.taken_back += 1
 
 
-@pytest.mark.parametrize("first", [DAMAGED, TOLD], ids=["damaged", "told"])
-def test_what_a_step_says_before_its_end_is_part_of_its_verdict(first):
-    """Somebody asks for statistics between two buckets: the second does not take it back."""
+def _begun():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
-    ledger = StepLedger("op", _Guard(), LossScale("op", scaler))
+    group = torch.distributed.group.WORLD
+    settings = Settings(0.1, 1000, "fresh", torch.bfloat16)
+    cpu = torch.device("cpu")
+    ledger = StepLedger("op", group, cpu, settings, {}, LossScale("op", scaler))
     ledger.begin()
-    buckets = [_Bucket(first._replace(non_finite=True)), _Bucket(Verdict())]
-    announced = []
-    for number, bucket in enumerate(buckets):
+    return ledger, scaler
+
+
+def _damaged(rank):
+    ledger, _ = _begun()
+    result = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
+    for number, bucket in enumerate([_Bucket(result), _Bucket(FINE)]):
         ledger.reduction(number, bucket, torch.zeros(10))
         with contextlib.suppress(RuntimeError):
             ledger.finish()
-    assert ledger.verdict.non_finite and (ledger.verdict.damaged or ledger.verdict.told)
-    with pytest.raises(RuntimeError, match=r"a hole in bucket 0|rank 3"):
-        ledger.finish(lambda: announced.append(1))
-    assert len(announced) == bool(first.damaged)  # else all know
+    assert ledger.non_finite
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a hole from rank 3 in bucket 0"):
+            ledger.finish()
 
 
-def test_a_skipped_step_is_taken_back_whenever_its_overflow_was_seen():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.zeros(()))
-    ledger = StepLedger("op", _Guard(), LossScale("op", scaler))
-    ledger.begin()
-    buckets = [_Bucket(Verdict(non_finite=True)), _Bucket(Verdict())]
+def test_what_a_step_says_before_its_end_is_not_forgotten():
+    """Somebody asks for statistics between two buckets: the second does not take it back."""
+    run_ranks(_damaged, 1)
+
+
+def _overflowed(rank):
+    ledger, scaler = _begun()
+    buckets = [_Bucket(FINE._replace(non_finite=True)), _Bucket(FINE)]
     for number, bucket in enumerate(buckets):
         ledger.reduction(number, bucket, torch.zeros(10))
         ledger.finish()
@@ -71,10 +72,17 @@ def test_a_skipped_step_is_taken_back_whenever_its_overflow_was_seen():
         assert [bucket.taken_back for bucket in buckets] == [1, 1]
 
 
+def test_a_skipped_step_is_taken_back_whenever_its_overflow_was_seen():
+    run_ranks(_overflowed, 1)
+
+
 def test_a_step_without_payloads_is_not_in_the_statistics():
     """As on a rank whose parts of all buckets are empty."""
     recent = RecentStats()
-    recent.note([Traffic(counts=[0, 0], numel=0, overflowed=0, payloads=0)])
+    recent.note([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
     assert recent.density is None
-    recent.note([Traffic([1, 2], 6, 1, 4), Traffic([3], 6, 1, 4)])
+    steps = [
+        FINE._replace(counts=counts, numel=6, overflowed=1, payloads=4) for counts in ([1, 2], [3])
+    ]
+    recent.note(steps)
     assert (recent.density, recent.overflow) == (0.5, 0.25)

@@ -131,7 +131,7 @@ def test_damage():
     """A wrong header adds nothing, and is a status; rows can be any bytes."""
     codec = QuantizedRows(3000, "int4", 1, None, CPU)
     good = codec.pack(_numbers(3000)).clone()
-    for byte in [*range(7), *range(8, 64)]:
+    for byte in range(64):
         payload = good.clone()
         payload[byte] ^= 1
         out = torch.empty(3000)
@@ -143,12 +143,6 @@ def test_damage():
     noise = torch.randint(0, 256, good.shape, generator=generator, dtype=torch.uint8)
     noise[:64] = good[:64]
     assert codec.unpack(noise.unsqueeze(0), torch.empty(3000)).tolist() == [0]
-    told = codec.pack(_numbers(3000), status=torch.tensor([0, 2], dtype=torch.int32))
-    assert payload_info(told).damage
-    before = codec.residual.clone()
-    announced = codec.pack_damage()
-    assert payload_info(announced).damage and not _sent(codec).any()
-    assert torch.equal(codec.residual, before)
 
 
 SIZES = (40_000, 100, 30_001)
@@ -172,7 +166,7 @@ def _conserved(rank, transport, local_size, format):
     # Means are rounded once a step, and what crosses inside a node once more.
     assert (error <= 1e-6 * largest[: len(error)] + 1e-12).all()
     stats = state.stats()
-    assert stats["density"] == 1 and stats["overflow"] == 0 and stats["silent"] == []
+    assert stats["density"] == 1 and stats["overflow"] == 0
     return state.plan()
 
 

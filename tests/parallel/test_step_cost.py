@@ -3,14 +3,13 @@
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 from launches import Launches, stated
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.exchange.bucket import LOOK_EVERY, Bucket
+from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
 
@@ -93,28 +92,6 @@ def _short(rank):
 
 def test_a_short_range_is_put_together_from_pieces_of_rows():
     assert run_ranks(_short, 2) == [(9, 2, 1, 2), (10, 2, 3, 2)]
-
-
-def _looks(rank):
-    """Calls of a step in which it is looked at what was sent, beyond those of the one before."""
-    model = DistributedDataParallel(Dictated([5000, 30_000]))
-    plan = DCTState(model, density=0.01)._buckets.plans()[0]
-    bucket = Bucket(plan, dist.group.WORLD, torch.device("cpu"), LOOK_EVERY - 2, {})
-    calls = []
-    for _ in range(2):
-        with Counted() as counted:
-            bucket.reduce(torch.randn(35_000))
-        bucket.take_result()
-        calls.append(counted.calls)
-    return calls[1] - calls[0]
-
-
-def test_a_look_waits_for_nothing():
-    for more in run_ranks(_looks, 2):
-        launching = {name: n for name, n in more.items() if name not in NOTHING}
-        assert 10 < sum(launching.values()) < 20, launching
-        waiting = {"_local_scalar_dense", "nonzero", "item", "copy_", "masked_select"}
-        assert not waiting & more.keys()
 
 
 def _layouts(rank):

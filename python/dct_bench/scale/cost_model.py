@@ -15,12 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from dct_parallel.exchange.all_gather import AllGather
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
-from dct_parallel.exchange.reduce_scatter import ReduceScatter
 from dct_parallel.exchange.selection import transport_for
-from dct_parallel.exchange.transport import Transport
 
 from .shapes import Shape
 
@@ -134,7 +131,7 @@ class Model:
         self.compute = compute
         self.kernels = kernels
         self.density = density
-        self._plans: dict[tuple[type[Transport], int], BucketPlan] = {}
+        self._plans: dict[tuple[str, int], BucketPlan] = {}
 
     def step(self, method: str, cluster: Cluster) -> Step:
         """One step of a method in METHODS."""
@@ -153,7 +150,7 @@ class Model:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    def plan(self, transport: type[Transport], ranks: int) -> BucketPlan:
+    def plan(self, transport: str, ranks: int) -> BucketPlan:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
         key = transport, ranks
         if key not in self._plans:
@@ -200,7 +197,7 @@ class Model:
         return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
 
     def _dct(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan(AllGather, cluster.nodes)
+        nodes, plan = cluster.nodes, self.plan("all_gather", cluster.nodes)
         wire = all_gather(cluster.between, nodes, plan.payload_bytes)
         unpacked = 4 * self.numel + nodes * plan.payload_bytes
         return (
@@ -211,7 +208,7 @@ class Model:
         )
 
     def _dct_reduce_scatter(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan(ReduceScatter, cluster.nodes)
+        nodes, plan = cluster.nodes, self.plan("reduce_scatter", cluster.nodes)
         payload = plan.payload_bytes
         wire = all_to_all(cluster.between, nodes, payload * plan.owners / nodes)
         wire += all_gather(cluster.between, nodes, payload)
@@ -240,7 +237,7 @@ class Model:
         if gpus > 1:
             wire += (ranks - 1) * payload / cluster.inside.bandwidth
         packed, unpacked = self.numel, [(ranks, self.numel)]  # elements; of so many ranks
-        if transport is ReduceScatter:
+        if transport == "reduce_scatter":
             # Before that, each rank's ranges go to their owners, all by the node's link; an owner
             # sums its range and packs it again.
             each_owner = payload * plan.owners / ranks

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing, require_alike
+from dct_parallel.agreement import refusing
 
+from ..groups import require_alike
 from .dynamic_state import MERGED, require_state
 from .feature_rows import SharedRows
 from .id_table import NO_PLACE, IdTable, mix

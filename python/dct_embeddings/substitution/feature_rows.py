@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing, require_alike
-from dct_parallel.groups import GroupOfModule, require_group
+from dct_parallel.agreement import refusing
+from dct_parallel.groups import require_group
 
+from ..groups import GroupOfModule, require_alike
 from ..shard_identity import register_identity
 
 _OP = "FeatureRows"

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing, require_alike
-from dct_parallel.groups import GroupOfModule, require_group
+from dct_parallel.agreement import refusing
+from dct_parallel.groups import require_group
 from dct_parallel.rows.counts import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags
+from ..groups import GroupOfModule, require_alike
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .feature_rows import SharedRows
 from .operators import Bags, SubstituteOperator, require_operator

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 from dct_parallel.agreement import refusing
 from dct_parallel.collectives import all_to_all
-from dct_parallel.mesh import require_mesh, require_same_in_mesh
+from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import Exchange, whole_rows
 from dct_parallel.rows.counts import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags
 from ..distinct import distinct, repeat
+from ..groups import require_same_in_mesh
 from ..shard_identity import register_identity
 from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 

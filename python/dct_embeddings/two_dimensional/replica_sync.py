@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dct_kernels import checks
 from dct_parallel.agreement import refusing
-from dct_parallel.mesh import require_same_in_mesh
 
+from ..groups import require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
 from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas
 from .embedding_bags import ShardedEmbeddingBags

@@ -1,7 +1,5 @@
 """DDP's buckets and their parameters, whose states move with them from bucket to bucket."""
 
-import contextlib
-import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
@@ -14,12 +12,11 @@ from torch.nn import Parameter
 from dct_kernels import checks
 
 from ..exchange import selection
-from ..exchange.bucket import AnyBucket, Bucket
+from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.plan import BucketPlan
 from ..exchange.segment_state import SegmentState
 from . import layout
-from .executors import Executor
 from .node_bucket import NodeBucket
 from .topology import Topology
 
@@ -49,7 +46,7 @@ class Buckets:
         self._node, self._group = topology.node, topology.between
         self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
-        self._buckets: dict[int, AnyBucket] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}
 
     def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
@@ -65,7 +62,7 @@ class Buckets:
             self._layouts[index] = parameters, plan
         return plan
 
-    def bucket(self, index: int, plan: BucketPlan, step: int) -> AnyBucket:
+    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket:
         """The bucket of this plan, to be sent now; a new one, from its parameters' states, if the
         layout has changed.
         """
@@ -78,42 +75,20 @@ class Buckets:
             self._parked |= self._buckets.pop(later).states()
         sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
         states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
-        make = partial(Bucket, plan, self._group, self._device, step)
-        single = self._node.size == 1
-        made = make(states) if single else NodeBucket(self._node, make, sizes, states)
-        self._buckets[index] = made
+        in_node = self._node.size > 1
+        make = partial(NodeBucket, self._node, sizes) if in_node else Bucket
+        made = self._buckets[index] = make(plan, self._group, self._device, step, states)
         return made
 
-    def holds(self, index: int, plan: BucketPlan) -> bool:
-        """Whether this bucket was of this plan in the last compressed step."""
-        return index in self._buckets and self._buckets[index].plan is plan
-
-    def in_order(self) -> list[AnyBucket]:
+    def in_order(self) -> list[Bucket]:
         """All of them; none before compression starts, and after a load."""
         return [bucket for _, bucket in sorted(self._buckets.items())]
-
-    def announce_damage(self, executor: Executor) -> None:
-        """Take part in the others' step to tell them of the damage, and wait until it is told."""
-        said = [executor.submit(bucket.announce_damage) for bucket in self.in_order()]
-        with contextlib.suppress(RuntimeError):  # of peers that are gone
-            for word in said:
-                word.wait()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
 
     def plans(self) -> list[BucketPlan]:
         """The plans of all buckets; until they are known, of one that holds all parameters."""
         if self._buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
-
-    def bytes_of_another(self) -> int | None:
-        """About the bytes of each bucket beyond the one of `plans`; None once all are known."""
-        if self._buckets:
-            return None
-        (assumed,) = self.plans()
-        least = dataclasses.replace(assumed, names=("",), sizes=(1,))
-        return least.wire_bytes
 
     def reason(self) -> str:
         """Why buckets take the transports of `plans`."""
@@ -129,12 +104,10 @@ class Buckets:
         owners = owners or any(state.owner is not None for state in known.values())
         states = {}
         for parameter, name in self._names.items():
-            nothing = SegmentState(torch.zeros(parameter.numel()))
-            state = known.get(name, nothing).map(torch.clone)
-            if owners and state.owner is None:
-                state = dataclasses.replace(state, owner=nothing)
+            state = known.get(name, SegmentState(torch.zeros(parameter.numel())))
+            state = state.with_owner() if owners else state
             states[name] = state.map(partial(layout.to_logical, parameter=parameter))
-        return states
+        return {name: state.map(torch.clone) for name, state in states.items()}
 
     def load(self, states: dict[str, SegmentState]) -> None:
         """Start from these, once there are buckets."""

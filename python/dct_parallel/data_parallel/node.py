@@ -11,7 +11,7 @@ from .. import wire
 from ..collectives import all_gather, reduce_scatter
 from ..exchange.plan import Slice, slices
 
-FLAGS_BYTES = 12  # of the flags of an exchange that each rank tells its node
+FLAG_BYTES = 4  # whether something was not finite, which the node's ranks reduce
 _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
@@ -70,7 +70,8 @@ class Node:
         """Bytes sent per rank and step inside the node for a bucket of so many elements."""
         part = self._length(numel) * itemsize
         summed = wire.reduce_scatter_bytes(self.size * part, self.size)
-        return summed + wire.all_gather_bytes(part + FLAGS_BYTES, self.size)
+        gathered = wire.all_gather_bytes(part, self.size)
+        return summed + gathered + wire.all_reduce_bytes(FLAG_BYTES, self.size)
 
     def sentence(self, nbytes: int) -> str:
         """The line after a plan's table: whose part it is of, and the bytes inside the node."""

@@ -1,51 +1,50 @@
 """One bucket of DDP's on a cluster: each rank of a node exchanges a part with other nodes."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..exchange.bucket import Bucket
+from ..exchange.plan import BucketPlan
 from ..exchange.readback import Readback
-from ..exchange.results import ExchangeResult, Verdict, join
+from ..exchange.results import ExchangeResult
 from ..exchange.segment_state import SegmentState
 from .node import Node
 
 
-class NodeBucket:
-    """One bucket, as `Bucket`: inside the node summed and gathered whole, between nodes a part.
+class NodeBucket(Bucket):
+    """A bucket that is summed and gathered whole inside the node, and exchanged in parts.
 
     The node's residual is the sum of its ranks' states. Each rank keeps its own part; residuals in
     a state for other ranks' parts go to these ranks once, before the first gradient.
 
-    Every rank of the node learns of damage and overflow on any of its ranks.
+    Every rank of the node learns whether a gradient was not finite, on any of its ranks.
 
     Args:
         node: this rank's.
-        make: the bucket of a part, from the states of the parameters in it.
         sizes: {name: numel} of the bucket's parameters, in its order.
-        states: {name: what `states` gave} to start from; missing names start from zero.
+        plan: of this rank's part.
+        group, device, step, states: as for `Bucket`, states of whole parameters.
     """
 
     def __init__(
         self,
         node: Node,
-        make: Callable[[dict[str, SegmentState]], Bucket],
         sizes: dict[str, int],
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        step: int,
         states: dict[str, SegmentState],
     ) -> None:
-        self._node = node
-        self._sizes = sizes
-        names = list(sizes)
+        self._node, self._sizes, names = node, sizes, list(sizes)
         self._pieces = {names[piece.index]: piece for piece in node.slices(list(sizes.values()))}
         own = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
-        self._inner = make(own)
-        self.plan = self._inner.plan
+        super().__init__(plan, group, device, step, own)
         self._others: Tensor | None = torch.cat([self._of_others(name, states) for name in names])
-        self._readback = Readback()
-        self._fresh = False
+        self._of_node = Readback()
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -54,42 +53,22 @@ class NodeBucket:
         numel = self.plan.numel
         if self._others is not None:
             owed = self._node.sum_part(self._others.to(buffer.device))
-            self._inner.codec.residual += owed[:numel]
+            self.codec.residual += owed[:numel]
             self._others = None
         part = self._node.mean_part(buffer)
-        self._inner.reduce(part[:numel], scale, inv_scale)
+        super().reduce(part[:numel], scale, inv_scale)
         self._node.gather(part, buffer)
-        own = self._inner.fault_flags()
-        flags = own.new_empty(self._node.size * own.numel())
-        assert self._node.group is not None  # else there is no NodeBucket
-        all_gather(flags, own, self._node.group)
-        self._readback.post(flags)
-        self._fresh = True
-
-    def announce_damage(self) -> None:
-        """Take part in a `reduce` of other nodes; all ranks of this one know, and do the same."""
-        self._inner.announce_damage()
+        non_finite = self.non_finite()
+        dist.all_reduce(non_finite, dist.ReduceOp.MAX, self._node.group)
+        self._of_node.post(non_finite)
 
     def take_result(self) -> ExchangeResult | None:
-        """How the last `reduce` went, once, on any rank of the node."""
-        if not self._fresh:
+        """The result of the last `reduce`, once; what is not finite on any rank of the node."""
+        own = super().take_result()
+        if own is None:
             return None
-        self._fresh = False
-        own = self._inner.take_result()
-        assert own is not None  # of the same `reduce`
-        (flags,) = self._readback.wait()
-        verdicts = [own.verdict]
-        for rank, (damaged, told, non_finite) in zip(
-            self._node.ranks, flags.view(self._node.size, -1).tolist(), strict=True
-        ):
-            if rank != self._node.ranks[self._node.rank]:
-                words = [f"a damaged one on rank {rank} of this node"] * damaged
-                verdicts.append(Verdict(words, [told - 1] * bool(told), bool(non_finite)))
-        return own._replace(verdict=join(verdicts))
-
-    def take_back(self) -> None:
-        """Return the entries of the last `reduce` to the residual, for a step not applied."""
-        self._inner.take_back()
+        (non_finite,) = self._of_node.wait()
+        return own._replace(non_finite=bool(non_finite))
 
     def states(self) -> dict[str, SegmentState]:
         """{name: copies, as long as the parameter}, 0 outside of this rank's part."""
@@ -99,16 +78,7 @@ class NodeBucket:
             whole[piece.low : piece.high] = part
             return whole
 
-        states = self._inner.states().items()
-        return {name: state.map(partial(placed, name)) for name, state in states}
-
-    def parameter_stats(self) -> dict[str, dict[str, float]]:
-        """{name: see `DCTState.parameter_stats`} for this rank's part."""
-        return self._inner.parameter_stats()
-
-    def silent(self) -> list[str]:
-        """As of a `Bucket`, for this rank's part."""
-        return self._inner.silent()
+        return {name: state.map(partial(placed, name)) for name, state in super().states().items()}
 
     def _cut(self, name: str, state: SegmentState) -> SegmentState:
         """The slice of a state in this rank's part."""

@@ -7,12 +7,10 @@ In a step every bucket is packed, exchanged and unpacked beside the backward pas
 on every rank. The result (damage, overflow) is read before the next step.
 """
 
-import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_kernels import __version__, checks
+from dct_kernels import checks
 
 from ..agreement import refusing
 from ..compressor import warn_of_eager
@@ -37,8 +35,7 @@ from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.parameters import describe
-from ..exchange.plan import BucketPlan, plan_table
-from ..exchange.run_guard import RunGuard
+from ..exchange.plan import plan_table
 from ..exchange.segment_state import SegmentState
 from ..exchange.selection import require_transport
 from . import ddp_parameters
@@ -58,9 +55,9 @@ class DCTState:
     The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
     in that time. Then each bucket sends its largest entries: a payload has one threshold, sampled
     in every step from the sum of gradient and residual. A parameter whose gradients are far smaller
-    than the others' is sent rarely: `stats()` names the silent ones. State belongs to parameters,
-    by name, and moves along if the buckets change later. Memory: 4 bytes per parameter, and each
-    bucket's payload once per rank; with "reduce_scatter" 8 / P bytes more, and three payloads.
+    than the others' is sent rarely: see `parameter_stats`. State belongs to parameters, by name,
+    and moves along if the buckets change later. Memory: 4 bytes per parameter, and each bucket's
+    payload once per rank; with "reduce_scatter" 8 / P bytes more, and three payloads.
     The mean is deterministic, and bitwise the same on every rank.
 
     Settings and parameters are compared between ranks when the state is bound to its DDP, and run
@@ -92,8 +89,8 @@ class DCTState:
 
     Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without it.
     If a scaler skips such a step, the entries that overflowed in it are lost, and the first of each
-    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy, or pickle without a
-    scaler) has the residuals and is bound to no DDP; it shares the scaler.
+    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy and pickle of the DDP reach
+    this state) has the settings only, and cannot be used: make a new state.
 
     With a `mesh` of L ranks per node, a reduce-scatter takes the node's mean, in the gradients'
     dtype. Each rank compresses its L-th part of every bucket and exchanges it with the ranks of
@@ -101,13 +98,11 @@ class DCTState:
     memory, are 1 / L of those without a mesh. Nodes of one rank give the bits of no mesh. In a
     single node compression only delays entries: use no hook there.
 
-    The receiver of a damaged payload detects the damage. It raises for step t, as do the ranks of
-    its node, at the first hook of step t + 1, which still tells the others; they raise at the first
-    hook of step t + 2 at the latest. (If DDP changes its buckets between t and t + 1, as after its
-    first step, they fail with the connection or at the timeout.) `state_dict()`, `stats()`,
-    `parameter_stats()` and `close()` of a rank that knows of damage raise as well. So damage of the
-    very last step is raised by the first of them, on the ranks that know of it; the others do not
-    learn of it. Weights of a damaged step differ between ranks: go back to a checkpoint.
+    The receiver of a damaged payload (header, version, sizes, flags, positions) detects the damage
+    of step t at the first hook of step t + 1, or in whichever method is called first. It raises,
+    naming the sender, and so does every later call, until a checkpoint is loaded into a new state.
+    It tells nobody: the other ranks end as if it were gone, within the group's timeout. Weights of
+    step t differ between ranks.
 
     Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
     step, and with it the entries that were sent for it. Use one optimizer per GradScaler, because a
@@ -121,8 +116,11 @@ class DCTState:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
             ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its state
-            within the group's timeout. All ranks may try again, after this error as well.
+            within the group's timeout. Restart the process then; where all ranks raised alike,
+            they can try again.
     """
+
+    _copied = False
 
     def __init__(
         self,
@@ -155,7 +153,6 @@ class DCTState:
         self.node_group: dist.ProcessGroup | None = None
         self._buckets: Buckets
         self._executor: Executor | None = None
-        self._to_load: dict[str, Any] | None = None  # by a copy of a state
         self._warned = False  # that no hook is registered
         if ddp is not None:
             self.bind(ddp)
@@ -166,6 +163,8 @@ class DCTState:
         Raises:
             ValueError: the state is bound already; or as the constructor.
         """
+        if self._copied:
+            self._require_usable("bind")
         group = self._group_with(ddp)
         with refusing("DCTState", group):
             names = ddp_parameters.named_parameters(ddp)
@@ -174,29 +173,21 @@ class DCTState:
             device = ddp_parameters.device_of(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
-        guard = RunGuard(
+        self._ledger = StepLedger(
             "DCTState",
             topology.everyone,
             device,
-            {
-                "version": __version__,
-                "model": describe(names),
-                **self.settings.as_told(),
-                "transport": self._transport,
-                "mesh": topology.layout,
-                "start_step": self.start_step,
-                "grad_scaler": self._loss_scale.as_told(),
-            },
+            self.settings,
+            {"model": describe(names), "transport": self._transport, "mesh": topology.layout},
+            self._loss_scale,
+            self.start_step,
         )
-        topology.open(guard.id)
-        self._ledger = StepLedger("dct_hook", guard, self._loss_scale, self.start_step)
+        topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, self._transport, topology, device)
         self._topology, self.node_group = topology, topology.node.group
         self._executor = executor_for(device)
         self._names = names  # bound
         self._ddp = weakref.ref(ddp)
-        if self._to_load is not None:
-            self.load_state_dict(self._to_load)
 
     def _group_with(self, ddp: DistributedDataParallel | None) -> dist.ProcessGroup | None:
         """The ranks to average over; None if they are not known without a DDP."""
@@ -210,7 +201,7 @@ class DCTState:
     def close(self) -> None:
         """Wait for the last step, and end the thread and the process groups of this state.
 
-        It takes no further step; `stats` and the like still answer. A second call does nothing.
+        It takes no further step; `stats` and the like still answer. Idempotent.
 
         Raises:
             RuntimeError: a payload was damaged. The state is closed all the same.
@@ -219,30 +210,28 @@ class DCTState:
             self._executor.close()
             self._executor = None
             self._topology.close()
-            self._finish_last_step()
+        if self._names:
+            self._finish_last_step("close")
 
     def plan(self) -> str:
         """The bytes and the capacity of each bucket in a compressed step, as a table.
 
         DDP's buckets are not known until compression has started: one is assumed, and the last line
-        tells the bytes of each further one. From then on bytes are exact, as in `stats()`.
+        says so. From then on bytes are exact, as in `stats()`.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
+            RuntimeError: a payload was damaged, as far as this rank has looked.
         """
-        self._require_bound("plan")
+        self._require_usable("plan")
         device = ddp_parameters.device_of(self._names)
         table = plan_table(self._buckets.plans(), self._buckets.reason(), device)
         table += self._topology.node.sentence(self._buckets.node_bytes())
-        another = self._buckets.bytes_of_another()
-        if another is not None:
-            table += (
-                "\nDDP's buckets are known from the first compressed step on: one is assumed, and "
-                f"each\nfurther one adds about {another:,} bytes."
-            )
+        if not self._buckets.in_order():
+            table += "\nOne bucket is assumed: DDP's are known from the first compressed step on."
         return table
 
-    def stats(self) -> dict[str, float | int | list[str] | None]:
+    def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step. Waits for the last step.
 
         - `step`: steps taken.
@@ -250,31 +239,27 @@ class DCTState:
         - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed.
         - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
           Messages have a fixed size, so this is the same in every step and on ranks of equal part.
-        - `silent`: parameters of which this rank has sent nothing for 1,000 steps, as far as one
-          step in 23 tells.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
-        self._require_bound("stats")
-        self._finish_last_step()
-        silent = [name for bucket in self._buckets.in_order() for name in bucket.silent()]
-        return {**self._ledger.stats(self._buckets.plans()), "silent": silent}
+        self._finish_last_step("stats")
+        return self._ledger.stats(self._buckets.plans())
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of the last step on this rank}, for any logger. Waits for the device.
 
-        `density`: entries sent over elements; `threshold`: of the payload that its first element
-        belongs to; `residual_norm`: Euclidean norm of its residual, in unscaled units. Empty before
-        compression starts, and after a load until the next step.
+        `density`: values sent that are not 0, over elements; `threshold`: of the payload that its
+        first element belongs to; `residual_norm`: Euclidean norm of its residual, in unscaled
+        units. Empty before compression starts, and after a load until the next step. Allocates a
+        bucket in float32.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
-        self._require_bound("parameter_stats")
-        self._finish_last_step()
+        self._finish_last_step("parameter_stats")
         return parameter_stats(self._buckets.in_order())
 
     def take_back(self) -> None:
@@ -298,12 +283,11 @@ class DCTState:
             ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
-        self._require_bound("take_back")
-        self._finish_last_step()
+        self._finish_last_step("take_back")
         self._ledger.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, the step, and statistics. Copies, on the CPU.
+        """This rank's residuals by parameter name, and the step. Copies, on the CPU.
 
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
@@ -314,64 +298,57 @@ class DCTState:
             ValueError: the state is not bound to a DDP yet.
             RuntimeError: a payload was damaged.
         """
-        self._require_bound("state_dict")
-        self._finish_last_step()
+        self._finish_last_step("state_dict")
         states = self._buckets.states().items()
         entry = {
-            **self._topology.sizes(),
-            **self._ledger.saved(),
+            "world_size": self._topology.everyone.size(),
+            "local_size": self._topology.node.size,
+            "run_id": self._ledger.run_id,
+            "step": self.step,
             "density": self.settings.density,
             "parameters": {name: state.as_dict() for name, state in states},
         }
-        return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
+        return checkpoint.make(dist.get_rank(), entry)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
         Every rank loads before any of them takes a step. The next step compares run and step, and
-        waits for late ranks, up to the group's timeout. A refused state changes nothing.
+        waits for late ranks, up to the group's timeout. A refused dict changes nothing.
 
         Raises:
             ValueError: made with a different version, density, number of ranks or mesh, by a
                 different rank, or for a different model; something in it is missing, of a wrong
                 type or shape or not finite; or this state is not bound to a DDP yet.
             TypeError: not a state dict.
+            RuntimeError: this state received a damaged payload: load into a new one.
         """
-        self._require_bound("load_state_dict")
+        self._require_usable("load_state_dict")
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        ranks = self._topology.sizes()
-        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, **ranks)
+        ranks = self._topology.everyone.size(), self._topology.node.size
+        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, *ranks)
         self._ledger.load(entry)
         self._next_index = 0
         parameters = entry["parameters"].items()
         self._buckets.load({name: SegmentState.from_dict(saved) for name, saved in parameters})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and residuals, because DDP, process groups and threads cannot be copied."""
-        made = {
-            **dataclasses.asdict(self.settings),
-            "transport": self._transport,
-            "grad_scaler": self._loss_scale,
-            "start_step": self.start_step,
-            "mesh": self._mesh,
-        }
-        return {"made": made, "state": self.state_dict() if self._names else self._to_load}
+        """The settings, because DDP, process groups and threads cannot be copied."""
+        return {"settings": self.settings, "_copied": True, "_names": {}, "_executor": None}
 
-    def __setstate__(self, copied: dict[str, Any]) -> None:
-        made = copied["made"]
-        # A subclass's own, so the arguments are unknown to a type checker.
-        self.__init__(**made | {"grad_scaler": made["grad_scaler"].scaler})  # type: ignore[misc]
-        self._to_load = copied["state"]
-
-    def _require_bound(self, op: str) -> None:
+    def _require_usable(self, op: str) -> None:
+        if self._copied:
+            rule = "one made by DCTState(ddp)"
+            checks.fail(op, "state", rule, "a copy, which has the settings only: make a new one")
         if not self._names:
             checks.fail(op, "state", "bound to its DDP by state.bind(ddp)", "an unbound one")
+        self._ledger.require_intact()
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             got = f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
             checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
-        self._require_bound("dct_hook")
+        self._require_usable("dct_hook")
         if self._executor is None:
             checks.fail("dct_hook", "state", "open", "a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
@@ -379,27 +356,20 @@ class DCTState:
         plan = self._buckets.plan(index, bucket)
         # DDP goes through its buckets in order, and may leave out any, also the first or last.
         if not 0 < self._next_index <= index:
-            self._begin_step(index, plan)
+            self._finish_last_step("dct_hook")
+            self._ledger.begin()
         if self._ledger.compresses:
             compressed = self._buckets.bucket(index, plan, self._ledger.packed)
             job = self._ledger.reduction(index, compressed, buffer)
         else:
-            dense = partial(self._topology.dense_mean, buffer)
-            job = partial(self._ledger.carry_out, dense)
+            job = partial(self._topology.dense_mean, buffer)
         self._next_index = 0 if bucket.is_last() else index + 1
         return self._executor.submit(job)
 
-    def _begin_step(self, index: int, plan: BucketPlan) -> None:
-        # This step can tell others of damage, unless buckets have changed: theirs are not known.
-        announce = None
-        if self._executor is not None and self._buckets.holds(index, plan):
-            announce = partial(self._buckets.announce_damage, self._executor)
-        self._finish_last_step(announce)
-        self._ledger.begin()
-
-    def _finish_last_step(self, announce: Callable[[], None] | None = None) -> None:
+    def _finish_last_step(self, op: str) -> None:
+        self._require_usable(op)
         self._warn_if_unused()
-        self._ledger.finish(announce)
+        self._ledger.finish()
 
     def _warn_if_unused(self) -> None:
         ddp = self._ddp()
@@ -431,9 +401,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
     Raises:
         TypeError: `state` is not a DCTState, or `bucket` not a GradBucket.
         ValueError: `state` is closed, not bound or of a different model, or a gradient is sparse.
-        RuntimeError: this rank received a damaged payload in the step before, or a different rank
-            in the one before that. The weights took that step without the damaged parts: go back to
-            a checkpoint.
+        RuntimeError: this rank received a damaged payload, in the step before or earlier. The
+            weights took that step without it: load a checkpoint into a new state.
     """
     if not isinstance(state, DCTState):
         rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"

@@ -10,7 +10,6 @@ from dct_kernels import checks
 
 from .. import groups
 from ..collectives import dense_mean
-from ..exchange.checkpoint import Sizes
 from ..mesh import NODES, require_mesh
 from .node import Node
 
@@ -79,13 +78,6 @@ class Topology:
             part.copy_(dense_mean(part, torch.bfloat16, self.between))
         self.node.gather(part, buffer)
         return buffer
-
-    def sizes(self) -> Sizes:
-        """How many ranks there are, and in each node of a mesh, as checkpoints have it."""
-        sizes = Sizes(world_size=self.everyone.size())
-        if self.node.size > 1:
-            sizes["local_size"] = self.node.size
-        return sizes
 
     def close(self) -> None:
         """Destroy the groups that `open` made."""

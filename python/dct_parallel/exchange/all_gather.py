@@ -6,12 +6,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from .. import wire
 from ..collectives import all_gather
 from .codec import Codec
-from .headers import Header, fault_flags_of, headers, read_headers
+from .headers import any_non_finite, headers, read_headers
 from .plan import BucketPlan
-from .results import ExchangeResult, Traffic, Verdict
+from .results import ExchangeResult
 from .transport import Transport
 
 
@@ -21,16 +20,6 @@ class AllGather(Transport):
     Each rank sends its payload P - 1 times, so bytes grow with P: it pays if the density is well
     below 1 / P.
     """
-
-    name = "all_gather"
-
-    @staticmethod
-    def ranges(ranks: int) -> int:
-        return 1
-
-    @staticmethod
-    def wire_bytes(plan: BucketPlan) -> int:
-        return wire.all_gather_bytes(plan.payload_bytes, plan.ranks)
 
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
         super().__init__(plan, codec, group)
@@ -54,33 +43,19 @@ class AllGather(Transport):
 
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
         status, *words = raw_status
-        codes = status.tolist()
+        codes = dict(zip(self._ranks, status.tolist(), strict=True))
+        sent = read_headers(words)
         # Headers of damaged payloads are ignored.
-        intact = [
-            Header(0, 0) if code else header
-            for code, header in zip(codes, read_headers(words), strict=True)
-        ]
-        verdict = Verdict(
-            damaged=[
-                f"status {code} from rank {rank}"
-                for rank, code in zip(self._ranks, codes, strict=True)
-                if code
-            ],
-            told=[r for r, header in zip(self._ranks, intact, strict=True) if header.damage],
+        intact = [h for h, code in zip(sent, codes.values(), strict=True) if not code]
+        return ExchangeResult(
+            damaged=[f"status {code} from rank {rank}" for rank, code in codes.items() if code],
             non_finite=any(header.non_finite for header in intact),
-        )
-        traffic = Traffic(
-            counts=[intact[self._group.rank()].count],
-            numel=self._numel,
+            counts=[sent[self._group.rank()].count],
+            numel=self._plan.numel,
             overflowed=sum(header.overflow for header in intact),
-            payloads=len(intact),
+            payloads=len(sent),
         )
-        return ExchangeResult(verdict, traffic)
 
-    def fault_flags(self, raw_status: Sequence[Tensor]) -> Tensor:
+    def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
         status, *words = raw_status
-        return fault_flags_of(status, words, status == 0, self._senders)
-
-    def announce_damage(self) -> None:
-        with record_function("dct::exchange"):
-            all_gather(self._payloads, self._codec.pack_damage(), self._group)
+        return any_non_finite(words, status == 0)

@@ -1,7 +1,6 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,36 +11,10 @@ from .plan import BucketPlan
 from .readback import Readback
 from .results import ExchangeResult
 from .segment_state import SegmentState
-from .transport import Transport
-
-# One step in 23 checks whether anything is sent of a parameter, because that takes some kernels
-# more. A parameter is silent if nothing was found for a thousand steps.
-LOOK_EVERY, SILENT_STEPS = 23, 1000
+from .selection import TRANSPORTS
 
 
-class AnyBucket(Protocol):
-    """The methods of a bucket that a step calls; `Bucket` documents them."""
-
-    plan: BucketPlan
-
-    def reduce(
-        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> None: ...
-
-    def announce_damage(self) -> None: ...
-
-    def take_result(self) -> ExchangeResult | None: ...
-
-    def take_back(self) -> None: ...
-
-    def states(self) -> dict[str, SegmentState]: ...
-
-    def parameter_stats(self) -> dict[str, dict[str, float]]: ...
-
-    def silent(self) -> list[str]: ...
-
-
-def parameter_stats(buckets: Iterable[AnyBucket]) -> dict[str, dict[str, float]]:
+def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
     """{parameter: figures of the last step on this rank}: see `DCTState.parameter_stats`."""
     return {
         name: figures for bucket in buckets for name, figures in bucket.parameter_stats().items()
@@ -57,7 +30,6 @@ class Bucket:
         device: of the gradients.
         step: compressed steps taken so far.
         states: {name: from `states`} to start from; missing names start from zero.
-        watches: whether `silent` will be called.
     """
 
     def __init__(
@@ -67,13 +39,10 @@ class Bucket:
         device: torch.device,
         step: int,
         states: dict[str, SegmentState],
-        watches: bool = True,
     ) -> None:
         self.plan = plan
-        self._watches = watches and plan.settings.density < 1
         self.codec = plan.settings.codec(plan.range_bounds, device, step)
-        assert issubclass(plan.transport, Transport)
-        self._transport = plan.transport(plan, self.codec, group)
+        self._transport = TRANSPORTS[plan.transport](plan, self.codec, group)
         for index, name in enumerate(plan.names):
             if name in states:
                 self._load(index, states[name])
@@ -81,8 +50,6 @@ class Bucket:
         self._raw_status: Sequence[Tensor] = ()  # of the last `reduce`
         self._fresh = False  # not read by `take_result` yet
         self._first_step = step
-        self._bounds = torch.tensor(plan.bounds, device=device)
-        self._found = torch.full((len(plan.names),), step, device=device)  # when last sent
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -105,9 +72,6 @@ class Bucket:
     def _pack(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
         with record_function("dct::pack"):
             self.codec.pack(buffer, inv_scale)
-            if self._watches and self.codec.step % LOOK_EVERY == 0:
-                found = self.codec.sent_of(self._bounds) > 0
-                self._found.masked_fill_(found, self.codec.step)
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
         """Write the mean over the group of all ranks' payloads into `out`."""
@@ -116,13 +80,9 @@ class Bucket:
             self._readback.post(*self._raw_status)
         self._fresh = True
 
-    def fault_flags(self) -> Tensor:
-        """Damage and overflow of the last `reduce`, on the device: see `Transport.fault_flags`."""
-        return self._transport.fault_flags(self._raw_status)
-
-    def announce_damage(self) -> None:
-        """Take part in a `reduce` of the others without a gradient, only to tell them of damage."""
-        self._transport.announce_damage()
+    def non_finite(self) -> Tensor:
+        """Whether a gradient of the last `reduce` was not finite, on any rank: int32 [1]."""
+        return self._transport.non_finite(self._raw_status)
 
     def take_result(self) -> ExchangeResult | None:
         """The result of the last `reduce`, once; None if there is nothing new.
@@ -169,26 +129,19 @@ class Bucket:
         """{name: see `DCTState.parameter_stats`}, of the last `reduce`. Waits for the device."""
         if self.codec.step == self._first_step or not self.plan.names:
             return {}
-        starts = torch.tensor(self.plan.range_bounds[1:], device=self._bounds.device)
-        ranges = torch.searchsorted(starts, self._bounds[:-1], right=True)
+        sizes, bounds = self.plan.sizes, torch.tensor(self.plan.bounds[:-1])
+        ranges = torch.searchsorted(torch.tensor(self.plan.range_bounds[1:]), bounds, right=True)
+        sent = torch.empty_like(self.codec.residual)
+        self.codec.unpack(self.codec.payload.unsqueeze(0), sent)
+        counts = [part.count_nonzero() / max(part.numel(), 1) for part in sent.split(sizes)]
+        norms = torch._foreach_norm(self.codec.residual.split(sizes))
         columns = {
-            "density": self.codec.sent_of(self._bounds) / self._bounds.diff().clamp(min=1),
+            "density": torch.stack(counts),
             "threshold": self.codec.threshold[ranges.clamp(max=self.plan.ranges - 1)],
-            "residual_norm": torch.stack(
-                torch._foreach_norm(self.codec.residual.split(self.plan.sizes))
-            ),
+            "residual_norm": torch.stack(norms),
         }
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         return {
             name: dict(zip(columns, row, strict=True))
             for name, row in zip(self.plan.names, rows, strict=True)
         }
-
-    def silent(self) -> list[str]:
-        """Parameters of which the checked steps sent nothing for 1,000 steps. Waits for the
-        device."""
-        if not self._watches:
-            return []
-        silent = (self.codec.step - self._found >= SILENT_STEPS).tolist()
-        of_all = zip(self.plan.names, self.plan.sizes, silent, strict=True)
-        return [name for name, size, is_so in of_all if is_so and size]

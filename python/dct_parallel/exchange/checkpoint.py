@@ -1,21 +1,18 @@
 """The checkpoint of the training layer: its contents, and whether one fits.
 
-    {"version": 2, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
+    {"version": 6, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
 
-The version is 2, plus 1 with residuals of owners (transport "reduce_scatter"), plus 2 with a mesh:
-then the node's residual is the sum of its ranks', in units of the node's mean, and each rank's is
-as long as the parameter, 0 outside of its part.
+With a mesh, the node's residual is the sum of its ranks', in units of the node's mean, and each
+rank's is as long as the parameter, 0 outside of its part.
 
 The key below "ranks" is the rank, because torch.distributed.checkpoint saves equal keys of several
 ranks once, and then loads that on all of them. Numbers, strings and tensors only, so
 torch.load(weights_only=True) reads it.
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
-import torch
 from torch import Tensor
 
 from dct_kernels import checks
@@ -23,37 +20,23 @@ from dct_kernels import checks
 from ..agreement import named
 from . import fields
 from .codec import Settings
-from .recent_stats import RECENT_STEPS
 from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
-VERSION, OWNERS, PARTS = 2, 1, 2
+# Of every saved state of this package. States of versions 1 to 5 were of unreleased code.
+VERSION = 6
 BASE, STARTED = "base", "started"  # of a DCTAverager; weights as an exchange under way began
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 
-class _OfMesh(TypedDict, total=False):
-    local_size: int  # ranks in each node of a mesh, if more than one
-
-
-class Sizes(_OfMesh):
-    """How many ranks there are."""
-
-    world_size: int
-
-
-class _Optional(TypedDict, total=False):
-    period: int  # of a DCTAverager; early states leave out this and the next two
-    residual_decay: float
-    overlap: int
-    recent: Tensor  # see RecentStats.state; early states leave it out
-
-
-class Entry(Sizes, _Optional):
-    """One rank's part of a checkpoint."""
+class Entry(TypedDict):
+    """One rank's part of a checkpoint; a DCTAverager's has its settings as well."""
 
     run_id: str  # made when training began
+    world_size: int
+    local_size: int  # ranks in each node of a mesh, else 1
     step: int
     density: float
+    owners: int  # 1 if there are residuals of owners (transport "reduce_scatter"), else 0
     parameters: dict[str, dict[str, Tensor]]  # see SegmentState.as_dict
 
 
@@ -66,26 +49,21 @@ ENTRY = {  # also of sharded states
     "density": fields.FRACTION,
     "parameters": fields.BY_NAME,
 }
-_RECENT = fields.tensor(
-    (RECENT_STEPS, 2),
-    torch.float64,
-    lambda x: ((x >= 0) & (x <= 1)) | x.isnan().all(1, keepdim=True),
-    "fractions, or nan in the rows of steps not taken",
-    default=None,
-)
 _ENTRY = ENTRY | {
-    "local_size": fields.integer(1, default=None),
+    "local_size": fields.integer(1),
+    "owners": fields.integer(0, 1),
+    # Of a DCTAverager:
     "period": fields.integer(1, default=None),
     "residual_decay": fields.FRACTION._replace(default=None),
     "overlap": fields.integer(0, default=None),
-    "recent": _RECENT,
 }
-_BEFORE: dict[str, object] = {"residual_decay": 1.0, "overlap": 0}  # there were such settings
-_STATE = {"version": fields.integer(VERSION, VERSION + OWNERS + PARTS), "ranks": fields.BY_NAME}
+_NO_OTHER = f"{VERSION}, because states saved before dct_kernels 0.3 are not read"
+IS_VERSION = {"version": fields.integer(VERSION, VERSION)._replace(rule=_NO_OTHER)}
+_STATE = IS_VERSION | {"ranks": fields.BY_NAME}
 
 
 def _segment(numel: int) -> dict[str, fields.Field]:
-    """The table of one parameter; thresholds in earlier states are ignored, and sampled anew."""
+    """The table of one parameter."""
     return {
         RESIDUAL: fields.tensor([numel]),
         OWNER_RESIDUAL: fields.tensor([numel], default=None),
@@ -94,23 +72,20 @@ def _segment(numel: int) -> dict[str, fields.Field]:
     }
 
 
-def make(rank: int | str, entry: Entry) -> dict[str, Any]:
-    """The state dict of one rank, or the one for all."""
+def make(rank: int | str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of one rank, or the one for all, from an `Entry` without `owners`."""
     owners = any(OWNER_RESIDUAL in state for state in entry["parameters"].values())
-    version = VERSION + OWNERS * owners + PARTS * ("local_size" in entry)
-    return {"version": version, "ranks": {str(rank): entry}}
+    return {"version": VERSION, "ranks": {str(rank): {**entry, "owners": int(owners)}}}
 
 
-def opened(op: str, state: object) -> tuple[int, dict[str, Any]]:
-    """The version of a state dict, and {rank: its entry, unchecked}."""
-    found = fields.checked(op, state, _STATE)
-    return found["version"], found["ranks"]
+def opened(op: str, state: object) -> dict[str, Any]:
+    """{rank: its entry, unchecked} of a state dict."""
+    entries: dict[str, Any] = fields.checked(op, state, _STATE)["ranks"]
+    return entries
 
 
-def require_entry(
-    op: str, version: int, saved: object, sizes: dict[str, int], of: str = ""
-) -> Entry:
-    """An entry of a state dict of this version; raises unless all of it keeps the tables' rules.
+def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -> Entry:
+    """An entry of a state dict; raises unless all of it keeps the tables' rules.
 
     Args:
         op: for errors.
@@ -124,12 +99,8 @@ def require_entry(
         table = _segment(sizes.get(name, _numel(segment)))
         parameters[name] = fields.checked(op, segment, table, f" of {name}{of}")
     # DCP reads only keys that the loading state has, and does not report the rest.
-    owners, parts = (version - VERSION) & OWNERS, (version - VERSION) & PARTS
-    if owners and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
+    if entry["owners"] and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
         rule = "owners' residuals (load into transport 'reduce_scatter', or use merge_states)"
-        checks.fail(op, f"state{of}", rule, "none", verb="have")
-    if parts and "local_size" not in entry:
-        rule = "a local_size (load into a state with a mesh, or use merge_states)"
         checks.fail(op, f"state{of}", rule, "none", verb="have")
     return cast(Entry, {**entry, "parameters": parameters})
 
@@ -162,44 +133,33 @@ def find(
         averager: settings of a DCTAverager; None: the state must be a DCTState's.
     """
     op = "load_state_dict"
-    version, found = opened(op, state)
+    found = opened(op, state)
     saved = found.get(MEAN, found.get(str(rank)))
     if saved is None:
         got = f"that of {named(found)}"
         checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
-    entry = require_entry(op, version, saved, sizes)
+    entry = require_entry(op, saved, sizes)
     parameters = entry["parameters"]
     based = {name for name, segment in parameters.items() if BASE in segment}
     if averager is None and ("period" in entry or based):
         checks.fail(op, "state", "a DCTState's", "a DCTAverager's")
-    if MEAN not in found:
-        why = ", as in this run (merge_states makes a state for any number of ranks)"
-        _require_same(op, "world_size", world_size, entry["world_size"], why)
-        _require_same(op, "local_size", local_size, entry.get("local_size", 1), why)
-    why = ", as in this run"
-    _require_same(op, "density", settings.density, entry["density"], why)
-    for key, here in (averager or {}).items():
-        _require_same(op, key, here, dict(entry).get(key, _BEFORE.get(key, here)), why)
-    difference = parameters.keys() ^ sizes.keys()
-    if parameters and difference:
-        got = f"a difference in {', '.join(sorted(difference))}"
-        checks.fail(op, "parameters", "those of this model", got)
     if averager is not None and sizes.keys() - based:
         checks.fail(op, "state", "a DCTAverager's", "one without a base")
-    if not parameters and sizes:
-        warnings.warn(
-            f"DCT: the checkpoint of step {entry['step']} holds no residuals: what was not "
-            "sent before it is lost.",
-            stacklevel=3,
-        )
+    same = {"density": settings.density, **(averager or {})}
+    if MEAN not in found:
+        same |= {"world_size": world_size, "local_size": local_size}
+    for key, here in same.items():
+        saved = dict(entry).get(key, "none")
+        if saved != here:
+            merge = " (merge_states makes a state for any number of ranks)" * ("_size" in key)
+            checks.fail(op, key, f"{here}, as in this run{merge}", saved)
+    difference = parameters.keys() ^ sizes.keys()
+    if difference:
+        got = f"a difference in {', '.join(sorted(difference))}"
+        checks.fail(op, "parameters", "those of this model", got)
     if MEAN in found and local_size > 1:
         parameters = {
             name: segment | {"residual": segment["residual"] / local_size}
             for name, segment in parameters.items()
         }
     return {**entry, "parameters": parameters}
-
-
-def _require_same(op: str, key: str, here: object, saved: object, why: str) -> None:
-    if saved != here:
-        checks.fail(op, key, f"{here}{why}", saved)

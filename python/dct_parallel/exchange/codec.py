@@ -1,16 +1,14 @@
 """The content of payloads: the interface between compression and transports.
 
-Buckets, plans and transports use a codec only as declared here. There are two, the largest entries
-(Compressor) and every entry in few bits (quantized). A third needs a payload that begins with the
-header of dct_kernels.layout, and a case in Settings.
+Buckets, plans and transports use what both codecs have: the largest entries (Compressor) and every
+entry in few bits (quantized). A third needs a payload that begins with the header of
+dct_kernels.layout, and a case in Settings.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from dct_kernels import checks
 from dct_kernels.layout import payload_layout
@@ -18,26 +16,8 @@ from dct_kernels.layout import payload_layout
 from ..compressor import Compressor, check_settings, default_capacity
 from . import quantized
 
-
-class Codec(Protocol):
-    """Packs a flat tensor, or each of its ranges, and keeps the residual: see `Compressor`."""
-
-    residual: Tensor
-    threshold: Tensor
-    payload: Tensor
-    step: int
-
-    def pack(
-        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
-    ) -> Tensor: ...
-
-    def pack_damage(self) -> Tensor: ...
-
-    def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor: ...
-
-    def take_back(self) -> None: ...
-
-    def sent_of(self, bounds: Tensor) -> Tensor: ...
+# Packs a flat tensor, or each of its ranges, and keeps the residual.
+Codec = Compressor | quantized.QuantizedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +48,9 @@ class Settings:
             checks.fail(op, "density", rule, self.density)
         object.__setattr__(self, "density", float(self.density))  # frozen from here on
 
-    def as_told(self) -> dict[str, str | float]:
-        """The settings in types of JSON, for ranks to compare."""
-        told = {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
-        return told | {"density": self.density}
+    def as_told(self) -> dict[str, str]:
+        """The settings as texts, for ranks to compare."""
+        return {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
 
     @property
     def in_rows(self) -> bool:

@@ -65,49 +65,24 @@ def integer(low: int, high: int = _LAST, default: Any = REQUIRED) -> Field:
     return _field(rule, lambda value: _is_number(value, int) and low <= value <= high, default)
 
 
-def tensor(
-    shape: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    holds: Callable[[Tensor], Tensor] = torch.isfinite,
-    numbers: str = "finite numbers",
-    default: Any = REQUIRED,
-) -> Field:
-    """A tensor on any device.
-
-    Args:
-        holds: whether each of its numbers keeps the rule that `numbers` states in words.
-    """
+def tensor(shape: Sequence[int], default: Any = REQUIRED) -> Field:
+    """A float32 tensor of finite numbers, on any device."""
 
     def flaw(value: object) -> object:
         if type(value) is not Tensor:  # of a DTensor the local part is checked
             return type(value).__name__
         if value.layout is not torch.strided or value.is_meta:
             return f"one on {value.device}, {value.layout}"
-        if value.dtype != dtype or value.shape != torch.Size(shape):
-            return _form(value.dtype, value.shape)
-        wrong = value[~holds(value)]
+        if value.dtype != torch.float32 or value.shape != torch.Size(shape):
+            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        wrong = value[~value.isfinite()]
         return wrong[0].item() if len(wrong) else None
 
-    return Field(f"a {_form(dtype, shape)} tensor of {numbers}", flaw, default)
-
-
-def from_zero(shape: Sequence[int] = (), default: Any = REQUIRED) -> Field:
-    """A float32 tensor of numbers from 0; by default of one."""
-    holds, numbers = lambda x: x.isfinite() & (x >= 0), "finite numbers from 0"
-    return tensor(shape, torch.float32, holds, numbers, default)
-
-
-def count() -> Field:
-    """A tensor of one integer."""
-    return tensor((), torch.int64, lambda x: (x >= 0) & (x <= _LAST), f"integers in [0, {_LAST}]")
+    return Field(f"a float32 {list(shape)} tensor of finite numbers", flaw, default)
 
 
 def _field(rule: str, holds: Callable[[Any], bool], default: Any = REQUIRED) -> Field:
     return Field(rule, lambda value: None if holds(value) else reprlib.repr(value), default)
-
-
-def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:

@@ -6,13 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dct_kernels.layout import (
-    FLAG_DAMAGE,
-    FLAG_NON_FINITE,
-    FLAG_OVERFLOW,
-    HEADER,
-    HEADER_BYTES,
-)
+from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER, HEADER_BYTES
 
 _FLAGS_WORD, _FLAGS_SHIFT = 1, 24  # byte 7 of a header, in little-endian int32
 
@@ -31,10 +25,6 @@ class Header(NamedTuple):
     def non_finite(self) -> bool:
         return bool(self.flags & FLAG_NON_FINITE)
 
-    @property
-    def damage(self) -> bool:
-        return bool(self.flags & FLAG_DAMAGE)
-
 
 def headers(payload: Tensor) -> list[Tensor]:
     """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
@@ -47,18 +37,12 @@ def read_headers(words: Sequence[Tensor]) -> list[Header]:
     return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]
 
 
-def fault_flags_of(
-    status: Tensor, words: Sequence[Tensor], intact: Tensor, senders: Tensor
-) -> Tensor:
-    """Whether something was damaged; 1 + a rank that says it received damage, or 0; whether one saw
-    a NaN or Inf. int32 [3], on the device.
+def any_non_finite(words: Sequence[Tensor], intact: Tensor) -> Tensor:
+    """Whether a sender saw a NaN or Inf, int32 [1] on the device.
 
     Args:
-        status: int32, not 0 where something was damaged.
-        words: from `headers`, one per rank.
+        words: from `headers`.
         intact: bool, of each header or of all: those of damaged payloads are ignored.
-        senders: int64, the ranks.
     """
     flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact
-    told = torch.where((flags & FLAG_DAMAGE) > 0, senders + 1, 0).max()
-    return torch.stack([status.any(), told, (flags & FLAG_NON_FINITE).any()]).int()
+    return (flags & FLAG_NON_FINITE).any().int().view(1)

@@ -1,71 +1,87 @@
-"""The cycle of a step, written once: its start, its result, and telling other ranks of damage.
+"""The cycle of a step, written once: it begins, buckets are reduced, the host reads the results.
 
-A step begins, buckets are reduced, and before the next step the host reads the results. Then the
-rank that received damage in step t sees it. In step t + 1 its headers tell the others (in step t,
-if the transport sends a second time), who find them in their results of that step.
+Results are read before the next step. A rank that received a damaged payload raises then, and in
+every later call; it tells nobody, so the others fail as if it were gone. What is not finite is
+known to all ranks.
 """
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from .bucket import AnyBucket, Bucket
+from dct_kernels import __version__
+
+from ..agreement import exchange, require_same
+from ..groups import timeout_of
+from .bucket import Bucket
+from .codec import Settings
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .recent_stats import RecentStats
-from .results import Verdict, join
-from .run_guard import RunGuard
-
-_Result = TypeVar("_Result")
 
 
 class StepLedger:
-    """The state between the steps of one run: step, damage, statistics and loss scale.
+    """The state between the steps of one run: its id, step, damage, statistics and loss scale.
+
+    Ranks compare their settings when it is made, and their step and checkpoint before the first
+    step after that and after every load.
 
     Args:
-        op: the name in errors of damage.
-        guard: compares ranks as a step begins.
+        op: for errors.
+        group: the ranks; all of them make one.
+        device: the timeout of its backend bounds the wait for the others.
+        settings: of the codecs.
+        told: {name: value that JSON can hold}, with `settings` the same on every rank.
         loss_scale: of the gradients, if they are scaled.
         start_step: steps before compression.
-        step_name: the unit of `step`, for the error.
-        advice: the end of the error.
+        step_name: the unit of `step`, for errors.
 
     Attributes:
+        run_id: made by the first rank as training begins, and kept in checkpoints.
         step: steps begun.
-        verdict: of the last step, as far as this rank has looked.
-        damage: the error of a damaged payload, if there was one.
+        non_finite: whether a gradient of the last step was not finite, as far as was looked.
+
+    Raises:
+        ValueError: settings differ; it names every rank's.
+        PeerError: some rank refuses, or does not tell its own within the group's timeout.
     """
 
     def __init__(
         self,
         op: str,
-        guard: RunGuard,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        settings: Settings,
+        told: Mapping[str, Any],
         loss_scale: LossScale | None = None,
         start_step: int = 0,
         step_name: str = "step",
-        advice: str = ": go back to a checkpoint",
     ) -> None:
         self._op, self._step_name, self._start_step = op, step_name, start_step
-        self._advice = advice
-        self._guard = guard
+        self._group, self._timeout = group, timeout_of(group, device)
         self._loss_scale = LossScale(op, None) if loss_scale is None else loss_scale
         self._recent = RecentStats()
+        own = {"version": __version__, **told, **settings.as_told(), "start_step": start_step}
+        own |= {"grad_scaler": self._loss_scale.as_told(), "run_id": uuid.uuid4().hex}
+        everyone = exchange(op, own, group, self._timeout)
+        ids = [values.pop("run_id") for values in everyone.values()]
+        require_same(op, everyone)
+        self.run_id: str = ids[0]
+        self._checkpoint = "none"
+        self._damage: str | None = None  # the error that every later call raises
         self._go_on_at(0)
 
     def _go_on_at(self, step: int) -> None:
         self.step = self._number = step
-        self.verdict = Verdict()
-        self._sent: dict[int, AnyBucket] = {}  # of the last step, until taken back
-        self.damage: str | None = None  # the error that every later step raises
-        self._unannounced = False  # to the other ranks
-
-    @property
-    def run_id(self) -> str:
-        """See `RunGuard.id`."""
-        return self._guard.id
+        self.non_finite = False
+        self._sent: dict[int, Bucket] = {}  # of the last step, until taken back
+        self._compared = False  # whether ranks know that they go on from the same step
 
     @property
     def compresses(self) -> bool:
@@ -87,32 +103,33 @@ class StepLedger:
             ValueError: ranks do not go on from the same step of the same run.
         """
         self._number = self.step if number is None else number
-        self._guard.begin_step(self._number)
+        self.compare(self._number)
         self._loss_scale.begin()
         self._sent = {}  # is applied, or was taken back
-        self.verdict = Verdict()
+        self.non_finite = False
         self.step += 1
 
     def compare(self, number: int) -> None:
-        """Raise on every rank if they do not go on, after a load, from the same step, this number:
-        for exchanges outside of steps."""
-        self._guard.begin_step(number)
+        """Raise on every rank if they do not go on from the same step of the same run.
 
-    def carry_out(self, collectives: Callable[[], _Result]) -> _Result:
-        """The result of `collectives`; for all exchanges of a step. See `RunGuard.carry_out`."""
-        return self._guard.carry_out(collectives)
+        Only the first time, and after a load: then it waits for all ranks, to the group's timeout.
+        """
+        if not self._compared:
+            op, own = "load_state_dict", {"checkpoint": self._checkpoint, "run_id": self.run_id}
+            require_same(op, exchange(op, own | {"step": number}, self._group, self._timeout))
+            self._compared = True
 
-    def reduction(self, number: int, bucket: AnyBucket, buffer: Tensor) -> Callable[[], Tensor]:
+    def reduction(self, number: int, bucket: Bucket, buffer: Tensor) -> Callable[[], Tensor]:
         """A function that reduces `buffer` by this bucket of the step, on any thread."""
         self._sent[number] = bucket
-        return partial(self.carry_out, partial(self._reduce, bucket, buffer))
+        return partial(self._reduce, bucket, buffer)
 
     def start(self, bucket: Bucket, buffer: Tensor) -> None:
         """Begin to send a step's only bucket: see `Bucket.start`."""
         self._sent[0] = bucket
-        self.carry_out(partial(bucket.start, buffer))
+        bucket.start(buffer)
 
-    def _reduce(self, bucket: AnyBucket, buffer: Tensor) -> Tensor:
+    def _reduce(self, bucket: Bucket, buffer: Tensor) -> Tensor:
         bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
         return buffer
 
@@ -123,42 +140,36 @@ class StepLedger:
         results = {number: result for number, result in taken.items() if result is not None}
         if not results:
             return
-        verdicts = [self.verdict]  # of buckets that were read before the step's end
-        for number, result in results.items():
-            damaged = [f"{damage} in bucket {number}" for damage in result.verdict.damaged]
-            verdicts.append(result.verdict._replace(damaged=damaged))
-        self._recent.note([result.traffic for result in results.values()])
-        self.hear(join(verdicts))
+        self._recent.note(list(results.values()))
+        # Buckets may have been read before the step's end.
+        self.hear(self.non_finite or any(result.non_finite for result in results.values()))
+        damaged = [
+            f"{what} in bucket {n}" for n, result in results.items() for what in result.damaged
+        ]
+        if damaged:
+            self._damage = (
+                f"dct::{self._op}: every payload of {self._step_name} {self._number} must be "
+                f"intact, got {'; '.join(damaged)}: load a checkpoint into a new state"
+            )
 
-    def hear(self, verdict: Verdict) -> None:
-        """Set the last step's verdict, this rank's own or the one that all ranks agreed on."""
-        self.verdict = verdict
-        self._loss_scale.saw(overflow=verdict.non_finite)
-        when = f"{self._step_name} {self._number}"
-        if verdict.damaged:
-            self.damage = self._error(f"of {when}", "; ".join(verdict.damaged))
-        elif verdict.told:
-            got = f"a damaged one on rank {verdict.told[0]}"
-            self.damage = self._error(f"up to {when}", got)
-        # If others told of it, all ranks know that training ends here.
-        self._unannounced = bool(verdict.damaged) and not verdict.told
+    def hear(self, non_finite: bool) -> None:
+        """Set whether a gradient of the last step was not finite, on any rank."""
+        self.non_finite = non_finite
+        self._loss_scale.saw(overflow=non_finite)
 
-    def finish(self, announce: Callable[[], None] | None = None) -> None:
-        """Finish the last step: raise if a payload was damaged, now or before, and take back the
-        entries of a step that a GradScaler skipped.
+    def require_intact(self) -> None:
+        """Raise if a payload was damaged, in any step that was looked at."""
+        if self._damage is not None:
+            raise RuntimeError(self._damage)
 
-        Args:
-            announce: lets buckets announce damage to the other ranks, if they are reduced next.
+    def finish(self) -> None:
+        """Finish the last step: take back the entries of one that a GradScaler skipped.
 
         Raises:
-            RuntimeError: a payload was damaged.
+            RuntimeError: a payload was damaged, now or before.
         """
         self.look()
-        if announce is not None and self._unannounced:
-            self._unannounced = False
-            announce()
-        if self.damage is not None:
-            raise RuntimeError(self.damage)
+        self.require_intact()
         if self._loss_scale.skipped():
             self.take_back()
 
@@ -166,11 +177,6 @@ class StepLedger:
         """Return the entries of the last step to the residuals. Idempotent."""
         while self._sent:
             self._sent.popitem()[1].take_back()
-
-    def undo(self) -> None:
-        """Take back the last step, which no rank applied, and forget its damage."""
-        self.take_back()
-        self.damage, self._unannounced = None, False
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""
@@ -181,16 +187,13 @@ class StepLedger:
             "wire_bytes": step_bytes(plans),
         }
 
-    def saved(self) -> dict[str, Any]:
-        """Its part of a checkpoint's entry."""
-        return {"run_id": self.run_id, "step": self.step, "recent": self._recent.state()}
-
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Go on from a checkpoint's entry; at `step`, if the entry's counts something else."""
-        self._guard.load(entry["run_id"], entry["world_size"])
-        self._recent.load(entry.get("recent"))  # which early states leave out
+        """Go on from a checkpoint's entry; at `step`, if the entry's counts something else.
+
+        All ranks call it, each at its own time.
+        """
+        self.run_id = entry["run_id"]
+        self._checkpoint = f"one of {entry['world_size']} ranks"
+        self._recent = RecentStats()
         self._loss_scale.saw(overflow=False)
         self._go_on_at(entry["step"] if step is None else step)
-
-    def _error(self, when: str, got: str) -> str:
-        return f"dct::{self._op}: every payload {when} must be intact, got {got}{self._advice}"

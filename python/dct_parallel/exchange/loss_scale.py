@@ -1,7 +1,5 @@
 """The scale of a GradScaler, and whether it skipped the last step."""
 
-from typing import Any
-
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -15,22 +13,11 @@ class LossScale:
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
             checks.fail(op, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
-        self._op = op
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value: Tensor | None = None
         self.inverse: Tensor | None = None
         self._version = 0
         self._overflowed = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LossScale":
-        """A copy with the same scaler: the training loop updates only that one."""
-        return LossScale(self._op, self.scaler)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.scaler is not None:
-            rule = "None in a state that is pickled (save its state_dict)"
-            checks.fail(self._op, "grad_scaler", rule, "one, and a copy of it is never updated")
-        return self.__dict__
 
     def begin(self) -> None:
         """A backward pass starts to exchange its gradients."""

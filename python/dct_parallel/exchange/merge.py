@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from dct_kernels import checks
 
 from ..agreement import named, require_same
 from . import checkpoint
-from .recent_stats import RecentStats
 from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 _OP = "merge_states"
-_PARTS = checkpoint.BASE, checkpoint.STARTED
 
 
 def merge_states(
@@ -59,16 +57,14 @@ def merge_states(
     sums: dict[str, dict[str, Tensor]] = {}
     sizes: dict[str, int] = {}  # of the parameters that were seen
     for state in states:
-        version, ranks = checkpoint.opened(_OP, state)
-        for rank, saved in ranks.items():
+        for rank, saved in checkpoint.opened(_OP, state).items():
             if rank in told or rank == checkpoint.MEAN:
                 got = "a merged one" if rank == checkpoint.MEAN else f"a second of rank {rank}"
                 checks.fail(_OP, "states", "one state per rank", got, verb="hold")
-            entry = checkpoint.require_entry(_OP, version, saved, sizes, f" of rank {rank}")
-            told[rank] = {k: v for k, v in entry.items() if k not in ("parameters", "recent")}
+            entry = checkpoint.require_entry(_OP, saved, sizes, f" of rank {rank}")
+            told[rank] = {k: v for k, v in entry.items() if k != "parameters"}
             told[rank]["parameters"] = ", ".join(
-                name + "".join(f" and its {part}" for part in _PARTS if part in segment)
-                for name, segment in entry["parameters"].items()
+                f"{name} ({', '.join(segment)})" for name, segment in entry["parameters"].items()
             )
             for name, segment in entry["parameters"].items():
                 sizes[name] = segment[RESIDUAL].numel()
@@ -82,11 +78,10 @@ def merge_states(
     world_size = numbers["world_size"]
     if len(told) != world_size:
         checks.fail(_OP, "states", f"those of all {world_size} ranks", named(told))
-    local_size = numbers.pop("local_size", 1)
+    local_size = numbers["local_size"]
     mean = {name: _mean(total, world_size, local_size) for name, total in sums.items()}
-    recent = RecentStats().state()  # each rank has its own: they begin anew
-    entry = cast(checkpoint.Entry, {**numbers, "recent": recent, "parameters": mean})
-    return checkpoint.make(checkpoint.MEAN, entry)
+    merged = {**numbers, "local_size": 1, "parameters": mean}
+    return checkpoint.make(checkpoint.MEAN, merged)
 
 
 def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -31,33 +31,19 @@ def slices(sizes: Sequence[int], start: int, end: int) -> Iterator[Slice]:
             yield Slice(index, max(low, start) - low, min(high, end) - low)
 
 
-class TransportFormulas(Protocol):
-    """The part of a transport that a plan uses."""
-
-    name: str
-
-    @staticmethod
-    def ranges(ranks: int) -> int:
-        """Payloads per rank, each of an equal range."""
-
-    @staticmethod
-    def wire_bytes(plan: "BucketPlan") -> int:
-        """Bytes per step of the rank that sends most."""
-
-
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
     """The messages of one bucket per step, by its parameters' names and sizes in order.
 
     Attributes:
-        transport: sends payloads to the other ranks.
+        transport: "all_gather" or "reduce_scatter", which sends payloads to the other ranks.
         ranks: their number.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     settings: Settings
-    transport: type[TransportFormulas]
+    transport: str
     ranks: int
 
     @cached_property
@@ -72,7 +58,7 @@ class BucketPlan:
     @cached_property
     def ranges(self) -> int:
         """Payloads per rank, each of an equal range of whole blocks."""
-        return self.transport.ranges(self.ranks)
+        return self.ranks if self.transport == "reduce_scatter" else 1
 
     @cached_property
     def range_bounds(self) -> list[int]:
@@ -97,7 +83,11 @@ class BucketPlan:
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes per step for this bucket, of the rank that sends most."""
-        return self.transport.wire_bytes(self)
+        everybody = wire.all_gather_bytes(self.payload_bytes, self.ranks)
+        if self.transport == "all_gather":
+            return everybody
+        # And before that to all other owners; a rank that owns nothing sends to all of them.
+        return min(self.owners, self.ranks - 1) * self.payload_bytes + everybody
 
     def slices(self, index: int) -> Iterator[Slice]:
         """Range `index` as slices of parameters, in the bucket's order."""
@@ -115,28 +105,26 @@ def plan_table(
     """The plan as text, one line per bucket; bytes are sent per rank and step, or `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
     dtype = str(settings.value_dtype).removeprefix("torch.")
-    transports = list(dict.fromkeys(plan.transport.name for plan in plans))
-    heading = (
-        f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, "
-        f"buckets: {len(plans)}, transport: {', '.join(transports)} ({transport_reason}), "
-        f"backend: {backend_of(device)}"
-    )
-    rows: list[tuple[str, ...]] = [("bucket", "parameters", "numel", "capacity", f"bytes/{each}")]
-    for index, plan in enumerate(plans):
-        numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
-        by = f", {plan.transport.name}" if len(transports) > 1 else ""
-        rows.append((_label(index, plan) + by, *(f"{number:,}" for number in numbers)))
-    total = step_bytes(plans)
-    numel = sum(plan.numel for plan in plans)
-    parameters = f"{sum(len(plan.names) for plan in plans):,}"
-    rows.append(("total", parameters, f"{numel:,}", "", f"{total:,}"))
+    transports = ", ".join(dict.fromkeys(plan.transport for plan in plans))
+    total, numel = step_bytes(plans), sum(plan.numel for plan in plans)
     dense = wire.all_reduce_bytes(4 * numel, ranks)
-    rows.append(("float32 ring all-reduce", "", "", "", f"{dense:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [heading]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    rows = [["bucket", "parameters", "numel", "capacity", f"bytes/{each}"]]
+    for index, plan in enumerate(plans):
+        ends = " ... ".join(dict.fromkeys([*plan.names[:1], *plan.names[-1:]]))
+        by = f", {plan.transport}" if "," in transports else ""
+        numbers = len(plan.names), plan.numel, plan.owners * plan.capacity, plan.wire_bytes
+        rows.append([f"{index}: {ends}{by}", *(f"{number:,}" for number in numbers)])
+    parameters = sum(len(plan.names) for plan in plans)
+    rows.append(["total", f"{parameters:,}", f"{numel:,}", "", f"{total:,}"])
+    rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, buckets: {len(plans)}, "
+        f"transport: {transports} ({transport_reason}), backend: {backend_of(device)}"
+    ]
+    for name, *cells in rows:
+        aligned = map(str.rjust, cells, widths[1:])
+        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
     if total:
         lines.append(f"That is {dense / total:.1f}x fewer bytes than the all-reduce.")
     if settings.density < 1:
@@ -144,8 +132,3 @@ def plan_table(
             f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes."
         )
     return "\n".join(lines)
-
-
-def _label(index: int, plan: BucketPlan) -> str:
-    ends = dict.fromkeys([*plan.names[:1], *plan.names[-1:]])
-    return f"{index}: {' ... '.join(ends)}"

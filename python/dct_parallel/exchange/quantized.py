@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.layout import (
-    FLAG_DAMAGE,
     FLAG_NON_FINITE,
     FLAGS_BYTE,
     HEADER,
@@ -79,12 +78,10 @@ class QuantizedRows:
         headers = bytearray(b"".join(_header(size, format) for size in sizes))
         self._header = torch.frombuffer(headers, dtype=torch.uint8).view(ranges, -1).to(device)
         self._checked = torch.full_like(self._header, 255)  # bits that must be equal
-        self._checked[:, FLAGS_BYTE] = 255 - FLAG_NON_FINITE - FLAG_DAMAGE
+        self._checked[:, FLAGS_BYTE] = 255 - FLAG_NON_FINITE
         self.step = 0
 
-    def pack(
-        self, grad: Tensor, inv_scale: Tensor | None = None, status: Tensor | None = None
-    ) -> Tensor:
+    def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """See `Compressor.pack`."""
         acc = self._owed.clone()
         acc.view(-1)[: self._numel] += grad if inv_scale is None else grad.float() * inv_scale
@@ -94,15 +91,10 @@ class QuantizedRows:
         finite = left.amin(1, keepdim=True).isfinite() & left.amax(1, keepdim=True).isfinite()
         torch.where(finite, left, self._owed, out=self._owed)
         non_finite = ~finite.view(self._ranges, -1).all(1)
-        damage = None if status is None else (status != 0).any()
-        self._write(rows, FLAG_NON_FINITE * non_finite, damage)
+        self._payload[:, :HEADER_BYTES] = self._header
+        self._payload[:, FLAGS_BYTE] = FLAG_NON_FINITE * non_finite
+        self._rows_of(self._payload).copy_(rows.view(self._ranges, -1))
         self.step += 1
-        return self.payload
-
-    def pack_damage(self) -> Tensor:
-        """See `Compressor.pack_damage`: zeros, and the flag."""
-        nothing = self._payload.new_zeros(len(self._owed), self._row_bytes)
-        self._write(nothing, self.threshold, torch.ones_like(self.threshold, dtype=torch.bool))
         return self.payload
 
     def unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
@@ -128,18 +120,9 @@ class QuantizedRows:
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
         self._payload[:, :HEADER_BYTES].zero_()
 
-    def sent_of(self, bounds: Tensor) -> Tensor:
-        """See `Compressor.sent_of`: everything."""
-        return bounds.diff()
-
     def _rows_of(self, payload: Tensor) -> Tensor:
         """The rows' bytes of a payload [ranges, nbytes]."""
         return payload[:, HEADER_BYTES : HEADER_BYTES + self._rows * self._row_bytes]
-
-    def _write(self, rows: Tensor, flags: Tensor, damage: Tensor | None) -> None:
-        self._payload[:, :HEADER_BYTES] = self._header
-        self._payload[:, FLAGS_BYTE] = flags if damage is None else flags + FLAG_DAMAGE * damage
-        self._rows_of(self._payload).copy_(rows.view(self._ranges, -1))
 
 
 def _rows(numel: int) -> int:

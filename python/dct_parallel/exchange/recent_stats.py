@@ -4,10 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from .results import Traffic
+from .results import ExchangeResult
 
 RECENT_STEPS = 100
 
@@ -23,26 +20,13 @@ class RecentStats:
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._warned = False
 
-    def state(self) -> Tensor:
-        """Density and overflow of each step, float64 [100, 2]; NaN for steps not taken yet."""
-        state = torch.full((RECENT_STEPS, 2), torch.nan, dtype=torch.float64)
-        for row, step in zip(state, self._steps, strict=False):
-            row.copy_(torch.tensor(step, dtype=torch.float64))
-        return state
-
-    def load(self, state: Tensor | None) -> None:
-        """Go on from a `state`; None: as if no step had been taken."""
-        self._steps.clear()
-        if state is not None:
-            self._steps.extend((d, o) for d, o in state.tolist() if d == d)  # but NaN
-
-    def note(self, traffic: Sequence[Traffic]) -> None:
-        """Note a step, from the traffic of each bucket; nothing if there was no payload in it."""
-        payloads = sum(one.payloads for one in traffic)
+    def note(self, results: Sequence[ExchangeResult]) -> None:
+        """Note a step, from the result of each bucket; nothing if there was no payload in it."""
+        payloads = sum(one.payloads for one in results)
         if payloads:
-            sent = sum(sum(one.counts) for one in traffic)
-            numel = sum(one.numel for one in traffic)
-            late = sum(one.overflowed for one in traffic)
+            sent = sum(sum(one.counts) for one in results)
+            numel = sum(one.numel for one in results)
+            late = sum(one.overflowed for one in results)
             self.add(density=sent / max(numel, 1), overflow=late / payloads)
 
     def add(self, density: float, overflow: float) -> None:

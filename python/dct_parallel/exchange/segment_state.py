@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 # Keys of checkpoints.
@@ -20,26 +21,30 @@ class SegmentState:
     """
 
     residual: Tensor
-    owner: "SegmentState | None" = None
+    owner: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SegmentState":
         """A state with `change` applied to each tensor."""
-        owner = None if self.owner is None else self.owner.map(change)
+        owner = None if self.owner is None else change(self.owner)
         return SegmentState(change(self.residual), owner)
+
+    def with_owner(self) -> "SegmentState":
+        """The same; if it owns nothing, with zeros."""
+        nothing = torch.zeros_like(self.residual)
+        return SegmentState(self.residual, nothing if self.owner is None else self.owner)
 
     def share(self, ranks: int) -> Tensor:
         """The contribution of one of so many ranks to the sum of gradients that sends all of it."""
         if self.owner is None:
             return self.residual
-        return self.residual + ranks * self.owner.residual
+        return self.residual + ranks * self.owner
 
     def as_dict(self) -> dict[str, Tensor]:
         """As a checkpoint holds it."""
-        owner = {} if self.owner is None else {OWNER_RESIDUAL: self.owner.residual}
+        owner = {} if self.owner is None else {OWNER_RESIDUAL: self.owner}
         return {RESIDUAL: self.residual, **owner}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Tensor]) -> "SegmentState":
         """From a checkpoint."""
-        owner = SegmentState(saved[OWNER_RESIDUAL]) if OWNER_RESIDUAL in saved else None
-        return SegmentState(saved[RESIDUAL], owner)
+        return SegmentState(saved[RESIDUAL], saved.get(OWNER_RESIDUAL))

@@ -11,42 +11,35 @@ from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
 from .transport import Transport
 
-TRANSPORTS: dict[str, type[Transport]] = {t.name: t for t in (AllGather, ReduceScatter)}
+TRANSPORTS: dict[str, type[Transport]] = {
+    "all_gather": AllGather,
+    "reduce_scatter": ReduceScatter,
+}
 
 # By default payloads go to everybody up to so many ranks, fewer if every entry is sent; beyond that
 # in buckets of fewer blocks per rank, whose ranges are too short to repay a second collective.
 GATHER_RANKS, GATHER_RANKS_IN_ROWS, LEAST_BLOCKS = 8, 2, 4
 
-_FORMER = {"gather": "all_gather", "shard": "reduce_scatter"}
-
 
 def require_transport(op: str, transport: str | None) -> None:
     """Raise unless this is the name of a transport, or None."""
-    if transport is None or transport in list(TRANSPORTS):  # a list also compares unhashable values
-        return
-    rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
-    former = f", which is called {_FORMER[transport]!r} now" if transport in list(_FORMER) else ""
-    checks.fail(op, "transport", rule, f"{transport!r}{former}")
+    # A list, because it also compares values that cannot be hashed.
+    if transport is not None and transport not in list(TRANSPORTS):
+        rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
+        checks.fail(op, "transport", rule, repr(transport))
 
 
-def name_of_today(transport: str) -> str:
-    """The present name of a transport in a checkpoint, maybe of an early version."""
-    return _FORMER.get(transport, transport)
-
-
-def transport_for(
-    transport: str | None, settings: Settings, numel: int, ranks: int
-) -> type[Transport]:
+def transport_for(transport: str | None, settings: Settings, numel: int, ranks: int) -> str:
     """The transport of a bucket of so many elements between so many ranks."""
     if transport is not None:
-        return TRANSPORTS[transport]
+        return transport
     few = ranks <= _gather_ranks(settings)
-    return AllGather if few or numel < _least(ranks) else ReduceScatter
+    return "all_gather" if few or numel < _least(ranks) else "reduce_scatter"
 
 
 def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
     """Whether buckets may have owners, whose residuals are then part of a state."""
-    return transport_for(transport, settings, _least(ranks), ranks) is ReduceScatter
+    return transport_for(transport, settings, _least(ranks), ranks) == "reduce_scatter"
 
 
 def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
@@ -57,7 +50,7 @@ def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
     if ranks <= most:
         return f"up to {most} ranks"
     why = f"more than {most} ranks"
-    if any(plan.transport is AllGather for plan in plans):
+    if any(plan.transport == "all_gather" for plan in plans):
         why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
     return why
 

@@ -6,14 +6,12 @@ One transport per file: `all_gather` and `reduce_scatter`.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .codec import Codec
 from .plan import BucketPlan
 from .results import ExchangeResult
-from .segment_state import SegmentState
 
 
 class Transport(ABC):
@@ -28,25 +26,13 @@ class Transport(ABC):
         group: the ranks to average over.
     """
 
-    name: str
     owned: tuple[int, Tensor] | None = None  # where this rank's range begins, its residual as owner
 
-    @staticmethod
-    @abstractmethod
-    def ranges(ranks: int) -> int:
-        """Payloads per rank, each of an equal range of the bucket."""
-
-    @staticmethod
-    @abstractmethod
-    def wire_bytes(plan: BucketPlan) -> int:
-        """Bytes per step of the rank that sends most."""
-
     def __init__(self, plan: BucketPlan, codec: Codec, group: dist.ProcessGroup) -> None:
-        self._numel = plan.numel
+        self._plan = plan
         self._codec = codec
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)  # as errors call them
-        self._senders = torch.tensor(self._ranks, device=codec.payload.device)
 
     def start(self) -> None:  # noqa: B027  # by default nothing
         """Begin to send the codec's payload, as far as possible before `reduce`."""
@@ -64,25 +50,21 @@ class Transport(ABC):
         """The result of the last `reduce`, from its raw status on the host."""
 
     @abstractmethod
-    def fault_flags(self, raw_status: Sequence[Tensor]) -> Tensor:
-        """The verdict that `result` will find, int32 [3] on the device: see `fault_flags_of`."""
-
-    @abstractmethod
-    def announce_damage(self) -> None:
-        """Take part in an exchange only to tell that the last payload received was damaged."""
+    def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
+        """What `result` will find, int32 [1] on the device: see `any_non_finite`."""
 
     def take_back(self) -> None:
         """Return the entries of the last `reduce` to residuals, for a step that was not applied."""
         self._codec.take_back()
 
-    def owner_state(self, index: int) -> SegmentState | None:
+    def owner_state(self, index: int) -> Tensor | None:
         """A copy, on the CPU, of this rank's residual as an owner, for one parameter."""
         return None
 
-    def load_owner(self, index: int, owner: SegmentState) -> Tensor:
+    def load_owner(self, index: int, owner: Tensor) -> Tensor:
         """Go on from an `owner_state`, of any transport.
 
         Returns:
             The part of it that this rank cannot keep, in units of the mean.
         """
-        return owner.residual
+        return owner

@@ -1,6 +1,6 @@
 """The checkpoint of a sharded state: its contents, and whether one fits.
 
-    {"version": 1, "replicas": {"0": {run_id, world_size, ..., parameters: {name: {...}}}}}
+    {"version": 6, "replicas": {"0": {run_id, world_size, ..., parameters: {name: {...}}}}}
 
 Its key is the replica, because replicas keep different residuals of the same parameters. Inside a
 replica everything is cut as its parameters are, in DTensors, which torch.distributed.checkpoint
@@ -19,13 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from dct_kernels import checks
 
 from ..exchange import fields
-from ..exchange.checkpoint import ENTRY
-from ..exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
-from ..exchange.selection import name_of_today
+from ..exchange.checkpoint import ENTRY, IS_VERSION, VERSION
+from ..exchange.segment_state import SegmentState
 from .units import Piece
-
-VERSION = 1
-RESIDUALS = (RESIDUAL, OWNER_RESIDUAL)
 
 
 class Entry(TypedDict):
@@ -39,7 +35,7 @@ class Entry(TypedDict):
     density: float
     transport: str
     reduction: str  # see Unit.reduction
-    parameters: dict[str, dict[str, Tensor]]  # see `spread`
+    parameters: dict[str, dict[str, Any]]  # see `spread`
 
 
 _ENTRY = ENTRY | {
@@ -48,15 +44,14 @@ _ENTRY = ENTRY | {
     "transport": fields.TEXT,
     "reduction": fields.TEXT,
 }
-_STATE = {"version": fields.integer(VERSION, VERSION), "replicas": fields.BY_NAME}
+_STATE = IS_VERSION | {"replicas": fields.BY_NAME}
 
 
-def _like(key: str, own: Tensor) -> fields.Field:
-    """The rule for the value of `key`, from the one that this run would save now."""
+def _like(own: Tensor | int) -> fields.Field:
+    """The rule for a value, from the one that this run would save now."""
     if not isinstance(own, DTensor):
-        return fields.count()
-    make = fields.tensor if key in RESIDUALS else fields.from_zero
-    here = make(own.to_local().shape)
+        return fields.integer(0)
+    here = fields.tensor(own.to_local().shape)
 
     def flaw(value: object) -> object:
         if not isinstance(value, DTensor):
@@ -74,7 +69,7 @@ def make(replica: int | str, entry: Entry) -> dict[str, Any]:
     return {"version": VERSION, "replicas": {str(replica): entry}}
 
 
-def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor]:
+def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor | int]:
     """A parameter's shard as it is saved.
 
     Args:
@@ -83,7 +78,7 @@ def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor
     """
     parameter, local = piece.parameter, piece.local
     mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
-    saved: dict[str, Tensor] = {"packed": torch.tensor(packed)}  # the same on all shards
+    saved: dict[str, Tensor | int] = {"packed": packed}  # the same on all shards
     for key, value in segment.as_dict().items():
         saved[key] = DTensor.from_local(
             value[: local.numel()].view(local),
@@ -133,7 +128,6 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
 
 def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[Piece]) -> Entry:
     """The entry; raises unless it is sound, and of this run's settings and model."""
-    entry["transport"] = name_of_today(entry["transport"])
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
             checks.fail(op, key, f"{here[key]}, as in this run", entry[key])
@@ -144,7 +138,7 @@ def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[P
     parameters = {}
     for piece in pieces:
         own = here["parameters"][piece.name]
-        table = {key: _like(key, value) for key, value in own.items()}
+        table = {key: _like(value) for key, value in own.items()}
         found = fields.checked(op, entry["parameters"][piece.name], table, f" of {piece.name}")
         theirs, ours = _local(found["shard"]), _local(own["shard"])
         if entry["shards"] == here["shards"] and not torch.equal(theirs, ours):
@@ -208,7 +202,7 @@ def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]
         for name, segment in state.items():
             sums[name] = sums.get(name, 0) + segment.residual.double()
             if segment.owner is not None:
-                owed[name] = owed.get(name, 0) + segment.owner.residual.double()
+                owed[name] = owed.get(name, 0) + segment.owner.double()
     return {
         name: SegmentState((total / replicas + owed.get(name, 0)).float())
         for name, total in sums.items()

@@ -64,10 +64,8 @@ def dct_fully_shard_hook(
     `set_gradient_divide_factor` divides the sum over the shard group, and the hook takes the mean
     over replicas: for the result of torch's hybrid sharding at factor f, set f / replicas.
 
-    The receiver of a damaged payload detects the damage. Damage of step t raises at the first
-    gradient of step t + 1, or at `state_dict()`, on every rank of the mesh; before that at
-    `stats()`, `parameter_stats()` and `close()` of the rank that knows. Weights have taken that
-    step, and differ: go back to a checkpoint.
+    The receiver of a damaged payload of step t raises at the first gradient of step t + 1, or in
+    whichever method of the state is called first, and in every later call: see `DCTState`.
 
     Args:
         model: all trainable parameters are in modules that `fully_shard` was applied to.
@@ -89,7 +87,7 @@ def dct_fully_shard_hook(
             averages over replicas itself where it is given a mesh of two dimensions), has several
             parameter groups, or ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not call this within the
-            timeout of all ranks.
+            timeout of all ranks. Restart the process then.
     """
     from .state import FullyShardState  # late, see above
     from .units import units_of

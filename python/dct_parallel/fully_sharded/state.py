@@ -5,7 +5,6 @@ with this rank's shard. It is packed, exchanged with the ranks that hold the sam
 replicas, and unpacked in place. The result (damage, overflow) is read before the next step.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -17,20 +16,15 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from dct_kernels import __version__
-
 from .. import groups
 from ..collectives import dense_mean
 from ..exchange import selection
-from ..exchange.all_gather import AllGather
 from ..exchange.bucket import Bucket, parameter_stats
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.parameters import describe
 from ..exchange.plan import BucketPlan, plan_table
-from ..exchange.reduce_scatter import ReduceScatter
-from ..exchange.run_guard import RunGuard
 from ..exchange.segment_state import SegmentState
 from . import checkpoint
 from .step_consensus import OP, agree
@@ -66,24 +60,15 @@ class FullyShardState:
         self._order: list[int] = []  # units of the last step, until that is finished
 
         world = groups.require_group(OP, None)
-        guard = RunGuard(
-            OP,
-            world,
-            self._device,
-            {
-                "version": __version__,
-                "model": describe({piece.parameter: piece.name for piece in self._pieces}),
-                "modules": ", ".join(unit.name for unit in units),
-                "mesh": str(mesh.mesh.tolist()),
-                **settings.as_told(),
-                "transport": transport,
-                "start_step": start_step,
-                "grad_scaler": loss_scale.as_told(),
-            },
-        )
+        told = {
+            "model": describe({piece.parameter: piece.name for piece in self._pieces}),
+            "modules": ", ".join(unit.name for unit in units),
+            "mesh": str(mesh.mesh.tolist()),
+            "transport": transport,
+        }
+        self._ledger = StepLedger(OP, world, self._device, settings, told, loss_scale, start_step)
         timeout = groups.timeout_of(world, self._device)
-        self._verdicts = groups.separate_group(world, guard.id, timeout)
-        self._ledger = StepLedger(OP, guard, loss_scale, start_step)
+        self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
@@ -109,42 +94,44 @@ class FullyShardState:
         """End the process group of this state, which takes no further step. Idempotent.
 
         Raises:
-            RuntimeError: this rank knows of a damaged payload. The state is closed all the same.
+            RuntimeError: this rank received a damaged payload. The state is closed all the same.
         """
         if self._open:
             self._open = False
             for unit in self._units:
                 unit.close()
-            groups.end_group(self._verdicts)
-            self._ledger.finish()
+            groups.end_group(self._after_step)
+        self._ledger.finish()
 
     def plan(self) -> str:
         """The bytes per rank and module in a compressed step, as a table.
 
         A bucket is a module that was wrapped by itself; sizes are a shard's.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload, as far as it has looked.
         """
+        self._ledger.require_intact()
         why = selection.reason(self._transport, self._plans)
         return plan_table(self._plans, why, self._device)
 
-    def stats(self) -> dict[str, float | int | list[str] | None]:
+    def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
 
         `wire_bytes`: bytes sent per rank to other replicas in a compressed step. Besides, FSDP
-        sends its own messages inside a shard group, and all ranks reduce 32 bytes.
+        sends its own messages inside a shard group, and all ranks reduce 24 bytes.
 
         Raises:
-            RuntimeError: this rank knows of a damaged payload.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.finish()
-        held = {piece.name for piece in self._pieces if piece.local.numel()}  # not filling alone
-        silent = [name for bucket in self._buckets for name in bucket.silent() if name in held]
-        return {**self._ledger.stats(self._plans), "silent": silent}
+        return self._ledger.stats(self._plans)
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
         """{parameter: figures of its last step on this rank}; see `DCTState.parameter_stats`.
 
         Raises:
-            RuntimeError: this rank knows of a damaged payload.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.finish()
         return parameter_stats(self._buckets)
@@ -156,7 +143,7 @@ class FullyShardState:
         were exchanged, only the last one is taken back.
 
         Raises:
-            RuntimeError: a payload was damaged, on any rank.
+            RuntimeError: this rank received a damaged payload.
         """
         self._finish_last_step()
         self._ledger.take_back()
@@ -169,7 +156,7 @@ class FullyShardState:
         takes the state itself, {"dct": state}, or for torch.save, one file per rank.
 
         Raises:
-            RuntimeError: a payload was damaged, on any rank.
+            RuntimeError: this rank received a damaged payload.
         """
         self._finish_last_step()
         return checkpoint.make(self._replica, self._entry())
@@ -185,7 +172,9 @@ class FullyShardState:
                 a different replica or shard, or for a different model; or something in it is
                 missing, of a wrong type or shape or not finite.
             TypeError: not a state dict.
+            RuntimeError: this state received a damaged payload: load into a new one.
         """
+        self._ledger.require_intact()
         entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
         self._go_on(entry, self._segments(entry))
 
@@ -205,6 +194,7 @@ class FullyShardState:
         Raises:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
         """
+        self._ledger.require_intact()
         entries: list[checkpoint.Entry] = []
 
         def each() -> Iterator[dict[str, SegmentState]]:
@@ -223,9 +213,7 @@ class FullyShardState:
             states, packed = bucket.states(), bucket.codec.step
             for piece in unit.pieces:
                 state = states[piece.name]
-                if owners and state.owner is None:
-                    nothing = SegmentState(torch.zeros(piece.padded))
-                    state = dataclasses.replace(state, owner=nothing)
+                state = state.with_owner() if owners else state
                 parameters[piece.name] = checkpoint.spread(piece, state, packed)
         return checkpoint.Entry(
             run_id=self._ledger.run_id,
@@ -234,7 +222,7 @@ class FullyShardState:
             shards=self._shards,
             step=self.step,
             density=self.settings.density,
-            transport=(ReduceScatter if owners else AllGather).name,
+            transport="reduce_scatter" if owners else "all_gather",
             reduction=", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
             parameters=parameters,
         )
@@ -249,7 +237,7 @@ class FullyShardState:
         parameters = entry["parameters"]
         for index, unit in enumerate(self._units):
             own = {piece.name: segments[piece.name] for piece in unit.pieces}
-            packed = max(int(parameters[name]["packed"]) for name in own)
+            packed = max(parameters[name]["packed"] for name in own)
             self._buckets[index] = self._bucket(unit, packed, own)
 
     # In the backward pass:
@@ -266,8 +254,7 @@ class FullyShardState:
             self._ledger.reduction(index, self._buckets[index], flat)()
         else:
             with record_function("dct::exchange_dense"):
-                mean = partial(dense_mean, flat, torch.bfloat16, self._group)
-                flat.copy_(self._ledger.carry_out(mean))
+                flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
 
     def _begin_step(self) -> None:
         self._finish_last_step()
@@ -285,12 +272,12 @@ class FullyShardState:
         """Learn how it went on every rank; collective, after equally many steps.
 
         Raises:
-            RuntimeError: a payload was damaged on some rank: on all of them.
+            RuntimeError: this rank received a damaged payload, in this step or before.
         """
         self._ledger.look()
+        self._ledger.require_intact()
         self._in_step = False
         if self._order:
             order, self._order = self._order, []
-            agreed = partial(agree, self._ledger.verdict, order, self._verdicts)
-            self._ledger.hear(self._ledger.carry_out(agreed))
+            self._ledger.hear(agree(self._ledger.non_finite, order, self._after_step))
         self._ledger.finish()

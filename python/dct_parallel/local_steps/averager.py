@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,20 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn import Parameter
 
-from dct_kernels import __version__, checks
+from dct_kernels import checks
 
 from .. import groups, wire
 from ..agreement import refusing
 from ..collectives import dense_mean
 from ..exchange import checkpoint, selection
-from ..exchange.all_gather import AllGather
 from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.parameters import describe
 from ..exchange.plan import BucketPlan, plan_table
-from ..exchange.reduce_scatter import ReduceScatter
-from ..exchange.run_guard import RunGuard
 from ..exchange.segment_state import SegmentState
 from .weights import FlatWeights
 
@@ -38,12 +34,10 @@ class _UnderWay:
     Attributes:
         weights: of this rank as it began, flat; None if it ends in the same step.
         base: the next one, once the payloads are here.
-        sound: whether all ranks are known to have received them intact.
     """
 
     weights: Tensor | None
     base: Tensor | None = None
-    sound: bool = False
 
 
 class DCTAverager(ModelAverager):
@@ -117,7 +111,7 @@ class DCTAverager(ModelAverager):
         step: calls of `average_parameters`.
         period, overlap, residual_decay: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
-            ranks reduce 8 bytes: whether one received a damaged payload.
+            ranks reduce 8 bytes: either all of them apply an averaging or none.
 
     It belongs to its module and its process group, so it cannot be copied or pickled: keep it
     outside of modules that are (by an EMA, say), and `state_dict()` in checkpoints.
@@ -125,7 +119,8 @@ class DCTAverager(ModelAverager):
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its averager
-            within the group's timeout. All ranks may try again, after this error as well.
+            within the group's timeout. Restart the process then; where all ranks raised alike,
+            they can try again.
     """
 
     def __init__(
@@ -153,7 +148,7 @@ class DCTAverager(ModelAverager):
             if not 0 < residual_decay <= 1:  # false of a NaN as well
                 checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
             selection.require_transport(_OP, transport)
-            if overlap and transport == ReduceScatter.name:
+            if overlap and transport == "reduce_scatter":
                 rule = "None or 'all_gather' with overlap: the other has two exchanges in a row"
                 checks.fail(_OP, "transport", rule, repr(transport))
             self._weights = FlatWeights(_OP, module)
@@ -161,27 +156,19 @@ class DCTAverager(ModelAverager):
         self._own = {"period": period, "overlap": overlap, "residual_decay": self.residual_decay}
         names = self._weights.names
         sizes, ranks = self._weights.sizes, group.size()
-        self._transport = AllGather.name if overlap else transport
+        self._transport = "all_gather" if overlap else transport
         chosen = selection.transport_for(self._transport, self._settings, sum(sizes), ranks)
         self._plan = BucketPlan(tuple(names.values()), sizes, self._settings, chosen, ranks)
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
-        guard = RunGuard(
-            _OP,
-            group,
-            self._device,
-            {
-                "version": __version__,
-                "model": describe(names),
-                "frozen": describe(self._weights.frozen),
-                "transport": chosen.name,
-                **self._own,
-                **self._settings.as_told(),
-            },
-        )
-        # Its steps are averagings.
-        self._ledger = StepLedger(
-            "average_parameters", guard, step_name="averaging", advice=": training can go on"
+        told = {
+            "model": describe(names),
+            "frozen": describe(self._weights.frozen),
+            "transport": chosen,
+            **self._own,
+        }
+        self._ledger = StepLedger(  # its steps are averagings
+            _OP, group, self._device, self._settings, told, step_name="averaging"
         )
         self._weights.take_those_of_first_rank(group)
         self._base = self._weights.read()
@@ -203,15 +190,19 @@ class DCTAverager(ModelAverager):
             ValueError: at an averaging, different parameters require grad than when this was made;
                 on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
                 until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had NaN or infinite weights as the exchange began, or received a
-                damaged payload. Every rank raises as that exchange ends. Its weights are those of
-                the last averaging; their change since then is in the residual, which did not decay
-                once more. So training can go on. NaN and Inf are lost, and in few bits the changes
-                of rows of 1,024 with such a weight.
+            RuntimeError: some rank had NaN or infinite weights as the exchange began. Every rank
+                raises as that exchange ends. Its weights are those of the last averaging; their
+                change since then is in the residual, which did not decay once more. So training can
+                go on. NaN and Inf are lost, and in few bits the changes of rows of 1,024 with such
+                a weight.
                 Or a rank is gone: the others raise the same way, at the group's timeout at the
                 latest. They lose nothing, and `state_dict` saves it; this group cannot be used
                 again.
+                Or this rank received a damaged payload. It raises as that exchange ends, and in
+                every later call: load a checkpoint into a new averager. The others raise as if it
+                were gone.
         """
+        self._ledger.require_intact()
         averages = (self.step + 1) % self.period == 0
         if averages:
             self._weights.require_same("average_parameters")
@@ -236,12 +227,13 @@ class DCTAverager(ModelAverager):
             RuntimeError: some rank has NaN or infinite weights. Every rank raises, and nothing has
                 changed. Or as `average_parameters`, for the exchange that was under way.
         """
+        self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare(self.step // self.period)
         self._arrive()
         owed = self._weights.moved_from(self._base)
         self._bucket.add_owed(owed)
-        mean = self._ledger.carry_out(partial(dense_mean, owed, torch.float32, self.process_group))
+        mean = dense_mean(owed, torch.float32, self.process_group)
         if not mean.isfinite().all():
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
@@ -249,7 +241,12 @@ class DCTAverager(ModelAverager):
         self._weights.write(self._base)
 
     def plan(self) -> str:
-        """The bytes of an averaging, as a table, and the bytes per step."""
+        """The bytes of an averaging, as a table, and the bytes per step.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload.
+        """
+        self._ledger.require_intact()
         reason = "overlap" if self.overlap else selection.reason(self._transport, [self._plan])
         table = plan_table([self._plan], reason, self._device, "averaging")
         dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
@@ -266,7 +263,11 @@ class DCTAverager(ModelAverager):
         the first averaging); `overflow`: fraction of payloads, of all ranks, with less room than
         entries that passed; `wire_bytes`: bytes sent per rank and averaging; `under_way`: whether
         an exchange is, which these figures do not include.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload.
         """
+        self._ledger.require_intact()
         stats = self._ledger.stats([self._plan])
         return {**stats, "step": self.step, "under_way": self._under_way is not None}
 
@@ -280,8 +281,9 @@ class DCTAverager(ModelAverager):
 
         Raises:
             RuntimeError: that exchange failed, so that `average_parameters` will raise. Nothing has
-                changed; once that has raised, the state can be saved.
+                changed; once that has raised, the state can be saved, unless a payload was damaged.
         """
+        self._ledger.require_intact()
         flat = {checkpoint.BASE: self._base}
         if self._under_way is not None:
             flat[checkpoint.BASE] = self._receive(self._under_way)
@@ -294,27 +296,30 @@ class DCTAverager(ModelAverager):
             for parameter, part in parts:
                 parameter[key] = part.to("cpu", copy=True)
         entry = {
-            **self._ledger.saved(),
+            "run_id": self._ledger.run_id,
             "step": self.step,
             "world_size": self.process_group.size(),
+            "local_size": 1,
             "density": self._settings.density,
             **self._own,
             "parameters": parameters,
         }
-        return checkpoint.make(dist.get_rank(), cast(checkpoint.Entry, entry))
+        return checkpoint.make(dist.get_rank(), entry)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
         (With policy "fixed" a new threshold is sampled, so that bits may differ.) An exchange under
-        way is dropped. A refused state changes nothing.
+        way is dropped. A refused dict changes nothing.
 
         Raises:
             ValueError: made with a different version, density, period, residual_decay, overlap or
                 number of ranks, by a different rank, or for a different model; or something in it
                 is missing, of a wrong type or shape or not finite.
             TypeError: not a state dict.
+            RuntimeError: this averager received a damaged payload: load into a new one.
         """
+        self._ledger.require_intact()
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
         entry = checkpoint.find(
@@ -333,9 +338,7 @@ class DCTAverager(ModelAverager):
         self._ledger.load(entry, step // self.period)
         self._bucket = self._new_bucket(saved)
         self.step, self._base = step, flat(checkpoint.BASE)
-        self._under_way = (
-            _UnderWay(flat(checkpoint.STARTED), self._base, sound=True) if started else None
-        )
+        self._under_way = _UnderWay(flat(checkpoint.STARTED), self._base) if started else None
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
@@ -344,7 +347,7 @@ class DCTAverager(ModelAverager):
     def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
         states = {name: SegmentState.from_dict(state) for name, state in saved.items()}
         group, averagings = self.process_group, self._ledger.step
-        return Bucket(self._plan, group, self._device, averagings, states, watches=False)
+        return Bucket(self._plan, group, self._device, averagings, states)
 
     def _start(self) -> None:
         """Begin an averaging. Waits only the first time, for all ranks to compare steps."""
@@ -357,7 +360,7 @@ class DCTAverager(ModelAverager):
         """The base after the exchange. Waits for the payloads; changes no weights."""
         if under_way.base is None:
             mean = torch.empty_like(self._base)
-            self._ledger.carry_out(partial(self._bucket.finish, mean))
+            self._bucket.finish(mean)
             self._ledger.look()
             under_way.base = mean.add_(self._base)
         return under_way.base
@@ -369,12 +372,11 @@ class DCTAverager(ModelAverager):
         under_way = self._under_way
         try:
             base = self._receive(under_way)
-            if not under_way.sound:
-                self._hear_of_damage()
+            self._agree()
             self._require_sound("average_parameters")
         except RuntimeError:
             self._under_way = None
-            self._ledger.undo()
+            self._ledger.take_back()
             self._go_on(self._moved_since(under_way), self._base)
             raise
         self._under_way = None
@@ -395,21 +397,20 @@ class DCTAverager(ModelAverager):
             moved.sub_(self._weights.moved_from(self._base))
             self._bucket.codec.residual += moved.nan_to_num_(0, 0, 0)
 
-    def _hear_of_damage(self) -> None:
-        """Tell all ranks of a damaged payload that one received: 8 bytes per averaging."""
-        seen = self._ledger.verdict
-        said = torch.tensor([dist.get_rank() + 1 if seen.damaged else 0], device=self._device)
-        collective = partial(dist.all_reduce, said, dist.ReduceOp.MAX, self.process_group)
-        self._ledger.carry_out(collective)
-        rank = int(said)
-        if rank and not seen.damaged:
-            self._ledger.hear(seen._replace(told=[rank - 1]))
+    def _agree(self) -> None:
+        """Wait until all ranks have received all payloads; learn whether one had NaN or Inf.
+
+        A rank that received damage does not come: then no rank applies this averaging.
+        """
+        self._ledger.require_intact()
+        said = torch.tensor([int(self._ledger.non_finite)], device=self._device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, self.process_group)
+        self._ledger.hear(bool(said))
 
     def _require_sound(self, op: str) -> None:
-        """Raise if a payload cannot be used; all ranks know the same by then."""
-        if self._ledger.damage is not None:
-            raise RuntimeError(self._ledger.damage)
-        if self._ledger.verdict.non_finite:
+        """Raise if a payload cannot be used: one that is not finite on all ranks."""
+        self._ledger.require_intact()
+        if self._ledger.non_finite:
             here = self._weights.non_finite()
             got = f"NaN or Inf in {', '.join(here)}" if here else "NaN or Inf on another rank"
             arg = f"weights at averaging {self.step // self.period}"

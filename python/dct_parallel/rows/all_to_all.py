@@ -6,8 +6,7 @@ every message's size is known beforehand, and the wire format are our reconstruc
 quality, every entry can be sent, in few bits.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -126,22 +125,10 @@ def _start(
     return _AllToAll(codec, splits, output_splits, group).start(x)
 
 
-class Exchange(Protocol):
-    """Rows to the ranks they belong to; collective, and differentiable in x.
-
-    `all_to_all_rows` is one, once its formats or its density are bound (`functools.partial`).
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        splits: Sequence[int],
-        output_splits: Sequence[int],
-        *,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        """x [sum(splits), d], ordered by destination, as [sum(output_splits), d], by source."""
-        ...
+# Collective, and differentiable in x: (x [sum(splits), d] ordered by destination, splits,
+# output_splits, group=...) to [sum(output_splits), d] by source. `all_to_all_rows` is one, once its
+# formats or its density are bound (`functools.partial`).
+Exchange = Callable[..., Tensor]
 
 
 def whole_rows(
