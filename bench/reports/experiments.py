@@ -16,8 +16,10 @@ from dct_dlrm.errors import UsageError
 RESULTS = Path(__file__).parents[1] / "results"
 REQUIRED = ("title", "command", "commit", "machine", "date")
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
-# What bench/gpu_check.sh leaves, kept as it came, beside the experiment that is made of it.
-RAW = {"bench.json", "environment.json", "summary.json", "summary_of_the_first_run.json"}
+# Files of bench/gpu/check.py, kept as they came, beside the experiment that is made of them; and
+# those of its predecessor.
+RAW = {"summary.json", "time.json", "step.json", "profile.json"}
+RAW |= {"bench.json", "environment.json", "summary_of_the_first_run.json"}
 
 
 @dataclasses.dataclass(frozen=True)

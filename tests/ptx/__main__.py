@@ -12,7 +12,7 @@ lanes of a warp together); ptxas says what machine code each line became. Needs 
 and nvdisasm of the same toolkit or of an installed Triton.
 
   report      prints a table in markdown: what an element costs. How long that takes only a GPU
-              says (bench/gpu_check.sh).
+              says (bench/gpu/check.py).
   forms       lists the instructions of what Triton makes of its kernels for sm_90: how often they
               are there, in text, in how many kernels. One that the executor does not know is an
               error. Needs Triton, and no nvcc.

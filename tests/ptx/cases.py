@@ -1,4 +1,4 @@
-"""What is counted: the calls that `dct-bench kernels` and bench/gpu_check.sh time, but smaller.
+"""What is counted: the calls that `dct-bench kernels` and bench/gpu/check.py time, but smaller.
 
 What they cost an element does not change with the size, beyond what a launch costs.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 from dct_dlrm.command_line import Formatter
 
 DESCRIPTION = """\
-Read every JSON file in DIR that `dct-bench kernels --json` or bench/gpu_check.sh wrote, and write
+Read every JSON file in DIR that `dct-bench kernels --json` or bench/gpu/check.py wrote, and write
 beside them
   report.md      all measurements as a table
   of_copy.png    per op, at the largest size: its rate as a fraction of a copy's, the roofline

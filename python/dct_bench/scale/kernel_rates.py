@@ -12,7 +12,7 @@ _PACKAGES = Path(__file__).parents[2]
 
 
 def load(path: Path | None) -> Kernels:
-    """From the JSON of `dct-bench kernels`, bench/gpu_check.sh or `dct-bench link`; None: H100's.
+    """From the JSON of `dct-bench kernels`, bench/gpu/check.py or `dct-bench link`; None: H100's.
 
     Raises:
         UsageError: it is none of them, or has not what is needed.

@@ -1,0 +1,116 @@
+"""Every op in a CUDA graph, on two streams at once and through torch.compile: the same bits.
+
+Also that no op waits for the device, and torch.library.opcheck.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+from common import BF16, F32, captured, gpu_backends, nodes, not_waiting, report
+from conformance.arguments import OPS, arguments
+from torch import Tensor
+
+import dct_kernels
+from dct_bench.kernels import cases
+from dct_bench.kernels.cases import Case
+from dct_bench.kernels.command import results
+from dct_kernels.row_layout import SCALED_BY_ROW
+
+ITERATIONS = 50
+SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued by then, and the streams do overlap
+
+
+def chosen(device: str) -> Iterator[Case]:
+    numel, rows, width = 2**20 + 3, 1000, 200
+    yield cases.sample_threshold(device, numel, 0.01, 5)
+    yield cases.mask_pack(device, numel, 0.01, BF16, BF16, False, 5)
+    yield cases.mask_pack(device, numel, 0.01, None, F32, False)
+    yield cases.scatter_unpack(device, numel, 0.01, 3)
+    yield cases.row_pack(device, rows, width, 0.05, False)
+    yield cases.row_unpack(device, rows, width, 0.05, False)
+    for format in SCALED_BY_ROW:
+        yield cases.row_quantize(device, rows, width, format, False)
+        yield cases.row_dequantize(device, rows, width, format, False)
+
+
+def equal(actual: tuple[Tensor, ...], expected: list[Tensor]) -> bool:
+    """All bits."""
+    pairs = zip(actual, expected, strict=True)
+    return all(torch.equal(a.view(torch.uint8), e.view(torch.uint8)) for a, e in pairs)
+
+
+def graph(case: Case, ops: SimpleNamespace) -> str:
+    expected = results(case, ops)
+    case.reset(0)
+    with not_waiting():  # capture refuses what this does not see
+        case.run(ops, 0)
+    made, static = captured(lambda: case.run(ops, 0))
+    for _ in range(2):
+        for tensor in static:
+            tensor.zero_()
+        case.reset(0)
+        made.replay()
+        if not equal(static, expected):
+            raise RuntimeError("a replay differs from a direct call")
+    return f"{nodes(made)} nodes in a graph"
+
+
+def streams(pair: tuple[Case, Case], ops: SimpleNamespace) -> str:
+    """One case each, many times over, against a call of its own."""
+    expected = [results(case, ops) for case in pair]
+    both = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for stream in both:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+    got = []
+    for i in ITERATIONS * (0, 1):
+        with torch.cuda.stream(both[i]):
+            got.append(results(pair[i], ops))
+    torch.cuda.synchronize()
+    wrong = sum(not equal(tensors, expected[n % 2]) for n, tensors in enumerate(got))
+    if wrong:
+        raise RuntimeError(f"{wrong} of {len(got)} differ")
+    return f"{len(got)} calls on two streams"
+
+
+def compiled(case: Case) -> str:
+    """The public functions, so that their checks are traced as well; Inductor compiles for real."""
+    torch.compiler.reset()  # every op counts as another version of the same function
+    expected = results(case, dct_kernels)
+    case.reset(0)
+    function = torch.compile(lambda: case.run(dct_kernels, 0), fullgraph=True, dynamic=True)
+    if not equal(function(), expected):
+        raise RuntimeError("the compiled call differs from a plain one")
+    return "compiled"
+
+
+def checked(op: str, device: str) -> str:
+    args = arguments(op)
+    placed = {n: a.to(device) if isinstance(a, Tensor) else a for n, a in args.items()}
+    torch.library.opcheck(getattr(torch.ops.dct, op).default, (), placed)
+    return "opcheck passed"
+
+
+def main() -> None:
+    backends, failures, done = gpu_backends(), [], 0
+    todo = [(op, checked, (op, "cuda")) for op in OPS]
+    for pair in zip(chosen("cuda"), chosen("cuda"), strict=True):
+        name = f"{pair[0].op} {pair[0].detail}"
+        todo.append((name, compiled, (pair[0],)))
+        for backend, ops in backends.items():
+            todo.append((f"{backend}'s {name}", graph, (pair[0], ops)))
+            todo.append((f"{backend}'s {name}", streams, (pair, ops)))
+    for name, check, given in todo:
+        try:
+            print(f"{name}: {check(*given)}", flush=True)
+            done += 1
+        except Exception as error:  # dynamo's have many types, and the others are tried as well
+            print(f"{name}: {check.__name__}: {error}", flush=True)
+            failures.append(f"{name} ({check.__name__})")
+    report(failures, f"{done} checks passed: graphs, streams, torch.compile, opcheck, no host sync")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Build, check, time and profile everything on the GPU at hand, in less than ten minutes.
+
+python bench/gpu/check.py OUT
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_SECONDS = 2  # with less time left no stage begins
+
+
+class Stage(NamedTuple):
+    name: str
+    limit: float  # in seconds
+    what: str
+    command: tuple[str, ...]  # OUT and PYTHON stand for the folder of results and the interpreter
+
+
+def program(name: str, *options: str) -> tuple[str, ...]:
+    return "PYTHON", f"bench/gpu/{name}.py", "OUT", *options
+
+
+def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, ...]:
+    """The tests with these words in their names, without the PTX that the CPU executes."""
+    command = ("PYTHON", "-m", "pytest", f"tests/conformance{tests}", "-k", f"{chosen} and not ptx")
+    if processes > 1 and importlib.util.find_spec("xdist"):
+        command += ("-n", str(min(processes, len(os.sched_getaffinity(0)))))
+    return (*command, "-p", "no:cacheprovider", "--durations", "3", "-rfE")
+
+
+def sanitized(tool: str) -> tuple[str, ...]:
+    """Every op once, of the size of some blocks."""
+    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+    return command + conformance("cuda and agree", tests="/test_determinism.py")
+
+
+COUNTERS = ("ncu", "--clock-control", "none", "--profile-from-start", "off")
+for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats"):
+    COUNTERS += ("--section", section)
+COUNTERS += program("profile_ops", "--once")
+# The most telling first. Processes share the GPU; those of Triton mostly compile.
+STAGES = (
+    Stage("environment", 30, "versions of everything; the GPU's clocks", program("environment")),
+    Stage("build", 120, "the extension, in place; the kernels of peers", program("build")),
+    Stage("mask_pack", 60, "CUDA against the oracle", conformance("cuda and mask_pack", 6)),
+    Stage("ops", 120, "all other ops, likewise", conformance("cuda and not mask_pack", 6)),
+    Stage("time", 110, "beside a copy of the bytes, and peers; targets", program("time_ops")),
+    Stage("step", 80, "the ops of a training step; DDP, hook or none", program("step")),
+    Stage("profile", 40, "time of every kernel by itself", program("profile_ops")),
+    Stage("counters", 40, "the GPU's counters of the same calls, by ncu", COUNTERS),
+    Stage("memcheck", 40, "every op under compute-sanitizer", sanitized("memcheck")),
+    Stage("racecheck", 40, "likewise", sanitized("racecheck")),
+    Stage("behavior", 60, "CUDA graphs, streams, torch.compile, opcheck", program("behavior")),
+    Stage("layer", 80, "hooks, averager, rows: NCCL alone, gloo in pairs", program("layer")),
+    Stage("triton", 150, "Triton's kernels against the oracle", conformance("triton", 12)),
+    Stage("large", 30, "more than 2^31 elements", program("large")),
+)
+
+EPILOG = """\
+stages, in this order, each with its limit in seconds:
+{stages}
+
+OUT is made if it is not there, and holds
+  summary.json   status, seconds and last line of every stage
+  STAGE.log      all that a stage printed; time.log ends with the targets
+  STAGE.json     the results of time, step and profile
+All are written while the stages run: a run that is cut short is of use.
+
+A stage that fails, or is stopped at its limit, leaves the others alone; the exit status is the
+number of these. One that lacks its tool, or for which no time is left, is skipped.
+
+Needs torch >= 2.11 for CUDA, nvcc, numpy, rich, pytest and hypothesis; uses pytest-xdist, Triton,
+ncu and compute-sanitizer where they are. Installs nothing, uses no network, and changes no setting
+of the GPU.
+
+examples:
+  python bench/gpu/check.py out
+  python bench/gpu/check.py out --stages build,mask_pack,time      after a change of mask_pack
+"""
+
+
+def environment() -> dict[str, str]:
+    """Packages of this checkout and modules of its tests; tools beside this Python; CUDA's."""
+    own = dict(os.environ)
+    modules = [str(ROOT), str(ROOT / "python"), str(ROOT / "tests"), own.get("PYTHONPATH", "")]
+    tools = [str(Path(sys.executable).parent), own["PATH"], "/usr/local/cuda/bin"]
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
+    own["PATH"] = os.pathsep.join(tools)
+    own["PYTHONUNBUFFERED"] = "1"
+    return own
+
+
+def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, object]:
+    """Its part of the summary."""
+    own, log, start = environment(), out / f"{stage.name}.log", time.monotonic()
+    meant = {"OUT": str(out), "PYTHON": sys.executable}
+    command = [meant.get(word, word) for word in stage.command]
+    if shutil.which(command[0], path=own["PATH"]) is None:
+        return result(stage, "skipped", 0.0, f"{command[0]} is not there")
+    if command[0] == "compute-sanitizer":  # every tensor an allocation, past which nothing is
+        own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    with log.open("w") as file:
+        options = {"cwd": ROOT, "env": own, "stdin": subprocess.DEVNULL, "stdout": file}
+        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}  # to be stopped as one
+        process = subprocess.Popen(command, **options)
+        try:
+            status = "failed" if process.wait(limit) else "passed"
+            message = last_line(log)
+        except subprocess.TimeoutExpired:
+            status, message = "stopped", f"after {limit:.0f} s, at: {last_line(log)}"
+        finally:
+            end(process)
+    return result(stage, status, time.monotonic() - start, message)
+
+
+def result(stage: Stage, status: str, seconds: float, message: str) -> dict[str, object]:
+    found = {"stage": stage.name, "status": status, "seconds": round(seconds, 1)}
+    return found | {"message": message}
+
+
+def end(process: subprocess.Popen) -> None:
+    """With all that it started; pytest, interrupted, still says what has failed so far."""
+    for stop in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, stop)
+            process.wait(5)
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line[:200] for line in reversed(lines) if line), "nothing was printed")
+
+
+def run(stages: Sequence[Stage], out: Path, limit: float) -> int:
+    """How many stages failed. The summary is written after every stage."""
+    out.mkdir(parents=True, exist_ok=True)
+    start, results = time.monotonic(), []
+    for stage in stages:
+        left = limit - (time.monotonic() - start)
+        if left < LEAST_SECONDS:
+            results.append(result(stage, "skipped", 0.0, "no time was left"))
+        else:
+            print(f"{stage.name} ...", file=sys.stderr, flush=True)
+            results.append(run_stage(stage, out, min(stage.limit, left)))
+        (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    for found in results:
+        print("{stage:12} {status:8} {seconds:6.1f} s  {message}".format(**found))
+    return sum(found["status"] in ("failed", "stopped") for found in results)
+
+
+def main() -> None:
+    names = [stage.name for stage in STAGES]
+    listed = [f"  {stage.name:12} {stage.limit:4} {stage.what}" for stage in STAGES]
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=EPILOG.format(stages="\n".join(listed)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
+    parser.add_argument("--stages", metavar="A,B", default=",".join(names), help="only these")
+    limit = "seconds after which the stage at work is stopped and no other begins (default: 575)"
+    parser.add_argument("--limit", type=float, default=575, metavar="S", help=limit)
+    args = parser.parse_args()
+    asked = args.stages.split(",")
+    if unknown := set(asked) - set(names):
+        parser.error(f"--stages must name stages, got {','.join(sorted(unknown))}; --help has them")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the stage at work, too
+    chosen = [stage for stage in STAGES if stage.name in asked]
+    sys.exit(run(chosen, args.out.resolve(), args.limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Time of every kernel by itself, by torch.profiler: profile.json.
+
+With --once: one call of every case between the marks for a profiler of NVIDIA's, and nothing else.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from common import BF16, F32, gpu_backends, report
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from dct_bench import provenance
+from dct_bench.kernels import cases
+from dct_bench.kernels.cases import Case
+
+NUMEL, ROWS, CALLS = 2**26, 65536, 8
+
+
+def chosen(device: str, scale: int = 1) -> Iterator[Case]:
+    numel, rows = NUMEL // scale, ROWS // scale
+    for grad, values in ((F32, F32), (BF16, BF16), (None, F32)):
+        yield cases.mask_pack(device, numel, 0.01, grad, values, False)
+    yield cases.scatter_unpack(device, numel, 0.01, 8)
+    yield cases.sample_threshold(device, numel, 0.01)
+    yield cases.row_pack(device, rows, 1024, 0.05, False)
+    yield cases.row_pack(device, rows, 256, 0.05, False, BF16)
+    yield cases.row_unpack(device, rows, 256, 0.05, False)
+    yield cases.row_quantize(device, rows, 256, "ternary", False)
+    yield cases.row_dequantize(device, rows, 256, "ternary", False)
+
+
+def times(case: Case, ops: SimpleNamespace) -> dict[str, float]:
+    """{kernel or memory set: its microseconds per call}, on buffers that no cache holds."""
+    sets, total = [i % case.sets for i in range(CALLS)], {}
+    case.run(ops, 0)
+    for i in sets:
+        case.reset(i)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            case.run(ops, i)
+            torch.cuda.synchronize()
+        for event in profiler.key_averages():
+            if event.device_type == DeviceType.CUDA:
+                total[event.key] = total.get(event.key, 0.0) + event.self_device_time_total
+    return {kernel: us / CALLS for kernel, us in total.items()}
+
+
+def once(case: Case, ops: SimpleNamespace) -> None:
+    case.run(ops, 0)  # loads the module
+    case.reset(0)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    case.run(ops, 0)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--once", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    ops, found = gpu_backends()["cuda"], []
+    content = {"provenance": provenance.describe(), "calls": found}
+    torch.manual_seed(0)
+    for case in chosen("cuda"):
+        if args.once:
+            once(case, ops)
+            continue
+        found.append({"op": case.op, "case": case.detail, "us": times(case, ops)})
+        print(case.op, case.detail)
+        for kernel, us in found[-1]["us"].items():
+            print(f"  {us:9.1f} us  {kernel}", flush=True)
+        (args.out / "profile.json").write_text(json.dumps(content, indent=1))
+    kernels = sum(len(result["us"]) for result in found)
+    failures = [] if kernels or args.once else ["torch.profiler saw no kernel"]
+    report(failures, f"{kernels} kernels and memory sets in {len(found)} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Time every op beside a copy of the same bytes and beside peers; compare with the targets.
+
+Cases and timing are those of `dct-bench kernels`, the most important first. Up to a bucket of 25 MB
+every case is timed twice: called, and replayed from a CUDA graph. time.json is written after every
+case; times and targets are printed.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
+
+from dct_bench import provenance
+from dct_bench.kernels import cases
+from dct_bench.kernels import command as kernels
+from dct_bench.kernels.arguments import ROUNDS
+from dct_bench.kernels.cases import Case
+from dct_kernels.row_layout import SCALED_BY_ROW
+
+ROWS, LARGEST = 65536, 2**28
+GRADS = ((F32, F32), (BF16, BF16), (None, F32), (F32, BF16))  # and the dtype of values
+NOTHING, EVERYTHING = 1e-12, 1.0  # densities
+# (op, end of the case, elements or None for any): the least share of a copy's speed. row_pack is
+# bound by its search, and many payloads are scattered writes.
+OF_COPY = {
+    ("mask_pack", "no grad, float32 values", LARGEST): 0.9,
+    ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
+    ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
+    ("mask_pack", " grad, float32 values", 2**24): 0.85,
+    ("scatter_unpack", "P=8", LARGEST): 0.9,
+    ("scatter_unpack", "P=64", LARGEST): 0.75,
+    ("row_unpack", "", None): 0.9,
+    ("row_quantize", "", None): 0.9,
+    ("row_dequantize", "", None): 0.9,
+    **{("row_pack", f", {d}], k={math.ceil(d / 20)}", None): 0.7 for d in (256, 512, 1024)},
+}
+# The largest mask_pack, as far as 0.9 of a copy's speed allows it.
+FASTER_THAN = {"topk": 20, "dgc": 5, "triton": 1}
+SAMPLING = 0.03  # most of mask_pack's time
+
+
+def chosen(device: str, scale: int) -> Iterator[Case]:
+    """Made one at a time: each holds its buffers. All sizes are divided by `scale`."""
+    rows, sweep = ROWS // scale, 2**26 // scale
+    yield from one_dimensional(device, LARGEST // scale)
+    for width in (64, 128, 256, 512, 1024):
+        yield cases.row_pack(device, rows, width, 0.05, True)
+        yield cases.row_pack(device, rows, width, 0.05, False, BF16)
+        yield cases.row_unpack(device, rows, width, 0.05, False)
+        for format in SCALED_BY_ROW:
+            yield cases.row_quantize(device, rows, width, format, False)
+            yield cases.row_dequantize(device, rows, width, format, False)
+    yield cases.row_pack(device, rows, 256, 0.1, False)
+    for numel in (2**24, BUCKET, 2**20):
+        yield from one_dimensional(device, numel // scale)
+    for numel in (sweep, BUCKET // scale):
+        yield cases.mask_pack(device, numel, 0.01, F32, BF16, False, cases.SEGMENTS)
+    for density in (NOTHING, 0.001, 0.1, EVERYTHING):
+        yield cases.mask_pack(device, sweep, density, F32, F32, False)
+    yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, clustered=True)
+    yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, misaligned=True)
+
+
+def one_dimensional(device: str, numel: int) -> Iterator[Case]:
+    for grad, values in GRADS:
+        yield cases.mask_pack(device, numel, 0.01, grad, values, True)
+    for most in (PICKS, cases.SAMPLES):
+        yield cases.sample_threshold(device, numel, 0.01, most=most)
+    for ranks in (2, 8, 64):
+        yield cases.scatter_unpack(device, numel, 0.01, ranks)
+
+
+def measure(case: Case, device: str) -> Iterator[dict]:
+    """Called; and, where launching takes longer than running, replayed from a CUDA graph."""
+    for graphs in (False, True) if device == "cuda" and case.numel <= BUCKET else (False,):
+        options = argparse.Namespace(device=device, rounds=ROUNDS, graphs=graphs)
+        result = kernels.measure(case, options) | {"graphs": graphs}
+        with contextlib.suppress(ImportError, RuntimeError, AssertionError):  # no NVML, no GPU
+            result["sm_mhz"] = torch.cuda.clock_rate()
+        for line in kernels.lines(result):
+            print(line, "in a graph" if graphs else "", flush=True)
+        yield result
+        case.peers = {}
+
+
+def judged(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool, str]]:
+    """(whether it is met, what was measured and asked) of every target that was measured."""
+
+    def ms(result: dict, *names: str) -> float:
+        return min(result["ms"][name]["median"] for name in names if name in result["ms"])
+
+    called = [r for r in results if not r["graphs"] and ours in r["ms"]]
+    largest = {r["case"]: ms(r, ours) for r in called if r["numel"] == LARGEST}
+    for result in called:
+        op, case, numel = (result[key] for key in ("op", "case", "numel"))
+        name, own = f"{op} {numel:,}: {case}", ms(result, ours)
+        copy = ms(result, kernels.COPY, kernels.COPY_KERNEL)
+        for (of, words, size), least in OF_COPY.items():
+            if op == of and case.endswith(words) and size in (None, numel):
+                share = copy / own
+                yield share >= least, f"{name}: {share:.3f} of a copy, asked {least}"
+        for peer, times in FASTER_THAN.items() if (op, numel) == ("mask_pack", LARGEST) else ():
+            if peer in result["ms"]:
+                ratio, asked = ms(result, peer) / own, min(times, 0.9 * ms(result, peer) / copy)
+                yield ratio >= asked, f"{name}: {ratio:.2f}x as fast as {peer}, asked {asked:.1f}x"
+    sampled = largest.get(f"{cases.SAMPLES} samples")
+    packed = largest.get("float32 grad, float32 values")
+    if sampled and packed:
+        share = sampled / packed
+        yield share <= SAMPLING, f"sampling: {share:.3f} of mask_pack's time, asked {SAMPLING}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--seconds", type=float, default=95, help="begin no case after so long")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--scale", type=int, default=1, help="divide all sizes by this")
+    args = parser.parse_args()
+    if args.device == "cuda":
+        gpu_backends()
+    torch.manual_seed(0)
+    start, results, failures, said = time.monotonic(), [], [], ""
+    content = {"torch": torch.__version__, "provenance": provenance.describe(), "results": results}
+    print("\n".join(kernels.HEADER))
+    for case in chosen(args.device, args.scale):
+        if time.monotonic() - start > args.seconds:
+            said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"
+            break
+        try:
+            results += measure(case, args.device)
+        except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
+            failures.append(str(error).splitlines()[0])
+            print(failures[-1], flush=True)
+        (args.out / "time.json").write_text(json.dumps(content, indent=1))
+        del case  # before the next one is made
+    targets = sorted(judged(results), reverse=True)  # the ones that are not met come last
+    print()
+    for is_met, text in targets:
+        print("met    " if is_met else "NOT met", text)
+    met = sum(is_met for is_met, _ in targets)
+    report(failures, f"{len(results)} results{said}; {met} of {len(targets)} targets met")
+
+
+if __name__ == "__main__":
+    main()
