@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Build, check, time and profile everything on the GPU at hand, in less than ten minutes.
-
-python bench/gpu/check.py OUT
-"""
+"""Build, check, time and profile everything on the GPU at hand, in less than ten minutes."""
 
 import argparse
 import contextlib
@@ -179,7 +176,11 @@ def main() -> None:
         parser.error(f"--stages must name stages, got {','.join(sorted(unknown))}; --help has them")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the stage at work, too
     chosen = [stage for stage in STAGES if stage.name in asked]
-    sys.exit(run(chosen, args.out.resolve(), args.limit))
+    try:
+        failed = run(chosen, args.out.resolve(), args.limit)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: summary.json has the stages that had ended")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

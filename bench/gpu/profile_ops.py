@@ -18,7 +18,7 @@ from dct_bench import provenance
 from dct_bench.kernels import cases
 from dct_bench.kernels.cases import Case
 
-NUMEL, ROWS, CALLS = 2**26, 65536, 8
+NUMEL, ROWS, CALLS = 2**26, 65536, 4
 
 
 def chosen(device: str, scale: int = 1) -> Iterator[Case]:
