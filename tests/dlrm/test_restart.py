@@ -35,7 +35,7 @@ DES = ["--parallel", "des", "--model", "deepfm", "--modes", "dct", "--multi-hot"
 DES += ["--embedding-optimizer", "rowwise_adagrad"]
 DYNAMIC = ["--dynamic-rows", "5000"]
 # Inside a node what ranks owe goes to whose part it is once more, after a load.
-NOT_BITS = ("step_ms", "node")
+NOT_BITS = ("step_ms", "node", "density", "density_mean")
 
 
 def _finished(folder):
