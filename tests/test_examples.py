@@ -11,7 +11,7 @@ EXAMPLES = ROOT / "examples"
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} == {
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fully_sharded.py"),
-        "local_steps.py",
+        *("local_steps.py", "columns.py"),
         "recipes",  # tests/recipes
     }
 
@@ -61,6 +61,16 @@ def test_hybrid(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     assert "3,248 bytes" in printed and "float32: 83,972 bytes" in printed
+
+
+@in_forks
+def test_columns(run, tmp_path):
+    printed = run(EXAMPLES / "columns.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([^,]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 5
+    assert "16,640 bytes" in printed and "float32: 65,536 bytes" in printed
+    heads = re.findall(r"head (-?\d+\.\d+)", printed)
+    assert len(heads) == 2 and heads[0] == heads[1]
 
 
 @in_forks
