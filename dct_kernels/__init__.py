@@ -18,7 +18,6 @@ from .ops import (  # noqa: E402
     row_unpack,
     sample_threshold,
     scatter_unpack,
-    track_threshold,
     value_scale,
 )
 
@@ -38,6 +37,5 @@ __all__ = [
     "row_unpack",
     "sample_threshold",
     "scatter_unpack",
-    "track_threshold",
     "value_scale",
 ]

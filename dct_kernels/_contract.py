@@ -37,16 +37,6 @@ def sample_threshold(
     checks.memory(op, {}, {"x": x, "segments": segments}, (segments, x.numel()))
 
 
-def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
-    op, like = "track_threshold", ("threshold", threshold)
-    checks.require_tensor(op, "threshold", threshold, FLOAT32)
-    read = {"seen": seen, "target": target, "reference": reference}
-    for name, tensor in read.items():
-        checks.require_tensor(op, name, tensor, INT32 if name == "seen" else FLOAT32, like=like)
-        checks.require_numel(op, name, tensor, threshold.numel(), "like threshold")
-    checks.memory(op, {"threshold": threshold}, read)
-
-
 def mask_pack(
     residual: Tensor,
     grad: Tensor | None,

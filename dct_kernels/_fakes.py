@@ -19,10 +19,6 @@ def sample_threshold(
     return x.new_empty(segments.shape[0] - 1, dtype=torch.float32)
 
 
-def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
-    return None
-
-
 def mask_pack(
     residual: Tensor,
     grad: Tensor | None,
@@ -81,7 +77,6 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
 for _fake in (
     sample_threshold,
-    track_threshold,
     mask_pack,
     scatter_unpack,
     row_pack,

@@ -12,7 +12,6 @@ SCHEMAS = {
         "(Tensor x, Tensor? residual, Tensor segments, float density, SymInt max_samples=65536, "
         "SymInt seed=0, Tensor? inv_scale=None) -> Tensor"
     ),
-    "track_threshold": "(Tensor(a!) threshold, Tensor seen, Tensor target, Tensor reference) -> ()",
     "mask_pack": (
         "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
         "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, "

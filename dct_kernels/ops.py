@@ -72,37 +72,6 @@ def sample_threshold(
     return threshold
 
 
-def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
-    """Nudge each threshold so that the number of entries that pass stays near its target.
-
-    For loops that sample seldom; `dct_parallel` samples in every step instead.
-
-    threshold *= 1 + clip(0.05 * (seen - target) / max(target, 1), -0.05, 0.25), then it is kept
-    within [1/4, 64] x reference; float32, each operation rounded. A negative threshold (segment
-    skipped) stays as it is, and so does zero at reference zero. Mutates `threshold`. Deterministic;
-    safe in CUDA graphs (not on the eager backend) and in torch.compile.
-
-    Args:
-        threshold: float32 [S], written.
-        seen: int32 [S], entries that passed in the last mask_pack.
-        target: float32 [S], entries that should pass.
-        reference: float32 [S], the last sampled threshold.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
-
-    Source: our reconstruction; the paper keeps the threshold fixed between samples.
-
-    >>> tau, seen = torch.tensor([1.0]), torch.tensor([30], dtype=torch.int32)
-    >>> track_threshold(tau, seen, target=torch.tensor([10.0]), reference=torch.tensor([1.0]))
-    >>> tau
-    tensor([1.1000])
-    """
-    args = (threshold, seen, target, reference)
-    _contract.track_threshold(*args)
-    torch.ops.dct.track_threshold.default(*args)
-
-
 def mask_pack(
     residual: Tensor,
     grad: Tensor | None,

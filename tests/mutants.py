@@ -113,12 +113,6 @@ MUTANTS = {
         "add_acquire_release(&state.done[pass], 1)",
         "atomicAdd(&state.done[pass], 1u)",
     ),
-    "one thread more than segments": Mutant(
-        "track_threshold",
-        "track_threshold.cu",
-        "if (s >= args.num_segments) return;",
-        "if (s > args.num_segments) return;",
-    ),
     "one tie too many": Mutant(
         "row_pack", "row_pack.cu", "left > 0 && tied != 0", "left >= 0 && tied != 0"
     ),

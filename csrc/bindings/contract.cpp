@@ -111,22 +111,6 @@ SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor&
   return args;
 }
 
-TrackThresholdArgs track_threshold_args(const Tensor& threshold, const Tensor& seen,
-                                        const Tensor& target, const Tensor& reference) {
-  const Checks checks("track_threshold");
-  const Arg like("threshold", threshold);
-  checks.require_tensor(like, {ScalarType::Float}, {1}, like);
-  checks.require_tensor({"seen", seen}, {ScalarType::Int}, {1}, like);
-  checks.require_numel({"seen", seen}, threshold.numel(), "like threshold");
-  for (const Arg& arg : {Arg("target", target), Arg("reference", reference)}) {
-    checks.require_tensor(arg, {ScalarType::Float}, {1}, like);
-    checks.require_numel(arg, threshold.numel(), "like threshold");
-  }
-  checks.require_apart({like}, {{"seen", seen}, {"target", target}, {"reference", reference}});
-  return {threshold.mutable_data_ptr<float>(), seen.const_data_ptr<int32_t>(),
-          target.const_data_ptr<float>(), reference.const_data_ptr<float>(), threshold.numel()};
-}
-
 MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
                             const Tensor& segments, const Tensor& threshold, const Tensor& payload,
                             const Tensor& seen, int64_t capacity, ScalarType value_dtype,

@@ -22,9 +22,6 @@ SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor&
                                           int64_t max_samples, int64_t seed,
                                           const OptionalTensor& inv_scale);
 
-TrackThresholdArgs track_threshold_args(const Tensor& threshold, const Tensor& seen,
-                                        const Tensor& target, const Tensor& reference);
-
 MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
                             const Tensor& segments, const Tensor& threshold, const Tensor& payload,
                             const Tensor& seen, int64_t capacity, ScalarType value_dtype,

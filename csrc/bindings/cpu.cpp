@@ -15,7 +15,6 @@
 #include "../cpu/row_unpack.h"
 #include "../cpu/sample_threshold.h"
 #include "../cpu/scatter_unpack.h"
-#include "../cpu/track_threshold.h"
 #include "contract.h"
 
 namespace dct {
@@ -45,11 +44,6 @@ Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const T
   args.threshold = threshold.mutable_data_ptr<float>();
   cpu::sample_threshold(args, torch_parallel());
   return threshold;
-}
-
-void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& target,
-                     const Tensor& reference) {
-  cpu::track_threshold(track_threshold_args(threshold, seen, target, reference), torch_parallel());
 }
 
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
@@ -126,7 +120,6 @@ Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& form
 
 STABLE_TORCH_LIBRARY_IMPL(dct, CPU, m) {
   m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
-  m.impl("track_threshold", TORCH_BOX(&dct::track_threshold));
   m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
   m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));

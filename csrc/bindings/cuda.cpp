@@ -18,7 +18,6 @@
 #include "../cuda/row_unpack.cuh"
 #include "../cuda/sample_threshold.cuh"
 #include "../cuda/scatter_unpack.cuh"
-#include "../cuda/track_threshold.cuh"
 #include "contract.h"
 
 namespace dct {
@@ -67,13 +66,6 @@ Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const T
       "sample_threshold",
       cuda::sample_threshold(args, x.numel(), scratch.mutable_data_ptr(), device.stream()));
   return threshold;
-}
-
-void track_threshold(const Tensor& threshold, const Tensor& seen, const Tensor& target,
-                     const Tensor& reference) {
-  const TrackThresholdArgs args = track_threshold_args(threshold, seen, target, reference);
-  const OnDeviceOf device(threshold);
-  require_success("track_threshold", cuda::track_threshold(args, device.stream()));
 }
 
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
@@ -157,7 +149,6 @@ Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& form
 
 STABLE_TORCH_LIBRARY_IMPL(dct, CUDA, m) {
   m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
-  m.impl("track_threshold", TORCH_BOX(&dct::track_threshold));
   m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
   m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));

@@ -23,14 +23,6 @@ struct SampleThresholdArgs {
   float* threshold;        // out: [num_segments]
 };
 
-struct TrackThresholdArgs {
-  float* threshold;        // in and out: [num_segments]
-  const int32_t* seen;     // [num_segments]
-  const float* target;     // [num_segments]
-  const float* reference;  // [num_segments]
-  int64_t num_segments;
-};
-
 struct MaskPackArgs {
   float* residual;   // in and out: [numel]
   const void* grad;  // [numel] of grad_dtype, or null

@@ -28,7 +28,6 @@ def _checked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 
 sample_threshold = _checked(thresholds.sample_threshold)
-track_threshold = _checked(thresholds.track_threshold)
 mask_pack = _checked(payload.mask_pack)
 scatter_unpack = _checked(payload.scatter_unpack)
 row_pack = _checked(rows.row_pack)

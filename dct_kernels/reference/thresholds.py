@@ -1,4 +1,4 @@
-"""Eager sample_threshold and track_threshold."""
+"""Eager sample_threshold."""
 
 import itertools
 import math
@@ -64,13 +64,3 @@ def sample_threshold(
         k = min(max(math.ceil(float(density) * keys.numel()), 1), keys.numel())
         threshold[s] = keys.topk(k).values[-1].view(torch.float32)
     return threshold
-
-
-def track_threshold(threshold: Tensor, seen: Tensor, target: Tensor, reference: Tensor) -> None:
-    excess = 0.05 * (seen.to(torch.float32) - target) / target.clamp(min=1.0)
-    moved = threshold * (1.0 + excess.clamp(-0.05, 0.25))
-    # Not torch.maximum and minimum, which do not specify their result for -0.0 and 0.0.
-    lowest, highest = 0.25 * reference, 64.0 * reference
-    moved = torch.where(moved.isnan() | (moved > lowest), moved, lowest)
-    moved = torch.where(moved.isnan() | (moved < highest), moved, highest)
-    threshold.copy_(torch.where(threshold < 0, threshold, moved))

@@ -13,7 +13,6 @@ from .row_quantize import row_quantize
 from .row_unpack import row_unpack
 from .sample_threshold import sample_threshold
 from .scatter_unpack import scatter_unpack
-from .track_threshold import track_threshold
 
 __all__ = [
     "INTERPRETED",
@@ -25,5 +24,4 @@ __all__ = [
     "row_unpack",
     "sample_threshold",
     "scatter_unpack",
-    "track_threshold",
 ]

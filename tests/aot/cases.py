@@ -88,14 +88,6 @@ def sample_threshold_case(x_dtype: torch.dtype, residual: bool) -> Case:
     return Case(f"sample_threshold, {label}", call, dividing=("gfx942",))  # integers
 
 
-def track_threshold_case() -> Case:
-    def call(ops):
-        threshold, target, reference = torch.empty(3, SEGMENTS).unbind()
-        ops.track_threshold(threshold, torch.empty(SEGMENTS, dtype=torch.int32), target, reference)
-
-    return Case("track_threshold", call, dividing=ARCHITECTURES)
-
-
 def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> list[Case]:
     width, k = SHAPES[shape]
     label = f"{shape}, {_name(x_dtype)} to {_name(value_dtype)}"
@@ -162,7 +154,6 @@ def _name(dtype: torch.dtype | str | None) -> str:
 PAIRS = [(F32, BF16), (F16, F16), (BF16, BF16), (F32, F32)]
 _CASES = [
     *(sample_threshold_case(*pair) for pair in [(F32, False), (BF16, True), (F16, False)]),
-    track_threshold_case(),
     *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32), (None, BF16)]),
     *(mask_pack_case(*pair) for pair in [(BF16, E3M0), (None, E3M0)]),
     *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16), (E3M0, F32)]),

@@ -10,7 +10,7 @@ import dct_kernels
 PUBLIC = (ValueError, TypeError)
 U8, I32, I64 = torch.uint8, torch.int32, torch.int64
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-OPS = ("sample_threshold", "track_threshold", "mask_pack", "scatter_unpack")
+OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
 OPS += ("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
 NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32).nbytes
@@ -32,13 +32,6 @@ def arguments(op):
             "max_samples": 50,
             "seed": 0,
             "inv_scale": torch.tensor(1.0),
-        }
-    if op == "track_threshold":
-        return {
-            "threshold": torch.ones(2),
-            "seen": torch.tensor([1, 2], dtype=I32),
-            "target": torch.ones(2),
-            "reference": torch.ones(2),
         }
     if op == "mask_pack":
         return {

@@ -128,7 +128,6 @@ def test_forward_mode_is_refused(entry, op):
 
 
 WRITTEN = {
-    "track_threshold": {"threshold"},
     "mask_pack": {"residual", "payload", "seen"},
     "scatter_unpack": {"out"},
 }

@@ -205,8 +205,6 @@ def test_schemas():
     expected = {
         "sample_threshold": "(Tensor x, Tensor? residual, Tensor segments, float density, SymInt "
         "max_samples=65536, SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
-        "track_threshold": "(Tensor(a!) threshold, Tensor seen, Tensor target, Tensor reference) "
-        "-> ()",
         "mask_pack": "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
         "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? "
         'inv_scale=None, Tensor? status=None, str value_format="", Tensor? scale=None) -> ()',
@@ -229,6 +227,6 @@ def test_schemas():
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
-    ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold", "track_threshold")
+    ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold")
     ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
     run_again(ops, "-k", "cpp", ATEN_CPU_CAPABILITY=isa)

@@ -35,9 +35,6 @@ OVERLAPS = [
     ("mask_pack", "status", {"seen": (I32, 8, 2), "status": (I32, 0, 3)}),
     ("scatter_unpack", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * NBYTES)}),
     ("scatter_unpack", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
-    ("track_threshold", "seen", {"threshold": (F32, 0, 2), "seen": (I32, 0, 2)}),
-    ("track_threshold", "target", {"threshold": (F32, 0, 2), "target": (F32, 4, 2)}),
-    ("track_threshold", "reference", {"threshold": (F32, 4, 2), "reference": (F32, 0, 2)}),
 ]
 
 
@@ -75,7 +72,6 @@ def test_read_only_arguments_may_share_memory(backend):
 
 DEVICES = [
     ("sample_threshold", "x", ("residual", "segments", "inv_scale")),
-    ("track_threshold", "threshold", ("seen", "target", "reference")),
     (
         "mask_pack",
         "residual",

@@ -77,10 +77,6 @@ def test_scatter_unpack_of_ranges_accumulating(dtype):
 
 EMPTY = {
     "sample_threshold": {"x": torch.empty(0), "residual": None, "segments": torch.tensor([0])},
-    "track_threshold": {
-        **dict.fromkeys(("threshold", "target", "reference"), torch.empty(0)),
-        "seen": torch.empty(0, dtype=torch.int32),
-    },
     "mask_pack": {
         "residual": torch.empty(0),
         "grad": torch.empty(0),

@@ -86,11 +86,6 @@ def sample_threshold(
     return threshold
 
 
-def track_threshold(call, threshold, seen, target, reference):
-    _contract.track_threshold(threshold, seen, target, reference)
-    call("track_threshold", threshold, seen, target, reference, threshold.numel())
-
-
 def mask_pack(
     call,
     residual,

@@ -13,7 +13,6 @@
 #include "cuda/row_unpack.cuh"
 #include "cuda/sample_threshold.cuh"
 #include "cuda/scatter_unpack.cuh"
-#include "cuda/track_threshold.cuh"
 
 namespace {
 
@@ -48,13 +47,6 @@ int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t resi
                                          at<float>(inv_scale), at<float>(threshold)};
   const Scratch scratch(dct::cuda::sample_threshold_scratch_bytes(args));
   return dct::cuda::sample_threshold(args, numel, scratch.data, nullptr);
-}
-
-int64_t track_threshold(int64_t threshold, int64_t seen, int64_t target, int64_t reference,
-                        int64_t num_segments) {
-  const dct::TrackThresholdArgs args = {at<float>(threshold), at<int32_t>(seen), at<float>(target),
-                                        at<float>(reference), num_segments};
-  return dct::cuda::track_threshold(args, nullptr);
 }
 
 int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,

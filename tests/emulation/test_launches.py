@@ -26,7 +26,6 @@ def _arguments():
         "sample_threshold": [
             (grad, r, segments, 0.01, n) for r in (residual, None) for n in (9, 4096)
         ],
-        "track_threshold": [(threshold, seen, torch.ones(2), torch.ones(2))],
         "mask_pack": [packed, (*packed, torch.ones(1), status), (residual, None, *packed[2:])],
         "scatter_unpack": [(payload.expand(3, -1).contiguous(), grad, CAPACITY, F32)],
         "row_pack": [(x, 4, F32)],

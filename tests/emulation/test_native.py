@@ -14,7 +14,7 @@ from . import build
 PROGRAMS = {
     "mask_pack": ["mask_pack"],
     "scatter_unpack": ["scatter_unpack"],
-    "thresholds": ["sample_threshold", "track_threshold"],
+    "thresholds": ["sample_threshold"],
     "rows": ["row_pack", "row_gather", "row_unpack"],
     "quantized_rows": ["row_quantize", "row_dequantize"],
 }

@@ -1,10 +1,9 @@
-// sample_threshold against a sort, track_threshold against the rule in double.
+// sample_threshold against a sort.
 
 #include <functional>
 
 #include "../../csrc/common/hash.h"
 #include "../../csrc/cpu/sample_threshold.h"
-#include "../../csrc/cpu/track_threshold.h"
 #include "support.h"
 
 using namespace dct;
@@ -70,21 +69,6 @@ void sparse() {
   }
 }
 
-void track() {
-  //                     skipped  low    high    far off  zero  at the floor
-  float threshold[] = {-1.0f, 1.0f, 1.0f, 1.0f, 0.0f, 0.25f};
-  const int32_t seen[] = {5, 8, 12, 100000, 7, 0};
-  const float target[] = {10, 10, 10, 10, 0, 10};
-  const float reference[] = {1, 1, 1, 1, 0, 1};
-  const double expected[] = {-1, 0.99, 1.01, 1.25, 0, 0.25};
-  with_threads(1, [&](const cpu::Parallel& p) {
-    cpu::track_threshold({threshold, seen, target, reference, 6}, p);
-  });
-  for (int s = 0; s < 6; ++s) {
-    CHECK(std::fabs(threshold[s] - expected[s]) < 1e-6, "segment %d: %g", s, threshold[s]);
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -97,5 +81,4 @@ int main() {
     }
   }
   sparse();
-  track();
 }

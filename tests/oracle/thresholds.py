@@ -1,4 +1,4 @@
-"""sample_threshold and track_threshold."""
+"""sample_threshold."""
 
 import math
 
@@ -46,25 +46,3 @@ def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, 
         magnitudes[np.isnan(magnitudes)] = np.inf
         result.append(np.sort(magnitudes)[-rank(density, len(chosen))])
     return np.array(result, np.float32)
-
-
-def track_threshold(threshold, seen, target, reference):
-    """The new thresholds, one at a time, one rounding an operation."""
-    f32 = np.float32
-    result = threshold.copy()
-    with np.errstate(all="ignore"):
-        for s, tau in enumerate(threshold):
-            if tau < 0:
-                continue
-            error = f32(0.05) * (seen[s].astype(f32) - target[s])
-            relative = error / np.maximum(target[s], f32(1.0))
-            step = np.minimum(np.maximum(relative, f32(-0.05)), f32(0.25))
-            moved = tau * (f32(1.0) + step)
-            for bound, inside in (
-                (f32(0.25) * reference[s], np.greater),
-                (f32(64.0) * reference[s], np.less),
-            ):
-                # NaN is passed on from either side; of two equal zeros the bound is taken.
-                moved = moved if np.isnan(moved) or inside(moved, bound) else bound
-            result[s] = moved
-    return result

@@ -20,7 +20,7 @@ and nvdisasm of the same toolkit or of an installed Triton.
               more than 2 % above it; write it anew after a change that is meant to cost that.
               And to bench/results, for docs/results/kernels_counted.md.
 
-Columns, of one element (a pick of sample_threshold, a segment of track_threshold):
+Columns, of one element (a pick of sample_threshold):
   must move   bytes that any kernel would have to read and write
   moves       bytes in whole 32-byte sectors, each once: what memory sees behind a large cache
   asks for    bytes in whole sectors, once for each instruction of a warp: what the cache sees

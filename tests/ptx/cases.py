@@ -21,7 +21,6 @@ from .backend import Executor
 F32, BF16, E3M0 = torch.float32, torch.bfloat16, "e3m0"
 NUMEL, LARGEST = 2**17, 2**28  # of what is executed, and of what is timed
 ROW_NUMEL = 2**16
-SEGMENTS = 300
 ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
 
 
@@ -108,17 +107,6 @@ def sample_threshold(picks: int) -> Case:
         ops.sample_threshold(x, residual, segments, 0.01, picks)
 
     return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
-
-
-def track_threshold() -> Case:
-    """An element is a segment here."""
-    threshold, target = torch.rand(SEGMENTS), torch.full((SEGMENTS,), 1000.0)
-    seen = torch.randint(2000, (SEGMENTS,), dtype=torch.int32)
-
-    def run(ops, executor):
-        ops.track_threshold(threshold.clone(), seen, target, threshold)
-
-    return Case("track_threshold", f"{SEGMENTS} segments", SEGMENTS, 20, run)
 
 
 def scatter_unpack(density: float, ranks: int, value_format: str = "") -> Case:
@@ -209,7 +197,6 @@ CASES = [
         *((mask_pack, density, *dtypes) for density in (0.01, 0.001) for dtypes in _GRADIENTS),
         *((mask_pack, 0.01, grad_dtype, E3M0) for grad_dtype in (F32, BF16, None)),
         *((sample_threshold, picks) for picks in (4096, 8192, 16384, 65536)),
-        (track_threshold,),
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
         (scatter_unpack, 0.001, 8),
         (scatter_unpack, 0.01, 8, E3M0),

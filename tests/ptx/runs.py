@@ -82,12 +82,6 @@ def sample_threshold(backend):
     )
 
 
-def track_threshold(backend):
-    threshold, seen = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([9, 1, 5], dtype=torch.int32)
-    backend.track_threshold(threshold, seen, torch.full((3,), 4.0), torch.full((3,), 2.0))
-    return (threshold,)
-
-
 def row_pack(backend):
     """Ties; a narrow kernel, and that of rows too wide for a warp."""
     narrow, wide = ((samples.normal(3 * d).view(3, d) * 4).round() for d in (77, 1100))

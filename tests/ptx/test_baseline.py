@@ -15,7 +15,6 @@ BY_DEFAULT = {
     "mask_pack 0.01 float32 bfloat16",
     "mask_pack 0.01 None bfloat16",
     "sample_threshold 16384",
-    "track_threshold",
     "scatter_unpack 0.01 8",
     "row_pack 256 float32",
     "row_gather 256",

@@ -38,7 +38,6 @@ CAUGHT = {
     "lanes that vote at two places": (runs.scatter_unpack, "waits for it elsewhere"),
     "ranks not added in order": (runs.scatter_unpack, "wrong"),
     "last block does not acquire what the others counted": (runs.sample_threshold, "data race"),
-    "one thread more than segments": (runs.track_threshold, "out of bounds"),
     "one tie too many": (runs.row_pack, "wrong|out of bounds|data race"),
     "a column at the end of the row accepted": (runs.row_gather, "out of bounds"),
     "no bar.warp.sync between clearing a row and filling it": (runs.row_unpack, "data race"),

@@ -44,7 +44,7 @@ def e3m0(backend):
 # Each takes seconds to compile: by default those with the most barriers of each kind.
 BY_DEFAULT = (runs.mask_pack, runs.scatter_unpack, runs.row_pack)
 MORE = (
-    *(runs.sample_threshold, runs.track_threshold, runs.row_gather),
+    *(runs.sample_threshold, runs.row_gather),
     *(runs.row_unpack, runs.row_quantize, runs.row_dequantize, e3m0),
 )
 every_run = pytest.mark.parametrize(

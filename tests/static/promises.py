@@ -65,7 +65,6 @@ PROMISES = {
     "select_pick_kernel<Float16>": Promise(in_flight={HALVES: 8, WORDS: 8}, in_order=True),
     "gather_keys_kernel": Promise(in_flight={LOADS: 2}, in_order=True),
     "select_key_kernel": Promise(in_flight={WORDS: 32}),
-    "track_threshold_kernel": Promise(in_flight={LOADS: 2}, divides=True),
     # The sums of a payload block, 64 KB, of which the 164 KB of sm_80 hold two.
     # Eight positions and their values are read before the first is added. Each block adds its bits
     # to a rank's status.

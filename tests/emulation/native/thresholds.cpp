@@ -1,8 +1,7 @@
-// thresholds.cpp -- sample_threshold against a sort, track_threshold against its formula.
+// thresholds.cpp -- sample_threshold against a sort.
 #include <algorithm>
 
 #include "cuda/sample_threshold.cuh"
-#include "cuda/track_threshold.cuh"
 #include "support.h"
 
 namespace {
@@ -62,27 +61,6 @@ void sample(Random& random) {
   test::expect_equal(actual, expected, "threshold, segment");
 }
 
-void track(Random& random) {
-  const int64_t count = random.pick<int64_t>({0, 1, 300});
-  std::vector<float> threshold(count), target(count), reference(count), expected(count);
-  std::vector<int32_t> seen(count);
-  for (int64_t s = 0; s < count; ++s) {
-    threshold[s] = random.chance(0.1) ? -1.0f : std::fabs(random.value(false)) + 0.01f;
-    target[s] = static_cast<float>(random.below(50));
-    reference[s] = std::fabs(random.value(false)) + 0.01f;
-    seen[s] = static_cast<int32_t>(random.below(100));
-    const float q = 0.05f * (static_cast<float>(seen[s]) - target[s]) / std::max(target[s], 1.0f);
-    const float moved = threshold[s] * (1.0f + std::clamp(q, -0.05f, 0.25f));
-    expected[s] = threshold[s] < 0
-                      ? threshold[s]
-                      : std::min(std::max(moved, 0.25f * reference[s]), 64.0f * reference[s]);
-  }
-  const dct::TrackThresholdArgs args = {threshold.data(), seen.data(), target.data(),
-                                        reference.data(), count};
-  test::expect(dct::cuda::track_threshold(args, nullptr) == cudaSuccess, "launch");
-  test::expect_equal(threshold, expected, "tracked threshold, segment");
-}
-
 // Whatever the offsets are, no access is out of bounds.
 void garbage_segments(Random& random) {
   const int64_t numel = 5000, count = random.pick<int64_t>({0, 1, 3, 40});
@@ -106,7 +84,6 @@ void garbage_segments(Random& random) {
 
 void one_case(Random& random) {
   sample(random);
-  track(random);
   garbage_segments(random);
 }
 
