@@ -3,10 +3,10 @@
     python bench/mp_formats.py --data ROWS.tsv --epochs 5 --batch-size 64 --out runs/kaggle
     python bench/mp_formats.py --exchanges float32 int4,sign+dedup --rates 3,10 --seeds 2
 
-An exchange is FORMAT, or FORWARD,BACKWARD, or the percentage of a row's entries that DCT-MP sends,
-such as 7.5%; with +dedup each distinct row crosses once. Only rows and their gradients cross so:
-the MLPs' gradients are averaged in float32. All runs of a seed start from the same weights and see
-the same batches.
+An exchange is FORMAT, or FORWARD,BACKWARD, or mxfp4 (a baseline: mxfp4.py), or the percentage of
+a row's entries that DCT-MP sends, such as 7.5%; with +dedup each distinct row crosses once. Only
+rows and their gradients cross so: the MLPs' gradients are averaged in float32. All runs of a seed
+start from the same weights and see the same batches.
 
 1. Every exchange is trained with every rate of the tables, from seed 0. Its best rate is that of
    the lowest log loss on the validation rows. The test rows are not read.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import mxfp4
 import torch
 from run_files import (
     RATE_SEED,
@@ -43,9 +44,9 @@ from dct_dlrm.data import dataset
 from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
 from dct_dlrm.modes import MODES
 from dct_parallel.rows.all_to_all import Exchange
-from dct_parallel.rows.codecs import ROW_FORMATS, Codec, Encoding
+from dct_parallel.rows.codecs import ROW_FORMATS, Encoding
 
-FORMATS = ("mxfp4", "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
+FORMATS = (mxfp4.NAME, "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]
 # What must be equal in all runs of a folder: everything but what an exchange or a run is.
 SETTINGS = ("rows", "test_fraction", "validation_fraction", "epochs", "batch_size", "lr")
@@ -73,23 +74,30 @@ class Kind(NamedTuple):
             if not 0 < density <= 1:
                 raise argparse.ArgumentTypeError(f"must be above 0% and up to 100%, got {name!r}")
             return Kind(None, None, density, bool(plus))
+        if formats == mxfp4.NAME:
+            return Kind(formats, formats, None, bool(plus))
         forward, comma, backward = formats.partition(",")
         backward = backward if comma else forward
         if not {forward, backward} <= set(ROW_FORMATS):
-            rule = f"one or two of {', '.join(ROW_FORMATS)}, or a percentage"
+            rule = f"one or two of {', '.join(ROW_FORMATS)}, or {mxfp4.NAME}, or a percentage"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
         return Kind(forward, backward, None, bool(plus))
 
     def exchange(self) -> Exchange:
         if self.density is not None:
             return largest_entries(self.density)
+        if self.forward == mxfp4.NAME:
+            return mxfp4.exchange
         return every_entry(self.forward, self.backward)
 
-    def codec(self, width: int) -> Codec:
-        """Which knows the bytes of a row and of its gradient."""
+    def row_bytes(self, width: int) -> tuple[int, int]:
+        """Of a row, and of its gradient."""
+        if self.forward == mxfp4.NAME:
+            return mxfp4.row_bytes(width), mxfp4.row_bytes(width)
         value_dtype = None if self.density is None else torch.bfloat16  # as largest_entries has it
         encoding = Encoding(self.density, value_dtype, self.forward, self.backward)
-        return encoding.codec("mp_formats", width, torch.float32)
+        codec = encoding.codec("mp_formats", width, torch.float32)
+        return codec.message_bytes, codec.gradient_bytes
 
 
 def job(
@@ -167,7 +175,7 @@ def distinct_bytes(records: Sequence[dict]) -> float | None:
         kind = Kind.parse(record["exchange"])
         if kind.dedup and "diverged" not in record:
             width = record["settings"]["embedding_dim"]
-            rows = _sent(record, "mp_forward") / kind.codec(width).message_bytes
+            rows = _sent(record, "mp_forward") / kind.row_bytes(width)[0]
             return rows * 8 * width
     return None
 

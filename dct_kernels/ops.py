@@ -337,11 +337,9 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
       of all; the others are 0.
     - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
-    - "mxfp4", ceil(d / 2) + ceil(d / 32): OCP Microscaling, a power of two for every 32 entries. A
-      baseline, on the CPU and the eager backend only.
 
-    A row with a NaN or an infinity dequantizes to NaN everywhere ("mxfp4": its block of 32), so
-    that a loss or a GradScaler sees it. A scale below 2**-126 is 0: such a row becomes zeros.
+    A row with a NaN or an infinity dequantizes to NaN everywhere, so that a
+    loss or a GradScaler sees it. A scale below 2**-126 is 0: such a row becomes zeros.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
@@ -354,8 +352,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         ValueError, TypeError: an argument breaks its rule; the text names both.
 
     Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
-    after signSGD with a scale (arXiv 1901.09847), mxfp4 after the OCP MX specification 1.0; a
-    bfloat16 scale and the order-free sums are our reconstruction.
+    after signSGD with a scale (arXiv 1901.09847); a bfloat16
+    scale and the order-free sums are our reconstruction.
 
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)

@@ -31,11 +31,9 @@ def position_bytes(width: int, k: int) -> int:
     return k if encoding is Encoding.UINT8 else 2 * k
 
 
-SCALED_BY_ROW = ("int8", "int4", "ternary", "sign")  # codes, then one bfloat16 scale
-FORMATS = (*SCALED_BY_ROW, "mxfp4")  # OCP Microscaling: codes, then a scale for every 32 columns
+FORMATS = ("int8", "int4", "ternary", "sign")  # codes, then one bfloat16 scale
 
-CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8, "mxfp4": 2}
-MXFP4_BLOCK = 32
+CODES_PER_BYTE = {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}
 
 
 def code_bytes(width: int, format: str) -> int:
@@ -45,5 +43,4 @@ def code_bytes(width: int, format: str) -> int:
 
 def row_bytes(width: int, format: str) -> int:
     """Bytes of one quantized row."""
-    scales = (width - 1) // MXFP4_BLOCK + 1 if format == "mxfp4" else 2
-    return code_bytes(width, format) + scales
+    return code_bytes(width, format) + 2

@@ -64,22 +64,17 @@ const char* name(RowFormat format) {
       return "int4";
     case RowFormat::kTernary:
       return "ternary";
-    case RowFormat::kSign:
-      return "sign";
     default:
-      return "mxfp4";
+      return "sign";
   }
 }
 
-RowFormat require_format(const Checks& checks, const std::string& format,
-                         std::initializer_list<RowFormat> allowed) {
-  std::string rule;
-  for (const RowFormat& each : allowed) {
+RowFormat require_format(const Checks& checks, const std::string& format) {
+  for (const RowFormat each :
+       {RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign}) {
     if (format == name(each)) return each;
-    if (!rule.empty()) rule += &each + 1 == allowed.end() ? " or " : ", ";
-    rule += name(each);
   }
-  checks.fail("format", rule, "'" + format + "'");
+  checks.fail("format", "int8, int4, ternary or sign", "'" + format + "'");
 }
 
 }  // namespace
@@ -239,13 +234,12 @@ RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int
   return args;
 }
 
-RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format,
-                                  std::initializer_list<RowFormat> allowed) {
+RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format) {
   const Checks checks("row_quantize");
   RowQuantizeArgs args{};
   args.x_dtype = checks.require_tensor({"x", x}, kFloats, {2}, {"x", x});
   checks.require_int("x.shape[1]", x.size(1), 1, kInt32Max);
-  args.format = require_format(checks, format, allowed);
+  args.format = require_format(checks, format);
   args.x = x.const_data_ptr();
   args.rows = x.size(0);
   args.width = x.size(1);
@@ -253,13 +247,13 @@ RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format,
 }
 
 RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const std::string& format,
-                                      ScalarType dtype, std::initializer_list<RowFormat> allowed) {
+                                      ScalarType dtype) {
   const Checks checks("row_dequantize");
   const Arg like("rows", rows);
   RowDequantizeArgs args{};
   checks.require_tensor(like, {ScalarType::Byte}, {2}, like);
   checks.require_int("width", width, 1, kInt32Max);
-  args.format = require_format(checks, format, allowed);
+  args.format = require_format(checks, format);
   args.out_dtype = checks.require_dtype("dtype", dtype, kFloats);
   const int64_t bytes = row_bytes(width, args.format);
   if (rows.size(1) != bytes) {

@@ -41,11 +41,9 @@ RowGatherArgs row_gather_args(const Tensor& x, const Tensor& positions, int64_t 
 RowUnpackArgs row_unpack_args(const Tensor& values, const Tensor& positions, int64_t width,
                               ScalarType dtype);
 
-// `allowed`: the formats this device has.
-RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format,
-                                  std::initializer_list<RowFormat> allowed);
+RowQuantizeArgs row_quantize_args(const Tensor& x, const std::string& format);
 
 RowDequantizeArgs row_dequantize_args(const Tensor& rows, int64_t width, const std::string& format,
-                                      ScalarType dtype, std::initializer_list<RowFormat> allowed);
+                                      ScalarType dtype);
 
 }  // namespace dct

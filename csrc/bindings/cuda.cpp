@@ -122,11 +122,8 @@ Tensor row_unpack(const Tensor& values, const Tensor& positions, int64_t width, 
   return out;
 }
 
-constexpr std::initializer_list<RowFormat> kRowFormats = {RowFormat::kInt8, RowFormat::kInt4,
-                                                          RowFormat::kTernary, RowFormat::kSign};
-
 Tensor row_quantize(const Tensor& x, const std::string& format) {
-  RowQuantizeArgs args = row_quantize_args(x, format, kRowFormats);
+  RowQuantizeArgs args = row_quantize_args(x, format);
   const OnDeviceOf device(x);
   Tensor rows = new_empty(x, {args.rows, row_bytes(args.width, args.format)}, ScalarType::Byte);
   args.out = rows.mutable_data_ptr<uint8_t>();
@@ -136,7 +133,7 @@ Tensor row_quantize(const Tensor& x, const std::string& format) {
 
 Tensor row_dequantize(const Tensor& rows, int64_t width, const std::string& format,
                       ScalarType dtype) {
-  RowDequantizeArgs args = row_dequantize_args(rows, width, format, dtype, kRowFormats);
+  RowDequantizeArgs args = row_dequantize_args(rows, width, format, dtype);
   const OnDeviceOf device(rows);
   Tensor out = new_empty(rows, {args.rows, width}, dtype);
   args.out = out.mutable_data_ptr();

@@ -11,13 +11,7 @@
 
 namespace dct {
 
-enum class RowFormat : uint8_t {
-  kInt8,
-  kInt4,
-  kTernary,
-  kSign,
-  kMxfp4,  // a scale for every 32 columns; on the CPU only
-};
+enum class RowFormat : uint8_t { kInt8, kInt4, kTernary, kSign };
 
 // Calls `function` with the format as a type: the one way from it to a template argument.
 template <typename Function>
@@ -29,15 +23,12 @@ decltype(auto) dispatch(RowFormat format, Function&& function) {
       return function(std::integral_constant<RowFormat, RowFormat::kInt4>{});
     case RowFormat::kTernary:
       return function(std::integral_constant<RowFormat, RowFormat::kTernary>{});
-    case RowFormat::kSign:
-      return function(std::integral_constant<RowFormat, RowFormat::kSign>{});
     default:
-      return function(std::integral_constant<RowFormat, RowFormat::kMxfp4>{});
+      return function(std::integral_constant<RowFormat, RowFormat::kSign>{});
   }
 }
 
-constexpr int64_t kMxfp4Block = 32;
-constexpr int64_t kScaleBytes = 2;  // bfloat16, of all formats but mxfp4
+constexpr int64_t kScaleBytes = 2;  // bfloat16
 
 DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
   switch (format) {
@@ -59,8 +50,7 @@ DCT_HOST_DEVICE constexpr int64_t code_bytes(int64_t width, RowFormat format) {
 
 // Bytes of one row.
 DCT_HOST_DEVICE constexpr int64_t row_bytes(int64_t width, RowFormat format) {
-  const int64_t mxfp4_scales = (width - 1) / kMxfp4Block + 1;
-  return code_bytes(width, format) + (format == RowFormat::kMxfp4 ? mxfp4_scales : kScaleBytes);
+  return code_bytes(width, format) + kScaleBytes;
 }
 
 // The code of a row's largest magnitude in the integer formats.

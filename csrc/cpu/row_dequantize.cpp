@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "../common/row_formats.h"
-#include "mxfp4.h"
 #include "nontemporal.h"
 #include "prefetch.h"
 #include "unpack_codes.h"
@@ -14,7 +13,7 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kPiece = 256;  // columns: whole groups of codes, whole blocks of mxfp4
+constexpr int64_t kPiece = 256;  // columns: whole groups of codes
 
 // The entries of a few rows are made first: the first load of what was just stored in other pieces
 // would wait until it has reached the cache.
@@ -56,9 +55,7 @@ void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries
     Out piece[kPiece];
     Out* target = streams ? piece : out + begin;
     if (!streams) prefetch_behind(target, n);
-    if constexpr (kFormat == RowFormat::kMxfp4) {
-      dequantize_mxfp4(row, width, begin, n, target);
-    } else if constexpr (kFormat == RowFormat::kInt8) {
+    if constexpr (kFormat == RowFormat::kInt8) {
       const float scale = scale_of<kFormat>(row, width);
       for (int64_t i = 0; i < n; ++i) {
         target[i] = entry<Out>(static_cast<int8_t>(row[begin + i]), scale);

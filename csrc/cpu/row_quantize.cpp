@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "../common/row_formats.h"
-#include "mxfp4.h"
 #include "pack_codes.h"
 #include "prefetch.h"
 
@@ -224,16 +223,8 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
       int64_t count;
       for (int64_t row = mine.begin; row < mine.end; row += count) {
         count = std::min(mine.end - row, rows_together(width));
-        if constexpr (kFormat == RowFormat::kMxfp4) {
-          for (int64_t r = 0; r < count; ++r) {
-            prefetch.before(row + count + r);
-            const float* floats = as_floats(x + (row + r) * width, width, own.floats.get());
-            quantize_mxfp4(floats, width, args.out + (row + r) * bytes);
-          }
-        } else {
-          quantize_together<kFormat>(how, x + row * width, count, width, own, prefetch, row + count,
-                                     args.out + row * bytes, args.out + mine.end * bytes);
-        }
+        quantize_together<kFormat>(how, x + row * width, count, width, own, prefetch, row + count,
+                                   args.out + row * bytes, args.out + mine.end * bytes);
       }
     });
   });

@@ -6,7 +6,7 @@
 
 namespace dct::cuda {
 
-// Every row's entries as codes of few bits, with their scale; any format but mxfp4. One launch;
+// Every row's entries as codes of few bits, with their scale. One launch;
 // none without rows.
 cudaError_t row_quantize(const RowQuantizeArgs& args, cudaStream_t stream);
 

@@ -3,19 +3,16 @@
 import torch
 from torch import Tensor
 
-from ..row_layout import CODES_PER_BYTE, MXFP4_BLOCK, code_bytes
-from .rounding import FLOAT32_NAN, INFINITY_KEY, magnitude_key, round_to
+from ..row_layout import CODES_PER_BYTE, code_bytes
+from .rounding import INFINITY_KEY, magnitude_key, round_to
 
 LEVELS = {"int8": 127, "int4": 7}  # the code of a row's largest magnitude
 MEAN_BITS = 22  # of a magnitude in the fixed point of means
 SMALLEST_NORMAL = 2.0**-126
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def row_quantize(x: Tensor, format: str) -> Tensor:
     x = x.to(torch.float32)
-    if format == "mxfp4":
-        return _quantize_mxfp4(x)
     top = magnitude_key(x).amax(1, keepdim=True)
     finite = top < INFINITY_KEY
     # A row with a NaN or an infinity has the scale NaN, and codes of 0.
@@ -37,8 +34,6 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 
 
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
-    if format == "mxfp4":
-        return _dequantize_mxfp4(rows, width, dtype)
     codes = _unpack(rows[:, :-2], format)[:, :width]
     return round_to(codes.to(torch.float32) * _from_bytes(rows[:, -2:]), dtype)
 
@@ -117,34 +112,3 @@ def _weights(format: str, device: torch.device) -> Tensor:
     """The weight of each code in its byte."""
     base = {"int4": 16, "ternary": 3, "sign": 2}[format]
     return base ** torch.arange(CODES_PER_BYTE[format], dtype=torch.int32, device=device)
-
-
-def _quantize_mxfp4(x: Tensor) -> Tensor:
-    rows, width = x.shape
-    blocks = (width - 1) // MXFP4_BLOCK + 1
-    x = torch.nn.functional.pad(x, (0, blocks * MXFP4_BLOCK - width)).view(
-        rows, blocks, MXFP4_BLOCK
-    )
-    top = magnitude_key(x).amax(2, keepdim=True)
-    # 2**(floor(log2(largest)) - 2), so that the largest is in [4, 8), if the exponent has 8 bits.
-    scale = ((top >> 23) - 2).clamp(min=0)
-    magnitude = x.abs() * ((254 - scale) << 23).view(torch.float32)
-    codes = (magnitude > 0.25).to(torch.int32)
-    codes += (magnitude >= 0.75).to(torch.int32) + (magnitude > 1.25) + (magnitude >= 1.75)
-    codes += (magnitude > 2.5).to(torch.int32) + (magnitude >= 3.5) + (magnitude > 5)
-    codes += (x.view(torch.int32) >> 28) & 8
-    finite = top < INFINITY_KEY
-    codes = torch.where(finite, codes, 0).flatten(1)[:, : 2 * code_bytes(width, "mxfp4")]
-    scale = torch.where(finite, scale, 255).flatten(1)
-    return torch.cat([codes[:, 0::2] | codes[:, 1::2] << 4, scale], 1).to(torch.uint8)
-
-
-def _dequantize_mxfp4(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    nbytes = code_bytes(width, "mxfp4")
-    packed, scale = rows[:, :nbytes].to(torch.int64), rows[:, nbytes:].to(torch.int32)
-    codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)[:, :width]
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=rows.device)
-    power = torch.where(scale == 0, 1 << 22, scale << 23)  # 2**-127 is subnormal
-    power = torch.where(scale == 255, FLOAT32_NAN, power).view(torch.float32)
-    power = power.repeat_interleave(MXFP4_BLOCK, 1)[:, :width]
-    return round_to(values[codes] * power, dtype)

@@ -11,7 +11,7 @@ import torch
 
 import dct_kernels
 from dct_kernels.layout import E3M0
-from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
+from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -160,8 +160,8 @@ _CASES = [
     *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
     *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
     *row_cases("bitmap of wide rows", F16, F16),
-    *(case for name in SCALED_BY_ROW for case in quantized_row_cases(name, 256, F32)),
-    *(case for name in SCALED_BY_ROW for case in quantized_row_cases(name, 64, BF16)),
+    *(case for name in FORMATS for case in quantized_row_cases(name, 256, F32)),
+    *(case for name in FORMATS for case in quantized_row_cases(name, 64, BF16)),
     *quantized_row_cases("ternary", 16384, F16),
 ]
 CASES = {case.name: case for case in _CASES}

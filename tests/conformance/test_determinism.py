@@ -6,7 +6,7 @@ from conftest import BACKENDS
 
 from conformance import samples
 from dct_kernels import payload_layout
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_kernels.row_layout import FORMATS
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def everything(backend):
     values, positions = backend.row_pack(x, 9, torch.float16)
     gathered = backend.row_gather(x.flip(1), positions, 9, torch.float32)
     dense = backend.row_unpack(values, positions, 200, torch.bfloat16)
-    rows = [backend.row_quantize(x, format) for format in SCALED_BY_ROW]
+    rows = [backend.row_quantize(x, format) for format in FORMATS]
     coarse = [
         backend.row_dequantize(quantized, 200, format, torch.float16)
-        for quantized, format in zip(rows, SCALED_BY_ROW, strict=True)
+        for quantized, format in zip(rows, FORMATS, strict=True)
     ]
     results = (threshold, payload, seen, residual, out, status, values, positions)
     results += (gathered, dense, *rows, *coarse)

@@ -10,7 +10,7 @@ from oracle import floats, payload
 from oracle import rows as oracle_rows
 
 from conformance import bits, calls
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_kernels.row_layout import FORMATS
 
 any_float = st.floats(width=32)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -114,7 +114,7 @@ def test_row_pack_and_unpack(backend, data, width, dtype):
 @given(
     row=st.lists(finite, min_size=1, max_size=70),
     power=st.integers(-3, 3),
-    format=st.sampled_from(SCALED_BY_ROW),
+    format=st.sampled_from(FORMATS),
 )
 def test_quantized_rows(backend, row, power, format):
     """Nothing is further off than its step, no sign changes, and rows scale with powers of 2."""

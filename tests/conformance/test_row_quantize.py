@@ -13,28 +13,13 @@ from dct_kernels import row_layout
 
 x_dtypes = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
-scaled_by_row = pytest.mark.parametrize("format", oracle.SCALED_BY_ROW)
 
 # Around bytes of 2, 5 and 8 codes, vectors, warps, blocks of 32 and what a program holds at once.
 WIDTHS = (1, 2, 4, 5, 6, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255, 256)
 WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
-HAS_MXFP4 = ("eager", "cpp")
-
-
-def name(backend):
-    from conftest import BACKENDS
-
-    return next(name for name, known in BACKENDS.items() if known is backend)
-
-
-def require(backend, format):
-    """mxfp4 is a baseline, which two backends have; test_mxfp4_elsewhere is about the others."""
-    if format == "mxfp4" and name(backend) not in HAS_MXFP4:
-        pytest.skip("a baseline: on eager and cpp only")
 
 
 def check(backend, x, format, offset=0):
-    require(backend, format)
     arena = Arena(backend.device, offset)
     rows = backend.row_quantize(arena.read(x), format)
     arena.check()
@@ -72,7 +57,7 @@ def test_dtypes(backend, dtype, format):
         check(backend, rows_of_kinds(width, dtype), format)
 
 
-@scaled_by_row
+@formats
 @pytest.mark.parametrize("width", [4096, 20000, 70001])
 def test_wide_rows(backend, width, format):
     check(backend, samples.normal(2 * width).view(2, width), format)
@@ -142,31 +127,7 @@ def test_sign_by_hand(backend):
     assert rows[0, -2:].tolist() == [0x8E, 0x3F]  # 10 / 9
 
 
-@pytest.mark.parametrize("backend_name", HAS_MXFP4)
-def test_mxfp4_by_hand(backend_name):
-    from conftest import BACKENDS
-
-    if backend_name not in BACKENDS:
-        pytest.skip(f"no {backend_name} here")
-    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.5, -0.25, -6.0]
-    rows = check(BACKENDS[backend_name], torch.tensor([ties]), "mxfp4")
-    assert rows.tolist() == [[0x20, 0x42, 0x64, 0x76, 0xF8, 127]]
-
-
-@pytest.mark.parametrize("op", ["row_quantize", "row_dequantize"])
-def test_mxfp4_elsewhere(backend, op):
-    """Where the baseline is not, the error names the formats that are."""
-    if name(backend) in HAS_MXFP4:
-        pytest.skip("this backend has it")
-    x, rows = torch.ones(1, 32), torch.zeros(1, 17, dtype=torch.uint8)
-    args = (x, "mxfp4") if op == "row_quantize" else (rows, 32, "mxfp4", torch.float32)
-    args = tuple(a.to(backend.device) if isinstance(a, torch.Tensor) else a for a in args)
-    text = f"dct::{op}: format must be int8, int4, ternary or sign, got 'mxfp4'"
-    with pytest.raises((ValueError, RuntimeError), match=text):
-        getattr(backend, op)(*args)
-
-
-@scaled_by_row
+@formats
 @x_dtypes
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_with_nan_or_infinity(backend, bad, dtype, format):
@@ -183,12 +144,10 @@ def test_a_row_with_nan_or_infinity(backend, bad, dtype, format):
 @formats
 def test_permuted_rows(backend, format):
     """A row's scale is that of its values, in whatever order they are."""
-    require(backend, format)
     x = samples.normal(1000).view(1, 1000)
     order = torch.from_numpy(np.random.default_rng(0).permutation(1000))
     scales = [check(backend, rows, format)[0, -2:] for rows in (x, x[:, order].contiguous())]
-    if format != "mxfp4":
-        assert torch.equal(*scales)
+    assert torch.equal(*scales)
 
 
 @formats

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench" / "mp_formats.py"
 sys.path.insert(0, str(BENCH.parent))
 import mp_formats  # noqa: E402
+import mxfp4  # noqa: E402
 from mp_formats import Kind  # noqa: E402
 
 NAMES = ("float32", "int4,sign+dedup")
@@ -28,24 +30,39 @@ NAMES = ("float32", "int4,sign+dedup")
 )
 def test_names_of_exchanges(name, kind, bytes_of_64):
     assert Kind.parse(name) == kind
-    codec = kind.codec(64)
-    assert (codec.message_bytes, codec.gradient_bytes) == bytes_of_64
+    assert kind.row_bytes(64) == bytes_of_64
 
 
-@pytest.mark.parametrize("name", ["int5", "int4,", "int4+", "int4+once", "0%", "101%", "x%", ""])
+@pytest.mark.parametrize(
+    "name", ["int5", "int4,", "mxfp4,int4", "int4+", "int4+once", "0%", "101%", "x%", ""]
+)
 def test_a_wrong_name(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
         Kind.parse(name)
 
 
+def test_mxfp4():
+    """Ties to even, saturation, signs, and groups of 32 on their own; NaN fills its group alone."""
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.5, -0.25, -6.0]
+    rows = mxfp4.quantize(torch.tensor([ties]))
+    assert rows.tolist() == [[0x20, 0x42, 0x64, 0x76, 0xF8, 127]]
+    arrived = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -0.0, -6.0]
+    assert mxfp4.dequantize(rows, 10).tolist() == [arrived]
+    x = torch.tensor([[2.0**-149] * 32 + [2.0**127] * 32 + [float("nan")]])
+    rows = mxfp4.quantize(x)
+    assert rows.shape[1] == mxfp4.row_bytes(65) and rows[0, -3:].tolist() == [0, 252, 255]
+    there = mxfp4.dequantize(rows, 65)
+    assert there[0, :32].eq(0).all() and there[0, 32:64].eq(2.0**127).all() and there[0, 64].isnan()
+
+
 def _record(exchange, rate, seed, loss, auc=0.7, rows=10):
-    codec = Kind.parse(exchange).codec(64)
+    forward, backward = Kind.parse(exchange).row_bytes(64)
     record = {"exchange": exchange, "rate": rate, "seed": seed, "settings": {"embedding_dim": 64}}
     record["validation"] = {"auc": auc, "log_loss": loss}
     if seed:
         record["test"] = {"auc": auc, "log_loss": loss}
-    sent = {"ids": 4 * rows, "mp_forward": rows * codec.message_bytes}
-    sent["mp_backward"] = rows * codec.gradient_bytes
+    sent = {"ids": 4 * rows, "mp_forward": rows * forward}
+    sent["mp_backward"] = rows * backward
     return record | {f"{key}_bytes_per_step_per_rank": value for key, value in sent.items()}
 
 

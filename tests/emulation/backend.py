@@ -180,7 +180,7 @@ def row_unpack(call, values, positions, width, dtype):
     return out
 
 
-_FORMATS = row_layout.SCALED_BY_ROW  # in the order of their codes
+_FORMATS = row_layout.FORMATS  # in the order of their codes
 
 
 def row_quantize(call, x, format):

@@ -9,15 +9,11 @@ import numpy as np
 from . import floats
 
 F32 = np.float32
-SCALED_BY_ROW = ("int8", "int4", "ternary", "sign")
-FORMATS = (*SCALED_BY_ROW, "mxfp4")
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FORMATS = ("int8", "int4", "ternary", "sign")
 NAN, SMALLEST_NORMAL = 0x7FC0, 0x0080  # raw bfloat16
 
 
 def row_bytes(width, format):
-    if format == "mxfp4":
-        return math.ceil(width / 2) + math.ceil(width / 32)
     return math.ceil(width / {"int8": 1, "int4": 2, "ternary": 5, "sign": 8}[format]) + 2
 
 
@@ -31,10 +27,9 @@ def row_dequantize(rows, width, format, dtype):
     """Raw bits [B, width]; rows are uint8 [B, w] of anything."""
     out = np.empty((len(rows), width), np.float64)
     for row, values in zip(rows.tolist(), out, strict=True):
-        codes, scales = _read(row, width, format)
-        each = np.repeat(scales, 32)[:width] if format == "mxfp4" else scales[0]
+        codes, scale = _read(row, width, format)
         with np.errstate(invalid="ignore"):
-            values[:] = np.array(codes, np.float64) * each  # exact in float64
+            values[:] = np.array(codes, np.float64) * scale  # exact in float64
     with np.errstate(over="ignore"):
         return floats.narrow(out.astype(F32), dtype)
 
@@ -42,10 +37,6 @@ def row_dequantize(rows, width, format, dtype):
 @functools.lru_cache(10000)  # the same rows for every backend
 def _quantize(row, format):
     row = np.frombuffer(row, F32)
-    return _mxfp4_row(row) if format == "mxfp4" else _row(row, format)
-
-
-def _row(row, format):
     codes, scale = [0] * len(row), NAN
     if np.isfinite(row).all():
         codes, scale = {"ternary": _ternary, "sign": _sign}.get(format, _integers)(row, format)
@@ -109,31 +100,8 @@ def _pack(codes, format):
     return bytes(packed)
 
 
-def _mxfp4_row(row):
-    nibbles, scales = [], []
-    for begin in range(0, len(row), 32):
-        block = row[begin : begin + 32]
-        if not np.isfinite(block).all():
-            nibbles += [0] * len(block)
-            scales.append(255)
-            continue
-        top = float(np.abs(block).max())
-        scale = max(math.frexp(top)[1] - 1 - 2, -127) if top else -127
-        scales.append(scale + 127)
-        exact = np.abs(block.astype(np.float64)) * 2.0**-scale
-        even_first = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-        nearest = np.abs(exact[:, None] - E2M1[even_first]).argmin(1)  # the first of equals
-        nibbles += (even_first[nearest] + 8 * np.signbit(block)).tolist()
-    return _pack(nibbles, "int4") + bytes(scales)
-
-
 def _read(row, width, format):
-    """The row's codes as numbers, and its scales: one, or one for every 32 codes."""
-    if format == "mxfp4":
-        nibbles = [byte >> shift & 15 for byte in row for shift in (0, 4)][:width]
-        values = [math.copysign(float(E2M1[n % 8]), -1 if n & 8 else 1) for n in nibbles]
-        powers = row[math.ceil(width / 2) :]
-        return values, [math.nan if p == 255 else 2.0 ** (p - 127) for p in powers]
+    """The row's codes as numbers, and its scale."""
     (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
     codes = []
     for byte in row[:-2]:
@@ -148,4 +116,4 @@ def _read(row, width, format):
             # 122 to 127 and -128 to -122 are no sums of five codes: they read as 121.
             number = signed if -121 <= signed <= 121 else 121
             codes += [(number + 121) // 3**i % 3 - 1 for i in range(5)]
-    return codes[:width], [scale]
+    return codes[:width], scale

@@ -150,7 +150,7 @@ def test_the_bench_runs_and_reports(tmp_path):
     command = [sys.executable, BENCH, "--data", text, "--densities", "1,0.25", "--fresh-mask"]
     command += [
         "--formats",
-        "int4,mxfp4",
+        "int4,ternary",
         "--value-dtype",
         "bfloat16",
         *sizes.split(),
@@ -160,11 +160,11 @@ def test_the_bench_runs_and_reports(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
-    names = ["dense", "100%", "25%", "25% fresh mask", "int4", "mxfp4"]
+    names = ["dense", "100%", "25%", "25% fresh mask", "int4", "ternary"]
     assert [mode["name"] for mode in modes] == names
     rows = 4 * 8
     expected = [(16 * 4, 16 * 4), (16 * 2 + 2, 16 * 2), (4 * 2 + 2, 4 * 2), (4 * 2 + 2, 4 * 2 + 2)]
-    expected += [(8 + 2, 8 + 2)] * 2  # mxfp4 has one scale of a byte: filled up to an even size
+    expected += [(8 + 2, 8 + 2), (4 + 2, 4 + 2)]
     for mode, (forward, backward) in zip(modes, expected, strict=True):
         assert [run["seed"] for run in mode["runs"]] == [0, 1]
         for run in mode["runs"]:

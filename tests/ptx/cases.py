@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from dct_kernels import payload_layout, reference
-from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
+from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import build
 from .backend import Executor
@@ -206,7 +206,7 @@ CASES = [
         *(
             (op, d, format, F32)
             for op in (row_quantize, row_dequantize)
-            for format in SCALED_BY_ROW
+            for format in FORMATS
             for d in (64, 256, 1024)
         ),
         *((op, 256, "int4", BF16) for op in (row_quantize, row_dequantize)),

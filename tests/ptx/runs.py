@@ -9,7 +9,7 @@ import torch
 from conformance import samples
 
 from dct_kernels import payload_layout, reference
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_kernels.row_layout import FORMATS
 
 from .backend import Executor
 
@@ -106,9 +106,7 @@ def row_unpack(backend):
 
 def row_quantize(backend):
     narrow, wide = samples.normal(5 * 50).view(5, 50), samples.normal(2 * 1100).view(2, 1100)
-    return tuple(
-        backend.row_quantize(x, format) for x in (narrow, wide) for format in SCALED_BY_ROW
-    )
+    return tuple(backend.row_quantize(x, format) for x in (narrow, wide) for format in FORMATS)
 
 
 def row_dequantize(backend):
@@ -120,7 +118,7 @@ def row_dequantize(backend):
             format,
             torch.float32,
         )
-        for format in SCALED_BY_ROW
+        for format in FORMATS
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dct_kernels import payload_layout, testing
 from dct_kernels.layout import E3M0
-from dct_kernels.row_layout import SCALED_BY_ROW, position_bytes, row_bytes
+from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import peers
 from .peers import Peer
@@ -71,7 +71,7 @@ def cases(
                 yield make(device, elements // width, width, 0.05, with_peers)
                 yield make(device, elements // width, width, 0.05, False, BF16)
         for op, make in (("row_quantize", row_quantize), ("row_dequantize", row_dequantize)):
-            for format in SCALED_BY_ROW if op in ops else ():
+            for format in FORMATS if op in ops else ():
                 elements = numel if device == "cuda" else numel // 4
                 yield make(device, elements // width, width, format, with_peers)
 

@@ -29,7 +29,7 @@ def qcomm_codecs(
     Args:
         width: entries with a scale of their own. It must divide the width of every shard: their
             greatest common divisor, or less. TorchRec tells a codec only sums of widths per rank.
-        forward: of embeddings, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
+        forward: of embeddings, one of "int8", "int4", "ternary", "sign" (see
             `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
         backward: of their gradients, one of these.
 

@@ -40,8 +40,8 @@ def all_to_all_rows(
     - With `density`, its k = ceil(density * d) largest entries and their positions; the others are
       zero there. The gradient of a sent row is that of the received one at those entries: k values.
     - With `forward` and `backward`, every entry in those number formats: "float32", "bfloat16",
-      "float16", or one of `dct_kernels.row_quantize`'s ("int8", "int4", "ternary", "sign",
-      "mxfp4"). The gradient is straight-through: that of the received row, quantized on its way.
+      "float16", or one of `dct_kernels.row_quantize`'s ("int8", "int4", "ternary", "sign").
+      The gradient is straight-through: that of the received row, quantized on its way.
 
     Deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal the uncompressed
     exchange bit for bit, forward and backward.

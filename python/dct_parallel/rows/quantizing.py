@@ -28,7 +28,7 @@ class RowQuantize(nn.Module):
     float16, is not mutated. Deterministic, bitwise the same on every backend.
 
     Args:
-        forward_format: of rows, one of "int8", "int4", "ternary", "sign", "mxfp4" (see
+        forward_format: of rows, one of "int8", "int4", "ternary", "sign" (see
             `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
         backward_format: of their gradients, one of these; default `forward_format`.
 
