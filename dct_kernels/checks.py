@@ -49,10 +49,10 @@ def require_number(op: str, arg: str, value: object) -> None:
 def require_density(op: str, density: float) -> None:
     require_number(op, "density", density)
     if not 0 < density <= 1:  # false of a NaN as well
-        fail(op, "density", "in (0, 1]", density)
+        fail(op, "density", "in (0, 1]", f"{float(density):.9g}")
 
 
-def require_dtype(op: str, arg: str, dtype: object, allowed: tuple[torch.dtype, ...]) -> None:
+def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(dtype, torch.dtype):
         fail(op, arg, "a torch.dtype", type(dtype).__name__, TypeError)
     if dtype not in allowed:

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace dct {
 namespace {
@@ -15,30 +15,17 @@ using torch::headeronly::DeviceType;
 
 // The names Python shows.
 std::string name(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Bool:
-      return "bool";
-    default:
-      return torch::headeronly::toString(dtype);
+  static constexpr std::pair<ScalarType, const char*> kNames[] = {
+      {ScalarType::Float, "float32"}, {ScalarType::Double, "float64"},
+      {ScalarType::Half, "float16"},  {ScalarType::BFloat16, "bfloat16"},
+      {ScalarType::Byte, "uint8"},    {ScalarType::Char, "int8"},
+      {ScalarType::Short, "int16"},   {ScalarType::Int, "int32"},
+      {ScalarType::Long, "int64"},    {ScalarType::Bool, "bool"},
+  };
+  for (const auto& [each, text] : kNames) {
+    if (each == dtype) return text;
   }
+  return torch::headeronly::toString(dtype);
 }
 
 std::string names(std::initializer_list<ScalarType> dtypes) {
@@ -61,20 +48,6 @@ std::string name(torch::stable::Device device) {
     default:
       return "device type " + std::to_string(static_cast<int>(device.type()));
   }
-}
-
-// As Python writes it: the shortest text that reads back as `value`. Not by std::to_chars, which
-// needs the libstdc++ of gcc 11.
-std::string number(double value) {
-  const double magnitude = value < 0 ? -value : value;
-  const bool scientific = magnitude >= 1e16 || (magnitude > 0 && magnitude < 1e-4);
-  char text[48];
-  int digits = 0;
-  do {
-    std::snprintf(text, sizeof(text), scientific ? "%.*e" : "%.*f", digits, value);
-  } while (++digits < 22 && std::strtod(text, nullptr) != value);
-  const bool whole = std::string(text).find_first_not_of("-0123456789") == std::string::npos;
-  return whole ? std::string(text) + ".0" : text;
 }
 
 DType to_dtype(ScalarType dtype) {
@@ -110,7 +83,10 @@ void Checks::require_int(const char* arg, int64_t value, int64_t low, int64_t hi
 }
 
 void Checks::require_density(double density) const {
-  if (!(density > 0 && density <= 1)) fail("density", "in (0, 1]", number(density));
+  if (density > 0 && density <= 1) return;
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", density);
+  fail("density", "in (0, 1]", std::string(text));
 }
 
 DType Checks::require_dtype(const char* arg, ScalarType dtype,
