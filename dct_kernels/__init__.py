@@ -18,7 +18,6 @@ from .ops import (  # noqa: E402
     row_unpack,
     sample_threshold,
     scatter_unpack,
-    value_scale,
 )
 
 __version__ = "0.2.0"
@@ -37,5 +36,4 @@ __all__ = [
     "row_unpack",
     "sample_threshold",
     "scatter_unpack",
-    "value_scale",
 ]

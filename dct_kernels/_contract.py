@@ -48,8 +48,6 @@ def mask_pack(
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
-    value_format: str = "",
-    scale: Tensor | None = None,
 ) -> None:
     op, like = "mask_pack", ("residual", residual)
     checks.require_tensor(op, "residual", residual, FLOAT32)
@@ -63,19 +61,12 @@ def mask_pack(
     checks.require_tensor(op, "seen", seen, INT32, like=like)
     checks.require_numel(op, "seen", seen, segments.numel() - 1, ONE_PER_SEGMENT)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
-    values = _values(op, value_dtype, value_format)
+    checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
     checks.require_scale(op, "inv_scale", inv_scale, like)
     if status is not None:
         checks.require_tensor(op, "status", status, INT32, like=like)
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    _payload_bytes(op, "payload", payload, residual.numel(), capacity, values, ranges)
-    if scale is not None:
-        if values != layout.E3M0:
-            checks.fail(op, "scale", f"None except for {layout.E3M0} values", "a tensor")
-        checks.require_tensor(op, "scale", scale, FLOAT32, (0, 1), like)
-        checks.require_numel(op, "scale", scale, ranges, "(one per range of payload)")
-    elif values == layout.E3M0:
-        checks.fail(op, "scale", f"a tensor for {layout.E3M0} values", None)
+    _payload_bytes(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
     checks.memory(
         op,
         {"residual": residual, "payload": payload, "seen": seen},
@@ -85,7 +76,6 @@ def mask_pack(
             "threshold": threshold,
             "inv_scale": inv_scale,
             "status": status,
-            "scale": scale,
         },
         (segments, residual.numel()),
         ("payload", payload),
@@ -100,16 +90,15 @@ def scatter_unpack(
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
-    value_format: str = "",
 ) -> None:
     op, like = "scatter_unpack", ("out", out)
     checks.require_tensor(op, "out", out, checks.FLOATS)
     checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
-    values = _values(op, value_dtype, value_format)
+    checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
     checks.require_scale(op, "out_scale", out_scale, like)
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
-    _payload_bytes(op, "payloads", payloads, out.numel(), capacity, values, ranges)
+    _payload_bytes(op, "payloads", payloads, out.numel(), capacity, value_dtype, ranges)
     checks.memory(
         op,
         {"out": out},
@@ -161,21 +150,13 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
         checks.fail(op, "rows", rule, rows.shape[1], verb="have")
 
 
-def _values(op: str, value_dtype: torch.dtype, value_format: str) -> torch.dtype | str:
-    """The values in the payload: value_dtype, or the format that takes its place."""
-    checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
-    if value_format not in ("", layout.E3M0):
-        checks.fail(op, "value_format", f"{layout.E3M0} or empty", f"'{value_format}'")
-    return value_format or value_dtype
-
-
 def _payload_bytes(
     op: str,
     arg: str,
     payload: Tensor,
     numel: int,
     capacity: int,
-    value_dtype: torch.dtype | str,
+    value_dtype: torch.dtype,
     ranges: int,
 ) -> None:
     if ranges < 1:

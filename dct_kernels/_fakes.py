@@ -30,8 +30,6 @@ def mask_pack(
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
-    value_format: str = "",
-    scale: Tensor | None = None,
 ) -> None:
     return None
 
@@ -44,7 +42,6 @@ def scatter_unpack(
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
-    value_format: str = "",
 ) -> Tensor:
     return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
 

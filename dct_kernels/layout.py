@@ -4,14 +4,6 @@
 
 All little-endian; each section begins at a multiple of 16 bytes. `starts[b]` is the index of the
 first entry of block b (16,384 elements), so a reader finds any block without a search.
-
-With value dtype "e3m0" it is version 2, where position and value are 16 bits together:
-
-    header (64 bytes) | u32 starts[blocks + 1], u16 sub_starts[blocks][3] | u16 entry[capacity]
-
-An entry is position << 4 | negative << 3 | exponent: the position in its sub-block (4,096
-elements), and plus or minus scale * 2**exponent. `sub_starts[b]` says how many entries of block b
-come before its second, third and fourth sub-block.
 """
 
 import struct
@@ -33,15 +25,8 @@ VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 FLAGS_BYTE = 7  # of the header
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
-E3M0 = "e3m0"
-E3M0_VERSION, E3M0_CODE = 2, 3
-SUB_BLOCK = 4096
-SUB_STARTS = BLOCK // SUB_BLOCK - 1  # of a block
-# The scale's exponent as float32 stores it, from 2**-126 to 2**120: every code is a normal number.
-LEAST_SCALE, MOST_SCALE = 1, 247
-
 # Every entry in few bits, by rows of dct_kernels.row_quantize: dct_parallel makes such payloads.
-ROWS_VERSION = 3
+ROWS_VERSION = 3  # 2 was entries of two bytes, which are no longer read
 ROW_CODES = {"int8": 4, "int4": 5, "ternary": 6}
 
 
@@ -52,7 +37,7 @@ class PayloadLayout(NamedTuple):
         nbytes: size, a multiple of 16.
         starts: offset of the blocks' starts.
         positions: offset of the positions.
-        values: offset of the values. Entries of "e3m0" are one section: the offset of positions.
+        values: offset of the values.
     """
 
     nbytes: int
@@ -65,15 +50,14 @@ class PayloadInfo(NamedTuple):
     """The header of a payload, or of one of its ranges.
 
     Attributes:
-        value_dtype: torch.float32, torch.bfloat16, "e3m0", or of dct_parallel's payloads in few
-            bits "int8", "int4" or "ternary".
+        value_dtype: torch.float32, torch.bfloat16, or of dct_parallel's payloads in few bits
+            "int8", "int4" or "ternary".
         numel: elements of the tensor, or of the range.
         capacity: entries of room.
         count: entries packed.
         overflow: more entries passed than had room.
         non_finite: some entry was NaN or infinite.
         damage: the sender received a damaged payload in its last step.
-        scale: magnitude of exponent 0 in "e3m0"; else None.
     """
 
     value_dtype: torch.dtype | str
@@ -83,7 +67,6 @@ class PayloadInfo(NamedTuple):
     overflow: bool
     non_finite: bool
     damage: bool
-    scale: float | None = None
 
 
 def range_blocks(numel: int, ranges: int) -> int:
@@ -98,21 +81,13 @@ def range_bounds(numel: int, ranges: int, index: int) -> tuple[int, int]:
     return min(index * length, numel), min((index + 1) * length, numel)
 
 
-def sub_starts(numel: int, ranges: int = 1) -> int:
-    """Byte offset of the sub-blocks' starts in "e3m0": right behind those of the blocks."""
-    return HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1)
-
-
-def header_kind(value_dtype: torch.dtype | str) -> int:
+def header_kind(value_dtype: torch.dtype) -> int:
     """A header's first 8 bytes as a number: magic, version and value dtype, no flags."""
-    version, code = E3M0_VERSION, E3M0_CODE
-    if isinstance(value_dtype, torch.dtype):
-        version, code = VERSION, VALUE_DTYPE_CODES[value_dtype]
-    return MAGIC | version << 32 | code << 48
+    return MAGIC | VERSION << 32 | VALUE_DTYPE_CODES[value_dtype] << 48
 
 
 def payload_layout(
-    numel: int, capacity: int, value_dtype: torch.dtype | str, ranges: int = 1
+    numel: int, capacity: int, value_dtype: torch.dtype, ranges: int = 1
 ) -> PayloadLayout:
     """Size and section offsets, in bytes, of a payload for `numel` elements. Only arithmetic.
 
@@ -121,7 +96,7 @@ def payload_layout(
     Args:
         numel: elements of the tensor that is packed (of all ranges together), >= 0.
         capacity: entries of room in each range, 1 to 2**32 - 1.
-        value_dtype: torch.float32, torch.bfloat16 or "e3m0".
+        value_dtype: torch.float32 or torch.bfloat16.
         ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
 
     Raises:
@@ -129,17 +104,11 @@ def payload_layout(
 
     >>> payload_layout(1_000_000, 6_250, torch.bfloat16)
     PayloadLayout(nbytes=25344, starts=64, positions=320, values=12832)
-    >>> payload_layout(1_000_000, 6_250, "e3m0")
-    PayloadLayout(nbytes=13200, starts=64, positions=688, values=688)
     """
     require_int("payload_layout", "numel", numel, 0, 2**63 - 1)
     require_int("payload_layout", "capacity", capacity, 1, 2**32 - 1)
     require_int("payload_layout", "ranges", ranges, 1, 2**31 - 1)
-    if value_dtype == E3M0:
-        entries = _align16(sub_starts(numel, ranges) + 2 * SUB_STARTS * range_blocks(numel, ranges))
-        return PayloadLayout(_align16(entries + 2 * capacity), HEADER_BYTES, entries, entries)
     require_dtype("payload_layout", "value_dtype", value_dtype, tuple(VALUE_DTYPE_CODES))
-    assert isinstance(value_dtype, torch.dtype)
     positions = _align16(HEADER_BYTES + 4 * (range_blocks(numel, ranges) + 1))
     values = _align16(positions + 2 * capacity)
     nbytes = _align16(values + value_dtype.itemsize * capacity)
@@ -160,15 +129,17 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         got = f"{str(payload.dtype).removeprefix('torch.')} {list(payload.shape)}"
         fail("payload_info", "payload", f"uint8 [nbytes] with nbytes >= {HEADER_BYTES}", got)
     raw = bytes(payload[:HEADER_BYTES].tolist())
-    magic, version, code, flags, numel, capacity, count, rest = HEADER.unpack(raw)
+    magic, version, code, flags, numel, capacity, count, _ = HEADER.unpack(raw)
     kinds: dict[tuple[int, int], torch.dtype | str] = {
         (VERSION, code): dtype for dtype, code in VALUE_DTYPE_CODES.items()
     }
-    kinds[E3M0_VERSION, E3M0_CODE] = E3M0
     kinds |= {(ROWS_VERSION, code): format for format, code in ROW_CODES.items()}
     if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
-        rule = f"a DCT payload of version {VERSION}, {E3M0_VERSION} or {ROWS_VERSION}"
+        rule = (
+            f"a DCT payload of version {VERSION} or {ROWS_VERSION} "
+            "(2, entries of two bytes, is no longer read)"
+        )
         fail("payload_info", "payload", rule, got)
     value_dtype = kinds[version, code]
     return PayloadInfo(
@@ -179,7 +150,6 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         overflow=bool(flags & FLAG_OVERFLOW),
         non_finite=bool(flags & FLAG_NON_FINITE),
         damage=bool(flags & FLAG_DAMAGE),
-        scale=2.0 ** (rest[0] - 127) if value_dtype == E3M0 else None,
     )
 
 

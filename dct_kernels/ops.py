@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from . import _contract
-from .layout import E3M0
 
 
 def sample_threshold(
@@ -54,9 +53,6 @@ def sample_threshold(
     Returns:
         float32 [S]. NaN ranks as infinity; an empty segment gives +inf.
 
-    Deterministic for a given seed; safe in CUDA graphs (not on the eager backend) and in
-    torch.compile.
-
     Raises:
         ValueError, TypeError: an argument breaks its rule; the text names both.
 
@@ -80,28 +76,19 @@ def mask_pack(
     payload: Tensor,
     seen: Tensor,
     capacity: int,
-    value_dtype: torch.dtype | str,
+    value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
-    scale: Tensor | None = None,
 ) -> None:
     """Error feedback, threshold mask and compaction in one pass over memory.
 
-    acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not
-    (|acc| < threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The
-    first `capacity` entries that pass go into the payload in ascending order; the residual becomes
-    acc - value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every
-    finite acc: an entry that does not fit is late, never lost. Where acc is not finite the residual
-    keeps its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not
-    read, not packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
-    Deterministic; safe in CUDA graphs (not on the eager backend) and in torch.compile.
-
-    With value_dtype "e3m0" an entry is 16 bits: its position, and plus or minus s * 2**e, e from 0
-    to 7, where s is the power of two nearest to `scale`. acc is rounded to the nearest of these,
-    the larger of two; larger magnitudes are sent as the largest code, and the remainder stays. Not
-    packed, but counted in `seen`, are non-finite entries (the header says so, and `scatter_unpack`
-    makes element 0 of the range NaN), entries below s / 2, and entries of 2**31 * s or more, from
-    which float32 cannot subtract a code exactly.
+    acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not (|acc| <
+    threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The first
+    `capacity` entries that pass go into the payload in ascending order; the residual becomes acc -
+    value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every finite
+    acc: an entry that does not fit is late, never lost. Where acc is not finite the residual keeps
+    its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
+    packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
 
     Args:
         residual: float32 [numel], read and written.
@@ -114,12 +101,10 @@ def mask_pack(
         seen: int32 [S], written: how many passed, packed or not.
         capacity: entries of room in each range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
-            to infinity saturates), or "e3m0".
+            to infinity saturates).
         inv_scale: float32, one element, or None.
         status: int32 [P], the result of the last `scatter_unpack`, or None. If one of them is not
             0, every range's header says "damage", so that all ranks learn of it.
-        scale: float32 [R], for "e3m0" only: the magnitude that the smallest code of each range is
-            nearest to, its threshold or `value_scale`. It is kept within 2**-126 and 2**120.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule; the text names both. Nothing is written.
@@ -135,7 +120,6 @@ def mask_pack(
     >>> residual, seen
     (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
     """
-    dtype, value_format = _values(value_dtype)
     args = (
         residual,
         grad,
@@ -144,50 +128,19 @@ def mask_pack(
         payload,
         seen,
         capacity,
-        dtype,
+        value_dtype,
         inv_scale,
         status,
-        value_format,
-        scale,
     )
     _contract.mask_pack(*args)
     torch.ops.dct.mask_pack.default(*args)
-
-
-def value_scale(threshold: Tensor, largest: Tensor) -> Tensor:
-    """The `scale` of "e3m0" payloads: the threshold, or where that is 0 one that fits `largest`.
-
-    The smallest code is then the power of two nearest to the threshold, and the largest one 85 to
-    171 times the threshold. With a threshold of 0 the largest code is the one nearest to `largest`.
-
-    Args:
-        threshold: float32 [R], of each range.
-        largest: float32 [R], the largest magnitudes, of a sample for instance: `sample_threshold`
-            at a density too small for two picks.
-
-    Returns:
-        float32 [R], a new tensor. Deterministic, without host synchronization; nothing is checked.
-
-    Source: the payload's scale is ours.
-
-    >>> value_scale(torch.tensor([0.5, 0.0]), torch.tensor([9.0, 256.0]))
-    tensor([0.5000, 2.0000])
-    """
-    return torch.where(threshold > 0, threshold, largest * 2.0**-7)
-
-
-def _values(value_dtype: torch.dtype | str) -> tuple[torch.dtype, str]:
-    """value_dtype and value_format of torch.ops.dct; with a format the dtype does not matter."""
-    if value_dtype == E3M0:
-        return torch.bfloat16, E3M0
-    return value_dtype, ""  # type: ignore[return-value]  # checked by the contract
 
 
 def scatter_unpack(
     payloads: Tensor,
     out: Tensor,
     capacity: int,
-    value_dtype: torch.dtype | str,
+    value_dtype: torch.dtype,
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
@@ -196,10 +149,8 @@ def scatter_unpack(
 
     out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
     float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
-    dtype. If a payload says both "overflow" and "non-finite", or of "e3m0" just "non-finite",
-    element 0 of its range becomes NaN, so that a GradScaler skips the step on every rank. Mutates
-    `out` (every element is written). Deterministic; safe in CUDA graphs (not on the eager backend)
-    and in torch.compile.
+    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN,
+    so that a GradScaler skips the step on every rank. Mutates `out` (every element is written).
 
     Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
     adds nothing, and no content causes an access out of bounds.
@@ -226,8 +177,7 @@ def scatter_unpack(
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    dtype, value_format = _values(value_dtype)
-    args = (payloads, out, capacity, dtype, scale, accumulate, out_scale, value_format)
+    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     _contract.scatter_unpack(*args)
     status: Tensor = torch.ops.dct.scatter_unpack.default(*args)
     return status
@@ -237,8 +187,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
     """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
 
     Exactly k per row (ties: the lower column; NaN ranks as infinity), in column order, so no sizes
-    need exchanging. The gradient is `row_unpack` at the same positions. Deterministic; safe in CUDA
-    graphs (not on the eager backend) and in torch.compile.
+    need exchanging. The gradient is `row_unpack` at the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -269,8 +218,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
     For the backward message: the gradient at the forward pass's positions, which the receiver has.
     Positions are not trusted: a column that is not above every column accepted before it in its
     row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
-    same positions. Deterministic; safe in CUDA graphs (not on the eager backend) and in
-    torch.compile.
+    same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -299,8 +247,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
     """Put packed rows back in place, zeros elsewhere. Differentiable in values.
 
     Positions are not trusted, as in `row_gather`: a column that cannot be accepted scatters
-    nothing. The gradient is `row_gather` at the same positions. Deterministic; safe in CUDA graphs
-    (not on the eager backend) and in torch.compile.
+    nothing. The gradient is `row_gather` at the same positions.
 
     Args:
         values: float32, bfloat16 or float16 [B, k].
@@ -328,10 +275,9 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 def row_quantize(x: Tensor, format: str) -> Tensor:
     """Every entry of every row in a few bits, with a scale per row. Not differentiable.
 
-    The result is bytes, which carry no gradient: straight-through is for the caller to arrange.
-    A row's bytes follow from that row alone, and their number from d and the format, so no sizes
-    need exchanging. Deterministic; safe in CUDA graphs (not on the eager backend) and in
-    torch.compile. Formats, with bytes per row, codes first (docs/reference/ops.md has every bit):
+    The result is bytes, which carry no gradient: straight-through is for the caller to arrange. A
+    row's bytes follow from that row alone, and their number from d and the format, so no sizes need
+    exchanging. Formats, with bytes per row, codes first (docs/reference/ops.md has every bit):
 
     - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
@@ -367,8 +313,7 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
     """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
 
     Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md), and
-    no access out of bounds. Deterministic; safe in CUDA graphs (not on the eager backend) and in
-    torch.compile.
+    no access out of bounds.
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.

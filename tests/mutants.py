@@ -41,14 +41,14 @@ MUTANTS = {
     "nothing given back on overflow": Mutant(
         "mask_pack",
         "detail/mask_pack_place.cuh",
-        "__fadd_rn(left, format.value(bits[a]))",
-        "__fadd_rn(left, 0.0f)",
+        "left = restore(left, bits[a], args.value_dtype);",
+        "",
     ),
     "part of a pass written before it is left out": Mutant(
         "mask_pack",
         "detail/mask_pack_stage.cuh",
-        "passed + of_pass > staging.room) break;",
-        "passed + of_pass > staging.room) {\n"
+        "kept + of_pass > staging.room) break;",
+        "kept + of_pass > staging.room) {\n"
         "        if (kHasGrad<Grad>) stream_out(residual, sums[0]);\n"
         "        break;\n"
         "      }",
@@ -59,8 +59,8 @@ MUTANTS = {
         "(sum >> 16 & 255) == kWarps",
         "(sum >> 16 & 255) == 1",
     ),
-    "words of segments not cleared": Mutant(
-        "mask_pack", "detail/mask_pack_stage.cuh", "staging.segments[s] = 0;", ""
+    "counts of segments not cleared": Mutant(
+        "mask_pack", "detail/mask_pack_stage.cuh", "args.seen[s] = 0;", ""
     ),
     "no barrier before warps add to a tile's total": Mutant(
         "mask_pack", "detail/mask_pack_stage.cuh", "  __syncthreads();\n", ""
@@ -70,18 +70,6 @@ MUTANTS = {
         "mask_pack.cu",
         "is_aligned(args.residual, kVectorElements * sizeof(float))",
         "is_aligned(args.residual, 8)",
-    ),
-    "what e3m0 cannot send is sent": Mutant(
-        "mask_pack", "detail/elements.cuh", "if (!sends(sum)) return {kNoCode, sum};", ""
-    ),
-    "sub-starts counted from their tile, not from its block": Mutant(
-        "mask_pack",
-        "detail/mask_pack_place.cuh",
-        "entries_before(warp & -int(kBlock / tiles.tile))",
-        "at",
-    ),
-    "sub-starts past the capacity": Mutant(
-        "mask_pack", "detail/mask_pack_place.cuh", "min(entries, payload.room)", "entries"
     ),
     "a mask that differs between lanes": Mutant(
         "scatter_unpack",

@@ -182,7 +182,8 @@ def _bench_commands():
 
 
 def test_commands_of_dct_bench():
-    commands = sorted(set(_bench_commands()))
+    # The page of a format that was removed says with what it was measured.
+    commands = sorted(c for c in set(_bench_commands()) if "dct-e3m0" not in c)
     assert len(commands) > 5
     for command in commands:
         cli.parse(shlex.split(command, comments=True))

@@ -24,7 +24,7 @@ PACKAGES = tuple(FOLDERS)
 PUBLIC = {
     "dct_kernels": {
         *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout", "backend_of"),
-        *("sample_threshold", "mask_pack", "scatter_unpack", "value_scale"),
+        *("sample_threshold", "mask_pack", "scatter_unpack"),
         *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },
     "dct_parallel": {

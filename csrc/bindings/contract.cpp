@@ -3,7 +3,6 @@
 #include <limits>
 #include <string>
 
-#include "../common/e3m0.h"
 #include "../common/payload.h"
 #include "../common/rows.h"
 
@@ -21,9 +20,7 @@ int64_t require_payload(const Checks& checks, const Arg& arg, int64_t dims_with_
   const int64_t dims = payload.dim();
   const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
   if (ranges < 1) checks.fail(arg.name, "at least 1 range", ranges, "have");
-  const int64_t nbytes = value_dtype == DType::kE3M0
-                             ? e3m0_layout(numel, capacity, ranges).nbytes
-                             : payload_layout(numel, capacity, value_dtype, ranges).nbytes;
+  const int64_t nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes;
   if (payload.size(dims - 1) != nbytes) {
     checks.fail(arg.name,
                 std::to_string(nbytes) + " bytes per range for " + std::to_string(numel) +
@@ -31,14 +28,6 @@ int64_t require_payload(const Checks& checks, const Arg& arg, int64_t dims_with_
                 payload.size(dims - 1), "have");
   }
   return ranges;
-}
-
-// The values in the payload: value_dtype, or the format that takes its place.
-DType require_values(const Checks& checks, ScalarType value_dtype, const std::string& format) {
-  const DType dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
-  if (format.empty()) return dtype;
-  if (format != "e3m0") checks.fail("value_format", "e3m0 or empty", "'" + format + "'");
-  return DType::kE3M0;
 }
 
 void require_positions(const Checks& checks, const Tensor& positions, int64_t rows, int64_t width,
@@ -56,23 +45,10 @@ void require_positions(const Checks& checks, const Tensor& positions, int64_t ro
   }
 }
 
-const char* name(RowFormat format) {
-  switch (format) {
-    case RowFormat::kInt8:
-      return "int8";
-    case RowFormat::kInt4:
-      return "int4";
-    case RowFormat::kTernary:
-      return "ternary";
-    default:
-      return "sign";
-  }
-}
-
 RowFormat require_format(const Checks& checks, const std::string& format) {
-  for (const RowFormat each :
-       {RowFormat::kInt8, RowFormat::kInt4, RowFormat::kTernary, RowFormat::kSign}) {
-    if (format == name(each)) return each;
+  constexpr const char* kNames[] = {"int8", "int4", "ternary", "sign"};  // in RowFormat's order
+  for (int i = 0; i < 4; ++i) {
+    if (format == kNames[i]) return static_cast<RowFormat>(i);
   }
   checks.fail("format", "int8, int4, ternary or sign", "'" + format + "'");
 }
@@ -109,8 +85,7 @@ SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor&
 MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
                             const Tensor& segments, const Tensor& threshold, const Tensor& payload,
                             const Tensor& seen, int64_t capacity, ScalarType value_dtype,
-                            const OptionalTensor& inv_scale, const OptionalTensor& status,
-                            const std::string& value_format, const OptionalTensor& scale) {
+                            const OptionalTensor& inv_scale, const OptionalTensor& status) {
   const Checks checks("mask_pack");
   const Arg like("residual", residual), bytes("payload", payload), counts("seen", seen);
   MaskPackArgs args{};
@@ -129,7 +104,7 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
   checks.require_tensor(counts, {ScalarType::Int}, {1}, like);
   checks.require_numel(counts, args.num_segments, kOnePerSegment);
   checks.require_int("capacity", capacity, 1, kUint32Max);
-  args.value_dtype = require_values(checks, value_dtype, value_format);
+  args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
   args.inv_scale = checks.require_scale({"inv_scale", inv_scale}, like);
   if (status.has_value()) {
     checks.require_tensor({"status", status}, {ScalarType::Int}, {1}, like);
@@ -137,23 +112,12 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
     args.num_status = status->numel();
   }
   args.ranges = require_payload(checks, bytes, 2, args.numel, capacity, args.value_dtype);
-  if (scale.has_value()) {
-    if (args.value_dtype != DType::kE3M0) {
-      checks.fail("scale", "None except for e3m0 values", std::string("a tensor"));
-    }
-    checks.require_tensor({"scale", scale}, {ScalarType::Float}, {0, 1}, like);
-    checks.require_numel({"scale", scale}, args.ranges, "(one per range of payload)");
-    args.scale = scale->const_data_ptr<float>();
-  } else if (args.value_dtype == DType::kE3M0) {
-    checks.fail("scale", "a tensor for e3m0 values", std::string("None"));
-  }
   checks.require_aligned(bytes);
   checks.require_apart({like, bytes, counts}, {{"grad", grad},
                                                {"segments", segments},
                                                {"threshold", threshold},
                                                {"inv_scale", inv_scale},
-                                               {"status", status},
-                                               {"scale", scale}});
+                                               {"status", status}});
   args.residual = residual.mutable_data_ptr<float>();
   args.segments = segments.const_data_ptr<int64_t>();
   args.threshold = threshold.const_data_ptr<float>();
@@ -165,15 +129,14 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
 
 ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
                                       ScalarType value_dtype, double scale, bool accumulate,
-                                      const OptionalTensor& out_scale,
-                                      const std::string& value_format) {
+                                      const OptionalTensor& out_scale) {
   const Checks checks("scatter_unpack");
   const Arg like("out", out), bytes("payloads", payloads);
   ScatterUnpackArgs args{};
   args.out_dtype = checks.require_tensor(like, kFloats, {1}, like);
   checks.require_tensor(bytes, {ScalarType::Byte}, {2, 3}, like);
   checks.require_int("capacity", capacity, 1, kUint32Max);
-  args.value_dtype = require_values(checks, value_dtype, value_format);
+  args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
   args.out_scale = checks.require_scale({"out_scale", out_scale}, like);
   args.numel = out.numel();
   args.ranges = require_payload(checks, bytes, 3, args.numel, capacity, args.value_dtype);

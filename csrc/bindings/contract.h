@@ -25,13 +25,11 @@ SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor&
 MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
                             const Tensor& segments, const Tensor& threshold, const Tensor& payload,
                             const Tensor& seen, int64_t capacity, ScalarType value_dtype,
-                            const OptionalTensor& inv_scale, const OptionalTensor& status,
-                            const std::string& value_format, const OptionalTensor& scale);
+                            const OptionalTensor& inv_scale, const OptionalTensor& status);
 
 ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
                                       ScalarType value_dtype, double scale, bool accumulate,
-                                      const OptionalTensor& out_scale,
-                                      const std::string& value_format);
+                                      const OptionalTensor& out_scale);
 
 RowPackArgs row_pack_args(const Tensor& x, int64_t k, ScalarType value_dtype);
 

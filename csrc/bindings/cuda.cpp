@@ -71,21 +71,21 @@ Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const T
 void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
                const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
                ScalarType value_dtype, const OptionalTensor& inv_scale,
-               const OptionalTensor& status, const std::string& value_format,
-               const OptionalTensor& scale) {
-  const MaskPackArgs args =
-      mask_pack_args(residual, grad, segments, threshold, payload, seen, capacity, value_dtype,
-                     inv_scale, status, value_format, scale);
+               const OptionalTensor& status) {
+  const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
+                                           capacity, value_dtype, inv_scale, status);
   const OnDeviceOf device(residual);
-  const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args));
-  require_success("mask_pack", cuda::mask_pack(args, scratch.mutable_data_ptr(), device.stream()));
+  const cuda::MaskPackSizes sizes = cuda::mask_pack_sizes(args);
+  const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args, sizes));
+  require_success("mask_pack",
+                  cuda::mask_pack(args, sizes, scratch.mutable_data_ptr(), device.stream()));
 }
 
 Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
                       ScalarType value_dtype, double scale, bool accumulate,
-                      const OptionalTensor& out_scale, const std::string& value_format) {
-  ScatterUnpackArgs args = scatter_unpack_args(payloads, out, capacity, value_dtype, scale,
-                                               accumulate, out_scale, value_format);
+                      const OptionalTensor& out_scale) {
+  ScatterUnpackArgs args =
+      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, accumulate, out_scale);
   const OnDeviceOf device(out);
   Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
   args.status = status.mutable_data_ptr<int32_t>();

@@ -6,8 +6,8 @@
 
 namespace dct {
 
-// 0, 1 and 3 are also the payload's codes of its value dtype. kE3M0 is of payloads alone.
-enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kE3M0 = 3 };
+// 0 and 1 are also the payload's codes of its value dtype.
+enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 struct BFloat16 {
   uint16_t bits;
@@ -33,7 +33,7 @@ decltype(auto) dispatch(DType dtype, Function&& function) {
   }
 }
 
-// The same for values in a payload of version 1, which are float32 or bfloat16.
+// The same for values in a payload, which are float32 or bfloat16.
 template <typename Function>
 decltype(auto) dispatch_payload_value(DType dtype, Function&& function) {
   return dtype == DType::kBFloat16 ? function(BFloat16{}) : function(float{});

@@ -39,7 +39,6 @@ struct MaskPackArgs {
   const float* inv_scale;  // one element, or null for 1
   const int32_t* status;   // [num_status] of the last scatter_unpack
   int64_t num_status;
-  const float* scale = nullptr;  // [ranges] if value_dtype is e3m0
 };
 
 struct ScatterUnpackArgs {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The payload, version 1: header | u32 starts[blocks + 1] | u16 positions[capacity] |
-// value[capacity]. One per range. Described in docs/reference/payload.md; version 2 is in e3m0.h.
+// The payload: header | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]. One per
+// range; docs/reference/payload.md describes it.
 
 #include <cstdint>
 

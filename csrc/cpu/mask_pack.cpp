@@ -12,7 +12,6 @@
 #include <memory>
 #include <vector>
 
-#include "../common/e3m0.h"
 #include "../common/payload.h"
 #include "../common/rounding.h"
 #include "accumulate.h"
@@ -60,19 +59,16 @@ int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale
 template <typename Value>
 struct Chunk {
   int64_t range;
-  int64_t begin, end;    // elements
-  uint32_t* starts;      // the range's, at this chunk's first block; until finish() from 0
-  uint16_t* sub_starts;  // of e3m0, likewise; from their block's start
-  uint16_t* positions;   // of the entries, or all of them in e3m0: in the payload or in scratch
-  Value* values;         // none in e3m0
-  E3M0Scale scale;       // in e3m0
+  int64_t begin, end;   // elements
+  uint32_t* starts;     // the range's, at this chunk's first block; until finish() from 0
+  uint16_t* positions;  // of the entries: in the payload or in scratch
+  Value* values;
   int64_t room;
-  int64_t kept = 0;    // what passed and can be sent
-  int64_t before = 0;  // what was kept in earlier chunks of the range
+  int64_t passed = 0;
+  int64_t before = 0;  // what passed in earlier chunks of the range
   bool non_finite = false;
 
-  int64_t stored() const { return std::min(kept, room); }
-  int64_t blocks() const { return num_blocks(end - begin); }
+  int64_t stored() const { return std::min(passed, room); }
 };
 
 template <typename Grad, typename Value>
@@ -82,9 +78,7 @@ class Packer {
       : args_(args),
         grad_(static_cast<const Grad*>(args.grad)),
         inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
-        e3m0_(e3m0_layout(args.numel, args.capacity, args.ranges)),
-        layout_(kE3M0 ? PayloadLayout{e3m0_.starts, e3m0_.entries, e3m0_.entries, e3m0_.nbytes}
-                      : payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)) {}
+        layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)) {}
 
   void run(const Parallel& parallel) {
     std::fill_n(args_.seen, args_.num_segments, 0);
@@ -102,16 +96,9 @@ class Packer {
   }
 
  private:
-  static constexpr bool kE3M0 = std::is_same_v<Value, E3M0>;
-  static constexpr int64_t kGroup = kE3M0 ? kSubBlock : kBlock;  // elements that positions count in
-  static constexpr int64_t kGroups = kBlock / kGroup;
-
   uint8_t* payload(int64_t range) const { return args_.payload + range * layout_.nbytes; }
   uint32_t* starts(int64_t range) const {
     return reinterpret_cast<uint32_t*>(payload(range) + layout_.starts);
-  }
-  uint16_t* sub_starts(int64_t range) const {
-    return reinterpret_cast<uint16_t*>(payload(range) + e3m0_.sub_starts);
   }
   uint16_t* positions(int64_t range) const {
     return reinterpret_cast<uint16_t*>(payload(range) + layout_.positions);
@@ -134,10 +121,6 @@ class Packer {
         chunk.begin = range.begin + mine.begin * kBlock;
         chunk.end = std::min(range.begin + mine.end * kBlock, range.end);
         chunk.starts = starts(r) + mine.begin;
-        if constexpr (kE3M0) {
-          chunk.sub_starts = sub_starts(r) + (kGroups - 1) * mine.begin;
-          chunk.scale = E3M0Scale::nearest(args_.scale[r]);
-        }
         chunk.room = std::min(chunk.end - chunk.begin, args_.capacity);
         if (part == 0) {
           chunk.positions = positions(r);
@@ -150,12 +133,12 @@ class Packer {
     }
     // Not initialised: pages that no entry reaches are never touched.
     scratch_positions_.reset(new uint16_t[scratch_entries]);
-    if (!kE3M0) scratch_values_.reset(new Value[scratch_entries]);
+    scratch_values_.reset(new Value[scratch_entries]);
     int64_t entry = 0;
     for (Chunk<Value>& chunk : chunks_) {
       if (chunk.positions != nullptr) continue;
       chunk.positions = scratch_positions_.get() + entry;
-      if (!kE3M0) chunk.values = scratch_values_.get() + entry;
+      chunk.values = scratch_values_.get() + entry;
       entry += chunk.room;
     }
   }
@@ -163,69 +146,44 @@ class Packer {
   void pack(Chunk<Value>& chunk) const {
     const int64_t* ends = args_.segments + 1;
     int64_t s = std::upper_bound(ends, ends + args_.num_segments, chunk.begin) - ends;
-    for (int64_t g = 0; g < chunk.blocks() * kGroups; ++g) {
-      begin_group(chunk, g);
-      const int64_t group = chunk.begin + g * kGroup;
-      const int64_t group_end = std::min(group + kGroup, chunk.end);
-      for (int64_t i = group, end; i < group_end; i = end) {
+    uint32_t* start = chunk.starts;
+    for (int64_t block = chunk.begin; block < chunk.end; block += kBlock) {
+      *start++ = static_cast<uint32_t>(chunk.stored());
+      const int64_t block_end = std::min(block + kBlock, chunk.end);
+      for (int64_t i = block, end; i < block_end; i = end) {
         while (ends[s] <= i) ++s;
-        end = std::min({i + kStrip, ends[s], group_end});
+        end = std::min({i + kStrip, ends[s], block_end});
         if (args_.threshold[s] < 0) continue;
-        add_saturating(args_.seen + s, pack_strip(chunk, group, i, end, args_.threshold[s]));
+        const int64_t before = chunk.passed;
+        pack_strip(chunk, block, i, end, args_.threshold[s]);
+        add_saturating(args_.seen + s, chunk.passed - before);
       }
     }
   }
 
-  static void begin_group(Chunk<Value>& chunk, int64_t g) {
-    const int64_t b = g / kGroups, q = g % kGroups;
-    if (q == 0) {
-      chunk.starts[b] = static_cast<uint32_t>(chunk.stored());
-    } else {
-      chunk.sub_starts[(kGroups - 1) * b + q - 1] =
-          static_cast<uint16_t>(chunk.stored() - chunk.starts[b]);
-    }
-  }
-
-  // Returns how many pass.
-  int64_t pack_strip(Chunk<Value>& chunk, int64_t group, int64_t begin, int64_t end,
-                     float tau) const {
+  void pack_strip(Chunk<Value>& chunk, int64_t block, int64_t begin, int64_t end, float tau) const {
     uint16_t passing[kStrip + kSpareIndices];
     const Grad* grad = grad_ == nullptr ? nullptr : grad_ + begin;
     const int64_t count =
         mask_strip(args_.residual + begin, grad, end - begin, inv_scale_, tau, passing);
-    for (int64_t i = 0; i < count; ++i) pack_entry(chunk, group, begin + passing[i]);
-    return count;
+    for (int64_t i = 0; i < count; ++i) pack_entry(chunk, block, begin + passing[i]);
   }
 
-  void pack_entry(Chunk<Value>& chunk, int64_t group, int64_t i) const {
+  void pack_entry(Chunk<Value>& chunk, int64_t block, int64_t i) const {
     const float old = args_.residual[i];
     const float acc = accumulate(old, grad_, i, inv_scale_);
     const bool finite = is_finite(acc);
     // An overflowed step must not destroy what the residual held.
     float left = finite ? acc : is_finite(old) ? old : 0.0f;
-    if (!kE3M0 || chunk.scale.holds(acc)) {
-      if (chunk.kept < chunk.room) {
-        const float value = store(chunk, chunk.kept, static_cast<uint16_t>(i - group), acc);
-        if (finite) left = acc - value;
-      }
-      ++chunk.kept;
+    if (chunk.passed < chunk.room) {
+      const Value value = round_saturating<Value>(acc);
+      chunk.positions[chunk.passed] = static_cast<uint16_t>(i - block);
+      chunk.values[chunk.passed] = value;
+      if (finite) left = acc - to_float(value);
     }
     args_.residual[i] = left;
     chunk.non_finite |= !finite;
-  }
-
-  // Returns what a reader will find.
-  static float store(Chunk<Value>& chunk, int64_t entry, uint16_t position, float acc) {
-    if constexpr (kE3M0) {
-      const uint32_t code = chunk.scale.code(acc);
-      chunk.positions[entry] = static_cast<uint16_t>(position << 4 | code);
-      return chunk.scale.value(code);
-    } else {
-      const Value value = round_saturating<Value>(acc);
-      chunk.positions[entry] = position;
-      chunk.values[entry] = value;
-      return to_float(value);
-    }
+    ++chunk.passed;
   }
 
   void write_headers() {
@@ -234,96 +192,60 @@ class Packer {
     auto chunk = chunks_.begin();
     for (int64_t r = 0; r < args_.ranges; ++r) {
       const Range range = range_bounds(args_.numel, args_.ranges, r);
-      int64_t kept = 0;
+      int64_t passed = 0;
       bool non_finite = false;
       for (; chunk != chunks_.end() && chunk->range == r; ++chunk) {
-        chunk->before = kept;
-        kept += chunk->kept;
+        chunk->before = passed;
+        passed += chunk->passed;
         non_finite |= chunk->non_finite;
       }
       const int64_t numel = range.end - range.begin;
-      PayloadHeader header;
-      if constexpr (kE3M0) {
-        header = e3m0_header(numel, args_.capacity, E3M0Scale::nearest(args_.scale[r]), kept,
-                             non_finite, damage);
-      } else {
-        header = payload_header(numel, args_.capacity, args_.value_dtype, kept, non_finite, damage);
-      }
+      const PayloadHeader header =
+          payload_header(numel, args_.capacity, args_.value_dtype, passed, non_finite, damage);
       std::memcpy(payload(r), &header, sizeof(header));
       starts(r)[num_blocks(numel)] = header.count;
     }
   }
 
-  // Moves a chunk's entries to their place in the payload.
+  // Moves a chunk's entries to their place in the payload; those that do not fit go back into the
+  // residual: value + residual is acc again, exactly.
   void finish(const Chunk<Value>& chunk) const {
     const int64_t fits = std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
     if (fits > 0 && chunk.positions != positions(chunk.range)) {
       std::memcpy(positions(chunk.range) + chunk.before, chunk.positions, fits * sizeof(uint16_t));
-      if (!kE3M0) {
-        std::memcpy(values(chunk.range) + chunk.before, chunk.values, fits * sizeof(Value));
-      }
+      std::memcpy(values(chunk.range) + chunk.before, chunk.values, fits * sizeof(Value));
     }
-    give_back(chunk, fits);
-    const auto place = [&](int64_t entry) {
-      return std::min(chunk.before + entry, args_.capacity);
-    };
-    for (int64_t b = 0; b < chunk.blocks(); ++b) {
-      const int64_t first = chunk.starts[b];
-      chunk.starts[b] = static_cast<uint32_t>(place(first));
-      for (int64_t q = 0; q < kGroups - 1; ++q) {
-        uint16_t& start = chunk.sub_starts[(kGroups - 1) * b + q];
-        start = static_cast<uint16_t>(place(first + start) - chunk.starts[b]);
+    const int64_t blocks = num_blocks(chunk.end - chunk.begin);
+    for (int64_t b = 0, entry = fits; b < blocks; ++b) {
+      const int64_t block_end = b + 1 < blocks ? chunk.starts[b + 1] : chunk.stored();
+      for (; entry < block_end; ++entry) {
+        const float value = to_float(chunk.values[entry]);
+        float& residual = args_.residual[chunk.begin + b * kBlock + chunk.positions[entry]];
+        if (is_finite(value)) residual = value + residual;
       }
+      chunk.starts[b] =
+          static_cast<uint32_t>(std::min(chunk.before + chunk.starts[b], args_.capacity));
     }
-  }
-
-  // Entries from `fits` on go back into the residual: value + residual is acc again, exactly.
-  void give_back(const Chunk<Value>& chunk, int64_t fits) const {
-    if (fits == chunk.stored()) return;
-    for (int64_t g = 0, entry = fits; g < chunk.blocks() * kGroups; ++g) {
-      for (const int64_t end = group_start(chunk, g + 1); entry < end; ++entry) {
-        float* group = args_.residual + chunk.begin + g * kGroup;
-        uint16_t position = chunk.positions[entry];
-        float value;
-        if constexpr (kE3M0) {
-          value = chunk.scale.value(position & 15u);
-          position >>= 4;
-        } else {
-          value = to_float(chunk.values[entry]);
-        }
-        if (is_finite(value)) group[position] = value + group[position];
-      }
-    }
-  }
-
-  static int64_t group_start(const Chunk<Value>& chunk, int64_t g) {
-    const int64_t b = g / kGroups, q = g % kGroups;
-    if (b == chunk.blocks()) return chunk.stored();
-    return chunk.starts[b] + (q == 0 ? 0 : chunk.sub_starts[(kGroups - 1) * b + q - 1]);
   }
 
   MaskPackArgs args_;
   const Grad* grad_;
   float inv_scale_;
-  E3M0Layout e3m0_;
   PayloadLayout layout_;
   std::vector<Chunk<Value>> chunks_;
   std::unique_ptr<uint16_t[]> scratch_positions_;
   std::unique_ptr<Value[]> scratch_values_;
 };
 
-template <typename Value>
-void pack_as(const MaskPackArgs& args, const Parallel& parallel) {
-  if (args.grad == nullptr) return Packer<NoGrad, Value>(args).run(parallel);
-  dispatch(args.grad_dtype, [&](auto grad) { Packer<decltype(grad), Value>(args).run(parallel); });
-}
-
 }  // namespace
 
 void mask_pack(const MaskPackArgs& args, const Parallel& parallel) {
-  if (args.value_dtype == DType::kE3M0) return pack_as<E3M0>(args, parallel);
-  dispatch_payload_value(args.value_dtype,
-                         [&](auto value) { pack_as<decltype(value)>(args, parallel); });
+  dispatch_payload_value(args.value_dtype, [&](auto value) {
+    using Value = decltype(value);
+    if (args.grad == nullptr) return Packer<NoGrad, Value>(args).run(parallel);
+    dispatch(args.grad_dtype,
+             [&](auto grad) { Packer<decltype(grad), Value>(args).run(parallel); });
+  });
 }
 
 }  // namespace dct::cpu

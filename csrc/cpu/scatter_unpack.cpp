@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "../common/e3m0.h"
 #include "../common/payload.h"
 #include "../common/rounding.h"
 #include "nontemporal.h"
@@ -22,7 +21,7 @@ namespace {
 
 constexpr int64_t kTile = 4096;  // elements: two sums of them are in the first cache together
 constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled before they become vectors
-static_assert(kBlock % kTile == 0 && kTile == kSubBlock, "a tile is in one block, a sub-block");
+static_assert(kBlock % kTile == 0, "a tile is in one block");
 
 template <typename Value, typename Out>
 class Unpacker {
@@ -31,9 +30,7 @@ class Unpacker {
       : args_(args),
         out_(static_cast<Out*>(args.out)),
         factor_(args.out_scale != nullptr ? args.scale * *args.out_scale : args.scale),
-        e3m0_(e3m0_layout(args.numel, args.capacity, args.ranges)),
-        layout_(kE3M0 ? PayloadLayout{e3m0_.starts, e3m0_.entries, e3m0_.entries, e3m0_.nbytes}
-                      : payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)),
+        layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)),
         range_blocks_(range_blocks(args.numel, args.ranges)),
         header_ok_(args.ranks * args.ranges),
         streams_(!args.accumulate && args.numel * kOutSize >= kStreamBytes),
@@ -54,15 +51,12 @@ class Unpacker {
 
  private:
   static constexpr int64_t kOutSize = sizeof(Out);
-  static constexpr bool kE3M0 = std::is_same_v<Value, E3M0>;
 
   // What one rank has in a block, as far as it is not added yet.
   struct Entries {
     const uint16_t *position, *end;
-    const Value* value;  // none in e3m0, where a position is the whole entry
+    const Value* value;
     bool lost_non_finite;
-    const uint16_t* ends[kE3M0 ? kSubBlocks : 1];  // of the sub-blocks
-    E3M0Scale scale;
   };
   struct Tile {
     float* sum;  // zeros, until entries are added, and once it is written
@@ -85,9 +79,7 @@ class Unpacker {
       for (int64_t r = 0; r < args_.ranges; ++r) {
         const Range range = range_bounds(args_.numel, args_.ranges, r);
         const int64_t numel = range.end - range.begin;
-        const PayloadHeader& head = header(payload(p, r));
-        const bool ok = kE3M0 ? e3m0_header_ok(head, numel, args_.capacity)
-                              : header_ok(head, numel, args_.capacity, args_.value_dtype);
+        const bool ok = header_ok(header(payload(p, r)), numel, args_.capacity, args_.value_dtype);
         header_ok_[p * args_.ranges + r] = ok;
         if (!ok) {
           args_.status[p] |= kStatusHeader;
@@ -125,89 +117,48 @@ class Unpacker {
     block -= range * range_blocks_;
     const uint8_t* from = payload(rank, range);
     const PayloadHeader& head = header(from);
-    // Of e3m0 no entry is non-finite; of the others one that is may not have fit.
-    const bool lost =
-        block == 0 && (kE3M0 ? (head.flags & kFlagNonFinite) != 0 : lost_non_finite(head));
+    const bool lost = block == 0 && lost_non_finite(head);
     const int64_t first = starts(from)[block], end = starts(from)[block + 1];
     const bool last_block = block + 1 == num_blocks(static_cast<int64_t>(head.numel));
-    Entries found{};
     int32_t status = kStatusStarts;
     if (first <= end && end <= head.count && (block != 0 || first == 0) &&
         (!last_block || end == head.count)) {
-      const auto* positions = reinterpret_cast<const uint16_t*>(from + layout_.positions);
-      found.position = positions + first;
-      found.end = positions + end;
-      if constexpr (kE3M0) {
-        const auto* sub_starts = reinterpret_cast<const uint16_t*>(from + e3m0_.sub_starts);
-        found.scale = E3M0Scale(static_cast<uint32_t>(head.reserved[0]));
-        status = sub_blocks(found, sub_starts + (kSubBlocks - 1) * block, length);
-      } else {
-        found.value = reinterpret_cast<const Value*>(from + layout_.values) + first;
-        status = ascending<0>(found.position, end - first, length) ? 0 : kStatusPositions;
+      const auto* positions = reinterpret_cast<const uint16_t*>(from + layout_.positions) + first;
+      const auto* values = reinterpret_cast<const Value*>(from + layout_.values) + first;
+      if (ascending(positions, end - first, length)) {
+        return {positions, positions + (end - first), values, lost};
       }
+      status = kStatusPositions;
     }
-    if (status != 0) {
-      __atomic_fetch_or(args_.status + rank, status, __ATOMIC_RELAXED);
-      found = {};
-    }
-    found.lost_non_finite = lost;
-    return found;
-  }
-
-  // Finds where the sub-blocks end. Returns what is wrong with them, or 0.
-  static int32_t sub_blocks(Entries& entries, const uint16_t* sub_starts, int64_t length) {
-    const int64_t all = entries.end - entries.position;
-    int64_t first = 0;
-    for (int64_t q = 0; q < kSubBlocks; ++q) {
-      const int64_t end = q + 1 < kSubBlocks ? sub_starts[q] : all;
-      if (first > end || end > all) return kStatusStarts;
-      entries.ends[q] = entries.position + end;
-      first = end;
-    }
-    const uint16_t* position = entries.position;
-    for (int64_t q = 0; q < kSubBlocks; position = entries.ends[q++]) {
-      const int64_t elements = std::clamp<int64_t>(length - q * kSubBlock, 0, kSubBlock);
-      if (!ascending<4>(position, entries.ends[q] - position, elements)) return kStatusPositions;
-    }
-    return 0;
+    __atomic_fetch_or(args_.status + rank, status, __ATOMIC_RELAXED);
+    return {nullptr, nullptr, nullptr, lost};
   }
 
   // Adds the entries of `tile`, which begins at position `first` of its block.
   void add(Entries& entries, int64_t first, const Tile& tile) const {
     if (entries.lost_non_finite) {
-      // The receiver must see it all the same.
+      // The non-finite entry may be one that did not fit: the receiver must see it all the same.
       tile.sum[0] = std::numeric_limits<float>::quiet_NaN();
       entries.lost_non_finite = false;
     }
-    const uint16_t* position = entries.position;
-    if constexpr (kE3M0) {
-      const E3M0Scale scale = entries.scale;
-      for (const uint16_t* end = entries.ends[first / kTile]; position < end; ++position) {
-        tile.sum[*position >> 4] += scale.value(*position & 15u);
-      }
-    } else {
-      const Value* value = entries.value;
-      for (; position < entries.end && *position < first + tile.length; ++position, ++value) {
-        tile.sum[*position - first] += to_float(*value);
-      }
-      entries.value = value;
+    const uint16_t *position = entries.position, *const end = entries.end;
+    const Value* value = entries.value;
+    for (; position < end && *position < first + tile.length; ++position, ++value) {
+      tile.sum[*position - first] += to_float(*value);
     }
     entries.position = position;
+    entries.value = value;
   }
 
-  // Whether positions, which begin at bit kShift, ascend below `length`.
-  template <int kShift>
   static bool ascending(const uint16_t* positions, int64_t entries, int64_t length) {
     if (entries == 0) return true;
     // More entries than elements cannot ascend: refused unread, so no payload costs more than its
     // share of time.
-    if (entries > length || positions[entries - 1] >> kShift >= length) return false;
+    if (entries > length || positions[entries - 1] >= length) return false;
     bool descends = false;
     vectorise([&] {
       uint16_t any = 0;
-      for (int64_t i = 1; i < entries; ++i) {
-        any |= positions[i] >> kShift <= positions[i - 1] >> kShift;
-      }
+      for (int64_t i = 1; i < entries; ++i) any |= positions[i] <= positions[i - 1];
       descends = any != 0;
     });
     return !descends;
@@ -268,7 +219,6 @@ class Unpacker {
   ScatterUnpackArgs args_;
   Out* out_;
   float factor_;
-  E3M0Layout e3m0_;
   PayloadLayout layout_;
   int64_t range_blocks_;
   std::vector<uint8_t> header_ok_;
@@ -277,17 +227,13 @@ class Unpacker {
   int64_t slice_;  // elements
 };
 
-template <typename Value>
-void unpack_as(const ScatterUnpackArgs& args, const Parallel& parallel) {
-  dispatch(args.out_dtype, [&](auto out) { Unpacker<Value, decltype(out)>(args).run(parallel); });
-}
-
 }  // namespace
 
 void scatter_unpack(const ScatterUnpackArgs& args, const Parallel& parallel) {
-  if (args.value_dtype == DType::kE3M0) return unpack_as<E3M0>(args, parallel);
-  dispatch_payload_value(args.value_dtype,
-                         [&](auto value) { unpack_as<decltype(value)>(args, parallel); });
+  dispatch_payload_value(args.value_dtype, [&](auto value) {
+    dispatch(args.out_dtype,
+             [&](auto out) { Unpacker<decltype(value), decltype(out)>(args).run(parallel); });
+  });
 }
 
 }  // namespace dct::cpu

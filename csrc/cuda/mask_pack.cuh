@@ -17,21 +17,15 @@ MaskPackSizes mask_pack_sizes(const MaskPackArgs& args);
 
 // Bytes of device memory that mask_pack needs to work in, aligned to 16 bytes.
 int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes& sizes);
-inline int64_t mask_pack_scratch_bytes(const MaskPackArgs& args) {
-  return mask_pack_scratch_bytes(args, mask_pack_sizes(args));
-}
 
 // Adds the gradient to the residual, packs what passes the thresholds in ascending order and leaves
 // the rest in the residual: two kernels, and one pass over the tensor where no more is kept than
-// there is room for. Nothing of `scratch` need survive the call or be cleared before it. If the
-// second launch fails, which with a sound context it does not, the entries are lost.
+// there is room for. `scratch` need not be cleared. Entries are lost if only the second launch
+// fails, which it does not in a sound context.
 //
 // Any content of `segments` is safe; results are specified only for offsets that ascend from 0 to
 // numel. Tensors of fewer than 2^38 elements.
 cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void* scratch,
                       cudaStream_t stream);
-inline cudaError_t mask_pack(const MaskPackArgs& args, void* scratch, cudaStream_t stream) {
-  return mask_pack(args, mask_pack_sizes(args), scratch, stream);
-}
 
 }  // namespace dct::cuda

@@ -27,19 +27,29 @@ __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
   const int warp = warp_index(), lane = lane_index();
   int rank = 0, first = ranks[0].part[warp];
   while (rank < num_ranks) {
-    Entry<Value> entries[Policy::kInFlight];
+    int position[Policy::kInFlight];
+    Value value[Policy::kInFlight][1];
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
+      position[q] = -1;
       if (rank == num_ranks) continue;
       const RankBlock& from = ranks[rank];
-      const int end = from.part[warp + 1];
-      if (first + lane < end) entries[q].read(from, first + lane);
+      const int entry = first + lane, end = from.part[warp + 1];
+      if (entry < end) {
+        uint16_t read[1];
+        stream_in(from.positions + entry, read);
+        stream_in(reinterpret_cast<const Value*>(from.values) + entry, value[q]);
+        position[q] = read[0];
+      }
       first += kWarpSize;
       if (first >= end && ++rank < num_ranks) first = ranks[rank].part[warp];
     }
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
-      if (entries[q].is_there()) entries[q].add_to(sums);
+      if (position[q] >= 0) {
+        float& sum = sums[position[q]];
+        sum = __fadd_rn(sum, to_float(value[q][0]));
+      }
       __syncwarp();
     }
   }
@@ -71,7 +81,7 @@ __device__ void write(Out* out, int length, bool aligned, const float* sums, boo
 
 template <typename Value, typename Out>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
-    scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, Sections layout,
+    scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, PayloadLayout layout,
                           bool aligned) {
   DCT_SHARED(Shared, shared);
   DCT_DYNAMIC_SHARED(float, sums);
@@ -89,14 +99,13 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     if (thread_index() < num_ranks) {
       const int64_t rank = begin + thread_index();
       const uint8_t* payload = args.payloads + (rank * args.ranges + block.range) * layout.nbytes;
-      const int32_t status =
-          find_entries<Value>(args, layout, payload, block, ranks[thread_index()]);
+      const int32_t status = find_entries(args, layout, payload, block, ranks[thread_index()]);
       if (status != 0) atomicOr(&args.status[rank], status);
     }
     __syncthreads();
     const int length = static_cast<int>(block.bounds.end - block.bounds.begin);
     for (int r = warp; r < num_ranks; r += kWarps) {
-      if (divide<Value>(ranks[r], length)) continue;
+      if (divide(ranks[r], length)) continue;
       __syncwarp();  // what was noted of a bad block is forgotten
       if (lane <= kWarps) ranks[r].part[lane] = 0;
       if (lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
@@ -128,7 +137,8 @@ cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   const cudaError_t carved = cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (carved != cudaSuccess) return carved;
-  const Sections layout(args.numel, args.capacity, args.value_dtype, args.ranges);
+  const PayloadLayout layout =
+      payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(kernel, dim3(static_cast<unsigned>(blocks.total)), Policy::kThreads, kSumBytes,
                 stream, args, blocks, layout, is_aligned(args.out, 16));
 }
@@ -141,12 +151,10 @@ cudaError_t scatter_unpack(const ScatterUnpackArgs& args, cudaStream_t stream) {
         cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks, stream);
     if (cleared != cudaSuccess) return cleared;
   }
-  const auto run_as = [&](auto value) {
+  return dispatch_payload_value(args.value_dtype, [&](auto value) {
     return dispatch(args.out_dtype,
                     [&](auto out) { return run<decltype(value), decltype(out)>(args, stream); });
-  };
-  if (args.value_dtype == DType::kE3M0) return run_as(E3M0{});
-  return dispatch_payload_value(args.value_dtype, run_as);
+  });
 }
 
 }  // namespace dct::cuda

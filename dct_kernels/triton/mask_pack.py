@@ -14,19 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract, layout
-from ._e3m0 import decode, encode, holds, load_scale, store_sub_starts
 from ._launch import INTERPRETED, TL_DTYPES, launch
-from ._numeric import (
-    FLOAT32_INFINITY,
-    is_finite,
-    load_accumulated,
-    magnitude_key,
-    round_saturating,
-    to_float,
-)
+from ._numeric import is_finite, load_accumulated, round_saturating, to_float
 
-# Elements; a block of the payload begins with a tile, and of "e3m0" a tile is a sub-block.
-# Interpreted programs take long, not tiles.
+# Elements; a block of the payload begins with a tile. Interpreted programs take long, not tiles.
 TILE = layout.BLOCK if INTERPRETED else 4096
 CHUNK = 4096  # tiles that the scan reads at once
 
@@ -82,10 +73,10 @@ def _passes(acc, tau):
 
 @triton.jit(do_not_specialize=["numel", "num_segments", "range_blocks", "range_tiles"])
 def _mark_kernel(
-    residual, grad, inv_scale, segments, threshold, scale, bits, words, counts,
+    residual, grad, inv_scale, segments, threshold, bits, words, counts,
     numel, num_segments, range_blocks, range_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
-    range_index, begin, length = _locate(numel, range_blocks, range_tiles, TILE)
+    _, begin, length = _locate(numel, range_blocks, range_tiles, TILE)
     if length <= 0:
         return
     offset = tl.arange(0, TILE)
@@ -97,8 +88,6 @@ def _mark_kernel(
     first = tl.minimum(_ends_up_to(ends, num_segments, begin), highest)
     tau = tl.load(threshold + first, mask=num_segments > 0, other=-1.0)
     first_end = tl.load(ends + first, mask=num_segments > 0, other=0)
-    if scale is not None:
-        biased = load_scale(scale, range_index)
     whole = (length == TILE) & (first_end >= begin + TILE) & ~(tau < 0)
     if whole:
         owned = tl.full([TILE], True, tl.int1)
@@ -114,24 +103,12 @@ def _mark_kernel(
         tl.atomic_add(counts + first + segment, 1, mask=kept, sem="relaxed")
 
     finite = is_finite(acc)
-    apart = ~finite  # is counted in the upper half
-    if scale is not None:
-        apart = kept
-        kept = kept & holds(acc, biased)
-    counted = tl.sum(kept.to(tl.int32) + (apart.to(tl.int32) << 16))
+    counted = tl.sum(kept.to(tl.int32) + ((~finite).to(tl.int32) << 16))
     count = (counted & 0xFFFF).to(tl.int64)
-    passing = count
     non_finite = counted >> 16 != 0
-    if scale is not None:
-        passing = (counted >> 16).to(tl.int64)
-        non_finite = passing != count
-        if non_finite:  # or too small or large to be sent; pack reads neither
-            non_finite = tl.max(magnitude_key(acc)) == FLOAT32_INFINITY
-            old = tl.load(residual + i, mask=~finite, other=0.0)
-            tl.store(residual + i, tl.where(is_finite(old), old, 0.0), mask=~finite)
     tl.store(words + tl.program_id(0), count << 1 | non_finite.to(tl.int64))
     if whole:
-        tl.atomic_add(counts + first, passing, sem="relaxed")
+        tl.atomic_add(counts + first, count, sem="relaxed")
     kept_bits = tl.reshape(kept.to(tl.int32), [TILE // 32, 32]) << tl.arange(0, 32)[None, :]
     word = tl.program_id(0).to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32)
     tl.store(bits + word, tl.sum(kept_bits, 1))
@@ -140,10 +117,8 @@ def _mark_kernel(
         if whole & ~non_finite:
             tl.store(residual + i, acc)
         else:
-            # In a tile with a non-finite entry, pack computes kept entries anew; in "e3m0" such an
-            # entry is not kept, and its residual is stored above.
-            ready = ~kept if scale is None else finite
-            tl.store(residual + i, acc, mask=tl.where(non_finite, owned & ready, owned))
+            # In a tile with a non-finite entry, pack computes kept entries anew.
+            tl.store(residual + i, acc, mask=tl.where(non_finite, owned & ~kept, owned))
 
 
 @triton.jit
@@ -159,13 +134,11 @@ def _damage_flag(status, num_status, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _write_header(payload, numel, capacity, count, flags, biased, KIND: tl.constexpr):
+def _write_header(payload, numel, capacity, count, flags, KIND: tl.constexpr):
     lane = tl.arange(0, 8)
     header = tl.where(lane == 0, flags.to(tl.int64) << 56 | KIND, 0)
     header = tl.where(lane == 1, numel, header)
     header = tl.where(lane == 2, capacity | count << 32, header)
-    if biased is not None:
-        header = tl.where(lane == 3, biased, header)
     tl.store(payload.to(tl.pointer_type(tl.int64)) + lane, header)
 
 
@@ -173,7 +146,7 @@ def _write_header(payload, numel, capacity, count, flags, biased, KIND: tl.const
     "numel", "num_segments", "num_status", "capacity", "range_blocks", "range_tiles", "nbytes",
 ])  # fmt: skip
 def _scan_kernel(
-    words, counts, seen, status, scale, payload,
+    words, counts, seen, status, payload,
     numel, num_segments, num_status, capacity, range_blocks, range_tiles, nbytes,
     KIND: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -196,8 +169,6 @@ def _scan_kernel(
         tl.store(words + program * range_tiles + tile, before << 1 | (word & 1), mask=inside)
         start = tl.minimum(before, capacity).to(tl.uint32)
         tl.store(starts + tile * TILE // _BLOCK, start, mask=inside & (tile * TILE % _BLOCK == 0))
-        if scale is not None:
-            store_sub_starts(message, range_blocks, start, chunk, tiles, CHUNK)
         total += tl.sum(count)
         non_finite |= tl.max(word & 1)
         chunk += CHUNK
@@ -206,8 +177,7 @@ def _scan_kernel(
     flags |= tl.where(non_finite != 0, _FLAG_NON_FINITE, 0)
     if status is not None:
         flags |= _damage_flag(status, num_status, CHUNK)
-    biased = None if scale is None else load_scale(scale, program)
-    _write_header(message, range_numel, capacity, packed, flags, biased, KIND)
+    _write_header(message, range_numel, capacity, packed, flags, KIND)
     tl.store(starts + (range_numel + _BLOCK - 1) // _BLOCK, packed.to(tl.uint32))
 
     chunk = program * CHUNK
@@ -232,7 +202,7 @@ def _popcount(bits):
     "numel", "capacity", "range_blocks", "range_tiles", "nbytes", "positions_at", "values_at",
 ])  # fmt: skip
 def _pack_kernel(
-    residual, grad, inv_scale, scale, payload, bits, words,
+    residual, grad, inv_scale, payload, bits, words,
     numel, capacity, range_blocks, range_tiles, nbytes, positions_at, values_at,
     VALUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -246,8 +216,6 @@ def _pack_kernel(
     message = payload + range_index * nbytes
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + written
     values = (message + values_at).to(tl.pointer_type(VALUE)) + written
-    if scale is not None:
-        biased = load_scale(scale, range_index)
 
     lane = tl.arange(0, TILE // 32)
     left = tl.load(bits + tl.program_id(0).to(tl.int64) * (TILE // 32) + lane)
@@ -260,22 +228,17 @@ def _pack_kernel(
         offset = lane * 32 + _popcount((left & (0 - left)) - 1)
         i = begin + offset
         old = tl.load(residual + i, mask=kept, other=0.0)
+        acc = old
+        if (grad is not None) & non_finite:  # mark left those as they were
+            acc = load_accumulated(residual, grad, inv_scale, i, kept)
         packed = kept & (entry < room)
-        if scale is None:
-            acc = old
-            if (grad is not None) & non_finite:  # mark left those as they were
-                acc = load_accumulated(residual, grad, inv_scale, i, kept)
-            value = round_saturating(acc, VALUE)
-            tl.store(positions + entry, (begin % _BLOCK + offset).to(tl.uint16), mask=packed)
-            tl.store(values + entry, value, mask=packed)
-            new = tl.where(packed, acc - to_float(value), acc)
-            # A residual whose acc is not finite keeps its value.
-            new = tl.where(is_finite(acc), new, tl.where(is_finite(old), old, 0.0))
-            tl.store(residual + i, new, mask=kept)
-        else:  # one 16-bit word; kept entries are finite
-            code = encode(old, biased)
-            tl.store(positions + entry, (offset << 4 | code).to(tl.uint16), mask=packed)
-            tl.store(residual + i, old - decode(code, biased), mask=packed)
+        value = round_saturating(acc, VALUE)
+        tl.store(positions + entry, (begin % _BLOCK + offset).to(tl.uint16), mask=packed)
+        tl.store(values + entry, value, mask=packed)
+        new = tl.where(packed, acc - to_float(value), acc)
+        # A residual whose acc is not finite keeps its value.
+        new = tl.where(is_finite(acc), new, tl.where(is_finite(old), old, 0.0))
+        tl.store(residual + i, new, mask=kept)
         left &= left - 1
         entry += 1
         rounds -= 1
@@ -292,42 +255,38 @@ def mask_pack(
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
-    value_format: str = "",
-    scale: Tensor | None = None,
 ) -> None:
     args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status, value_format, scale)
+    _contract.mask_pack(*args, inv_scale, status)
     numel, num_segments, device = residual.numel(), seen.numel(), residual.device
     num_status = 0 if status is None else status.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     range_blocks = layout.range_blocks(numel, ranges)
-    tile = layout.SUB_BLOCK if value_format else TILE
-    range_tiles = range_blocks * (layout.BLOCK // tile)
+    range_tiles = range_blocks * (layout.BLOCK // TILE)
     tiles = ranges * range_tiles
-    values = value_format or value_dtype
-    sections = layout.payload_layout(numel, capacity, values, ranges)
+    sections = layout.payload_layout(numel, capacity, value_dtype, ranges)
 
-    bits = torch.empty(tiles * (tile // 32), dtype=torch.int32, device=device)
+    bits = torch.empty(tiles * (TILE // 32), dtype=torch.int32, device=device)
     words = torch.empty(tiles, dtype=torch.int64, device=device)  # count << 1 | not all are finite
     counts = torch.zeros(num_segments, dtype=torch.int64, device=device)
     launch(
         _mark_kernel, tiles,
-        residual, grad, inv_scale, segments, threshold, scale, bits, words, counts,
-        numel, num_segments, range_blocks, range_tiles, TILE=tile,
+        residual, grad, inv_scale, segments, threshold, bits, words, counts,
+        numel, num_segments, range_blocks, range_tiles, TILE=TILE,
         device=device, num_warps=16,
     )  # fmt: skip
     launch(
         _scan_kernel, ranges,
-        words, counts, seen, status, scale, payload,
+        words, counts, seen, status, payload,
         numel, num_segments, num_status, capacity, range_blocks, range_tiles, sections.nbytes,
-        KIND=layout.header_kind(values), TILE=tile, CHUNK=CHUNK,
+        KIND=layout.header_kind(value_dtype), TILE=TILE, CHUNK=CHUNK,
         device=device, num_warps=16,
     )  # fmt: skip
     launch(
         _pack_kernel, tiles,
-        residual, grad, inv_scale, scale, payload, bits, words,
+        residual, grad, inv_scale, payload, bits, words,
         numel, capacity, range_blocks, range_tiles,
         sections.nbytes, sections.positions, sections.values,
-        VALUE=TL_DTYPES[value_dtype], TILE=tile,
+        VALUE=TL_DTYPES[value_dtype], TILE=TILE,
         device=device, num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract, layout
-from ._e3m0 import clamp_scale, decode, load_sub_starts, position_in_block
 from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import multiply_add, round_to, to_float
 
@@ -29,9 +28,7 @@ _HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
 _HEADER = tl.constexpr(1)  # bits of the status
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
-_SCALE_AT = tl.constexpr(24)  # of the header
-# Of a verdict, above the number of sound entries; in "e3m0" the sub-starts are above both.
-_POISON = tl.constexpr(1 << 16)
+_POISON = tl.constexpr(1 << 16)  # of a verdict, above the number of sound entries
 
 
 @triton.jit
@@ -54,7 +51,7 @@ def _entries_bounds(message, block, block_length):
 def _check_kernel(
     payloads, verdicts, status,
     numel, capacity, ranges, range_blocks, grid_blocks, nbytes, positions_at,
-    KIND: tl.constexpr, E3M0: tl.constexpr, ENTRIES: tl.constexpr,
+    KIND: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % grid_blocks
     row = (tl.program_id(0) // grid_blocks).to(tl.int64)  # of [ranks, ranges]
@@ -72,8 +69,6 @@ def _check_kernel(
     count = sizes >> 32 & 0xFFFFFFFF
     expected = tl.where(lane == 0, KIND, tl.where(lane == 1, range_numel, 0))
     expected = tl.where(lane == 2, count << 32 | capacity, expected)
-    if E3M0:
-        expected = tl.where(lane == 3, clamp_scale(header), expected)
     known = tl.where(lane == 0, ~(7 << 56), -1)  # the three flags may be set
     wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
     wrong = wrong | (count > tl.minimum(range_numel, capacity))
@@ -82,9 +77,6 @@ def _check_kernel(
     bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
     last = start + length == range_numel
     bad_starts = bad_starts | (last & (end != count))
-    if E3M0:
-        sub_starts, sound = load_sub_starts(message, range_blocks, block, length, end - first)
-        bad_starts = bad_starts | ~sound
     # More entries than elements cannot ascend: bad without looking.
     too_many = end - first > length
     entries = tl.where(wrong | bad_starts | too_many, 0, end - first).to(tl.int32)
@@ -96,9 +88,6 @@ def _check_kernel(
         inside = entry < entries
         position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
         before = tl.load(positions + entry - 1, mask=inside & (entry > 0), other=0).to(tl.int32)
-        if E3M0:
-            position = position_in_block(position, entry, sub_starts)
-            before = position_in_block(before, entry - 1, sub_starts)
         before = tl.where(entry > 0, before, -1)
         bad |= (inside & ((position >= length) | (position <= before))).to(tl.int32)
         begin += ENTRIES
@@ -109,11 +98,7 @@ def _check_kernel(
     found = tl.where(wrong, _HEADER, found)
     tl.atomic_or(status + row // ranges, found, mask=found != 0, sem="relaxed")
     verdict = tl.where(found == 0, entries, 0)
-    lost = first_word >> 56 & 3 == 3
-    if E3M0:
-        verdict = tl.where(found == 0, entries | sub_starts, 0)
-        lost = first_word >> 56 & 2 != 0  # non-finite entries are never sent
-    poisons = lost & ~wrong & (block == 0) & (length > 0)
+    poisons = (first_word >> 56 & 3 == 3) & ~wrong & (block == 0) & (length > 0)
     tl.store(verdicts + tl.program_id(0), tl.where(poisons, verdict | _POISON, verdict))
 
 
@@ -157,29 +142,19 @@ def _look_up(
 @triton.jit
 def _load_entries(
     message, first, verdict, at, positions_at, values_at,
-    VALUE: tl.constexpr, E3M0: tl.constexpr, ENTRIES: tl.constexpr,
+    VALUE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Entries from `at` on: positions, values and whether they are there. In "e3m0" one word holds
-    both, and the values are replaced by the scale of all."""
+    """Entries from `at` on: positions, values and whether they are there."""
     entry = at + tl.arange(0, ENTRIES)
-    inside = entry < (verdict & (_POISON - 1)).to(tl.int32)
+    inside = entry < (verdict & (_POISON - 1))
     positions = (message + positions_at).to(tl.pointer_type(tl.uint16)) + first
     values = (message + values_at).to(tl.pointer_type(VALUE)) + first
     position = tl.load(positions + entry, mask=inside, other=0).to(tl.int32)
-    if E3M0:
-        value = tl.load(message + _SCALE_AT, mask=verdict != 0, other=1).to(tl.int32)
-    else:
-        value = tl.load(values + entry, mask=inside)
-    return position, value, inside
+    return position, tl.load(values + entry, mask=inside), inside
 
 
 @triton.jit
-def _add_entries(
-    sums, position, value, inside, verdict, at, E3M0: tl.constexpr, ENTRIES: tl.constexpr
-):  # fmt: skip
-    if E3M0:
-        value = decode(position, value)
-        position = position_in_block(position, at + tl.arange(0, ENTRIES), verdict)
+def _add_entries(sums, position, value, inside):
     sum_so_far = tl.load(sums + position, mask=inside)
     tl.store(sums + position, sum_so_far + to_float(value), mask=inside)
 
@@ -190,8 +165,7 @@ def _add_entries(
 def _add_kernel(
     payloads, verdicts, sums, out, out_scale,
     numel, ranks, ranges, range_blocks, nbytes, positions_at, values_at, scale_bits,
-    VALUE: tl.constexpr, E3M0: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ENTRIES: tl.constexpr, ELEMENTS: tl.constexpr,
+    VALUE: tl.constexpr, ACCUMULATE: tl.constexpr, ENTRIES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % range_blocks
     range_index = (tl.program_id(0) // range_blocks).to(tl.int64)
@@ -218,23 +192,23 @@ def _add_kernel(
         payloads, verdicts, rank + 1, ranks, ranges, range_index, range_blocks, block, nbytes
     )
     position, value, inside = _load_entries(
-        message, first, verdict, 0, positions_at, values_at, VALUE, E3M0, ENTRIES
+        message, first, verdict, 0, positions_at, values_at, VALUE, ENTRIES
     )
     while rank < ranks:
         next_position, next_value, next_inside = _load_entries(
-            next_message, next_first, next_verdict, 0, positions_at, values_at, VALUE, E3M0, ENTRIES
+            next_message, next_first, next_verdict, 0, positions_at, values_at, VALUE, ENTRIES
         )
         later_message, later_first, later_verdict = _look_up(
             payloads, verdicts, rank + 2, ranks, ranges, range_index, range_blocks, block, nbytes
         )
-        poisoned |= (verdict & _POISON).to(tl.int32)
-        _add_entries(sums, position, value, inside, verdict, 0, E3M0, ENTRIES)
+        poisoned |= verdict & _POISON
+        _add_entries(sums, position, value, inside)
         at = rank * 0 + ENTRIES
         while at < (verdict & (_POISON - 1)):
             position, value, inside = _load_entries(
-                message, first, verdict, at, positions_at, values_at, VALUE, E3M0, ENTRIES
+                message, first, verdict, at, positions_at, values_at, VALUE, ENTRIES
             )
-            _add_entries(sums, position, value, inside, verdict, at, E3M0, ENTRIES)
+            _add_entries(sums, position, value, inside)
             at += ENTRIES
         tl.debug_barrier()  # the next rank adds to what this one wrote
         message, first, verdict = next_message, next_first, next_verdict
@@ -259,27 +233,22 @@ def scatter_unpack(
     scale: float = 1.0,
     accumulate: bool = False,
     out_scale: Tensor | None = None,
-    value_format: str = "",
 ) -> Tensor:
-    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
-    _contract.scatter_unpack(*args, value_format)
+    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     numel, device = out.numel(), out.device
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     range_blocks = layout.range_blocks(numel, ranges)
     grid_blocks = max(range_blocks, 1)  # an empty range also has a header
-    values = value_format or value_dtype
-    sections = layout.payload_layout(numel, capacity, values, ranges)
-    e3m0 = values == layout.E3M0
+    sections = layout.payload_layout(numel, capacity, value_dtype, ranges)
 
     status = torch.zeros(ranks, dtype=torch.int32, device=device)
-    verdict_dtype = torch.int64 if e3m0 else torch.int32
-    verdicts = torch.empty(ranks * ranges * grid_blocks, dtype=verdict_dtype, device=device)
+    verdicts = torch.empty(ranks * ranges * grid_blocks, dtype=torch.int32, device=device)
     launch(
         _check_kernel, verdicts.numel(),
         payloads, verdicts, status,
         numel, capacity, ranges, range_blocks, grid_blocks, nbytes, sections.positions,
-        KIND=layout.header_kind(values), E3M0=e3m0, ENTRIES=ENTRIES,
+        KIND=layout.header_kind(value_dtype), ENTRIES=ENTRIES,
         device=device,
     )  # fmt: skip
     in_place = out.dtype == torch.float32 and not accumulate
@@ -290,8 +259,7 @@ def scatter_unpack(
         numel, ranks, ranges, range_blocks, nbytes, sections.positions, sections.values,
         # Rounded once, here; as bits, because Triton 3.6 interprets a float -0.0 as 0.0.
         ctypes.c_int32.from_buffer(ctypes.c_float(scale)).value,
-        VALUE=TL_DTYPES[value_dtype], E3M0=e3m0, ACCUMULATE=accumulate,
-        ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
+        VALUE=TL_DTYPES[value_dtype], ACCUMULATE=accumulate, ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
         device=device, num_warps=16,
     )  # fmt: skip
     return status

@@ -10,7 +10,6 @@ from types import ModuleType
 import torch
 
 import dct_kernels
-from dct_kernels.layout import E3M0
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -43,7 +42,7 @@ class Case:
     dividing: tuple[str, ...] = ()  # architectures that divide by means of multiply-adds
 
 
-def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype | str) -> Case:
+def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
     def call(ops):
         residual = torch.empty(NUMEL)
         grad = None if grad_dtype is None else torch.empty(NUMEL, dtype=grad_dtype)
@@ -52,10 +51,9 @@ def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype | st
         payload = torch.empty(nbytes, dtype=torch.uint8)
         seen = torch.empty(SEGMENTS, dtype=torch.int32)
         status = None if grad_dtype is None else torch.empty(RANKS, dtype=torch.int32)
-        e3m0 = {"scale": torch.empty(1)} if value_dtype == E3M0 else {}
         ops.mask_pack(
             residual, grad, segments, threshold, payload, seen, CAPACITY,
-            inv_scale=torch.empty(1), status=status, **_values(value_dtype), **e3m0,
+            inv_scale=torch.empty(1), status=status, value_dtype=value_dtype,
         )  # fmt: skip
 
     label = f"mask_pack, gradient {_name(grad_dtype)}, values {_name(value_dtype)}"
@@ -64,13 +62,13 @@ def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype | st
     return Case(label, call, some=wide)
 
 
-def scatter_unpack_case(value_dtype: torch.dtype | str, out_dtype: torch.dtype) -> Case:
+def scatter_unpack_case(value_dtype: torch.dtype, out_dtype: torch.dtype) -> Case:
     def call(ops):
         nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
         payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
         out, out_scale = torch.empty(NUMEL, dtype=out_dtype), torch.empty(1)
         options = {"scale": 1 / RANKS, "accumulate": True, "out_scale": out_scale}
-        ops.scatter_unpack(payloads, out, CAPACITY, **_values(value_dtype), **options)
+        ops.scatter_unpack(payloads, out, CAPACITY, value_dtype, **options)
 
     label = f"scatter_unpack, values {_name(value_dtype)}, out {_name(out_dtype)}"
     return Case(label, call, some=("wide_stores",))
@@ -140,14 +138,7 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
     ]
 
 
-def _values(value_dtype: torch.dtype | str) -> dict:
-    """As the ops take them."""
-    if value_dtype == E3M0:
-        return {"value_dtype": BF16, "value_format": E3M0}
-    return {"value_dtype": value_dtype}
-
-
-def _name(dtype: torch.dtype | str | None) -> str:
+def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -155,8 +146,7 @@ PAIRS = [(F32, BF16), (F16, F16), (BF16, BF16), (F32, F32)]
 _CASES = [
     *(sample_threshold_case(*pair) for pair in [(F32, False), (BF16, True), (F16, False)]),
     *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32), (None, BF16)]),
-    *(mask_pack_case(*pair) for pair in [(BF16, E3M0), (None, E3M0)]),
-    *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16), (E3M0, F32)]),
+    *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16)]),
     *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
     *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
     *row_cases("bitmap of wide rows", F16, F16),

@@ -10,7 +10,6 @@ _INTEGER = {2: torch.int16, 4: torch.int32}
 
 
 def name(dtype):
-    """Of a torch.dtype, or of "e3m0"."""
     return str(dtype).removeprefix("torch.")
 
 

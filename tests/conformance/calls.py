@@ -33,14 +33,12 @@ def mask_pack(
     ranges=None,
     inv_scale=None,
     status=None,
-    scale=None,
     offset=0,
 ):
     """Run mask_pack, hold residual, seen and every byte against the oracle, return them.
 
     `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `threshold` and `segments`
-    may be lists; by default one segment and room for everything. `status` is a list or None. With
-    value_dtype "e3m0" `scale` is a list of a float a range, all 1 by default.
+    may be lists; by default one segment and room for everything. `status` is a list or None.
     """
     numel = residual.numel()
     threshold = torch.as_tensor(threshold, dtype=torch.float32)
@@ -50,10 +48,6 @@ def mask_pack(
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
 
     arena = Arena(backend.device, offset)
-    e3m0 = ()
-    if value_dtype == "e3m0":
-        scale = torch.tensor([1.0] * geometry.ranges if scale is None else scale)
-        e3m0 = ("e3m0", arena.read(scale))
     new = arena.written(residual)
     payload = arena.written(torch.full(shape, PREFILL, dtype=torch.uint8), offset=0)
     seen = arena.written(torch.full((len(segments) - 1,), -77, dtype=torch.int32))
@@ -65,10 +59,9 @@ def mask_pack(
         payload,
         seen,
         capacity,
-        torch.bfloat16 if e3m0 else value_dtype,
+        value_dtype,
         arena.read(inv_scale),
         None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
-        *e3m0,
     )
     arena.check()
 
@@ -82,7 +75,6 @@ def mask_pack(
         geometry,
         None if inv_scale is None else inv_scale.item(),
         status or (),
-        scale.numpy() if e3m0 else (),
     )
     bits.assert_equal(seen.cpu().numpy(), expected_seen, "seen")
     bits.assert_floats(new, expected_residual.view(np.uint32), "residual")
@@ -122,11 +114,10 @@ def scatter_unpack(
         arena.read(torch.from_numpy(raw.copy()).view(shape), offset=0),
         new,
         geometry.capacity,
-        getattr(torch, geometry.dtype, torch.bfloat16),
+        bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]],
         scale,
         accumulate,
         arena.read(out_scale),
-        *(("e3m0",) if geometry.dtype == "e3m0" else ()),
     )
     arena.check()
 
@@ -145,22 +136,17 @@ def scatter_unpack(
     return new.cpu(), status.tolist()
 
 
-def random_payload(geometry, density, seed, pool=None, flags=0):
-    """One rank's payload: `density` of every range's elements, values drawn from `pool`.
-
-    Those of e3m0 are any codes, over a scale that follows from the seed.
-    """
+def random_payload(geometry, density, seed, pool, flags=0):
+    """One rank's payload: `density` of every range's elements, values drawn from `pool`."""
     rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
     rows = []
     for r in range(geometry.ranges):
         low, high = geometry.bounds(r)
         count = min(geometry.capacity, round(density * (high - low)))
         indices = np.sort(rng.choice(high - low, count, replace=False))
-        codes = np.arange(16) if geometry.dtype == "e3m0" else bits.raw(pool)
-        values = codes[rng.integers(0, len(codes), count)]
+        values = bits.raw(pool)[rng.integers(0, len(pool), count)]
         row = bytearray([PREFILL]) * geometry.nbytes
-        power = 2.0 ** (seed % 5 - 2)
-        content = payload_bytes.content(geometry, r, indices, values, flags, power)
+        content = payload_bytes.content(geometry, r, indices, values, flags)
         payload_bytes.write(row, geometry, content)
         rows.append(bytes(row))
     return rows

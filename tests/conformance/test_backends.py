@@ -207,10 +207,9 @@ def test_schemas():
         "max_samples=65536, SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
         "mask_pack": "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
         "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? "
-        'inv_scale=None, Tensor? status=None, str value_format="", Tensor? scale=None) -> ()',
+        "inv_scale=None, Tensor? status=None) -> ()",
         "scatter_unpack": "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType "
-        "value_dtype, float scale=1., bool accumulate=False, Tensor? out_scale=None, "
-        'str value_format="") -> Tensor',
+        "value_dtype, float scale=1., bool accumulate=False, Tensor? out_scale=None) -> Tensor",
         "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor "
         "positions)",
         "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",

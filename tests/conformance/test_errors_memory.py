@@ -18,6 +18,7 @@ from conformance.arguments import (
     raises,
     said_by,
 )
+from dct_kernels.layout import HEADER, MAGIC
 
 # (op, the argument to name, {argument: (dtype, first byte, elements) of one shared memory}).
 VECTOR = (F32, 0, NUMEL)
@@ -171,6 +172,13 @@ def test_payload_layout(change, named, error):
 def test_payload_info(payload):
     call = dct_kernels.payload_info
     raises(call, {"payload": payload}, "payload_info", "payload", (ValueError, TypeError))
+
+
+def test_payload_info_refuses_the_removed_version_by_name():
+    """Version 2 has no meaning any more; its number stays unused."""
+    header = torch.frombuffer(bytearray(HEADER.pack(MAGIC, 2, 3, 0, 9, 5, 0, bytes(40))), dtype=U8)
+    with pytest.raises(ValueError, match="2, entries of two bytes, is no longer read"):
+        dct_kernels.payload_info(header)
 
 
 @pytest.mark.parametrize("op", OPS)

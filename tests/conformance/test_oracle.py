@@ -75,6 +75,5 @@ def test_payload_info_reads_a_header():
         "overflow": True,
         "non_finite": True,
         "damage": True,
-        "scale": None,
     }
     assert payload.indices(payload.read(row, geometry, 0)) == [3, 17000]

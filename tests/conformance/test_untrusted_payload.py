@@ -45,6 +45,8 @@ WRONG_HEADERS = {
     "magic reversed": {"magic": b"1TCD"},
     "version 0": {"version": 0},
     "version 2": {"version": 2},
+    "entries of two bytes": {"version": 2, "dtype_code": 3},
+    "rows in few bits": {"version": 3, "dtype_code": 4},
     "version 257": {"version": 257},
     "the other value dtype": {"dtype_code": lambda c: 1 - c.dtype_code},
     "value dtype 2": {"dtype_code": 2},

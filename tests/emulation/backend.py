@@ -15,7 +15,7 @@ from dct_kernels._schemas import OPS
 
 from . import build
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "e3m0": 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Argument = torch.Tensor | torch.dtype | str | int | float | None
 
 
@@ -98,11 +98,9 @@ def mask_pack(
     value_dtype,
     inv_scale=None,
     status=None,
-    value_format="",
-    scale=None,
 ):
     args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status, value_format, scale)
+    _contract.mask_pack(*args, inv_scale, status)
     call(
         "mask_pack",
         residual,
@@ -116,11 +114,10 @@ def mask_pack(
         payload,
         payload.shape[0] if payload.dim() == 2 else 1,
         capacity,
-        value_format or value_dtype,
+        value_dtype,
         inv_scale,
         status,
         0 if status is None else status.numel(),
-        scale,
     )
 
 
@@ -133,9 +130,8 @@ def scatter_unpack(
     scale=1.0,
     accumulate=False,
     out_scale=None,
-    value_format="",
 ):
-    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale, value_format)
+    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     _contract.scatter_unpack(*args)
     status = _poisoned(payloads.shape[0], dtype=torch.int32)
     call(
@@ -144,7 +140,7 @@ def scatter_unpack(
         payloads.shape[0],
         payloads.shape[1] if payloads.dim() == 3 else 1,
         capacity,
-        value_format or value_dtype,
+        value_dtype,
         out,
         out.dtype,
         out.numel(),

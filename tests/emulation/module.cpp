@@ -52,7 +52,7 @@ int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t resi
 int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
                   int64_t segments, int64_t threshold, int64_t seen, int64_t num_segments,
                   int64_t payload, int64_t ranges, int64_t capacity, int64_t value_dtype,
-                  int64_t inv_scale, int64_t status, int64_t num_status, int64_t scale) {
+                  int64_t inv_scale, int64_t status, int64_t num_status) {
   const dct::MaskPackArgs args = {at<float>(residual),
                                   at<void>(grad),
                                   dtype(grad_dtype),
@@ -67,8 +67,7 @@ int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t nu
                                   dtype(value_dtype),
                                   at<float>(inv_scale),
                                   at<int32_t>(status),
-                                  num_status,
-                                  at<float>(scale)};
+                                  num_status};
   dct::MaskPackArgs large = args;
   large.numel *= times;
   large.capacity *= times;

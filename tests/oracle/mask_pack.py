@@ -2,16 +2,14 @@
 
 import numpy as np
 
-from . import e3m0, floats, payload
+from . import floats, payload
 
 
-def mask_pack(
-    residual, grad, segments, threshold, rows, geometry, inv_scale=None, status=(), scale=()
-):
+def mask_pack(residual, grad, segments, threshold, rows, geometry, inv_scale=None, status=()):
     """New residual and seen; `rows`, one bytearray a range, are written in place.
 
     `residual`, `grad` (or None), `threshold` are float32 arrays, `segments` a list of S + 1,
-    `status` a list of any length, `scale` one of a float a range for e3m0.
+    `status` a list of any length.
     """
     acc = floats.accumulate(residual, grad, inv_scale)
     active = np.zeros(geometry.numel, bool)
@@ -29,17 +27,7 @@ def mask_pack(
     new = residual.copy()
     new[active & finite] = acc[active & finite]
     new[active & ~finite & ~np.isfinite(residual)] = 0.0
-    if geometry.dtype != "e3m0":
-        values = floats.narrow(acc, geometry.dtype, saturate=True)
-        sent, powers = floats.widen(values, geometry.dtype), [1.0] * len(rows)
-    else:
-        powers = e3m0.nearest_scale(scale)
-        each = np.ones(geometry.numel)
-        for r, power in enumerate(powers):
-            each[slice(*geometry.bounds(r))] = power
-        passed &= e3m0.holds(acc, each)
-        values = e3m0.encode(acc, each)
-        sent = e3m0.decode(values, each)
+    values = floats.narrow(acc, geometry.dtype, saturate=True)
     for r, row in enumerate(rows):
         low, high = geometry.bounds(r)
         through = low + np.flatnonzero(passed[low:high])
@@ -49,8 +37,9 @@ def mask_pack(
             flags |= payload.NON_FINITE
         if any(status):
             flags |= payload.DAMAGE
-        content = payload.content(geometry, r, packed - low, values[packed], flags, powers[r])
-        payload.write(row, geometry, content)
+        payload.write(
+            row, geometry, payload.content(geometry, r, packed - low, values[packed], flags)
+        )
         kept = packed[finite[packed]]
-        new[kept] = acc[kept] - sent[kept]
+        new[kept] = acc[kept] - floats.widen(values[kept], geometry.dtype)
     return new, seen

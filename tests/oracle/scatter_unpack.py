@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from . import e3m0, floats, payload
+from . import floats, payload
 
 
 def scatter_unpack(payloads, out, geometry, out_dtype, scale=1.0, accumulate=False, out_scale=None):
@@ -29,53 +29,39 @@ def scatter_unpack(payloads, out, geometry, out_dtype, scale=1.0, accumulate=Fal
 def _add(total, content, geometry):
     """Add the sound blocks of one rank's payload of one range to `total`; its status."""
     numel, count = len(total), content.count
-    coded = geometry.dtype == "e3m0"
-    exponent = content.reserved[0]  # of e3m0's scale
     if (
         content.magic != payload.MAGIC
-        or content.version != (2 if coded else 1)
+        or content.version != 1
         or content.dtype_code != payload.CODES[geometry.dtype]
         or content.flags not in range(8)
         or content.numel != numel
         or content.capacity != geometry.capacity
         or count > min(content.capacity, numel)
-        or content.reserved[1:] != bytes(39)
-        or exponent not in (range(1, 248) if coded else [0])
+        or content.reserved != bytes(40)
     ):
         return 1
-    if coded:
-        values = e3m0.decode(content.values, content.scale)
-    else:
-        values = floats.widen(np.array(content.values), geometry.dtype)
+    values = floats.widen(np.array(content.values), geometry.dtype)
     status, blocks = 0, len(content.starts) - 1
     if blocks == 0 and content.starts[0] != 0:
         return 2
-    size = payload.SUB_BLOCK if coded else payload.BLOCK
     for b in range(blocks):
         first, end = content.starts[b], content.starts[b + 1]
-        inner = [first + s for s in content.sub_starts[3 * b : 3 * b + 3]]
-        edges = [first, *inner, end]
         if (
-            edges != sorted(edges)
+            first > end
             or end > count
             or (b == 0 and first != 0)
             or (b == blocks - 1 and end != count)
         ):
             status |= 2
             continue
-        found = []
-        for q, (low, high) in enumerate(itertools.pairwise(edges)):
-            begin = b * payload.BLOCK + q * size
-            positions = content.positions[low:high]
-            ascending = all(a < b for a, b in itertools.pairwise(positions))
-            if not ascending or any(p >= min(size, numel - begin) for p in positions):
-                status |= 4
-                break
-            found += [begin + p for p in positions]
-        else:
-            for index, value in zip(found, values[first:end], strict=True):
-                total[index] += value
-    lost = payload.NON_FINITE if coded else payload.OVERFLOW | payload.NON_FINITE
-    if content.flags & lost == lost and numel > 0:
+        positions = content.positions[first:end]
+        length = min(payload.BLOCK, numel - b * payload.BLOCK)
+        ascending = all(a < b for a, b in itertools.pairwise(positions))
+        if not ascending or any(position >= length for position in positions):
+            status |= 4
+            continue
+        for position, value in zip(positions, values[first:end], strict=True):
+            total[b * payload.BLOCK + position] += value
+    if content.flags & payload.OVERFLOW and content.flags & payload.NON_FINITE and numel > 0:
         total[0] += np.float32(np.nan)
     return status

@@ -18,7 +18,7 @@ from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 from . import build
 from .backend import Executor
 
-F32, BF16, E3M0 = torch.float32, torch.bfloat16, "e3m0"
+F32, BF16 = torch.float32, torch.bfloat16
 NUMEL, LARGEST = 2**17, 2**28  # of what is executed, and of what is timed
 ROW_NUMEL = 2**16
 ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
@@ -72,28 +72,25 @@ def _load_add(executor: Executor) -> None:
     executor.load(build.ptx(Path(__file__).with_name("add.cu")))
 
 
-def mask_pack(
-    density: float, grad_dtype: torch.dtype | None, value_dtype: torch.dtype | str
-) -> Case:
+def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
     residual = torch.randn(NUMEL)
     grad = torch.randn(NUMEL).to(grad_dtype) if grad_dtype else None
     threshold = _threshold(density, 2**0.5 if grad_dtype else 1.0)
     segments, capacity = torch.tensor([0, NUMEL]), max(1, int(1.25 * density * NUMEL))
     payload = torch.zeros(payload_layout(NUMEL, capacity, value_dtype).nbytes, dtype=torch.uint8)
     seen = torch.zeros(1, dtype=torch.int32)
-    values = (value_dtype,) if value_dtype != E3M0 else (BF16, None, None, E3M0, threshold)
 
     def run(ops, executor):
         tensors = (residual.clone(), grad, segments, threshold, payload, seen)
         executor.cut_as_of(LARGEST // NUMEL)
         try:
-            ops.mask_pack(*tensors, capacity, *values)
+            ops.mask_pack(*tensors, capacity, value_dtype)
         finally:
             executor.cut_as_of(1)
 
     # Without a gradient a sector of the residual is written where an entry is kept.
     moved = 8 + grad_dtype.itemsize if grad_dtype else 4 + 4 * (1 - (1 - density) ** 8)
-    moved += (2 if value_dtype == E3M0 else 2 + value_dtype.itemsize) * density
+    moved += (2 + value_dtype.itemsize) * density
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
     return Case("mask_pack", detail, NUMEL, moved, run, density)
 
@@ -109,24 +106,22 @@ def sample_threshold(picks: int) -> Case:
     return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
 
 
-def scatter_unpack(density: float, ranks: int, value_format: str = "") -> Case:
+def scatter_unpack(density: float, ranks: int) -> Case:
     capacity, segments = max(1, int(1.25 * density * NUMEL)), torch.tensor([0, NUMEL])
-    nbytes = payload_layout(NUMEL, capacity, value_format or BF16).nbytes
+    nbytes = payload_layout(NUMEL, capacity, BF16).nbytes
     payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8)
     seen, threshold = torch.zeros(1, dtype=torch.int32), _threshold(density, 1.0)
-    values = (BF16, None, None, value_format, threshold if value_format else None)
     for payload in payloads:
         reference.mask_pack(
-            torch.randn(NUMEL), None, segments, threshold, payload, seen, capacity, *values
+            torch.randn(NUMEL), None, segments, threshold, payload, seen, capacity, BF16
         )
     out = torch.zeros(NUMEL)
 
     def run(ops, executor):
-        ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks, value_format=value_format)
+        ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
 
-    moved = 4 + ranks * (2 if value_format else 4) * density
-    detail = ", ".join(filter(None, (f"P={ranks}", value_format)))
-    return Case("scatter_unpack", detail, NUMEL, moved, run, density)
+    moved = 4 + ranks * 4 * density
+    return Case("scatter_unpack", f"P={ranks}", NUMEL, moved, run, density)
 
 
 def row_pack(width: int, dtype: torch.dtype) -> Case:
@@ -185,7 +180,7 @@ def _threshold(density: float, deviation: float) -> torch.Tensor:
     return torch.distributions.Normal(0, deviation).icdf(torch.tensor([1 - density / 2]))
 
 
-def _name(dtype: torch.dtype | str | None) -> str:
+def _name(dtype: torch.dtype | None) -> str:
     return "no" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -195,11 +190,9 @@ CASES = [
     for function, *arguments in (
         (add,),
         *((mask_pack, density, *dtypes) for density in (0.01, 0.001) for dtypes in _GRADIENTS),
-        *((mask_pack, 0.01, grad_dtype, E3M0) for grad_dtype in (F32, BF16, None)),
         *((sample_threshold, picks) for picks in (4096, 8192, 16384, 65536)),
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
         (scatter_unpack, 0.001, 8),
-        (scatter_unpack, 0.01, 8, E3M0),
         *((row_pack, d, dtype) for dtype in (F32, BF16) for d in (64, 128, 256, 512, 1024, 4096)),
         *((row_gather, d) for d in (64, 256, 1024)),
         *((row_unpack, d) for d in (64, 128, 256, 512, 1024, 4096)),

@@ -29,8 +29,8 @@ class Promise:
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# Counts of segments, whose last tile takes what it adds to.
-SEGMENTS = ("ATOMG.E.ADD.64.STRONG.GPU", "RED.E.ADD.64.STRONG.GPU")
+# Counts of segments, which stop at the largest int32.
+SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "RED.E.MAX.S32.STRONG.GPU")
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
 LAST_BLOCK = (
@@ -72,15 +72,6 @@ PROMISES = {
         wide_loads=1,
         wide_stores=1,
         in_flight={STREAMS: 16},
-        between_blocks=("RED.E.OR.STRONG.GPU",),
-        dynamic_shared_bytes=16384 * 4,
-        fewer_blocks={80: 2},
-    ),
-    # Of e3m0 a position is all there is to read.
-    "scatter_unpack_kernel<E3M0": Promise(
-        wide_loads=1,
-        wide_stores=1,
-        in_flight={STREAMS: 8},
         between_blocks=("RED.E.OR.STRONG.GPU",),
         dynamic_shared_bytes=16384 * 4,
         fewer_blocks={80: 2},

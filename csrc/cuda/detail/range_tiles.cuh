@@ -17,7 +17,6 @@ struct RangeTiles {
   int64_t total;            // tiles in all ranges
 
   struct Tile {
-    int work;             // its number among all tiles, of which there are fewer than 2^31
     int range, index;     // its range, and its number there
     int64_t range_numel;  // elements of the range
     Range bounds;         // elements of the tile
@@ -61,7 +60,6 @@ struct RangeTiles {
     const int64_t range_begin = min(range * range_length, numel);
     const int64_t range_end = min(range_begin + range_length, numel);
     Tile found;
-    found.work = static_cast<int>(work);
     found.range = static_cast<int>(range);
     found.index = static_cast<int>(index);
     found.range_numel = range_end - range_begin;

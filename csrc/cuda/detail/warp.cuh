@@ -11,6 +11,16 @@ __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }
 
+// Sum over all lanes, in each of them.
+template <typename T>
+__device__ T warp_sum(T value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, distance);
+  }
+  return value;
+}
+
 // Sum over this lane and those below it.
 template <typename T>
 __device__ T warp_inclusive_sum(T value) {

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dct_kernels import payload_layout, testing
-from dct_kernels.layout import E3M0
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import peers
@@ -52,7 +51,7 @@ def cases(
     """All cases of one size, made one at a time: each holds its buffers."""
     for density in densities:
         if "mask_pack" in ops:
-            for grad, values in ((F32, F32), (F32, BF16), (F32, E3M0), (BF16, BF16), (None, BF16)):
+            for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, BF16)):
                 yield mask_pack(device, numel, density, grad, values, with_peers)
             for grad, values in ((F32, F32), (None, BF16)):
                 yield mask_pack(device, numel, density, grad, values, False, SEGMENTS)
@@ -60,8 +59,8 @@ def cases(
             yield sample_threshold(device, numel, density)
             yield sample_threshold(device, numel, density, SEGMENTS)
         if "scatter_unpack" in ops:
-            for ranks, values in ((2, BF16), (2, E3M0), (8, BF16), (8, E3M0)):
-                yield scatter_unpack(device, numel, density, ranks, values)
+            for ranks in (2, 8):
+                yield scatter_unpack(device, numel, density, ranks)
     for width in row_widths if numel >= max(row_widths) else ():
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
@@ -94,7 +93,7 @@ def mask_pack(
     numel: int,
     density: float,
     grad_dtype: torch.dtype | None,
-    value_dtype: torch.dtype | str,
+    value_dtype: torch.dtype,
     with_peers: bool,
     num_segments: int = 1,
     cold: int | None = None,
@@ -123,15 +122,14 @@ def mask_pack(
     def run(ops, i):
         gradient = grad[i] if grad else None
         arguments = (residual[i], gradient, segments, tau, payload[i], seen)
-        ops.mask_pack(*arguments, capacity, *_packed_as(value_dtype, tau))
+        ops.mask_pack(*arguments, capacity, value_dtype)
         return residual[i], payload[i], seen
 
-    entry = _entry_bytes(value_dtype)
-    moved = (8 + grad_size + entry * density) * numel
+    moved = (8 + grad_size + (2 + value_dtype.itemsize) * density) * numel
     if grad_dtype is None:  # the residual is written where an entry is kept, a line or sector each
         line = 32 if device == "cuda" else 64
         written = 4 * (density if clustered else 1 - (1 - density) ** (line / 4))
-        moved = (4 + written + entry * density) * numel
+        moved = (4 + written + (2 + value_dtype.itemsize) * density) * numel
     others = {}
     if with_peers and grad_dtype == F32 and value_dtype == F32:
         others = peers.compaction(residual, grad, tau, density)
@@ -168,15 +166,10 @@ def sample_threshold(
 
 
 def scatter_unpack(
-    device: str,
-    numel: int,
-    density: float,
-    ranks: int,
-    value_dtype: torch.dtype | str = BF16,
-    cold: int | None = None,
+    device: str, numel: int, density: float, ranks: int, cold: int | None = None
 ) -> Case:
     capacity = max(1, int(1.25 * density * numel))
-    nbytes = payload_layout(numel, capacity, value_dtype).nbytes
+    nbytes = payload_layout(numel, capacity, BF16).nbytes
     sets = _sets(4 * numel + ranks * nbytes, cold)
     pack = _best(device).mask_pack
     tau, segments = _threshold(density, 1.0, device), torch.tensor([0, numel], device=device)
@@ -184,20 +177,15 @@ def scatter_unpack(
     payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
     for payload in payloads.view(-1, nbytes):
         normal = torch.randn(numel, device=device)
-        arguments = (normal, None, segments, tau, payload, seen)
-        pack(*arguments, capacity, *_packed_as(value_dtype, tau))
+        pack(normal, None, segments, tau, payload, seen, capacity, BF16)
     out = [torch.zeros(numel, device=device) for _ in range(sets)]
-    values = (value_dtype, 1 / ranks)
-    if value_dtype == E3M0:
-        values = BF16, 1 / ranks, False, None, E3M0
 
     def run(ops, i):
-        status = ops.scatter_unpack(payloads[i], out[i], capacity, *values)
+        status = ops.scatter_unpack(payloads[i], out[i], capacity, BF16, 1 / ranks)
         return out[i], status
 
-    moved = int(4 * numel + ranks * _entry_bytes(value_dtype) * density * numel)
-    detail = f"P={ranks}" + f", {E3M0}" * (value_dtype == E3M0)
-    return Case("scatter_unpack", detail, numel, moved, sets, run, density=density)
+    moved = int(4 * numel + ranks * 4 * density * numel)
+    return Case("scatter_unpack", f"P={ranks}", numel, moved, sets, run, density=density)
 
 
 def row_pack(
@@ -339,14 +327,5 @@ def _threshold(density: float, deviation: float, device: str) -> Tensor:
     return normal.icdf(torch.tensor([1 - density / 2])).to(device)
 
 
-def _packed_as(value_dtype: torch.dtype | str, tau: Tensor) -> tuple:
-    """The last arguments of mask_pack, from the value dtype on."""
-    return (BF16, None, None, E3M0, tau[:1]) if value_dtype == E3M0 else (value_dtype,)
-
-
-def _entry_bytes(value_dtype: torch.dtype | str) -> int:
-    return 2 if value_dtype == E3M0 else 2 + value_dtype.itemsize
-
-
-def _name(dtype: torch.dtype | str | None) -> str:
+def _name(dtype: torch.dtype | None) -> str:
     return "no" if dtype is None else str(dtype).removeprefix("torch.")

@@ -63,8 +63,8 @@ class Settings:
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
         """Bytes of the payload of one range; the longest has so many elements."""
-        if self.in_rows:
-            return quantized.payload_bytes(longest, str(self.value_dtype))
+        if isinstance(self.value_dtype, str):
+            return quantized.payload_bytes(longest, self.value_dtype)
         return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
 
     def codec(
