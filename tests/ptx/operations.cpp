@@ -224,6 +224,8 @@ uint64_t update(uint64_t old, uint64_t operand) {
   return F()(static_cast<T>(old), static_cast<T>(operand));
 }
 
+uint64_t exchange(uint64_t, uint64_t operand) { return operand; }
+
 }  // namespace
 
 const Form* find_form(const std::string& opcode) {
@@ -234,10 +236,15 @@ const Form* find_form(const std::string& opcode) {
 
 Update find_update(const std::string& operation) {
   static const std::unordered_map<std::string, Update> updates = {
-      {"add.u32", update<uint32_t, Add>}, {"add.s32", update<uint32_t, Add>},
-      {"add.u64", update<uint64_t, Add>}, {"or.b32", update<uint32_t, Or>},
-      {"and.b32", update<uint32_t, And>}, {"min.u32", update<uint32_t, Min>},
-      {"max.u32", update<uint32_t, Max>}, {"max.s32", update<int32_t, Max>},
+      {"add.u32", update<uint32_t, Add>},
+      {"add.s32", update<uint32_t, Add>},
+      {"add.u64", update<uint64_t, Add>},
+      {"or.b32", update<uint32_t, Or>},
+      {"and.b32", update<uint32_t, And>},
+      {"min.u32", update<uint32_t, Min>},
+      {"max.u32", update<uint32_t, Max>},
+      {"max.s32", update<int32_t, Max>},
+      {"exch.b32", exchange},
   };
   const auto found = updates.find(operation);
   return found == updates.end() ? nullptr : found->second;

@@ -30,7 +30,7 @@ class Promise:
 
 
 # Counts of segments, which stop at the largest int32.
-SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "RED.E.MAX.S32.STRONG.GPU")
+SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.EXCH.STRONG.GPU")
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
 LAST_BLOCK = (
@@ -46,8 +46,8 @@ PROMISES = {
     # gradient eight, and only what is kept is written.
     # With a gradient 64 registers do not hold all eight loads on every architecture: four at least.
     "mask_pack_stage_kernel": Promise(wide_loads=4, wide_stores=4, in_flight={STREAMS: 4}),
-    "mask_pack_stage_kernel<float,": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 4}),
-    "mask_pack_stage_kernel<NoGrad,": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
+    "mask_pack_stage_kernel<float>": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 4}),
+    "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
     "mask_pack_place_kernel": Promise(in_flight={LOADS: 8}, between_blocks=SEGMENTS),
     # Four picks of x and of the residual.
     "sample_threshold_kernel<float>": Promise(

@@ -98,10 +98,9 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
 // the maximum, so the last operation on the count leaves the same in any order.
 __device__ inline void add_to_seen(const MaskPackArgs& args, int segment, uint32_t kept) {
   if (kept == 0) return;
-  const int32_t before = atomicAdd(&args.seen[segment], static_cast<int32_t>(kept));
-  if (before < 0 || before > kMostSeen - static_cast<int32_t>(kept)) {
-    atomicMax(&args.seen[segment], kMostSeen);
-  }
+  const auto added = static_cast<int32_t>(kept);
+  const int32_t before = atomicAdd(&args.seen[segment], added);
+  if (before < 0 || before > kMostSeen - added) atomicExch(&args.seen[segment], kMostSeen);
 }
 
 // What the residual keeps if a sum is not finite.

@@ -124,13 +124,9 @@ T atomicAdd(T* address, std::common_type_t<T> value) {
   emulator::schedule_point();
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
-inline int32_t atomicMax(int32_t* address, int32_t value) {
+inline int32_t atomicExch(int32_t* address, int32_t value) {
   emulator::schedule_point();
-  int32_t old = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED,
-                                                     __ATOMIC_RELAXED)) {
-  }
-  return old;
+  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicOr(T* address, std::common_type_t<T> value) {
