@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():  # before any Triton kernel is made: they run on the CPU then
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from emulation import backend as emulated
+from emulation import emulated
 from ptx import backend as ptx
 
 from dct_kernels import testing

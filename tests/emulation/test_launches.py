@@ -7,7 +7,7 @@ from launches import Launches, stated
 from dct_kernels import payload_layout
 from dct_kernels._schemas import OPS
 
-from . import backend
+from . import emulated
 
 NUMEL, CAPACITY, F32 = 40_000, 50, torch.float32
 
@@ -39,9 +39,9 @@ def _arguments():
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_launches_what_the_docs_state(op):
     for arguments in _arguments()[op]:
-        before = Launches(*backend.counted())
-        getattr(backend.BACKEND, op)(*arguments)
-        after = Launches(*backend.counted())
+        before = Launches(*emulated.counted())
+        getattr(emulated.BACKEND, op)(*arguments)
+        after = Launches(*emulated.counted())
         made = Launches(after.kernels - before.kernels, after.memsets - before.memsets)
         assert made == stated()[op]
 
@@ -49,7 +49,7 @@ def test_an_op_launches_what_the_docs_state(op):
 @pytest.mark.parametrize("picks, made", [(16_384, (2, 0)), (16_385, (3, 1))])
 def test_a_sample_of_more_picks_launches_more(picks, made):
     grad, residual, segments, *_ = _arguments()["sample_threshold"][0]
-    before = Launches(*backend.counted())
-    backend.BACKEND.sample_threshold(grad, residual, segments, 0.01, picks)
-    after = Launches(*backend.counted())
+    before = Launches(*emulated.counted())
+    emulated.BACKEND.sample_threshold(grad, residual, segments, 0.01, picks)
+    after = Launches(*emulated.counted())
     assert (after.kernels - before.kernels, after.memsets - before.memsets) == made

@@ -4,9 +4,9 @@ import ctypes
 import functools
 
 import torch
-from emulation.backend import launchers, to_c
 
 from . import build
+from .launchers import launchers, to_c
 
 
 class Executor:

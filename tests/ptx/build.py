@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 CACHE = HERE.parents[1] / "build" / "ptx"
 CUDART = HERE / "cudart.cpp"
-LAUNCHERS = HERE.parent / "emulation" / "module.cpp"
+LAUNCHERS = HERE / "module.cpp"
 
 _FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC"]
 # -ffp-contract=off: what is rounded twice in PTX is rounded twice here.
@@ -28,7 +28,8 @@ def build(mutated: dict[str, Path] | None = None) -> Path:
     those of `mutated` from another csrc."""
     own = builds.contents(HERE.glob("*.h"))
     gxx = ["g++", *_FLAGS, "-c"]
-    compiles = [(gxx, source, own) for source in sorted(HERE.glob("*.cpp")) if source != CUDART]
+    sources = sorted(set(HERE.glob("*.cpp")) - {CUDART, LAUNCHERS})
+    compiles = [(gxx, source, own) for source in sources]
     if missing() is None:
         compiles += _launchers(gxx, own, mutated or {})
 

@@ -7,12 +7,12 @@ import re
 
 import mutants
 import pytest
-from emulation.backend import launchers
 
 from dct_kernels._schemas import OPS
 
 from . import build, runs
 from .backend import BACKEND, Executor, executor
+from .launchers import launchers
 
 pytestmark = pytest.mark.skipif(
     build.missing() is not None, reason=f"not on this machine: {build.missing()}"

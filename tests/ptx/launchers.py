@@ -1,7 +1,5 @@
-"""The backend "emulated": the CUDA kernels on CPU tensors, with the signatures of torch.ops.dct.
-
-`launchers` makes the same of any library of module.cpp and the kernels' launchers.
-"""
+"""The ops of a library of module.cpp and the kernels' launchers, with the signatures of
+torch.ops.dct, on CPU tensors."""
 
 import ctypes
 import functools
@@ -13,38 +11,8 @@ import torch
 from dct_kernels import _contract, checks, row_layout
 from dct_kernels._schemas import OPS
 
-from . import build
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Argument = torch.Tensor | torch.dtype | str | int | float | None
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(build.build("module.cpp", OPS, shared=True)))
-
-
-def configure(seed: int, resident_blocks: int = 3) -> None:
-    """Choose the order of blocks and threads for all later calls; 0 runs them in order."""
-    _library().configure(ctypes.c_int64(seed), ctypes.c_int64(resident_blocks))
-
-
-def cut_as_of(times: int) -> None:
-    """Let mask_pack cut up tensors as it does those that are so many times as large."""
-    _library().mask_pack_as_of(ctypes.c_int64(times))
-
-
-def counted() -> tuple[int, int]:
-    """(kernels, memsets) launched so far."""
-    kernels, memsets = ctypes.c_int64(), ctypes.c_int64()
-    _library().counted(ctypes.byref(kernels), ctypes.byref(memsets))
-    return kernels.value, memsets.value
-
-
-def _call(op: str, *arguments: Argument) -> None:
-    error = getattr(_library(), op)(*map(to_c, arguments))
-    if error:
-        raise RuntimeError(f"{op} returned cudaError_t {error}")
 
 
 def to_c(argument: Argument):
@@ -203,6 +171,3 @@ def launchers(call: Callable[..., None]) -> SimpleNamespace:
     """
     ops = {op: functools.partial(globals()[op], call) for op in OPS}
     return SimpleNamespace(**ops, device="cpu")
-
-
-BACKEND = launchers(_call)

@@ -1,4 +1,4 @@
-// module.cpp -- the launchers behind plain C functions, for backend.py to call by ctypes.
+// module.cpp -- the launchers behind plain C functions, for launchers.py to call by ctypes.
 //
 // Every argument is an int64_t or a double; addresses are int64_t. Returns are cudaError_t.
 #include <cuda_runtime_api.h>
