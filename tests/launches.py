@@ -1,6 +1,6 @@
 """What an op launches on CUDA, as docs/design/kernels.md states it.
 
-Checked in tests/emulation/test_launches.py.
+Checked in tests/ptx/test_launches.py.
 """
 
 import re

@@ -1,7 +1,6 @@
-"""Mutants of the CUDA sources, one a mechanism: what the checkers of the kernels must catch.
+"""Mutants of the CUDA sources, one a mechanism: the executor of PTX must catch them.
 
-The checkers: what nvcc makes of the sources, executed (`ptx/test_mutants.py`), and the sources
-emulated (`emulation/test_mutants.py`). Each says by what it catches them, and which it misses.
+`ptx/test_mutants.py` says by what it does.
 """
 
 import shutil
@@ -71,6 +70,18 @@ MUTANTS = {
         "is_aligned(args.residual, kVectorElements * sizeof(float))",
         "is_aligned(args.residual, 8)",
     ),
+    "a tile's total not noted": Mutant(
+        "mask_pack",
+        "detail/mask_pack_stage.cuh",
+        "(sum >> 16 & 255) == kWarps",
+        "(sum >> 16 & 255) > kWarps",
+    ),
+    "entries past the capacity": Mutant(
+        "mask_pack",
+        "detail/mask_pack_place.cuh",
+        "at < min(last, payload.room)",
+        "at < last",
+    ),
     "a mask that differs between lanes": Mutant(
         "scatter_unpack",
         "detail/rank_block.cuh",
@@ -95,17 +106,69 @@ MUTANTS = {
         "const int64_t rank = begin + thread_index();",
         "const int64_t rank = begin + num_ranks - 1 - thread_index();",
     ),
+    "no bar.warp.sync between one rank's entries and the next's": Mutant(
+        "scatter_unpack",
+        "scatter_unpack.cu",
+        "entries[q].add_to(sums);\n      __syncwarp();",
+        "entries[q].add_to(sums);",
+    ),
+    "half of the sums not cleared": Mutant(
+        "scatter_unpack", "scatter_unpack.cu", "i < kPart / 4;", "i < kPart / 8;"
+    ),
+    "the last block written whole": Mutant(
+        "scatter_unpack",
+        "scatter_unpack.cu",
+        "min(block.bounds.end - begin, int64_t{kPart})",
+        "int64_t{kPart}",
+    ),
     "last block does not acquire what the others counted": Mutant(
         "sample_threshold",
         "sample_threshold.cu",
         "add_acquire_release(&state.done[pass], 1)",
         "atomicAdd(&state.done[pass], 1u)",
     ),
+    "one pick more than there are": Mutant(
+        "sample_threshold",
+        "sample_threshold.cu",
+        "if (pick >= segment.picks)",
+        "if (pick > segment.picks)",
+    ),
+    "only the histograms cleared": Mutant(
+        "sample_threshold",
+        "sample_threshold.cu",
+        "0, sizeof(SegmentState) * args.num_segments",
+        "0, sizeof(states->histogram) * args.num_segments",
+    ),
     "one tie too many": Mutant(
         "row_pack", "row_pack.cu", "left > 0 && tied != 0", "left >= 0 && tied != 0"
     ),
+    "rows past the last packed": Mutant("row_pack", "row_pack.cu", "  if (!active) return;\n", ""),
+    "no barrier before a digit is used": Mutant(
+        "row_pack",
+        "detail/radix_select.cuh",
+        "shared.selected = selected;\n    __syncthreads();",
+        "shared.selected = selected;",
+    ),
+    "half of the histogram not cleared": Mutant(
+        "row_pack",
+        "detail/radix_select.cuh",
+        "b < kBins; b += kThreads)",
+        "b < kBins / 2; b += kThreads)",
+    ),
     "a column at the end of the row accepted": Mutant(
         "row_gather", "detail/positions.cuh", "if (column >= width)", "if (column > width)"
+    ),
+    "no barrier before other warps' totals are read": Mutant(
+        "row_gather",
+        "detail/scan.cuh",
+        "= result.total;\n    __syncthreads();",
+        "= result.total;",
+    ),
+    "the first warp's total not noted": Mutant(
+        "row_gather",
+        "detail/scan.cuh",
+        "if (lane == 0) storage",
+        "if (lane == 0 && warp_index() > 0) storage",
     ),
     "no bar.warp.sync between clearing a row and filling it": Mutant(
         "row_unpack",
@@ -113,10 +176,48 @@ MUTANTS = {
         "make_uint4(0, 0, 0, 0);\n  }\n  __syncwarp();",
         "make_uint4(0, 0, 0, 0);\n  }",
     ),
+    "rows past the last unpacked": Mutant(
+        "row_unpack", "row_unpack.cu", "  if (!active) return;\n", ""
+    ),
+    "the end of a row not cleared": Mutant(
+        "row_unpack",
+        "row_unpack.cu",
+        "kElementsPerVector) {\n    *reinterpret_cast<uint4*>(stage + i) =",
+        "kElementsPerVector) {\n"
+        "    if (i + kElementsPerVector > width) break;\n"
+        "    *reinterpret_cast<uint4*>(stage + i) =",
+    ),
     "a vector past the last row's end": Mutant(
         "row_quantize",
         "row_quantize.cu",
         "if (i >= skip && i + 16 <= skip + count) {",
         "if (i >= skip && i < skip + count) {",
+    ),
+    "no barrier before rows leave": Mutant(
+        "row_quantize", "row_quantize.cu", "  __syncthreads();\n  store_bytes", "  store_bytes"
+    ),
+    "half of a scale not written": Mutant(
+        "row_quantize",
+        "row_quantize.cu",
+        "    out[bytes + 1] = static_cast<uint8_t>(coding.scale.bits >> 8);\n",
+        "",
+    ),
+    "bytes past the last row's end": Mutant(
+        "row_dequantize",
+        "row_dequantize.cu",
+        "i * kCodesPerByte < columns ? in[begin / kCodesPerByte + i] : 0",
+        "in[begin / kCodesPerByte + i]",
+    ),
+    "no bar.warp.sync before codes are read": Mutant(
+        "row_dequantize",
+        "row_dequantize.cu",
+        "    __syncwarp();\n    for (int c = lane",
+        "    for (int c = lane",
+    ),
+    "a byte's first code not stored": Mutant(
+        "row_dequantize",
+        "detail/row_codes.cuh",
+        "for (int i = 0; i < codes_per_byte(kFormat); ++i)",
+        "for (int i = 1; i < codes_per_byte(kFormat); ++i)",
     ),
 }

@@ -38,7 +38,9 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
   const float scale = to_float(BFloat16{static_cast<uint16_t>(in[bytes] | in[bytes + 1] << 8)});
   for (int64_t begin = 0; begin < width; begin += most) {
     const int columns = width - begin < most ? static_cast<int>(width - begin) : most;
-    for (int first = lane; first * kCodesPerByte < columns; first += lanes * kBytesInFlight) {
+    // Of whole vectors, so that the last is read as it was written: zeros past the row.
+    const int padded = (columns + kElementsPerVector - 1) / kElementsPerVector * kElementsPerVector;
+    for (int first = lane; first * kCodesPerByte < padded; first += lanes * kBytesInFlight) {
       uint8_t read[kBytesInFlight];
 #pragma unroll
       for (int j = 0; j < kBytesInFlight; ++j) {
@@ -48,7 +50,7 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
 #pragma unroll
       for (int j = 0; j < kBytesInFlight; ++j) {
         const int i = first + j * lanes;
-        if (i * kCodesPerByte >= columns) break;
+        if (i * kCodesPerByte >= padded) break;
         unpack_byte<kFormat>(read[j], [&](int k, uint32_t code) {
           codes[i * kCodesPerByte + k] = static_cast<uint8_t>(code);
         });

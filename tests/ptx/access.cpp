@@ -37,7 +37,8 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
   int64_t address = i.displacement;
   if (i.address.at != kNone) address += register_value(registers, i.address, lane);
   if (i.address.bytes == 4) address = static_cast<uint32_t>(address);
-  char* memory = locate(warp, i, lane, address, bytes);
+  const Place place = locate(warp, i, lane, address, bytes);
+  char* memory = place.memory;
   char stored[16];
   if (i.action == Action::kStore) {
     for (int e = 0; e < i.count; ++e) {
@@ -46,12 +47,13 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
     }
   }
   order(warp, i, lane, address, memory, bytes, stored);
+  track(warp, i, lane, address, place, bytes);
 
   const auto begin = reinterpret_cast<uint64_t>(memory);
   const uint32_t thread = warp.number * kLanes + lane;
   const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
   for (int e = 0; e < i.count; ++e, memory += i.element) {
-    const auto place = reinterpret_cast<uint64_t>(memory);
+    const auto element = reinterpret_cast<uint64_t>(memory);
     uint64_t old = 0;
     std::memcpy(&old, memory, i.element);
     if (i.action != Action::kLoad) {
@@ -61,9 +63,9 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
       else
         value = i.update(old, register_value(registers, i.from[e], lane));
       std::memcpy(memory, &value, i.element);
-      if (shows_late) launch_.races.stored(clock_, thread, place, old, value);
+      if (shows_late) launch_.races.stored(clock_, thread, element, old, value);
     } else if (shows_late) {
-      old = launch_.races.loaded(clock_, thread, place, old);
+      old = launch_.races.loaded(clock_, thread, element, old);
     }
     if (i.to[e].at == kNone) continue;
     const int unused = 64 - 8 * i.element;
@@ -79,31 +81,38 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
   return begin;
 }
 
-char* Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes) {
+Block::Place Block::locate(const Warp& warp, const Instruction& i, int lane, int64_t address,
+                           int bytes) {
   const auto at = [&] { return " at address " + std::to_string(address); };
-  char* memory = reinterpret_cast<char*>(address);
+  Place place = {reinterpret_cast<char*>(address), nullptr};
   bool within = false;
   std::string bounds;
   switch (i.space) {
     case Space::kParameter:
       within = address >= 0 && address + bytes <= program_.parameter_bytes;
-      memory = launch_.parameters.data() + address;
+      place.memory = launch_.parameters.data() + address;
       break;
     case Space::kShared:
       for (const Extent& extent : shared_extents_) {
         within |= extent.begin <= address && address + bytes <= extent.end;
       }
-      memory = shared_.get() + address;
+      place = {shared_.get() + address, shared_written_.data() + address};
       break;
     case Space::kGlobal:
-      within = launch_.memory.contains(address, bytes) ||
-               is_local(warp.number * kLanes + lane, address, bytes);
-      if (!within) bounds = ", " + launch_.memory.nearest(address);
+      if (Allocation* allocation = launch_.memory.find(address, bytes)) {
+        within = true;
+        place.written = allocation->written_at(address);
+      } else if (is_local(warp.number * kLanes + lane, address, bytes)) {
+        within = true;
+        place.written = local_written_.data() + (place.memory - local_.data());
+      } else {
+        bounds = ", " + launch_.memory.nearest(address);
+      }
       break;
   }
   if (!within) fail(warp, lane, i, std::to_string(bytes) + " bytes out of bounds" + at() + bounds);
   if (address % bytes != 0) fail(warp, lane, i, std::to_string(bytes) + " bytes misaligned" + at());
-  return memory;
+  return place;
 }
 
 void Block::order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
@@ -122,6 +131,18 @@ void Block::order(const Warp& warp, const Instruction& i, int lane, int64_t addr
   if (conflict != nullptr) {
     fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);
   }
+}
+
+void Block::track(const Warp& warp, const Instruction& i, int lane, int64_t address,
+                  const Place& place, int bytes) {
+  if (place.written == nullptr) return;
+  if (i.action != Action::kStore && launch_.unwritten.empty() &&
+      std::memchr(place.written, 0, bytes) != nullptr) {
+    launch_.unwritten = described(
+        warp, lane, i,
+        std::to_string(bytes) + " bytes uninitialized at address " + std::to_string(address));
+  }
+  if (i.action != Action::kLoad) std::memset(place.written, 1, bytes);
 }
 
 }  // namespace ptx

@@ -4,6 +4,7 @@ import ctypes
 import functools
 
 import torch
+from launches import Launches
 
 from . import build
 from .launchers import launchers, to_c
@@ -62,8 +63,13 @@ class Executor:
         self._on_device(kernel, run, arguments)
 
     def counts(self) -> str:
-        """What was executed in turn since `configure`, as runtime.cpp describes it."""
+        """What was executed since `configure`, as runtime.cpp describes it."""
         return self._library.ptx_counts().decode()
+
+    def launches(self) -> Launches:
+        """How many there were since `configure`."""
+        totals, *_ = self.counts().split("\n\n")
+        return Launches(*map(int, totals.split()[2:]))
 
     def text(self, kernel: str) -> str:
         """The PTX that a kernel is part of."""
@@ -72,7 +78,8 @@ class Executor:
     def _on_device(self, what: str, function, arguments) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         for tensor in tensors:
-            self._library.ptx_allocate(to_c(tensor), ctypes.c_int64(tensor.nbytes))
+            written = not vars(tensor).pop("is_poisoned", False)  # after this call it is
+            self._library.ptx_allocate(to_c(tensor), *map(ctypes.c_int64, (tensor.nbytes, written)))
         try:
             self._check(what, function(*map(to_c, arguments)))
         finally:

@@ -39,13 +39,15 @@ Block::Block(Launch& launch, uint64_t index)
     std::memset(shared_.get(), 0xcd, pages * Races::kPage);
     const auto begin = reinterpret_cast<uint64_t>(shared_.get());
     launch_.races.forget(begin, begin + pages * Races::kPage);
+    shared_written_.resize(pages * Races::kPage);
   }
   const Dimensions &grid = launch.grid, &block = launch.block;
   const uint32_t x = static_cast<uint32_t>(index % grid.x);
   const uint32_t y = static_cast<uint32_t>(index / grid.x % grid.y);
   const uint32_t z = static_cast<uint32_t>(index / grid.x / grid.y);
   warps_.resize((live_ + kLanes - 1) / kLanes);
-  local_.resize(warps_.size() * kLanes * local_stride());
+  local_.resize(warps_.size() * kLanes * local_stride(), '\xcd');
+  local_written_.resize(local_.size());
   for (uint32_t w = 0; w < warps_.size(); ++w) {
     Warp& warp = warps_[w];
     warp.number = w;
@@ -281,8 +283,13 @@ void Block::leave(Warp& warp, uint32_t lanes) {
 }
 
 void Block::fail(const Warp& warp, int lane, const Instruction& i, const std::string& what) const {
-  throw Error(what + ": block " + std::to_string(index_) + ", thread " +
-              std::to_string(warp.number * kLanes + lane) + ", " + place(i));
+  throw Error(described(warp, lane, i, what));
+}
+
+std::string Block::described(const Warp& warp, int lane, const Instruction& i,
+                             const std::string& what) const {
+  return what + ": block " + std::to_string(index_) + ", thread " +
+         std::to_string(warp.number * kLanes + lane) + ", " + place(i);
 }
 
 std::string Block::place(const Instruction& i) const {

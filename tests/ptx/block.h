@@ -32,6 +32,7 @@ struct Launch {
   Races& races;
   Counts& counts;                  // what is done in turn is counted
   uint64_t sleeps = 0, steps = 0;  // since a block has finished
+  std::string unwritten = {};      // the first load of bytes that nobody has written
 };
 
 class Block {
@@ -83,13 +84,21 @@ class Block {
     const int64_t at = address - local_begin(thread);
     return 0 <= at && at + bytes <= program_.local_bytes;
   }
-  // Where an address is on the host.
-  char* locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
+  // Bytes on the host, and of each whether it has been written; null where all have been.
+  struct Place {
+    char *memory, *written;
+  };
+  Place locate(const Warp& warp, const Instruction& i, int lane, int64_t address, int bytes);
+  // Notes a load of what nobody has written, and what a store writes.
+  void track(const Warp& warp, const Instruction& i, int lane, int64_t address, const Place& place,
+             int bytes);
   // Fails if the access is a race. `stored` is what a store writes.
   void order(const Warp& warp, const Instruction& i, int lane, int64_t address, char* memory,
              int bytes, const char* stored);
   [[noreturn]] void fail(const Warp& warp, int lane, const Instruction& i,
                          const std::string& what) const;
+  std::string described(const Warp& warp, int lane, const Instruction& i,
+                        const std::string& what) const;
   std::string place(const Instruction& i) const;
 
   Launch& launch_;
@@ -99,6 +108,7 @@ class Block {
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;
   std::vector<char> local_;  // of all threads, one after the other
+  std::vector<char> shared_written_, local_written_;
   std::vector<Warp> warps_;
   uint32_t live_;
 };

@@ -83,19 +83,22 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  if (!runtime().memory.contains(reinterpret_cast<uint64_t>(data), bytes)) {
+  const auto begin = reinterpret_cast<uint64_t>(data);
+  ptx::Allocation* const allocation = runtime().memory.find(begin, static_cast<int64_t>(bytes));
+  if (allocation == nullptr) {
     runtime().error = "cudaMemsetAsync: " + std::to_string(bytes) + " bytes out of bounds";
     return cudaErrorInvalidValue;
   }
   std::memset(data, value, bytes);
-  ++runtime().launches;
-  runtime().footprint.write(reinterpret_cast<uint64_t>(data), static_cast<int64_t>(bytes));
+  if (char* const written = allocation->written_at(begin)) std::memset(written, 1, bytes);
+  ++runtime().memsets;
+  runtime().footprint.write(begin, static_cast<int64_t>(bytes));
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** data, size_t bytes) {
   *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(*data, 0xab, bytes);  // a kernel that relies on cleared memory is found out
-  runtime().memory.add(reinterpret_cast<uint64_t>(*data), bytes);
+  runtime().memory.add(reinterpret_cast<uint64_t>(*data), bytes, false);
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* data) {

@@ -26,9 +26,11 @@ def to_c(argument: Argument):
 
 
 def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that looks unlike any result, so that what a kernel forgets to write is seen."""
+    """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
+    no kernel may read before it is written."""
     out = torch.empty(shape, dtype=dtype)
     out.view(torch.uint8).fill_(0xAB)
+    out.is_poisoned = True
     return out
 
 

@@ -39,8 +39,10 @@ void Block::access_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
   for (int lane = 0; lane < kRows * i.count; ++lane) {
     int64_t address = i.displacement;
     if (i.address.at != kNone) address += lane_value<uint32_t>(registers, i.address, lane);
-    char* const memory = locate(warp, i, lane, address, kRowBytes);
+    const Place place = locate(warp, i, lane, address, kRowBytes);
+    char* const memory = place.memory;
     order(warp, i, lane, address, memory, kRowBytes, rows[lane]);
+    track(warp, i, lane, address, place, kRowBytes);
     if (i.action == Action::kLoad)
       std::memcpy(rows[lane], memory, kRowBytes);
     else

@@ -5,27 +5,28 @@
 
 namespace ptx {
 
-bool Allocations::contains(uint64_t begin, int64_t bytes) {
-  const auto within = [&](const Extent& extent) {
-    return static_cast<uint64_t>(extent.begin) <= begin &&
-           begin + bytes <= static_cast<uint64_t>(extent.end);
-  };
-  if (within(last_)) return true;
-  auto next = ends_.upper_bound(begin);
-  if (next == ends_.begin()) return false;
-  --next;
-  last_ = {static_cast<int64_t>(next->first), static_cast<int64_t>(next->second)};
-  return within(last_);
+void Allocations::add(uint64_t begin, int64_t bytes, bool written) {
+  all_[begin] = {begin, begin + bytes, std::vector<char>(written ? 0 : bytes)};
+  last_ = nullptr;
+}
+
+Allocation* Allocations::find(uint64_t begin, int64_t bytes) {
+  if (last_ == nullptr || !last_->contains(begin, bytes)) {
+    auto next = all_.upper_bound(begin);
+    if (next == all_.begin()) return nullptr;
+    last_ = &(--next)->second;
+  }
+  return last_->contains(begin, bytes) ? last_ : nullptr;
 }
 
 std::string Allocations::nearest(uint64_t address) const {
-  auto next = ends_.upper_bound(address);
-  if (next == ends_.begin()) return "below all allocations";
+  auto next = all_.upper_bound(address);
+  if (next == all_.begin()) return "below all allocations";
   --next;
   char text[96];
   std::snprintf(text, sizeof(text), "%lld bytes behind the begin of an allocation of %lld",
-                static_cast<long long>(address - next->first),
-                static_cast<long long>(next->second - next->first));
+                static_cast<long long>(address - next->second.begin),
+                static_cast<long long>(next->second.end - next->second.begin));
   return text;
 }
 

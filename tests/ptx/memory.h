@@ -1,4 +1,5 @@
-// memory.h -- where device memory is, and which accesses to it and to shared memory are ordered.
+// memory.h -- where device memory is, what of it has been written, and which accesses to it and to
+// shared memory are ordered.
 //
 // Two accesses to the same bytes, of which one writes and not both are strong (relaxed or atomic),
 // must be ordered: by their thread's program, by bar.warp.sync or bar.sync, or by a release that is
@@ -31,17 +32,30 @@ class Random {
   uint64_t state_;
 };
 
+struct Allocation {
+  uint64_t begin, end;
+  std::vector<char> written;  // of each byte, whether it has been; empty where the host has
+  bool contains(uint64_t address, int64_t bytes) const {
+    return begin <= address && address + bytes <= end;
+  }
+  // From a byte on; null where all have been.
+  char* written_at(uint64_t address) {
+    return written.empty() ? nullptr : &written[address - begin];
+  }
+};
+
 // Device memory: the addresses are the host's.
 class Allocations {
  public:
-  void add(uint64_t begin, int64_t bytes) { ends_[begin] = begin + bytes; }
-  void remove(uint64_t begin) { ends_.erase(begin), last_ = {}; }
-  bool contains(uint64_t begin, int64_t bytes);
+  void add(uint64_t begin, int64_t bytes, bool written);
+  void remove(uint64_t begin) { all_.erase(begin), last_ = nullptr; }
+  // The one that has all of these bytes, or null.
+  Allocation* find(uint64_t begin, int64_t bytes);
   std::string nearest(uint64_t address) const;
 
  private:
-  std::map<uint64_t, uint64_t> ends_;
-  Extent last_ = {};
+  std::map<uint64_t, Allocation> all_;  // by their begins
+  Allocation* last_ = nullptr;
 };
 
 // Of one block: which accesses of its own and of others its threads come after.

@@ -77,11 +77,15 @@ def row_pack(backend):
 
 
 def row_gather(backend):
-    """The last column is one past the end."""
-    x = samples.normal(3 * 77).view(3, 77)
-    _, positions = reference.row_pack(x, 5, torch.float32)
+    """The last column of the narrow rows is one past the end; the wide one is a block's."""
+    narrow, wide = samples.normal(3 * 77).view(3, 77), samples.normal(5000).view(1, 5000)
+    _, positions = reference.row_pack(narrow, 5, torch.float32)
     positions[-1, -1] = 77
-    return (backend.row_gather(x, positions, 5, torch.float32),)
+    _, of_wide = reference.row_pack(wide, 300, torch.float32)
+    return (
+        backend.row_gather(narrow, positions, 5, torch.float32),
+        backend.row_gather(wide, of_wide, 300, torch.float32),
+    )
 
 
 def row_unpack(backend):

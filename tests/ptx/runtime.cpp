@@ -101,7 +101,7 @@ Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_
     }
     runtime().races.begin_launch();
     kernel.counts->launch(shared_bytes);
-    ++runtime().launches;
+    ++runtime().kernels_launched;
     Launch launch = {program,
                      grid,
                      block,
@@ -113,7 +113,13 @@ Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_
                      runtime().memory,
                      runtime().races,
                      *kernel.counts};
-    run(launch);
+    // What was read too early is reported at the end, since a race may be why.
+    try {
+      run(launch);
+    } catch (const Error& error) {
+      throw launch.unwritten.empty() ? error : Error(launch.unwritten + "; then " + error.what());
+    }
+    if (!launch.unwritten.empty()) throw Error(launch.unwritten);
   } catch (const Error& error) {
     runtime().error = error.what();
     return kLaunchFailure;
@@ -134,10 +140,12 @@ void ptx_configure(int64_t seed, int64_t resident_blocks) {
   runtime().random = ptx::Random(runtime().seed);
   runtime().resident_blocks = static_cast<uint32_t>(resident_blocks);
   runtime().footprint = {};
-  runtime().launches = 0;
+  runtime().kernels_launched = runtime().memsets = 0;
   for (auto& [name, kernel] : runtime().kernels) kernel.counts = nullptr;
 }
-void ptx_allocate(int64_t begin, int64_t bytes) { runtime().memory.add(begin, bytes); }
+void ptx_allocate(int64_t begin, int64_t bytes, int64_t written) {
+  runtime().memory.add(begin, bytes, written != 0);
+}
 void ptx_free(int64_t begin) { runtime().memory.remove(begin); }
 const char* ptx_error() { return runtime().error.c_str(); }
 int64_t ptx_load(const char* text) {
@@ -167,14 +175,17 @@ int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t sh
   return ptx::launch(name, {uint32_t(blocks)}, {uint32_t(threads)}, shared_bytes, arguments,
                      replicas != 0);
 }
-// Since ptx_configure: sectors of device memory read, written, launches; then what Counts::report
-// says of each kernel. Only what ran in turn is counted.
+// Since ptx_configure: sectors of device memory read, written, kernels launched, memsets; then what
+// Counts::report says of each kernel. Sectors and reports are of what ran in turn.
 const char* ptx_counts() {
   const ptx::Footprint& footprint = runtime().footprint;
   std::string& report = runtime().report;
-  report = std::to_string(footprint.sectors_read) + "\t" +
-           std::to_string(footprint.sectors_written) + "\t" + std::to_string(runtime().launches) +
-           "\n";
+  report.clear();
+  for (const uint64_t total : {footprint.sectors_read, footprint.sectors_written,
+                               runtime().kernels_launched, runtime().memsets}) {
+    report += std::to_string(total) + "\t";
+  }
+  report += "\n";
   for (const auto& [name, kernel] : runtime().kernels) {
     if (kernel.counts != nullptr) report += "\n" + kernel.counts->report();
   }

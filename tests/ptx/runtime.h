@@ -35,7 +35,7 @@ struct Runtime {
   Random random{0};
   Races races{random};
   Footprint footprint;
-  uint64_t launches = 0;  // of kernels and memsets, since the last configure
+  uint64_t kernels_launched = 0, memsets = 0;  // since the last configure
   std::string error, report;
 };
 

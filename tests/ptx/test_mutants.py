@@ -3,6 +3,7 @@
 What catches it is a run of its op under a few seeds: the executor's report, or a wrong answer.
 """
 
+import itertools
 import re
 
 import mutants
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 SEEDS = range(1, 6)
 
+RACE, OUT_OF_BOUNDS, UNINITIALIZED = "data race", "out of bounds", "uninitialized"
+
 # mutant: (run, what is found: the executor's words, or "wrong")
 CAUGHT = {
     "off by one at the edge of a tile": (runs.mask_pack, "wrong"),
@@ -26,19 +29,38 @@ CAUGHT = {
     "part of a pass written before it is left out": (runs.mask_pack, "wrong"),
     "a tile's total without its last warps": (runs.mask_pack, "wrong|data race|out of bounds"),
     "counts of segments not cleared": (runs.mask_pack, "wrong"),
-    "no barrier before warps add to a tile's total": (runs.mask_pack, "data race"),
+    "no barrier before warps add to a tile's total": (runs.mask_pack, RACE),
     "128-bit accesses at an alignment of 8 bytes": (
         runs.mask_pack_at_8_bytes,
         "16 bytes misaligned",
     ),
+    "a tile's total not noted": (runs.mask_pack, UNINITIALIZED),
+    "entries past the capacity": (runs.mask_pack, OUT_OF_BOUNDS),
     "a mask that differs between lanes": (runs.scatter_unpack, "deadlock"),
     "lanes that vote at two places": (runs.scatter_unpack, "waits for it elsewhere"),
     "ranks not added in order": (runs.scatter_unpack, "wrong"),
-    "last block does not acquire what the others counted": (runs.sample_threshold, "data race"),
+    "no bar.warp.sync between one rank's entries and the next's": (runs.scatter_unpack, RACE),
+    "half of the sums not cleared": (runs.scatter_unpack, UNINITIALIZED),
+    "the last block written whole": (runs.scatter_unpack, OUT_OF_BOUNDS),
+    "last block does not acquire what the others counted": (runs.sample_threshold, RACE),
+    "one pick more than there are": (runs.sample_threshold, OUT_OF_BOUNDS),
+    "only the histograms cleared": (runs.sample_threshold, UNINITIALIZED),
     "one tie too many": (runs.row_pack, "wrong|out of bounds|data race"),
-    "a column at the end of the row accepted": (runs.row_gather, "out of bounds"),
-    "no bar.warp.sync between clearing a row and filling it": (runs.row_unpack, "data race"),
-    "a vector past the last row's end": (runs.row_quantize, "out of bounds|wrong"),
+    "rows past the last packed": (runs.row_pack, OUT_OF_BOUNDS),
+    "no barrier before a digit is used": (runs.row_pack, RACE),
+    "half of the histogram not cleared": (runs.row_pack, UNINITIALIZED),
+    "a column at the end of the row accepted": (runs.row_gather, OUT_OF_BOUNDS),
+    "no barrier before other warps' totals are read": (runs.row_gather, RACE),
+    "the first warp's total not noted": (runs.row_gather, UNINITIALIZED),
+    "no bar.warp.sync between clearing a row and filling it": (runs.row_unpack, RACE),
+    "rows past the last unpacked": (runs.row_unpack, OUT_OF_BOUNDS),
+    "the end of a row not cleared": (runs.row_unpack, UNINITIALIZED),
+    "a vector past the last row's end": (runs.row_quantize, OUT_OF_BOUNDS),
+    "no barrier before rows leave": (runs.row_quantize, RACE),
+    "half of a scale not written": (runs.row_quantize, UNINITIALIZED),
+    "bytes past the last row's end": (runs.row_dequantize, OUT_OF_BOUNDS),
+    "no bar.warp.sync before codes are read": (runs.row_dequantize, RACE),
+    "a byte's first code not stored": (runs.row_dequantize, UNINITIALIZED),
 }
 # Each is a build of its own: by default one of mask_pack, and those that build in seconds.
 BY_DEFAULT = {
@@ -47,6 +69,12 @@ BY_DEFAULT = {
     "a column at the end of the row accepted",
     "no bar.warp.sync between clearing a row and filling it",
 }
+
+
+def test_every_op_has_mutants_of_every_kind():
+    assert CAUGHT.keys() == mutants.MUTANTS.keys()
+    kinds = {(mutants.MUTANTS[name].op, found) for name, (_, found) in CAUGHT.items()}
+    assert kinds >= set(itertools.product(OPS, (RACE, OUT_OF_BOUNDS, UNINITIALIZED)))
 
 
 @pytest.mark.parametrize(
