@@ -97,7 +97,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(OTHER)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(OTHER)/python -c "import dct_kernels; print(dct_kernels.__file__)" \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not emulated and not ptx and not triton" \
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest conformance -n auto -k "not ptx and not triton" \
 	  && $(OTHER)/pytest parallel embeddings test_refusals.py -n auto --ignore parallel/test_pipeline.py
 
 $(VENV)-recipes/installed:
@@ -178,11 +178,10 @@ triton: $(VENV)/built
 
 check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
-	for seed in 0 2 3 4 5; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k emulated --emulation-seed $$seed || exit 1; done
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx --ptx-cases 0 --ptx-seed $$seed || exit 1; done
 	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --ptx-cases 8 --ptx-seed $$seed || exit 1; done
-	$(BIN)/python -m pytest $(PARALLEL) -m large tests/emulation tests/ptx
-	$(BIN)/python -m pytest -m large --ignore tests/emulation --ignore tests/ptx --ignore tests/aot
+	$(BIN)/python -m pytest $(PARALLEL) -m large tests/ptx
+	$(BIN)/python -m pytest -m large --ignore tests/ptx --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py
 	$(BIN)/python tests/torch_ddp.py
 

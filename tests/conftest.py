@@ -10,15 +10,12 @@ import torch
 if not torch.cuda.is_available():  # before any Triton kernel is made: they run on the CPU then
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from emulation import emulated
 from ptx import backend as ptx
 
 from dct_kernels import testing
 
-# The CUDA kernels where there is no GPU: their sources compiled by g++, and nvcc's PTX executed.
-BACKENDS = {**testing.backends(), "emulated": emulated.BACKEND}
-if ptx.build.missing() is None:
-    BACKENDS["ptx-cuda"] = ptx.BACKEND
+# The CUDA kernels where there is no GPU: nvcc's PTX, executed. Without nvcc each test says so.
+BACKENDS = {**testing.backends(), "ptx-cuda": ptx.BACKEND}
 # And what Triton makes of its kernels, in a process where it does not interpret them.
 if os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available():
     from ptx import triton_backend
@@ -35,13 +32,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """With DCT_REQUIRE_NVCC=1, a test that is skipped for want of nvcc or its tools fails."""
+    report = yield
+    if (
+        report.skipped
+        and os.environ.get("DCT_REQUIRE_NVCC") == "1"
+        and "not on this machine" in str(report.longrepr)
+    ):
+        report.outcome = "failed"
+    return report
+
+
 def pytest_addoption(parser):
-    parser.addoption(
-        "--emulation-seed",
-        type=int,
-        default=1,
-        help="orders the blocks and threads of the emulated CUDA kernels; 0 runs them in turn",
-    )
     parser.addoption(
         "--ptx-seed",
         type=int,
@@ -82,8 +86,8 @@ def one_origin_of_ranks(request):
 @pytest.fixture(params=list(BACKENDS), scope="session")
 def backend(request):
     """The ops of one backend as callables, and `.device`, where its tensors live."""
-    if request.param == "emulated":
-        emulated.configure(request.config.getoption("--emulation-seed"))
+    if request.param == "ptx-cuda" and ptx.build.missing() is not None:
+        pytest.skip(f"not on this machine: {ptx.build.missing()}")
     if request.param.startswith("ptx-"):
         ptx.executor().configure(request.config.getoption("--ptx-seed"))
     return BACKENDS[request.param]

@@ -202,11 +202,8 @@ MUTANTS = {
         "    out[bytes + 1] = static_cast<uint8_t>(coding.scale.bits >> 8);\n",
         "",
     ),
-    "bytes past the last row's end": Mutant(
-        "row_dequantize",
-        "row_dequantize.cu",
-        "i * kCodesPerByte < columns ? in[begin / kCodesPerByte + i] : 0",
-        "in[begin / kCodesPerByte + i]",
+    "one row more than there are": Mutant(
+        "row_dequantize", "row_dequantize.cu", "index < args.rows;", "index <= args.rows;"
     ),
     "no bar.warp.sync before codes are read": Mutant(
         "row_dequantize",

@@ -85,7 +85,7 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
 template <typename Out>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_dequantize_kernel(RowDequantizeArgs args, int lanes, bool aligned) {
-  DCT_SHARED(Shared, shared);
+  __shared__ Shared shared;
   const int own = thread_index() / lanes;
   const int64_t index = int64_t{blockIdx.x} * (Policy::kThreads / lanes) + own;
   // A warp's lanes stay together: those past the last row take the first.

@@ -16,7 +16,7 @@ struct Policy {
 template <int kGroup>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_gather_kernel(RowGatherArgs args, PositionFormat format) {
-  DCT_SHARED(ScanStorage<kGroup>, storage);
+  __shared__ ScanStorage<kGroup> storage;
   constexpr int kRows = Policy::kThreads / kGroup;
   const int64_t row = int64_t{blockIdx.x} * kRows + thread_index() / kGroup;
   if (row >= args.rows) return;

@@ -147,7 +147,7 @@ template <typename T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::min_blocks(kVectors * 16 / sizeof(T)))
     row_quantize_narrow_kernel(RowQuantizeArgs args, bool aligned) {
   using Shape = Shape<T, kLanes, kVectors>;
-  DCT_SHARED(typename Shape::Shared, shared);
+  __shared__ typename Shape::Shared shared;
   const int width = static_cast<int>(args.width);
   const int bytes = static_cast<int>(row_bytes(width, args.format));
   const int lane = thread_index() % kLanes, own = thread_index() / kLanes;

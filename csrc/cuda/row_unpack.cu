@@ -26,7 +26,7 @@ template <int kLanes, typename Out>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_unpack_narrow_kernel(RowUnpackArgs args, PositionFormat format, bool aligned) {
   constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(Out);
-  DCT_DYNAMIC_SHARED(unsigned char, stages);
+  extern __shared__ __align__(16) unsigned char stages[];
   const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
   const int64_t row = int64_t{blockIdx.x} * (Policy::kThreads / kLanes) + group;
   const bool active = row < args.rows;  // the others take part in what a warp does together
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Policy::kThreads)
 
 __global__ void __launch_bounds__(Policy::kThreads)
     row_unpack_wide_kernel(RowUnpackArgs args, PositionFormat format) {
-  DCT_SHARED(ScanStorage<Policy::kThreads>, storage);
+  __shared__ ScanStorage<Policy::kThreads> storage;
   const int64_t row = blockIdx.x;
   const int64_t size = itemsize(args.out_dtype);
   auto* out = static_cast<unsigned char*>(args.out) + row * args.width * size;

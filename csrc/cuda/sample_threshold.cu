@@ -122,7 +122,7 @@ __device__ void select_threshold(const SampleThresholdArgs& args, const Segment&
 // All of a thread's keys are asked for before the first is used, here and below.
 __global__ void __launch_bounds__(Policy::kFewThreads)
     select_key_kernel(SampleThresholdArgs args, int64_t numel, const uint32_t* keys) {
-  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
+  __shared__ RadixSelectShared<Policy::kFewThreads> shared;
   const Segment segment = find_segment(args, numel, blockIdx.x);
   keys += segment.index * args.max_samples;
   uint32_t own[Policy::kThreadKeys];
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Policy::kFewThreads)
 template <typename T>
 __global__ void __launch_bounds__(Policy::kFewThreads)
     select_pick_kernel(SampleThresholdArgs args, int64_t numel) {
-  DCT_SHARED(RadixSelectShared<Policy::kFewThreads>, shared);
+  __shared__ RadixSelectShared<Policy::kFewThreads> shared;
   const Segment segment = find_segment(args, numel, blockIdx.x);
   uint32_t own[Policy::kOwnKeys] = {};
   if (segment.picks > 0) {
@@ -196,7 +196,7 @@ template <typename T>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     sample_threshold_kernel(SampleThresholdArgs args, int64_t numel, int per_segment,
                             SegmentState* states, int pass) {
-  DCT_SHARED(Shared, shared);
+  __shared__ Shared shared;
   const Segment segment = find_segment(args, numel, blockIdx.x / per_segment);
   const int64_t wanted = (segment.picks + Policy::kPicks - 1) / Policy::kPicks;
   const int64_t blocks = min(max(wanted, int64_t{1}), int64_t{per_segment});

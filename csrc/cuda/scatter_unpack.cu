@@ -83,8 +83,8 @@ template <typename Value, typename Out>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     scatter_unpack_kernel(ScatterUnpackArgs args, RangeTiles blocks, PayloadLayout layout,
                           bool aligned) {
-  DCT_SHARED(Shared, shared);
-  DCT_DYNAMIC_SHARED(float, sums);
+  __shared__ Shared shared;
+  extern __shared__ __align__(16) float sums[];
   RankBlock* ranks = shared.ranks;
   const RangeTiles::Tile& block = shared.block;
   const int warp = warp_index(), lane = lane_index();

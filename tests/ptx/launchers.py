@@ -25,7 +25,7 @@ def to_c(argument: Argument):
     return ctypes.c_int64(0 if argument is None else int(argument))
 
 
-def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
     no kernel may read before it is written."""
     out = torch.empty(shape, dtype=dtype)
@@ -38,7 +38,7 @@ def sample_threshold(
     call, x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None
 ):
     _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
-    threshold = _poisoned(segments.numel() - 1, dtype=torch.float32)
+    threshold = poisoned(segments.numel() - 1, dtype=torch.float32)
     call(
         "sample_threshold",
         x,
@@ -103,7 +103,7 @@ def scatter_unpack(
 ):
     args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     _contract.scatter_unpack(*args)
-    status = _poisoned(payloads.shape[0], dtype=torch.int32)
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
     call(
         "scatter_unpack",
         payloads,
@@ -125,15 +125,15 @@ def scatter_unpack(
 def row_pack(call, x, k, value_dtype):
     _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
-    values = _poisoned(rows, k, dtype=value_dtype)
-    positions = _poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
+    values = poisoned(rows, k, dtype=value_dtype)
+    positions = poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
     call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
     return values, positions
 
 
 def row_gather(call, x, positions, k, value_dtype):
     _contract.row_gather(x, positions, k, value_dtype)
-    values = _poisoned(x.shape[0], k, dtype=value_dtype)
+    values = poisoned(x.shape[0], k, dtype=value_dtype)
     call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
     return values
 
@@ -141,7 +141,7 @@ def row_gather(call, x, positions, k, value_dtype):
 def row_unpack(call, values, positions, width, dtype):
     _contract.row_unpack(values, positions, width, dtype)
     rows, k = values.shape
-    out = _poisoned(rows, width, dtype=dtype)
+    out = poisoned(rows, width, dtype=dtype)
     call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
     return out
 
@@ -153,7 +153,7 @@ def row_quantize(call, x, format):
     _contract.row_quantize(x, format)
     checks.require_choice("row_quantize", "format", format, _FORMATS)
     rows, width = x.shape
-    out = _poisoned(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
+    out = poisoned(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
     call("row_quantize", x, x.dtype, rows, width, _FORMATS.index(format), out)
     return out
 
@@ -161,7 +161,7 @@ def row_quantize(call, x, format):
 def row_dequantize(call, rows, width, format, dtype):
     _contract.row_dequantize(rows, width, format, dtype)
     checks.require_choice("row_dequantize", "format", format, _FORMATS)
-    out = _poisoned(rows.shape[0], width, dtype=dtype)
+    out = poisoned(rows.shape[0], width, dtype=dtype)
     call("row_dequantize", rows, rows.shape[0], width, _FORMATS.index(format), out, dtype)
     return out
 

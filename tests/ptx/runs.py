@@ -16,16 +16,21 @@ from .backend import Executor
 
 def mask_pack(backend):
     """Ten tiles, the last one short, and one that two segments share. There is room for what is
-    kept of the first, and none for all of the second.
+    kept of the first, and none for all of the second. With a gradient and without.
     """
     numel, capacity = 9 * 4096 + 77, 2500
-    residual, grad = samples.normal(numel), samples.normal(numel, seed=1)
-    segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
     nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
-    payload = torch.zeros(nbytes, dtype=torch.uint8)
-    seen = torch.full((2,), 7, dtype=torch.int32)
-    backend.mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.float32)
-    return residual, payload, seen
+    results = []
+    for grad in (samples.normal(numel, seed=1), None):
+        residual, payload = samples.normal(numel), torch.zeros(nbytes, dtype=torch.uint8)
+        seen = torch.full((2,), 7, dtype=torch.int32)
+        segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.0])
+        if grad is None:
+            threshold /= 2**0.5
+        arguments = (segments, threshold, payload, seen, capacity, torch.float32)
+        backend.mask_pack(residual, grad, *arguments)
+        results += [residual, payload, seen]
+    return results
 
 
 def mask_pack_at_8_bytes(backend):

@@ -104,13 +104,21 @@ ld.global.u32 %r2, [%rd2];
 )
 def test_conflicts_in_shared_memory(type, stride, conflicts):
     to = {"v4.u32": "{%r2, %r3, %r4, %r5}", "u64": "%rd1", "u8": "%rs1"}.get(type, "%r2")
-    body = f"mul.lo.s32 %r1, %r0, {stride};\nld.shared.{type} {to}, [%r1];"
+    first = "@!%p1 " if stride == 0 else ""  # or lanes race
+    body = f"""
+setp.ne.s32 %p1, %r0, 0;
+mul.lo.s32 %r1, %r0, {stride};
+{first}st.shared.{type} [%r1], {to};
+bar.warp.sync -1;
+ld.shared.{type} {to}, [%r1];
+"""
     rows, _ = counted(body, shared=8192)
     assert rows[f"ld.shared.{type}"] == (1, 32, 0, conflicts)
 
 
 def test_atomics_on_one_word_take_turns():
-    rows, _ = counted("atom.shared.add.u32 %r2, [memory], %r0;", shared=64)
+    first = "setp.ne.s32 %p1, %r0, 0;\n@!%p1 st.shared.u32 [memory], %r0;\nbar.warp.sync -1;\n"
+    rows, _ = counted(first + "atom.shared.add.u32 %r2, [memory], %r0;", shared=64)
     assert rows["atom.shared.add.u32"] == (1, 32, 0, 31)
 
 

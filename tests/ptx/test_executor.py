@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from .backend import executor
+from .launchers import poisoned
 from .snippets import per_thread, run
 
 
@@ -195,6 +196,24 @@ ERRORS = {
     ),
     "lanes race for a word": ("st.shared.u32 [memory], %r0;", "data race.*store"),
     "no barrier of the warp": (EXCHANGE.format(barrier="", partner=4), "data race"),
+    "what nobody has written": (
+        "ld.shared.u32 %r1, [memory];",
+        "4 bytes uninitialized at address 0: block 0, thread.*PTX line.*ld.shared.u32",
+    ),
+    "half of it written": (
+        "shl.b32 %r1, %r0, 2;\nst.shared.b16 [%r1], %rs1;\nld.shared.u32 %r2, [%r1];",
+        "4 bytes uninitialized",
+    ),
+    "an update of what nobody has written": (
+        "atom.shared.add.u32 %r1, [memory], %r0;",
+        "4 bytes uninitialized",
+    ),
+    "local memory that nobody has written": (LOCAL + "ld.b32 %r1, [%SP];", "4 bytes uninitialized"),
+    "read before it is written": (
+        "setp.ne.s32 %p1, %r0, 0;\n@%p1 bra A;\nld.shared.u32 %r1, [memory];\nA:\n"
+        "setp.ne.s32 %p1, %r0, 1;\n@%p1 bra B;\nst.shared.u32 [memory], %r0;\nB:",
+        "data race",  # the cause, also where the load comes first
+    ),
     "threads of two blocks race": (
         "mov.u32 %r1, %ctaid.x;\nst.global.u32 [%rd0], %r1;",
         "data race",
@@ -210,6 +229,16 @@ def test_an_error_is_reported(error, seed):
     with pytest.raises(RuntimeError) as raised:
         run(body, torch.zeros(32, dtype=torch.int32), shared=256)
     assert re.search(report, str(raised.value), re.DOTALL), raised.value
+
+
+def test_a_result_is_initialized_by_a_store():
+    read, store = "ld.global.u32 %r1, [%rd2];", "st.global.u32 [%rd2], %r0;\n"
+    own = "mul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
+    run(own + store + read, poisoned(32, dtype=torch.int32))
+    result = poisoned(32, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="4 bytes uninitialized"):
+        run(own + read, result)
+    run(own + read, result)  # after the call that made it, it is an argument as any
 
 
 def test_warps_without_a_barrier_race():

@@ -58,7 +58,7 @@ CAUGHT = {
     "a vector past the last row's end": (runs.row_quantize, OUT_OF_BOUNDS),
     "no barrier before rows leave": (runs.row_quantize, RACE),
     "half of a scale not written": (runs.row_quantize, UNINITIALIZED),
-    "bytes past the last row's end": (runs.row_dequantize, OUT_OF_BOUNDS),
+    "one row more than there are": (runs.row_dequantize, OUT_OF_BOUNDS),
     "no bar.warp.sync before codes are read": (runs.row_dequantize, RACE),
     "a byte's first code not stored": (runs.row_dequantize, UNINITIALIZED),
 }
@@ -67,6 +67,7 @@ BY_DEFAULT = {
     "part of a pass written before it is left out",
     "last block does not acquire what the others counted",
     "a column at the end of the row accepted",
+    "the first warp's total not noted",
     "no bar.warp.sync between clearing a row and filling it",
 }
 

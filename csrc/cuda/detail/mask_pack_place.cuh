@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // at most 128 registers
     Sums of_warps[kWarps];
     Segments segments;  // of the block's tiles
   };
-  DCT_SHARED(Shared, shared);
+  __shared__ Shared shared;
   const int lane = lane_index(), warp = warp_index();
   const unsigned index = blockIdx.x / parts, first = blockIdx.x % parts * per_part;
   const unsigned of_range = tiles.count_of(index), last = min(first + per_part, of_range);

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kStageMinBlocks<Grad>)
     Segments segments;  // of the tile
     uint32_t sum;       // kept | warps << 16 | those with an entry that is not finite << 24
   };
-  DCT_SHARED(Shared, shared);
+  __shared__ Shared shared;
   const int lane = lane_index(), warp = warp_index();
   if (warp == 0) {
     const Range tile = tiles.locate(blockIdx.x).bounds;

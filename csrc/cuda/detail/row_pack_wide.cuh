@@ -38,7 +38,7 @@ __device__ Choice choose_wide(const T* row, int64_t width, int64_t k,
 
 template <typename T>
 __global__ void __launch_bounds__(kWideThreads) row_pack_wide_kernel(RowPackArgs args) {
-  DCT_SHARED(RowPackWideShared, shared);
+  __shared__ RowPackWideShared shared;
   const int64_t index = blockIdx.x;
   const T* row = static_cast<const T*>(args.x) + index * args.width;
   const PackedRow packed(args, index);

@@ -36,7 +36,7 @@ struct Partials {
 // Over a block.
 template <typename Value, typename Operation>
 __device__ Value reduce_block(Value value, Operation operation) {
-  DCT_SHARED(Partials, partials);
+  __shared__ Partials partials;
   value = reduce<kWarpSize>(value, operation);
   if (lane_index() == 0) partials.of_warp[warp_index()] = static_cast<Word>(value);
   __syncthreads();
