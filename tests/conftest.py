@@ -53,18 +53,11 @@ def pytest_addoption(parser):
         help="orders the blocks, warps and lanes of the executed PTX; 0 runs them in turn",
     )
     parser.addoption(
-        "--ptx-cases",
-        type=int,
-        default=3,
-        help="run a test on so many of its cases where PTX is executed, and from 8 on those that "
-        "search their cases; 0 for all",
-    )
-    parser.addoption(
         "--triton-cases",
         type=int,
         default=3,
-        help="run a test on so many of its cases where Triton is interpreted, and from 8 on those "
-        "that search their cases; 0 for all",
+        help="run a test on so many of its cases where Triton's kernels are interpreted, or their "
+        "PTX executed, and from 8 on those that search their cases; 0 for all",
     )
 
 

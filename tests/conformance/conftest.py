@@ -5,27 +5,24 @@ from collections import defaultdict
 import pytest
 import torch
 
-# Triton's interpreter takes milliseconds for every program of a launch, and the executor of PTX
-# tens of nanoseconds for every instruction of a warp. So a test of many cases is run there on some
-# of them, drawn once for all. A test of a hundred launches (marked many_launches, or a search by
-# hypothesis) runs where there are at least so many cases, and one of thousands of programs (marked
-# many_programs) is left to the other backends. `--triton-cases 0` and `--ptx-cases 0` run
-# everything.
+# Triton's interpreter takes milliseconds for every program of a launch, and its compiler seconds
+# for every kernel. So a test of many cases is run there on some of them, drawn once for all. A test
+# of a hundred launches (marked many_launches, or a search by hypothesis) runs where there are at
+# least so many cases, and one of thousands of programs (marked many_programs) is left to the other
+# backends. `--triton-cases 0` runs everything.
 CASES_OF_MANY_LAUNCHES = 8
 
 
 def pytest_collection_modifyitems(config, items):
-    interpreted = dict.fromkeys(("ptx-cuda", "ptx-triton"), config.getoption("--ptx-cases"))
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreted["triton"] = config.getoption("--triton-cases")
+    most = config.getoption("--triton-cases")
+    slow = {"ptx-triton"} | ({"triton"} if os.environ.get("TRITON_INTERPRET") == "1" else set())
     cases = defaultdict(list)
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        if interpreted.get(backend, 0) != 0:
+        if most != 0 and backend in slow:
             cases[backend, item.originalname].append(item)
     left_out = set()
-    for (backend, name), of_one_test in cases.items():
-        most = interpreted[backend]
+    for (_, name), of_one_test in cases.items():
         run = 0 if _is_left_out(of_one_test[0], most) else min(most, len(of_one_test))
         left_out |= set(of_one_test) - set(random.Random(name).sample(of_one_test, run))
     config.hook.pytest_deselected(items=list(left_out))

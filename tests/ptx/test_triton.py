@@ -32,7 +32,7 @@ def compiled(*command: str) -> str:
 def test_conformance_and_mutants(request):
     """One case of each test, since every one of them has kernels that are to be compiled."""
     seed = request.config.getoption("--ptx-seed")
-    chosen = ("-k", "ptx-triton or triton_mutants", "--ptx-cases=1", f"--ptx-seed={seed}")
+    chosen = ("-k", "ptx-triton or triton_mutants", "--triton-cases=1", f"--ptx-seed={seed}")
     print(compiled("pytest", "conformance", "ptx/triton_mutants.py", *chosen))
 
 
