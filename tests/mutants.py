@@ -109,8 +109,8 @@ MUTANTS = {
     "no bar.warp.sync between one rank's entries and the next's": Mutant(
         "scatter_unpack",
         "scatter_unpack.cu",
-        "entries[q].add_to(sums);\n      __syncwarp();",
-        "entries[q].add_to(sums);",
+        "      }\n      __syncwarp();\n",
+        "      }\n",
     ),
     "half of the sums not cleared": Mutant(
         "scatter_unpack", "scatter_unpack.cu", "i < kPart / 4;", "i < kPart / 8;"

@@ -72,6 +72,11 @@ BY_DEFAULT = {
 }
 
 
+def test_every_mutant_can_be_made(tmp_path):
+    for name in mutants.MUTANTS:
+        mutants.mutate(name, tmp_path / name)
+
+
 def test_every_op_has_mutants_of_every_kind():
     assert CAUGHT.keys() == mutants.MUTANTS.keys()
     kinds = {(mutants.MUTANTS[name].op, found) for name, (_, found) in CAUGHT.items()}
