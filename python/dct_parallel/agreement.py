@@ -34,6 +34,8 @@ class _Round:
     A rank that cannot take part tells the reason instead of its values. So where all ranks fail
     alike, they can try again. Where only some fail, numbers could differ from then on: the group is
     marked as broken, and every later comparison in it fails at once.
+
+    Waits end at the timeout as long as the store's host answers: a call of the store has none.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -69,9 +71,11 @@ class _Round:
             self._require_whole()
             if time.monotonic() > deadline:
                 missing = [r for r, key in self._keys.items() if not self._store.check([key])]
-                rule = f"do the same within {timeout.total_seconds():g} s"
-                got = f"nothing from {named(missing)}: see the output there"
-                raise PeerError(f"dct::{op}: every rank must {rule}, got {got}")
+                if missing:
+                    rule = f"do the same within {timeout.total_seconds():g} s"
+                    got = f"nothing from {named(missing)}: see the output there"
+                    raise PeerError(f"dct::{op}: every rank must {rule}, got {got}")
+                self._store.compare_set(self._end, "", "all")  # one has told, and counted late
             time.sleep(POLL_SECONDS)
         reason = self._store.get(self._end).decode()
         if reason != "all":

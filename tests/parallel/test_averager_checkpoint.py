@@ -16,7 +16,9 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    mlp,
     run_ranks,
+    set_timeout,
     train_step,
     weights,
 )
@@ -207,3 +209,25 @@ def _refuses_other_states(rank):
 
 def test_other_states_are_refused():
     run_ranks(_refuses_other_states, 2)
+
+
+def _loads_apart(rank, steps):
+    """The ranks load states of different steps, maybe within an exchange: every rank is told."""
+    set_timeout(20)
+    saved = {}
+    for load in (False, True):
+        averager = DCTAverager(mlp(32, 2), density=0.1, period=4, overlap=2)
+        if load:
+            averager.load_state_dict(saved[steps[rank]])
+            with pytest.raises(ValueError, match=r"checkpoint must be .* one of 2 ranks at step"):
+                for _ in range(4):
+                    averager.average_parameters()
+        else:
+            for step in range(1, 10):
+                averager.average_parameters()
+                saved[step] = averager.state_dict()
+
+
+@pytest.mark.parametrize("steps", [(4, 6), (5, 4), (7, 6), (4, 9)])
+def test_ranks_that_load_different_steps_are_told(steps):
+    run_ranks(_loads_apart, 2, steps)

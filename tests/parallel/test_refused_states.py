@@ -82,7 +82,7 @@ def _broken(state, flaws):
     yield {}, "version must be .*, got nothing"
     yield {**state, "version": 9}, "version must be .*, got 9"
     for early in range(1, 6):
-        rule = r"version must be 6, because states saved before dct_kernels 0\.3 are not read"
+        rule = r"version must be 6, as dct_kernels 0\.3 saves it \(earlier states are not read\)"
         yield {**state, "version": early}, f"{rule}, got {early}"
     yield {**state, "version": True}, "version must be .*, got True"
     yield {**state, top: [1]}, rf"{top} must be a dict with strings as keys, got \[1\]"

@@ -36,5 +36,7 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered, as far as DDP notes that."""
-    return bool(getattr(ddp, "_comm_hooks", True))
+    """Whether a hook is registered, as far as DDP notes that; not with a copy, which only has the
+    note."""
+    hooks = getattr(ddp, "_comm_hooks", [(None, None)])
+    return any(not getattr(state, "copied", False) for _, state in hooks)

@@ -69,9 +69,8 @@ class Node:
     def wire_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes sent per rank and step inside the node for a bucket of so many elements."""
         part = self._length(numel) * itemsize
-        summed = wire.reduce_scatter_bytes(self.size * part, self.size)
-        gathered = wire.all_gather_bytes(part, self.size)
-        return summed + gathered + wire.all_reduce_bytes(FLAG_BYTES, self.size)
+        dense = wire.all_reduce_bytes(self.size * part, self.size)  # in two halves
+        return dense + wire.all_reduce_bytes(FLAG_BYTES, self.size)
 
     def sentence(self, nbytes: int) -> str:
         """The line after a plan's table: whose part it is of, and the bytes inside the node."""

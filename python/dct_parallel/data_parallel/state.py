@@ -111,6 +111,7 @@ class DCTState:
     Attributes:
         step: steps taken.
         node_group: the group inside a node of a mesh, for a `WireMeter`; or None.
+        copied: whether this is a copy.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
@@ -120,7 +121,7 @@ class DCTState:
             they can try again.
     """
 
-    _copied = False
+    copied = False  # by deepcopy or pickle
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class DCTState:
         Raises:
             ValueError: the state is bound already; or as the constructor.
         """
-        if self._copied:
+        if self.copied:
             self._require_usable("bind")
         group = self._group_with(ddp)
         with refusing("DCTState", group):
@@ -292,7 +293,8 @@ class DCTState:
         Call it between steps: after the optimizer's step (and the scaler's update), before the next
         backward pass. For `torch.save`, one file per rank. torch.distributed.checkpoint takes the
         state itself, {"dct": state} (deeper in a dict, only this method's result), and calls this
-        on loading as well, for the shapes: all parameters are in it from the start.
+        on loading as well, for the shapes: all parameters are in it from the start. If an exchange
+        failed because a rank is gone, call `take_back` first: what was sent in it is in no weights.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
@@ -334,10 +336,11 @@ class DCTState:
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""
-        return {"settings": self.settings, "_copied": True, "_names": {}, "_executor": None}
+        own = {"settings": self.settings, "start_step": self.start_step, "node_group": None}
+        return {**own, "copied": True, "_names": {}, "_executor": None}
 
     def _require_usable(self, op: str) -> None:
-        if self._copied:
+        if self.copied:
             rule = "one made by DCTState(ddp)"
             checks.fail(op, "state", rule, "a copy, which has the settings only: make a new one")
         if not self._names:

@@ -57,8 +57,8 @@ _ENTRY = ENTRY | {
     "residual_decay": fields.FRACTION._replace(default=None),
     "overlap": fields.integer(0, default=None),
 }
-_NO_OTHER = f"{VERSION}, because states saved before dct_kernels 0.3 are not read"
-IS_VERSION = {"version": fields.integer(VERSION, VERSION)._replace(rule=_NO_OTHER)}
+_RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
+IS_VERSION = {"version": fields.integer(VERSION, VERSION)._replace(rule=_RULE)}
 _STATE = IS_VERSION | {"ranks": fields.BY_NAME}
 
 

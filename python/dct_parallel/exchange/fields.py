@@ -89,10 +89,8 @@ def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _has_names(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
 TEXT = _field("a string", lambda v: isinstance(v, str))
 FRACTION = _field("a number in (0, 1]", lambda v: _is_number(v, (int, float)) and 0 < v <= 1)
-BY_NAME = _field("a dict with strings as keys", _has_names)
+BY_NAME = _field(
+    "a dict with strings as keys", lambda v: isinstance(v, dict) and all(type(k) is str for k in v)
+)

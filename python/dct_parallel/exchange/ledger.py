@@ -193,7 +193,7 @@ class StepLedger:
         All ranks call it, each at its own time.
         """
         self.run_id = entry["run_id"]
-        self._checkpoint = f"one of {entry['world_size']} ranks"
+        self._checkpoint = f"one of {entry['world_size']} ranks at step {entry['step']}"
         self._recent = RecentStats()
         self._loss_scale.saw(overflow=False)
         self._go_on_at(entry["step"] if step is None else step)

@@ -68,7 +68,8 @@ class ReduceScatter(Transport):
         status, result, *words = raw_status
         codes = zip(self._ranks, status.tolist(), strict=True)
         damaged = [f"status {code} from rank {rank}" for rank, code in codes if code]
-        sent, results = (read_headers(part) for part in self._halves(words))
+        half = len(words) // 2  # sent to owners, and by owners
+        sent, results = read_headers(words[:half]), read_headers(words[half:])
         if result.item():  # headers of damaged payloads are ignored
             damaged += self._damaged_results()
             results = []
@@ -86,12 +87,7 @@ class ReduceScatter(Transport):
 
     def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
         _, result, *words = raw_status
-        return any_non_finite(self._halves(words)[1], result == 0)
-
-    def _halves(self, words: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Headers of what this rank sent to owners, and of what all owners sent."""
-        ranks = self._group.size()
-        return words[:ranks], words[ranks:]
+        return any_non_finite(words[len(words) // 2 :], result == 0)
 
     def _damaged_results(self) -> list[str]:
         """The owners whose payloads cannot be read: unpacked one by one, only after damage."""

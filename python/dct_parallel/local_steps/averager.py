@@ -370,6 +370,7 @@ class DCTAverager(ModelAverager):
         if self._under_way is None:
             return
         under_way = self._under_way
+        self._ledger.compare(self.step // self.period)  # after a load in the middle of it
         try:
             base = self._receive(under_way)
             self._agree()
