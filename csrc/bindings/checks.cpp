@@ -38,16 +38,10 @@ std::string names(std::initializer_list<ScalarType> dtypes) {
 }
 
 std::string name(torch::stable::Device device) {
-  switch (device.type()) {
-    case DeviceType::CPU:
-      return "cpu";
-    case DeviceType::CUDA:
-      return "cuda:" + std::to_string(device.index());
-    case DeviceType::Meta:
-      return "meta";
-    default:
-      return "device type " + std::to_string(static_cast<int>(device.type()));
-  }
+  if (device.type() == DeviceType::CPU) return "cpu";
+  if (device.type() == DeviceType::CUDA) return "cuda:" + std::to_string(device.index());
+  if (device.type() == DeviceType::Meta) return "meta";
+  return "device type " + std::to_string(static_cast<int>(device.type()));
 }
 
 DType to_dtype(ScalarType dtype) {

@@ -1,9 +1,7 @@
-// mask_pack.cu -- error feedback, threshold and ordered compaction in two kernels, of which no
-// block waits for another.
-//
-// The first streams: a warp adds gradients to residuals and puts what passes in a slot of its own.
-// The second knows all counts: it moves these entries to their place in the payload, and packs what
-// the first has only counted, because there was no room or a vector is cut.
+// mask_pack.cu -- error feedback, threshold and ordered compaction in two kernels. The first
+// streams: a warp adds gradients to residuals and puts what passes in a slot of its own. The second
+// knows all counts: it moves these entries to their place in the payload, and packs what the first
+// has only counted, where there was no room or a vector is cut. No block waits for another.
 #include "detail/launch.cuh"
 #include "detail/mask_pack_place.cuh"
 #include "detail/mask_pack_stage.cuh"

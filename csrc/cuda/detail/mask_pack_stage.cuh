@@ -75,7 +75,7 @@ struct WarpStager {
         float& sum = sums[i / kVectorElements][i % kVectorElements];
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
-      const uint32_t keeps = plain ? mark(sums, segments.tau) : mark(sums, segments, pass, lane);
+      const uint32_t keeps = plain ? mark(sums, segments.tau) : mark(sums, segments, begin + pass);
       const uint32_t of_pass = __reduce_add_sync(kFullWarp, __popc(keeps));
       if (collected + of_pass > kRecords || kept + of_pass > staging.room) break;
       kept += of_pass;
@@ -104,17 +104,19 @@ struct WarpStager {
 
   // The same with several segments or an infinite threshold, because inf - inf is a NaN of either
   // sign. A pass that is skipped in part is left out: it keeps more than there is room for.
-  __device__ uint32_t mark(const Sums& sums, const Segments& segments, int pass, int lane) const {
+  __device__ uint32_t mark(const Sums& sums, const Segments& segments, int64_t pass) const {
     uint32_t keeps = 0;
-    const Segments of_pass = find_segments(args, segments, begin + pass, begin + pass + kPass);
+    const Segments of_pass = find_segments(args, segments, pass, pass + kPass);
+    const int64_t own = pass + lane_index() * kVectorElements;
+    const auto in_pass = [&](int64_t x) { return int(min(max(x, own), own + kPass) - own); };
     for (int s = of_pass.first; s < of_pass.first + of_pass.count; ++s) {
       const float tau = effective(args.threshold[s]);
       if (tau < 0.0f) return ~0u;
-      const int64_t own = begin + pass + lane, from = args.segments[s], to = args.segments[s + 1];
+      const int from = in_pass(args.segments[s]), to = in_pass(args.segments[s + 1]);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int v = i / kVectorElements, e = i % kVectorElements, at = v * kRow + e;
-        if (from <= own + at && own + at < to && passes(sums[v][e], tau)) keeps |= 1u << i;
+        if (from <= at && at < to && passes(sums[v][e], tau)) keeps |= 1u << i;
       }
     }
     return keeps;
