@@ -58,7 +58,7 @@ class NodeBucket(Bucket):
         part = self._node.mean_part(buffer)
         super().reduce(part[:numel], scale, inv_scale)
         self._node.gather(part, buffer)
-        non_finite = self.non_finite()
+        non_finite = self._transport.non_finite(self._raw_status)
         dist.all_reduce(non_finite, dist.ReduceOp.MAX, self._node.group)
         self._of_node.post(non_finite)
 

@@ -80,10 +80,6 @@ class Bucket:
             self._readback.post(*self._raw_status)
         self._fresh = True
 
-    def non_finite(self) -> Tensor:
-        """Whether a gradient of the last `reduce` was not finite, on any rank: int32 [1]."""
-        return self._transport.non_finite(self._raw_status)
-
     def take_result(self) -> ExchangeResult | None:
         """The result of the last `reduce`, once; None if there is nothing new.
 

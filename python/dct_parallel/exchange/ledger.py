@@ -73,7 +73,7 @@ class StepLedger:
         ids = [values.pop("run_id") for values in everyone.values()]
         require_same(op, everyone)
         self.run_id: str = ids[0]
-        self._checkpoint = "none"
+        self._checkpoint, self._start = "none", 0  # what this rank goes on from
         self._damage: str | None = None  # the error that every later call raises
         self._go_on_at(0)
 
@@ -103,20 +103,21 @@ class StepLedger:
             ValueError: ranks do not go on from the same step of the same run.
         """
         self._number = self.step if number is None else number
-        self.compare(self._number)
+        self.compare()
         self._loss_scale.begin()
         self._sent = {}  # is applied, or was taken back
         self.non_finite = False
         self.step += 1
 
-    def compare(self, number: int) -> None:
+    def compare(self) -> None:
         """Raise on every rank if they do not go on from the same step of the same run.
 
         Only the first time, and after a load: then it waits for all ranks, to the group's timeout.
         """
         if not self._compared:
-            op, own = "load_state_dict", {"checkpoint": self._checkpoint, "run_id": self.run_id}
-            require_same(op, exchange(op, own | {"step": number}, self._group, self._timeout))
+            own = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
+            op = "load_state_dict"
+            require_same(op, exchange(op, own, self._group, self._timeout))
             self._compared = True
 
     def reduction(self, number: int, bucket: Bucket, buffer: Tensor) -> Callable[[], Tensor]:
@@ -193,7 +194,8 @@ class StepLedger:
         All ranks call it, each at its own time.
         """
         self.run_id = entry["run_id"]
-        self._checkpoint = f"one of {entry['world_size']} ranks at step {entry['step']}"
+        self._checkpoint = f"one of {entry['world_size']} ranks"
+        self._start = entry["step"]
         self._recent = RecentStats()
         self._loss_scale.saw(overflow=False)
         self._go_on_at(entry["step"] if step is None else step)

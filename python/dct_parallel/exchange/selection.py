@@ -11,10 +11,8 @@ from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
 from .transport import Transport
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    "all_gather": AllGather,
-    "reduce_scatter": ReduceScatter,
-}
+TRANSPORTS: dict[str, type[Transport]]
+TRANSPORTS = {"all_gather": AllGather, "reduce_scatter": ReduceScatter}
 
 # By default payloads go to everybody up to so many ranks, fewer if every entry is sent; beyond that
 # in buckets of fewer blocks per rank, whose ranges are too short to repay a second collective.

@@ -229,7 +229,7 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
-        self._ledger.compare(self.step // self.period)
+        self._ledger.compare()
         self._arrive()
         owed = self._weights.moved_from(self._base)
         self._bucket.add_owed(owed)
@@ -370,7 +370,7 @@ class DCTAverager(ModelAverager):
         if self._under_way is None:
             return
         under_way = self._under_way
-        self._ledger.compare(self.step // self.period)  # after a load in the middle of it
+        self._ledger.compare()  # after a load in the middle of it
         try:
             base = self._receive(under_way)
             self._agree()
