@@ -162,29 +162,6 @@ def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(make):
     run_ranks(_loads_alone, 2, make)
 
 
-def _loads_again(rank):
-    """All ranks load in the middle of training, one of them late: nothing is wrong."""
-    _, state, step = _trained(rank, 4)
-    saved = state.state_dict()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 waits"])
-    else:
-
-        def late(*args):
-            store.set("rank 0 waits", "")
-            return exchange(*args)
-
-        ledger_module.exchange = late
-    state.load_state_dict(saved)
-    step()
-    return entry(state.state_dict())["step"]
-
-
-def test_all_may_load_in_the_middle_of_training():
-    assert run_ranks(_loads_again, 2) == [5, 5]
-
-
 def _loads_late(rank):
     """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
     set_timeout(100)
@@ -202,19 +179,6 @@ def _loads_late(rank):
 
 def test_a_rank_that_loads_late_is_waited_for():
     assert run_ranks(_loads_late, 2) == [5, 5]
-
-
-def _missing(rank):
-    """Rank 1 makes no state."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    model = ddp(mlp())
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="DCTState: every rank must do the same within 1 s"):
-            DCTState(model, process_group=group)
-
-
-def test_a_rank_without_a_state_is_named_at_the_timeout():
-    run_ranks(_missing, 2)
 
 
 def _stalls(rank, how, mesh):
@@ -353,22 +317,6 @@ def _silent(rank):
 
 def test_a_rank_that_the_others_gave_up_is_told_so():
     run_ranks(_silent, 3)
-
-
-def _refused_late(rank):
-    """The others gave up waiting for rank 1, which refuses then."""
-    if rank == 1:
-        _store().wait(["0 gave up", "2 gave up"])
-        _refuse("wrong here")
-    else:
-        with pytest.raises(PeerError, match="got nothing from rank 1"):
-            _agree({"attempt": "given up"}, seconds=1)
-        _store().set(f"{rank} gave up", "")
-    _none_agree("got nothing from rank 1: see the output there")
-
-
-def test_a_refusal_that_comes_too_late_does_no_harm():
-    run_ranks(_refused_late, 3)
 
 
 def _interrupted(rank):

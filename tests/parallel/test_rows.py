@@ -189,7 +189,7 @@ def test_non_finite_entries_cross():
             ValueError,
             r"density and k must be given, got density 0.5 and k 4",
         ),
-        (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0.0"),
+        (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0"),
         (lambda x: RowPack(1.5), ValueError, r"density must be in \(0, 1\], got 1.5"),
         (lambda x: RowPack(k=0), ValueError, r"dct::RowPack: k must be in \[1, \d+\], got 0"),
         (lambda x: RowPack(k=9)(x), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
