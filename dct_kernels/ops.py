@@ -284,8 +284,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
       of all; the others are 0.
     - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
 
-    A row with a NaN or an infinity dequantizes to NaN everywhere, so that a
-    loss or a GradScaler sees it. A scale below 2**-126 is 0: such a row becomes zeros.
+    A row with a NaN or an infinity dequantizes to NaN everywhere, so that a loss or a GradScaler
+    sees it. A scale below 2**-126 is 0: such a row becomes zeros.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
@@ -298,8 +298,8 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         ValueError, TypeError: an argument breaks its rule; the text names both.
 
     Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
-    after signSGD with a scale (arXiv 1901.09847); a bfloat16
-    scale and the order-free sums are our reconstruction.
+    after signSGD with a scale (arXiv 1901.09847); a bfloat16 scale and the order-free sums are our
+    reconstruction.
 
     >>> row_quantize(torch.tensor([[0.0, -2.0, 1.0, 7.0]]), "int4")
     tensor([[224, 113, 128,  63]], dtype=torch.uint8)
