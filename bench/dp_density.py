@@ -20,17 +20,14 @@ picks. int8, int4 and ternary: every entry in so few bits.
 
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
 by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
-few bits. They take settings after commas:
-decay=B (of the residual), overlap=N (steps that ranks go on while an exchange runs), mean=senders
-(of an entry over the ranks that sent it), spaced=rate (as many exchanges, further apart where the
-rate is lower), and in few bits transport=reduce_scatter (owners of ranges compress the mean once
-more). Beside them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer;
-sparseloco:D%xH, with its top-k, 2-bit values and decay.
+few bits. They take settings after commas: decay=B (of the residual), overlap=N (steps that ranks go
+on while an exchange runs), spaced=rate (as many exchanges, further apart where the rate is lower),
+and in few bits transport=reduce_scatter (owners of ranges compress the mean once more). Beside
+them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH,
+with its top-k, 2-bit values and decay.
 
-Three more were tried against what momentum and AdamW lose: corrected:D%, with Deep Gradient
-Compression's momentum correction and factor masking; warmup:D%xH, 25 % falling to D % over the
-first H steps, as it has it, too; and cooldown:D%xH, 25 % from step H on. The ranks are simulated in
-one process, bit for bit as real ones; bytes are what a rank sends, by formula.
+The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
+formula.
 
 1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
    is that of the lowest loss on the validation part.
@@ -134,10 +131,7 @@ METHODS: dict[str, tuple[str, partial]] = {
     "topk": ("D%", partial(dp_ranks.TopK)),
     "dct": ("D%", partial(dp_ranks.DCT)),
     "reduce_scatter": ("D%", partial(dp_ranks.ReduceScatter)),
-    "corrected": ("D%", partial(dp_ranks.MomentumCorrected)),
     "picks": ("D%xH", partial(dp_ranks.DCT)),
-    "warmup": ("D%xH", partial(dp_ranks.warmup)),
-    "cooldown": ("D%xH", partial(dp_ranks.cooldown)),
     "local": ("D%xH", partial(dp_local.Local)),
     "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
     "postlocal": ("xH", partial(dp_local.Dense)),
@@ -150,7 +144,6 @@ for _format in quantized.FORMATS:
 SETTINGS = {
     "decay": float,
     "overlap": int,
-    "mean": ("senders",),
     "spaced": ("rate",),
     "transport": ("reduce_scatter",),
 }

@@ -73,7 +73,6 @@ class Local(Averaging):
     Args:
         density: of what weights have moved by.
         decay: of the residual, from one averaging to the next.
-        mean: over "ranks", or, entry by entry, over "senders": ranks that sent this entry.
         transport: "all_gather"; or, in few bits, "reduce_scatter": owners of ranges compress the
             mean once more.
         settings: the compressors'.
@@ -86,13 +85,12 @@ class Local(Averaging):
         period: int,
         overlap: int = 0,
         decay: float = 1.0,
-        mean: str = "ranks",
         transport: str = "all_gather",
         **settings,
     ) -> None:
         super().__init__(models, period, overlap)
         self.compressors = dp_ranks.compressors(self.sizes, self.ranks, density, **settings)
-        self.decay, self.mean = decay, mean
+        self.decay = decay
         self.owners: list[tuple[slice, Codec]] = []
         if transport == "reduce_scatter":
             self.owners = dp_ranks.owners(len(self.base), self.ranks, **settings)
@@ -106,10 +104,7 @@ class Local(Averaging):
         if self.owners:
             return self._compressed_twice(self._unpacked(payloads))
         self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
-        if self.mean == "ranks":
-            return self._unpacked(payloads)
-        sent = torch.stack([self._unpacked([payload]) for payload in payloads])
-        return mean_over_senders(sent)
+        return self._unpacked(payloads)
 
     def _compressed_twice(self, mean: Tensor) -> Tensor:
         for part, owner in self.owners:
