@@ -4,8 +4,6 @@ A block is what stands between two lines; NAME is a figure's (figures.py).
 
     <!-- figure: NAME -->
     <!-- end figure -->
-
-In one line with what it marks, NAME is a phrase's (phrases.py).
 """
 
 import re
@@ -18,12 +16,10 @@ from dct_dlrm.errors import UsageError
 from .experiments import Experiment
 from .figures import FIGURES
 from .pages import ROOT, page_of
-from .phrases import PHRASES
 
 Experiments = Mapping[str, Experiment]
 BEGIN, END = r"^<!-- figure: (\S+) -->\n", r"^<!-- end figure -->$"
 BLOCK = re.compile(f"(?P<begin>{BEGIN})(?P<inside>.*?)(?P<end>{END})", re.DOTALL | re.MULTILINE)
-PHRASE = re.compile(r"(?<!`)(<!-- figure: (\S+) -->)[^\n]*?(<!-- end figure -->)")
 MARK = re.compile(r"(?<!`)<!-- (?:end )?figure\b")
 
 
@@ -37,28 +33,17 @@ def fill(page: Path, text: str, experiments: Experiments) -> str:
     """The page's text, its blocks made anew.
 
     Raises:
-        UsageError: a block has no end, no figure has its name, or a phrase begins a line.
+        UsageError: a block has no end, or no figure has its name.
     """
-    blocks = list(BLOCK.finditer(text))
-    phrases = PHRASE.findall(text)
     # One without the other, or inside of others.
-    if len(MARK.findall(text)) != 2 * len(blocks + phrases):
+    if len(MARK.findall(text)) != 2 * len(BLOCK.findall(text)):
         rule = "a figure must begin with <!-- figure: NAME --> and end with <!-- end figure -->"
-        raise UsageError(f"{page}: {rule}, in a line each or in the same")
+        raise UsageError(f"{page}: {rule}, in a line each")
 
     def made(block: re.Match) -> str:
         return f"{block['begin']}{render(block[2], page, experiments)}\n{block['end']}"
 
-    def said(phrase: re.Match) -> str:
-        if phrase[2] not in PHRASES:
-            rule = f"no phrase {phrase[2]!r}; there are {', '.join(sorted(PHRASES))}"
-            raise UsageError(f"{page}: {rule}")
-        if phrase.string[: phrase.start()].rpartition("\n")[2] == "":
-            rule = "must not begin a line, where Markdown takes it for a paragraph"
-            raise UsageError(f"{page}: phrase {phrase[2]!r} {rule}")
-        return f"{phrase[1]}{PHRASES[phrase[2]](experiments)}{phrase[3]}"
-
-    return PHRASE.sub(said, BLOCK.sub(made, text))
+    return BLOCK.sub(made, text)
 
 
 def render(name: str, page: Path, experiments: Experiments) -> str:
