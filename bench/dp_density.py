@@ -258,9 +258,6 @@ def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable
     problem = PROBLEMS[run.problem]
     optimizers = problem.optimizers(model, run.rate, options.table_lr)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if method(run.method).func is dp_ranks.MomentumCorrected:  # which has the momentum
-        for group in groups:
-            group["momentum"] = 0
     full = [group["lr"] for group in groups]
 
     def update(step: int) -> None:

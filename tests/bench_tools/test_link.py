@@ -89,8 +89,8 @@ def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     }
     assert list(cells) == modes
     rows = 16 * 13  # that leave a rank, and that come to it
-    counts = 32  # how many ids, and what must be the same
-    ids = counts + (4 + 4) * rows  # lengths of bags, and what is in them
+    counts = 40  # how many ids, and what must be the same
+    ids = counts + 4 * rows  # of bags of one id each, whose lengths are not sent
     dense_rows, rows_and_mask = 2 * rows * 4 * 32, rows * (4 * 2 + 4) + rows * 4 * 2
     sent = {mode: cell["payload_bytes"] for mode, cell in cells.items()}
     assert sent["hybrid-dp"] - sent["hybrid-dct"] == dense_rows - rows_and_mask
