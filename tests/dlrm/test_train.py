@@ -146,7 +146,7 @@ def test_nodes_of_two_ranks(tmp_path):
     inside = dct["node_bytes_per_step_per_rank"]
     steps = summary["data"]["steps_per_epoch"] - 2
     once = 4 * part  # at the start, what is owed goes to whose part it is
-    assert inside * steps == pytest.approx((8 * part + 12) * steps + once)
+    assert inside * steps == pytest.approx((8 * part + 4) * steps + once)
     plan = payload_layout(part, -(-int(part * DENSITY * 125) // 100), torch.bfloat16)
     assert dct["wire_bytes_per_step_per_rank"] == pytest.approx(plan.nbytes, rel=0.02)
     text = f"dct: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
