@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
 from dct_parallel import agreement as agreement_module
-from dct_parallel.agreement import PeerError, exchange, refusing
+from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
 from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
 
@@ -369,3 +369,19 @@ def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
             for rank in told or ():  # it told this then, and heard the same
                 assert (told[rank], told) in every[rank]
     assert any(told for _, told in every[0]) or seed
+
+
+def _counted_late(rank):
+    """Rank 1 has told its values and is stopped before it counts itself: nobody is missing."""
+    if rank == 1:
+        told = _Round(dist.group.WORLD)
+        told._store.set(told._own, '{"op": "a test", "values": {"from": 1}}')
+        _store().wait(["0 agreed"])
+        return
+    heard = _agree({"from": 0}, seconds=1)
+    assert heard == {0: {"from": 0}, 1: {"from": 1}}
+    _store().set("0 agreed", "")
+
+
+def test_a_rank_that_told_its_values_is_not_missing():
+    run_ranks(_counted_late, 2)
