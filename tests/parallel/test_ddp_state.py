@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -171,6 +172,20 @@ def _never_registered(rank):
 
 def test_a_state_that_was_not_registered_warns_once_there_are_gradients():
     run_ranks(_never_registered, 1)
+
+
+def _on_a_copy(rank):
+    model = ddp(Dictated(SIZES))
+    model.register_comm_hook(DCTState(model), dct_hook)
+    copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
+    state = DCTState(copy)
+    copy(*_gradients(0, rank)).backward()
+    with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
+        state.stats()
+
+
+def test_a_copy_of_a_ddp_does_not_count_as_registered():
+    run_ranks(_on_a_copy, 1)
 
 
 def _sparse(rank):
