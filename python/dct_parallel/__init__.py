@@ -1,8 +1,8 @@
 """dct_parallel: training with Dynamic Communication Thresholding.
 
-Data parallel: send only the largest gradients.
+Data parallel: send only the largest gradients, or all of them in few bits.
 
-    state = DCTState(ddp, density=0.005)
+    state = DCTState(ddp, density=0.005)  # or format="int4"
     ddp.register_comm_hook(state, dct_hook)
 
 On a cluster: dense inside a node, compressed between nodes.
@@ -16,23 +16,23 @@ Local steps: each rank's own optimizer, and every few steps an average of the we
 
 FSDP2: between replicas of a model that fully_shard has cut.
 
-    state = dct_fully_shard_hook(model, mesh, density=0.005)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)
 
 Model parallel: the largest activations of every row, and their gradients.
 
     values, positions = pack_rows(x, k)  # on one device; send them as you like
     y = unpack_rows(values, positions, width)
-    y = all_to_all_rows(x, splits, density=0.05)
+    y = all_to_all_rows(x, splits, format=RowFormat(density=0.05))
 
 Or every entry of every row, in few bits.
 
-    y = all_to_all_rows(x, splits, forward="int4", backward="int4")
+    y = all_to_all_rows(x, splits, format="int4")
 
 A folder holds one idea: exchange (a flat tensor into its mean over ranks), and three entry points
 that use it: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded (those of
 FSDP2) and local_steps (weights); rows (activations at a cut of a model). All use the modules here:
-compressor (one tensor, no network), agreement, collectives, groups, mesh, and wire, which counts
-bytes. Embedding tables are in dct_embeddings, which uses this package.
+formats, compressor (one tensor, no network), agreement, collectives, groups, mesh, and wire, which
+counts bytes. Embedding tables are in dct_embeddings, which uses this package.
 """
 
 from .compressor import Compressor
@@ -45,6 +45,7 @@ from .rows.all_gather import all_gather_rows, all_gather_rows_async
 from .rows.all_to_all import all_to_all_rows, all_to_all_rows_async
 from .rows.packing import RowPack, RowUnpack, pack_rows, unpack_rows
 from .rows.quantizing import RowDequantize, RowQuantize
+from .rows.row_format import RowFormat
 from .wire import WireMeter
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "DCTAverager",
     "DCTState",
     "RowDequantize",
+    "RowFormat",
     "RowPack",
     "RowQuantize",
     "RowUnpack",

@@ -47,71 +47,36 @@ from .topology import Topology
 class DCTState:
     """The state of `dct_hook`: residuals, thresholds and where to send payloads.
 
-    Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899). Construct it on every
-    rank of the group, register it once, and keep `state_dict()` in the checkpoint of every rank:
-    residuals differ between ranks. `close()` ends its thread and its process groups; a process may
-    exit without it.
-
-    The first `start_step` steps average the gradients densely in bfloat16; DDP rebuilds its buckets
-    in that time. Then each bucket sends its largest entries: a payload has one threshold, sampled
-    in every step from the sum of gradient and residual. A parameter whose gradients are far smaller
-    than the others' is sent rarely: see `parameter_stats`. State belongs to parameters, by name,
-    and moves along if the buckets change later. Memory: 4 bytes per parameter, and each bucket's
-    payload once per rank; with "reduce_scatter" 8 / P bytes more, and three payloads.
-    The mean is deterministic, and bitwise the same on every rank.
-
-    Settings and parameters are compared between ranks when the state is bound to its DDP, and run
-    and step at the first step after that or a load: if they differ, every rank raises and names all
-    values. No rank waits for others longer than the group's timeout.
+    Dynamic Communication Thresholding, data-parallel side (arXiv 2010.08899), or every entry in few
+    bits. Construct it on every rank, register it once, and keep `state_dict()` in the checkpoint of
+    every rank: residuals differ between ranks. The mean is deterministic, and bitwise the same on
+    every rank. Memory: 4 bytes per parameter, and each bucket's payload once per rank. What happens
+    in a step, what may fail, and limits: docs/guide/ddp.md.
 
     Args:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
             None if it is not made yet: `bind` it before the first step.
-        density: fraction of each bucket's entries sent per step, in (0, 1].
-        refresh_every: steps between samples of the thresholds, with policy "fixed".
-        value_dtype: of the values sent: torch.bfloat16 or torch.float32. With density 1 also
-            "int8", "int4" and "ternary": every entry in few bits, in rows of 1,024 with a scale
-            each. The rounding error stays in the residual.
-        transport: how payloads reach the other ranks. "all_gather": every rank gets all of them,
-            so bytes grow with the ranks. "reduce_scatter": each rank sums one range of every bucket
-            and compresses the sum again; bytes do not grow with the ranks, as long as a bucket has
-            a block of 16,384 elements for each. None: all-gather up to 8 ranks, and in buckets of
-            fewer than four blocks per rank; reduce-scatter beyond, and from 3 ranks on for every
-            entry in few bits.
+        density: fraction of each bucket's entries sent per step, in (0, 1]; default 0.005, and 1 in
+            few bits.
+        format: of what is sent, a name or a torch dtype. "bfloat16" or "float32": the largest
+            entries. "int8", "int4" or "ternary": every entry in few bits.
+        transport: how payloads reach the other ranks, "all_gather" or "reduce_scatter"; None: by
+            the number of ranks and the format (docs/guide/choosing.md).
         process_group: ranks to average over, this one among them; default those of `ddp`.
-        mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): see `node_mesh`.
+        mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): dense inside a
+            node, compressed between nodes. See `node_mesh` and docs/guide/cluster.md.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
-            none. Residuals are kept in unscaled units. If the scaler skips a step, the entries that
-            were sent in it return to the residual.
-        start_step: steps before compression.
+            none. If it skips a step, the entries that were sent in it return to the residual.
+        start_step: steps before compression; they average in bfloat16.
         policy: "fresh": the threshold is sampled in every step; or "fixed", the paper's way: in
             every `refresh_every`-th, and after a load; see `Compressor`.
-
-    Gradients may be accumulated over several backward passes, under `ddp.no_sync()` or without it.
-    If a scaler skips such a step, the entries that overflowed in it are lost, and the first of each
-    bucket. Uneven inputs (`ddp.join()`) are supported. A copy (deepcopy and pickle of the DDP reach
-    this state) has the settings only, and cannot be used: make a new state.
-
-    With a `mesh` of L ranks per node, a reduce-scatter takes the node's mean, in the gradients'
-    dtype. Each rank compresses its L-th part of every bucket and exchanges it with the ranks of
-    equal number in other nodes; then parts are gathered inside the node. Bytes between nodes, and
-    memory, are 1 / L of those without a mesh. Nodes of one rank give the bits of no mesh. In a
-    single node compression only delays entries: use no hook there.
-
-    The receiver of a damaged payload (header, version, sizes, flags, positions) detects the damage
-    of step t at the first hook of step t + 1, or in whichever method is called first. It raises,
-    naming the sender, and so does every later call, until a checkpoint is loaded into a new state.
-    It tells nobody: the other ranks end as if it were gone, within the group's timeout. Weights of
-    step t differ between ranks.
-
-    Limits: with find_unused_parameters, DDP drops the result for a parameter that no rank used in a
-    step, and with it the entries that were sent for it. Use one optimizer per GradScaler, because a
-    skipped step is taken back for all parameters.
+        refresh_every: steps between samples of the threshold, with policy "fixed".
 
     Attributes:
         step: steps taken.
         node_group: the group inside a node of a mesh, for a `WireMeter`; or None.
-        copied: whether this is a copy.
+        copied: whether this is a copy (deepcopy and pickle of the DDP reach this state), which has
+            the settings only and cannot be used.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
@@ -126,24 +91,26 @@ class DCTState:
     def __init__(
         self,
         ddp: DistributedDataParallel | None = None,
-        density: float = 0.005,
-        refresh_every: int = 1000,
-        value_dtype: torch.dtype | str = torch.bfloat16,
+        *,
+        density: float | None = None,
+        format: str | torch.dtype = "bfloat16",
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         grad_scaler: GradScaler | None = None,
         start_step: int = 2,
         policy: str = "fresh",
-        mesh: DeviceMesh | None = None,
+        refresh_every: int = 1000,
     ) -> None:
+        op = "DCTState"
         self._process_group, self._mesh = process_group, mesh
-        with refusing("DCTState", self._group_with(ddp)):
-            self.settings = Settings(density, refresh_every, policy, value_dtype, "DCTState")
-            checks.require_int("DCTState", "start_step", start_step, 0, 2**63 - 1)
-            require_transport("DCTState", transport)
+        with refusing(op, self._group_with(ddp)):
+            self.settings = Settings.checked(op, density, format, policy, refresh_every)
+            require_transport(op, transport)
             if mesh is not None and process_group is not None:
-                checks.fail("DCTState", "process_group", "None with a mesh", process_group)
-            self._loss_scale = LossScale("DCTState", grad_scaler)
+                checks.fail(op, "process_group", "None with a mesh", process_group)
+            self._loss_scale = LossScale(op, grad_scaler)
+            checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
         self._transport, self.start_step = transport, start_step
         self._next_index = 0
 

@@ -14,7 +14,13 @@ from dct_kernels import checks
 from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
+from ..formats import DTYPES, require_format
 from . import quantized
+
+# The largest entries in the first two, by default this fraction of them, and every entry in few
+# bits in the others.
+FORMATS = ("float32", "bfloat16", *quantized.FORMATS)
+DENSITY = 0.005
 
 # Packs a flat tensor, or each of its ranges, and keeps the residual.
 Codec = Compressor | quantized.QuantizedRows
@@ -22,40 +28,46 @@ Codec = Compressor | quantized.QuantizedRows
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The user's settings, for every bucket alike; makes the codec, and knows its sizes.
-
-    Raises:
-        ValueError, TypeError: one of them is out of its range; the text names it.
-    """
+    """The user's settings, for every bucket alike; makes the codec, and knows its sizes."""
 
     density: float
-    refresh_every: int
-    policy: str
-    value_dtype: torch.dtype | str
-    op: dataclasses.InitVar[str] = "Settings"  # for errors
+    format: str  # one of FORMATS
+    policy: str = "fresh"
+    refresh_every: int = 1000
 
-    def __post_init__(self, op: str) -> None:
-        check_settings(
-            op,
-            self.density,
-            self.refresh_every,
-            self.policy,
-            self.value_dtype,
-            quantized.FORMATS,
-        )
-        if self.in_rows and self.density < 1:
-            rule = f"1 with value_dtype {self.value_dtype!r}, which sends every entry"
-            checks.fail(op, "density", rule, self.density)
-        object.__setattr__(self, "density", float(self.density))  # frozen from here on
+    @staticmethod
+    def checked(
+        op: str,
+        density: float | None,
+        format: str | torch.dtype,
+        policy: str = "fresh",
+        refresh_every: int = 1000,
+    ) -> "Settings":
+        """From the arguments of an entry point, which errors call `op`.
+
+        Args:
+            density: None: the format's own, 1 in few bits and otherwise 0.005.
+
+        Raises:
+            ValueError, TypeError: one of them is out of its range; the text names it.
+        """
+        format = require_format(op, "format", format, FORMATS)
+        few_bits = format in quantized.FORMATS
+        if density is None:
+            density = 1.0 if few_bits else DENSITY
+        check_settings(op, density, policy, refresh_every)
+        if few_bits and density < 1:
+            checks.fail(op, "density", f"1 with format {format}, which sends every entry", density)
+        return Settings(float(density), format, policy, refresh_every)
 
     def as_told(self) -> dict[str, str]:
         """The settings as texts, for ranks to compare."""
-        return {k: str(v).removeprefix("torch.") for k, v in dataclasses.asdict(self).items()}
+        return {name: str(value) for name, value in dataclasses.asdict(self).items()}
 
     @property
-    def in_rows(self) -> bool:
+    def few_bits(self) -> bool:
         """Whether every entry is sent, in few bits."""
-        return self.value_dtype in quantized.FORMATS
+        return self.format in quantized.FORMATS
 
     def capacity(self, numel: int) -> int:
         """Entries of room in the payload of a range of so many elements."""
@@ -63,9 +75,10 @@ class Settings:
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
         """Bytes of the payload of one range; the longest has so many elements."""
-        if isinstance(self.value_dtype, str):
-            return quantized.payload_bytes(longest, self.value_dtype)
-        return payload_layout(numel, self.capacity(longest), self.value_dtype, ranges).nbytes
+        if self.few_bits:
+            return quantized.payload_bytes(longest, self.format)
+        capacity, dtype = self.capacity(longest), DTYPES[self.format]
+        return payload_layout(numel, capacity, dtype, ranges).nbytes
 
     def codec(
         self, bounds: Sequence[int], device: torch.device, step: int, row_of: int | None = None
@@ -77,19 +90,17 @@ class Settings:
             row_of: if the tensor is itself a range, the elements of the longest one.
         """
         made: Codec
-        if self.in_rows:
-            made = quantized.QuantizedRows(
-                bounds[-1], str(self.value_dtype), len(bounds) - 1, row_of, device
-            )
+        if self.few_bits:
+            ranges = len(bounds) - 1
+            made = quantized.QuantizedRows(bounds[-1], self.format, ranges, row_of, device)
         else:
-            assert isinstance(self.value_dtype, torch.dtype)  # the others are rows
             made = Compressor(
                 bounds[-1],
                 bounds,
-                self.density,
-                refresh_every=self.refresh_every,
+                density=self.density,
+                value_dtype=DTYPES[self.format],
                 policy=self.policy,
-                value_dtype=self.value_dtype,
+                refresh_every=self.refresh_every,
                 capacity=self.capacity(bounds[1] if row_of is None else row_of),
                 ranges=len(bounds) - 1,
                 row_of=row_of,

@@ -104,7 +104,6 @@ def plan_table(
 ) -> str:
     """The plan as text, one line per bucket; bytes are sent per rank and step, or `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
-    dtype = str(settings.value_dtype).removeprefix("torch.")
     transports = ", ".join(dict.fromkeys(plan.transport for plan in plans))
     total, numel = step_bytes(plans), sum(plan.numel for plan in plans)
     dense = wire.all_reduce_bytes(4 * numel, ranks)
@@ -119,8 +118,8 @@ def plan_table(
     rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"DCT: density {settings.density}, {dtype} values, ranks: {ranks}, buckets: {len(plans)}, "
-        f"transport: {transports} ({transport_reason}), backend: {backend_of(device)}"
+        f"DCT: density {settings.density}, format: {settings.format}, ranks: {ranks}, "
+        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), backend: {backend_of(device)}"
     ]
     for name, *cells in rows:
         aligned = map(str.rjust, cells, widths[1:])

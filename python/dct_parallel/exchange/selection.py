@@ -16,7 +16,7 @@ TRANSPORTS = {"all_gather": AllGather, "reduce_scatter": ReduceScatter}
 
 # By default payloads go to everybody up to so many ranks, fewer if every entry is sent; beyond that
 # in buckets of fewer blocks per rank, whose ranges are too short to repay a second collective.
-GATHER_RANKS, GATHER_RANKS_IN_ROWS, LEAST_BLOCKS = 8, 2, 4
+GATHER_RANKS, GATHER_RANKS_FEW_BITS, LEAST_BLOCKS = 8, 2, 4
 
 
 def require_transport(op: str, transport: str | None) -> None:
@@ -54,7 +54,7 @@ def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
 
 
 def _gather_ranks(settings: Settings) -> int:
-    return GATHER_RANKS_IN_ROWS if settings.in_rows else GATHER_RANKS
+    return GATHER_RANKS_FEW_BITS if settings.few_bits else GATHER_RANKS
 
 
 def _least(ranks: int) -> int:

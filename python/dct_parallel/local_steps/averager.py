@@ -57,64 +57,32 @@ class DCTAverager(ModelAverager):
         base += mean of all ranks' sent
         weights = base
 
-    so that weights are then bitwise the same on all ranks. The rest of the change leaves the
-    weights and stays in the residual. Deterministic.
-
-    With `overlap` steps, the exchange begins after the `period`-th step and ends that many calls
-    later. Ranks train on meanwhile, and the last line is (as in LOSCAR, arXiv 2605.20866)
-
-        weights = base + (weights - weights as the exchange began)
-
-    The changes of those steps are part of the next `weights - base`, so nothing is lost. The base
-    is the same on all ranks; the weights are only after `flush`.
-
-    It is for optimizers that divide by a running mean of squares (Adam). Compressed gradients are
-    delayed and come in bursts; here each optimizer sees dense gradients at once. How far a run ends
-    behind a dense one depends on its length and its schedule: docs/guide/transformers.md. The rule
-    is that of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry in
-    few bits, or thresholds in place of chunked top-k.
-
-    It is a torch `ModelAverager`, so `PostLocalSGDOptimizer(optimizer, averager)` takes it. With a
-    GradScaler, nothing has to be taken back: weights do not change in a step that a rank skips.
-    Buffers (running means of batch norm) stay each rank's own. Evaluate and export the weights
-    after a `period`-th step, with `overlap` after `flush`.
-
-    Memory: 8 bytes per parameter, 4 more while averaging (13 in few bits, and in `flush` 15), and
-    the payload once per rank; by reduce-scatter 8 / P, and the payload 3 times. With `overlap` 4
-    more during an exchange, and 12 more as it ends.
+    so that weights are then bitwise the same on all ranks, until the next step. Deterministic. The
+    rule is that of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry
+    in few bits, or thresholds in place of chunked top-k. How far a run ends behind a dense one,
+    overlap and checkpoints: docs/guide/transformers.md. A torch `ModelAverager`, for
+    `PostLocalSGDOptimizer(optimizer, averager)`. Not to be copied or pickled: save `state_dict()`.
 
     Args:
         module: parameters on one CPU or CUDA device, float32, bfloat16 or float16; those that
-            require grad are averaged. 16-bit weights are rounded from a base in float32. Rounding
-            loses nothing: the base keeps averages whole, the residual the changes during an
-            exchange. No DDP. All parameters of the first rank, frozen ones as well, replace the
-            others'. Which of them require grad must stay the same.
-        density: fraction of all entries sent each time, in (0, 1]: those above one threshold.
+            require grad are averaged. No DDP. All parameters of the first rank, frozen ones as
+            well, replace the others'. Which of them require grad must stay the same.
         period: steps from one averaging to the next.
-        refresh_every: averagings between samples of the threshold, with policy "fixed".
-        value_dtype: of the values sent: see `DCTState`. None is "ternary" at density 1, which sends
-            fewer bytes and loses less than any density below, and torch.bfloat16 there.
+        overlap: steps that an exchange may take, from 0 (it ends at once) to period - 1; ranks
+            train on meanwhile.
+        residual_decay: in (0, 1]: each averaging multiplies the residual by it.
+        density: fraction of all entries sent each time, in (0, 1]; default 1.
+        format: see `DCTState`; default "ternary", and "bfloat16" with a density below 1.
+        transport: see `DCTState`; with overlap always "all_gather".
         process_group: ranks to average over, this one among them; default all.
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
-        residual_decay: in (0, 1]: each averaging multiplies the residual by it, as SparseLoCo does
-            with .95. Below 1, entries lose more the longer they stay in the residual.
-        overlap: steps that an exchange may take, from 0 (it ends at once) to period - 1. In between
-            neither the host nor a CUDA stream waits for it. Its start waits, for all ranks, only
-            the first time in a run or after a load. The group may be used for other collectives,
-            in the same order on every rank.
-        transport: see `DCTState`. With "reduce_scatter", bytes do not grow with the ranks; owners
-            of ranges compress the mean once more, with residuals that decay alike. None is that
-            from 3 ranks on in few bits and from 9 on otherwise, except with overlap, or if there
-            are fewer than 65,536 elements per rank.
+        refresh_every: averagings between samples of the threshold, with policy "fixed".
 
     Attributes:
         step: calls of `average_parameters`.
         period, overlap, residual_decay: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
             ranks reduce 8 bytes: either all of them apply an averaging or none.
-
-    It belongs to its module and its process group, so it cannot be copied or pickled: keep it
-    outside of modules that are (by an EMA, say), and `state_dict()` in checkpoints.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
@@ -126,22 +94,23 @@ class DCTAverager(ModelAverager):
     def __init__(
         self,
         module: nn.Module,
-        density: float = 1.0,
+        *,
         period: int = 10,
-        refresh_every: int = 1000,
-        value_dtype: torch.dtype | str | None = None,
+        overlap: int = 0,
+        residual_decay: float = 1.0,
+        density: float = 1.0,
+        format: str | torch.dtype | None = None,
+        transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
-        residual_decay: float = 1.0,
-        overlap: int = 0,
-        transport: str | None = None,
+        refresh_every: int = 1000,
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
-            if value_dtype is None:
-                value_dtype = "ternary" if density == 1 else torch.bfloat16
-            self._settings = Settings(density, refresh_every, policy, value_dtype, _OP)
+            if format is None:
+                format = "ternary" if density == 1 else "bfloat16"
+            self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_int(_OP, "overlap", overlap, 0, period - 1)
             checks.require_number(_OP, "residual_decay", residual_decay)

@@ -16,9 +16,10 @@ from dct_kernels import checks
 
 from ..collectives import all_gather
 from ..groups import require_group
-from .codecs import Codec, Encoding
+from .codecs import RowCodec
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
+from .row_format import RowFormat
 from .transfer import Transfer
 
 
@@ -26,21 +27,15 @@ def all_gather_rows(
     x: Tensor,
     widths: Sequence[int] | None = None,
     *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
+    format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
-    DCT, model-parallel side (arXiv 2010.08899), for tensor parallelism. Each rank's part of a row
-    is sent as in `all_to_all_rows`: with `density`, its k = ceil(density * its width) largest
-    entries, the others being zero; with `forward` and `backward`, every entry in those formats. The
-    gradient is the sum of all ranks' gradients of that part, as with torch's own all-gather: ranks
-    that compute the same loss from the result divide it by their number. Summed in rank order in
-    float32, so it is deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal
-    the uncompressed run.
+    For tensor parallelism: each rank's part of a row is sent as in `all_to_all_rows`; with a
+    density, k = ceil(density * its width) entries of it. The gradient is the sum of all ranks'
+    gradients of that part, as with torch's own all-gather: ranks that compute the same loss from
+    the result divide it by their number. Summed in rank order in float32, so it is deterministic.
 
     Forward is one all-gather, padded to the longest rank's part; backward is one all-to-all, of the
     gradient of each part to its rank. Both need every rank, as `all_to_all_rows` says. Without
@@ -51,10 +46,7 @@ def all_gather_rows(
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
-        density: of each part of a row, as of `all_to_all_rows`.
-        value_dtype: as of `all_to_all_rows`.
-        forward: as of `all_to_all_rows`.
-        backward: as of `all_to_all_rows`.
+        format: as of `all_to_all_rows`.
         group: as of `all_to_all_rows`.
 
     Returns:
@@ -67,45 +59,42 @@ def all_gather_rows(
             rank's. Not with `widths`.
         RuntimeError: from the collective, if a rank is gone.
     """
-    return _start(x, widths, Encoding(density, value_dtype, forward, backward), group).wait()
+    return _start(x, widths, format, group).wait()
 
 
 def all_gather_rows_async(
     x: Tensor,
     widths: Sequence[int] | None = None,
     *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
+    format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Transfer:
     """Like `all_gather_rows`, but returns a handle at once; its `wait()` gives the rows, once.
 
     For the rest see `all_to_all_rows_async`.
     """
-    return _start(x, widths, Encoding(density, value_dtype, forward, backward), group)
+    return _start(x, widths, format, group)
 
 
 def _start(
-    x: Tensor, widths: Sequence[int] | None, encoding: Encoding, group: dist.ProcessGroup | None
+    x: Tensor,
+    widths: Sequence[int] | None,
+    format: str | torch.dtype | RowFormat,
+    group: dist.ProcessGroup | None,
 ) -> Transfer:
     op = "all_gather_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
+    form = RowFormat.of(op, format)
     rows, width = x.shape
-    settings = encoding.codec(op, width, x.dtype).settings
-    if encoding.density is not None:  # parts may differ in width, and so in k
-        density = float(encoding.density)
-        settings = {"density": density, "value_dtype": settings["value_dtype"]}
     if widths is None:
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        must_match = {"B": rows, **settings, "requires_grad": needs_grad}
+        must_match = {"B": rows, **form.told(x.dtype), "requires_grad": needs_grad}
         widths = exchange_counts(op, [width] * group.size(), must_match, x.device, group)
     require_counts(op, "widths", widths, group.size(), low=1)
     if widths[group.rank()] != width:
         checks.fail(op, "x", f"width {widths[group.rank()]} like widths", width, verb="have")
-    codecs = [encoding.codec(op, width, x.dtype) for width in widths]
+    codecs = [form.codec(width, x.dtype) for width in widths]
     return _AllGather(codecs, list(widths), rows, group).start(x)
 
 
@@ -113,7 +102,7 @@ class _AllGather(Transfer):
     """Encoded parts of rows to everybody, the encoded gradients of each to its owner."""
 
     def __init__(
-        self, codecs: list[Codec], widths: list[int], rows: int, group: dist.ProcessGroup
+        self, codecs: list[RowCodec], widths: list[int], rows: int, group: dist.ProcessGroup
     ) -> None:
         super().__init__(group)
         self._codecs, self._widths, self._rows = codecs, widths, rows

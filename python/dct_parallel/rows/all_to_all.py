@@ -15,9 +15,10 @@ from torch import Tensor
 from dct_kernels import checks
 
 from ..groups import require_group
-from .codecs import Codec, Encoding
+from .codecs import RowCodec
 from .counts import exchange_counts, require_counts
 from .packing import require_rows
+from .row_format import RowFormat
 from .transfer import Transfer
 
 
@@ -26,25 +27,15 @@ def all_to_all_rows(
     splits: Sequence[int],
     output_splits: Sequence[int] | None = None,
     *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
+    format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Send rows to the ranks they belong to, compressed. Differentiable in x.
 
-    DCT, model-parallel side (arXiv 2010.08899). Like torch.distributed.all_to_all_single with
-    uneven splits, but each row is sent as:
-
-    - With `density`, its k = ceil(density * d) largest entries and their positions; the others are
-      zero there. The gradient of a sent row is that of the received one at those entries: k values.
-    - With `forward` and `backward`, every entry in those number formats: "float32", "bfloat16",
-      "float16", or one of `dct_kernels.row_quantize`'s ("int8", "int4", "ternary", "sign").
-      The gradient is straight-through: that of the received row, quantized on its way.
-
-    Deterministic; density 1 in x's own dtype, and x's own dtype both ways, equal the uncompressed
-    exchange bit for bit, forward and backward.
+    Like torch.distributed.all_to_all_single with uneven splits, but each row is sent as `format`
+    says. The gradient of a sent row is that of the received one: with a density at the entries that
+    were sent, otherwise straight-through, quantized on its way. Deterministic; x's own dtype both
+    ways equals the uncompressed exchange bit for bit, and so does density 1 in it.
 
     One collective forward, one backward. Both need every rank of the group, also ranks without
     rows: all call this, and if x needs a gradient all run the backward pass through the result.
@@ -57,11 +48,8 @@ def all_to_all_rows(
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
         splits: rows to send to each rank of the group, from 0 up.
         output_splits: rows to receive from each; given on every rank or on none.
-        density: fraction of each row to send, in (0, 1].
-        value_dtype: with a density, of values and gradients on the wire, float32, bfloat16 or
-            float16; default x's.
-        forward: number format of rows, instead of a density.
-        backward: number format of their gradients.
+        format: what is sent, a name ("int8", "int4", "bfloat16"), a torch dtype or a `RowFormat`:
+            `RowFormat("int4", backward="sign")`, `RowFormat(density=0.05)`. The same on every rank.
         group: the ranks that take part, default all; gloo or NCCL. Its timeout bounds the wait for
             a rank that is gone.
 
@@ -75,8 +63,7 @@ def all_to_all_rows(
             rank's. Not with `output_splits`.
         RuntimeError: from the collective, if a rank is gone.
     """
-    encoding = Encoding(density, value_dtype, forward, backward)
-    return _start(x, splits, output_splits, encoding, group).wait()
+    return _start(x, splits, output_splits, format, group).wait()
 
 
 def all_to_all_rows_async(
@@ -84,10 +71,7 @@ def all_to_all_rows_async(
     splits: Sequence[int],
     output_splits: Sequence[int] | None = None,
     *,
-    density: float | None = None,
-    value_dtype: torch.dtype | None = None,
-    forward: str | None = None,
-    backward: str | None = None,
+    format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None = None,
 ) -> Transfer:
     """Like `all_to_all_rows`, but returns a handle at once; its `wait()` gives the rows, once.
@@ -97,45 +81,45 @@ def all_to_all_rows_async(
     `wait`, in the same order if it has several handles. A rank may call `all_to_all_rows` where
     others call this. Arguments and errors are the same; a second `wait` is a RuntimeError.
     """
-    encoding = Encoding(density, value_dtype, forward, backward)
-    return _start(x, splits, output_splits, encoding, group)
+    return _start(x, splits, output_splits, format, group)
 
 
 def _start(
     x: Tensor,
     splits: Sequence[int],
     output_splits: Sequence[int] | None,
-    encoding: Encoding,
+    format: str | torch.dtype | RowFormat,
     group: dist.ProcessGroup | None,
 ) -> Transfer:
     op = "all_to_all_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
-    codec = encoding.codec(op, x.shape[1], x.dtype)
+    form = RowFormat.of(op, format)
     require_counts(op, "splits", splits, group.size())
     if x.shape[0] != sum(splits):
         checks.fail(op, "x", f"{sum(splits)} rows like splits", x.shape[0], verb="have")
     if output_splits is None:
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        must_match = {"d": x.shape[1], **codec.settings, "requires_grad": needs_grad}
+        must_match = {"d": x.shape[1], **form.told(x.dtype), "requires_grad": needs_grad}
         output_splits = exchange_counts(op, splits, must_match, x.device, group)
     require_counts(op, "output_splits", output_splits, group.size())
     if x.shape[1] == 0:  # on every rank, because they agree by now: none waits for the others
         checks.fail(op, "x", "at least 1 column", 0, verb="have")
+    codec = form.codec(x.shape[1], x.dtype)
     return _AllToAll(codec, splits, output_splits, group).start(x)
 
 
 # Collective, and differentiable in x: (x [sum(splits), d] ordered by destination, splits,
 # output_splits, group=...) to [sum(output_splits), d] by source. `all_to_all_rows` is one, once its
-# formats or its density are bound (`functools.partial`).
-Exchange = Callable[..., Tensor]
+# format is bound: functools.partial(all_to_all_rows, format="int8").
+RowExchange = Callable[..., Tensor]
 
 
 def whole_rows(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """An `Exchange` of rows of any dtype as they are, and of their gradients."""
-    return _AllToAll(Codec(), splits, output_splits, group).start(x).wait()
+    """A `RowExchange` of rows of any dtype as they are, and of their gradients."""
+    return _AllToAll(RowCodec(), splits, output_splits, group).start(x).wait()
 
 
 class _AllToAll(Transfer):
@@ -143,7 +127,7 @@ class _AllToAll(Transfer):
 
     def __init__(
         self,
-        codec: Codec,
+        codec: RowCodec,
         splits: Sequence[int],
         output_splits: Sequence[int],
         group: dist.ProcessGroup,

@@ -5,33 +5,25 @@ later does the same for the gradients of the received rows. The sizes of its mes
 its arguments, so no size is ever sent.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from dct_kernels import checks, row_dequantize, row_gather, row_pack, row_quantize, row_unpack
-from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
+from dct_kernels import row_dequantize, row_gather, row_pack, row_quantize, row_unpack
+from dct_kernels.row_layout import position_bytes, row_bytes
 
+from ..formats import DTYPES
 from .packing import row_k
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in checks.FLOATS}
-ROW_FORMATS = (*_DTYPES, *FORMATS)
-Setting = bool | int | float | torch.dtype | str  # of strings, a format of rows
 
-
-class Codec:
+class RowCodec:
     """Rows [B, width] as messages, and their gradients: here of any dtype, as they are.
 
     Attributes, of a codec that makes bytes:
         message_bytes, gradient_bytes: per row, and per gradient; messages are uint8 [B, bytes].
-        settings: those that ranks must agree on.
     """
 
     message_bytes: int
     gradient_bytes: int
-    settings: Mapping[str, Setting]
 
     def encode(self, x: Tensor) -> Tensor:
         return x.contiguous()
@@ -48,12 +40,11 @@ class Codec:
         return message
 
 
-class LargestEntries(Codec):
+class LargestEntries(RowCodec):
     """The k largest of a row with their positions, and their gradients without (DCT-MP)."""
 
     def __init__(self, width: int, density: float, value_dtype: torch.dtype) -> None:
         self._width, self._k, self._value_dtype = width, row_k(width, density), value_dtype
-        self.settings = {"k": self._k, "value_dtype": value_dtype}
         self.gradient_bytes = self._k * value_dtype.itemsize
         self.message_bytes = self.gradient_bytes + position_bytes(width, self._k)
 
@@ -74,12 +65,11 @@ class LargestEntries(Codec):
         return row_unpack(values, self._sent, self._width, dtype)
 
 
-class EveryEntry(Codec):
+class EveryEntry(RowCodec):
     """Every entry of a row, in a number format of its own for each way."""
 
     def __init__(self, width: int, forward: str, backward: str) -> None:
         self._width, self._forward, self._backward = width, forward, backward
-        self.settings = {"forward": forward, "backward": backward}
         self.message_bytes = format_bytes(width, forward)
         self.gradient_bytes = format_bytes(width, backward)
 
@@ -97,59 +87,22 @@ class EveryEntry(Codec):
 
 
 def format_bytes(width: int, format: str) -> int:
-    """Bytes of a row of `width` in one of ROW_FORMATS."""
-    return width * _DTYPES[format].itemsize if format in _DTYPES else row_bytes(width, format)
+    """Bytes of a row of `width` in a number format."""
+    return width * DTYPES[format].itemsize if format in DTYPES else row_bytes(width, format)
 
 
 def quantize(x: Tensor, format: str) -> Tensor:
     """Rows [B, d] as uint8 [B, format_bytes(d, format)]."""
-    if format in _DTYPES:
-        return _as_bytes(x.to(_DTYPES[format]))
+    if format in DTYPES:
+        return _as_bytes(x.to(DTYPES[format]))
     return row_quantize(x, format)
 
 
 def dequantize(message: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """The rows [B, width] in `dtype`, from the bytes of `quantize`."""
-    if format in _DTYPES:
-        return _as_floats(message, _DTYPES[format]).to(dtype)
+    if format in DTYPES:
+        return _as_floats(message, DTYPES[format]).to(dtype)
     return row_dequantize(message.contiguous(), width, format, dtype)
-
-
-def require_format(op: str, arg: str, format: str | None, where: str = "") -> str:
-    """`format`; raise unless it is one of ROW_FORMATS. `where` ends the rule."""
-    if format not in ROW_FORMATS:
-        checks.fail(op, arg, f"one of {', '.join(ROW_FORMATS)}{where}", repr(format))
-    return format
-
-
-class Encoding(NamedTuple):
-    """How rows are sent: their largest entries, by a density, or all, by a format for each way.
-
-    The default `value_dtype` is the rows' own. Nothing is checked before `codec` is called.
-    """
-
-    density: float | None = None
-    value_dtype: torch.dtype | None = None
-    forward: str | None = None
-    backward: str | None = None
-
-    def codec(self, op: str, width: int, dtype: torch.dtype) -> Codec:
-        """The codec for rows of `width` and `dtype`; ValueError or TypeError if there is none."""
-        density, value_dtype, forward, backward = self
-        if density is None:
-            where = " without a density"
-            forward = require_format(op, "forward", forward, where)
-            backward = require_format(op, "backward", backward, where)
-            if value_dtype is not None:
-                checks.fail(op, "value_dtype", "None without a density", value_dtype)
-            return EveryEntry(width, forward, backward)
-        for arg, format in {"forward": forward, "backward": backward}.items():
-            if format is not None:
-                checks.fail(op, arg, "None with a density", repr(format))
-        checks.require_density(op, density)
-        value_dtype = dtype if value_dtype is None else value_dtype
-        checks.require_dtype(op, "value_dtype", value_dtype, checks.FLOATS)
-        return LargestEntries(width, density, value_dtype)
 
 
 def _as_bytes(values: Tensor) -> Tensor:

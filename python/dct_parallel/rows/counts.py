@@ -1,13 +1,21 @@
 """Counts of rows between ranks, and the check that all ranks use the same settings."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
 from dct_kernels import checks
+from dct_kernels.row_layout import FORMATS
 
-from .codecs import ROW_FORMATS, Setting
+from ..formats import DTYPES
+
+ROW_FORMATS = (*DTYPES, *FORMATS)
+# As `RowFormat.told` names them: of rows, and of their gradients if that is a different one.
+_BOTH = [", ".join(dict.fromkeys(pair)) for pair in product(ROW_FORMATS, repeat=2)]
+
+Setting = bool | int | float | str | None  # a string is one of _BOTH
 
 
 def require_counts(op: str, arg: str, counts: Sequence[int], ranks: int, low: int = 0) -> None:
@@ -45,7 +53,7 @@ def exchange_numbers(
     waits for its result.
     """
     settings = [_number(value) for value in must_match.values()]
-    # float64 holds dtypes' codes, densities and every count that fits into memory, exactly.
+    # float64 holds densities and every count that fits into memory, exactly.
     told = torch.tensor([[*own, *settings] for own in numbers], dtype=torch.float64)
     heard = torch.empty_like(told, device=device)
     dist.all_to_all_single(heard, told.to(device), group=group)
@@ -62,16 +70,12 @@ def exchange_numbers(
 
 
 def _number(value: Setting) -> float:
-    if isinstance(value, str):  # below 0, unlike all other settings: ranks may differ in kind
-        return -1.0 - ROW_FORMATS.index(value)
-    return float(checks.FLOATS.index(value) if isinstance(value, torch.dtype) else value)
+    return float(_BOTH.index(value) if isinstance(value, str) else value or 0)
 
 
 def _value(number: float, like: Setting) -> object:
-    if number < 0:
-        return ROW_FORMATS[-1 - int(number)]
     if isinstance(like, str):
-        return f"a density's {number:g}"
-    if isinstance(like, torch.dtype):
-        return str(checks.FLOATS[int(number)]).removeprefix("torch.")
-    return type(like)(number)
+        return _BOTH[int(number)]
+    if isinstance(like, (bool, int)):
+        return type(like)(number)
+    return number or None

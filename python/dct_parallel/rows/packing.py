@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import dct_kernels
 from dct_kernels import checks
 
+from ..formats import DTYPES, require_format
+
 
 def require_rows(op: str, x: Tensor) -> Tensor:
     """`x` [B, d], made contiguous."""
@@ -32,7 +34,7 @@ def row_k(width: int, density: float) -> int:
     return min(max(math.ceil(float(density) * width), 1), width)
 
 
-def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, and their positions. Differentiable in x.
 
     DCT, model-parallel side (arXiv 2010.08899). Rows lie along the last dimension; the others are
@@ -45,10 +47,11 @@ def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tupl
         x: float32, bfloat16 or float16 [..., d], not mutated.
         k: entries kept per row, 1 to d. All of them (k = d) reproduce x bit for bit, but every NaN
             as the canonical one.
-        value_dtype: float32, bfloat16 or float16; default x's own.
+        format: of the values, "float32", "bfloat16" or "float16" or the torch dtype; default x's
+            own.
 
     Returns:
-        values [..., k] of value_dtype, in column order, and positions uint8 [..., w], see
+        values [..., k] in that dtype, in column order, and positions uint8 [..., w], see
         `dct_kernels.row_pack`.
 
     Raises:
@@ -58,7 +61,8 @@ def pack_rows(x: Tensor, k: int, value_dtype: torch.dtype | None = None) -> tupl
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))
     """
     rows = _rows("pack_rows", "x", x)
-    values, positions = dct_kernels.row_pack(rows, k, value_dtype or x.dtype)
+    dtype = x.dtype if format is None else DTYPES[_require_dtype("pack_rows", format)]
+    values, positions = dct_kernels.row_pack(rows, k, dtype)
     leading = x.shape[:-1]
     return values.view(*leading, k), positions.view(*leading, positions.shape[1])
 
@@ -105,7 +109,7 @@ class RowPack(nn.Module):
     Args:
         density: fraction of each row to keep, in (0, 1]; k = ceil(density * d).
         k: entries of each row to keep, instead of a density.
-        value_dtype: float32, bfloat16 or float16; default x's own.
+        format: of the values, see `pack_rows`.
         inference: compress in eval mode as well.
 
     Raises:
@@ -115,8 +119,9 @@ class RowPack(nn.Module):
     def __init__(
         self,
         density: float | None = None,
+        *,
         k: int | None = None,
-        value_dtype: torch.dtype | None = None,
+        format: str | torch.dtype | None = None,
         inference: bool = True,
     ) -> None:
         super().__init__()
@@ -127,21 +132,21 @@ class RowPack(nn.Module):
             checks.require_density("RowPack", density)
         else:
             checks.require_int("RowPack", "k", k, 1, 2**31 - 1)
-        if value_dtype is not None:
-            checks.require_dtype("RowPack", "value_dtype", value_dtype, checks.FLOATS)
-        self.density, self.k, self.value_dtype, self.inference = density, k, value_dtype, inference
+        if format is not None:
+            format = _require_dtype("RowPack", format)
+        self.density, self.k, self.format, self.inference = density, k, format, inference
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.training or self.inference):
             return pack_rows(x, x.shape[-1])
         if self.k is not None:
-            return pack_rows(x, self.k, self.value_dtype)
+            return pack_rows(x, self.k, self.format)
         assert self.density is not None  # then it was given
-        return pack_rows(x, row_k(x.shape[-1], self.density), self.value_dtype)
+        return pack_rows(x, row_k(x.shape[-1], self.density), self.format)
 
     def extra_repr(self) -> str:
         kept = f"k={self.k}" if self.k else f"density={self.density}"
-        return f"{kept}, value_dtype={self.value_dtype}, inference={self.inference}"
+        return f"{kept}, format={self.format}, inference={self.inference}"
 
 
 class RowUnpack(nn.Module):
@@ -169,6 +174,10 @@ class RowUnpack(nn.Module):
 
     def extra_repr(self) -> str:
         return f"width={self.width}, dtype={self.dtype}"
+
+
+def _require_dtype(op: str, format: str | torch.dtype) -> str:
+    return require_format(op, "format", format, tuple(DTYPES))
 
 
 def _rows(op: str, arg: str, tensor: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dct_kernels import checks
 
 from .autograd import with_gradient
-from .codecs import dequantize, format_bytes, quantize, require_format
+from .codecs import dequantize, format_bytes, quantize
 from .packing import as_rows
+from .row_format import RowFormat
 
 # Messages must be floating point, so that autograd and torch.distributed.pipelining send a gradient
 # back, and the gradient has their shape: bytes, viewed as these, padded to the longer.
@@ -28,24 +29,23 @@ class RowQuantize(nn.Module):
     float16, is not mutated. Deterministic, bitwise the same on every backend.
 
     Args:
-        forward_format: of rows, one of "int8", "int4", "ternary", "sign" (see
-            `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
-        backward_format: of their gradients, one of these; default `forward_format`.
+        format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or
+            `RowFormat("int4", backward="sign")`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
     """
 
-    def __init__(self, forward_format: str, backward_format: str | None = None) -> None:
+    def __init__(self, format: str | torch.dtype | RowFormat) -> None:
         super().__init__()
-        self.formats = _formats("RowQuantize", forward_format, backward_format)
+        self.format = _require_every_entry("RowQuantize", format)
 
     def forward(self, x: Tensor) -> Tensor:
         checks.require_type("RowQuantize", "x", x, Tensor, "a tensor")
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             checks.fail("RowQuantize", "x", "float32, bfloat16 or float16, at least 1-D", got)
-        there, back = self.formats
+        there, back = self.format.both(x.dtype)
         width, size, dtype = x.shape[-1], message_size(x.shape[-1], there, back), x.dtype
         return with_gradient(
             x,
@@ -54,7 +54,7 @@ class RowQuantize(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return "{}, {}".format(*self.formats)
+        return str(self.format)
 
 
 class RowDequantize(nn.Module):
@@ -64,8 +64,7 @@ class RowDequantize(nn.Module):
 
     Args:
         width: d of the rows.
-        forward_format: as given to `RowQuantize`.
-        backward_format: as given to `RowQuantize`.
+        format: as given to `RowQuantize`.
         dtype: of the result, float32, bfloat16 or float16.
 
     Raises:
@@ -76,24 +75,24 @@ class RowDequantize(nn.Module):
     def __init__(
         self,
         width: int,
-        forward_format: str,
-        backward_format: str | None = None,
+        format: str | torch.dtype | RowFormat,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         checks.require_int("RowDequantize", "width", width, 1, 2**31 - 1)
         checks.require_dtype("RowDequantize", "dtype", dtype, checks.FLOATS)
-        self.formats = _formats("RowDequantize", forward_format, backward_format)
+        self.format = _require_every_entry("RowDequantize", format)
         self.width, self.dtype = width, dtype
 
     def forward(self, message: Tensor) -> Tensor:
-        m = message_size(self.width, *self.formats)
+        there, back = self.format.both(self.dtype)
+        m = message_size(self.width, there, back)
         checks.require_dtype("RowDequantize", "dtype of message", message.dtype, (_CARRIER,))
         if message.dim() == 0 or message.shape[-1] != m:
             got = list(message.shape)
             rule = f"shape [..., {m}] for width {self.width}"
             checks.fail("RowDequantize", "message", rule, got, verb="have")
-        (there, back), width, dtype = self.formats, self.width, self.dtype
+        width, dtype = self.width, self.dtype
         return with_gradient(
             message,
             lambda sent: _from_message(sent, width, there, dtype),
@@ -101,12 +100,12 @@ class RowDequantize(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return "width={}, {}, {}, dtype={}".format(self.width, *self.formats, self.dtype)
+        return f"width={self.width}, {self.format}, dtype={self.dtype}"
 
 
-def message_size(width: int, forward_format: str, backward_format: str) -> int:
+def message_size(width: int, forward: str, backward: str) -> int:
     """Elements of 2 bytes in the message of one row, either way."""
-    longer = max(format_bytes(width, forward_format), format_bytes(width, backward_format))
+    longer = max(format_bytes(width, forward), format_bytes(width, backward))
     return (longer - 1) // _CARRIER.itemsize + 1
 
 
@@ -122,9 +121,8 @@ def _from_message(message: Tensor, width: int, format: str, dtype: torch.dtype) 
     return dequantize(coded, width, format, dtype).view(*message.shape[:-1], width)
 
 
-def _formats(owner: str, forward_format: str, backward_format: str | None) -> tuple[str, str]:
-    require_format(owner, "forward_format", forward_format)
-    if backward_format is None:
-        return forward_format, forward_format
-    require_format(owner, "backward_format", backward_format)
-    return forward_format, backward_format
+def _require_every_entry(owner: str, format: str | torch.dtype | RowFormat) -> RowFormat:
+    form = RowFormat.of(owner, format)
+    if form.density is not None or form.forward is None:
+        checks.fail(owner, "format", "one of every entry (for the largest ones use RowPack)", form)
+    return form

@@ -1,0 +1,24 @@
+"""What is sent, by name: number formats, as every entry point takes them."""
+
+import torch
+
+from dct_kernels import checks
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in checks.FLOATS}
+
+
+def require_format(
+    op: str, arg: str, format: str | torch.dtype, formats: tuple[str, ...], why: str = ""
+) -> str:
+    """The name of `format`, a name or a torch dtype; raise unless it is one of `formats`.
+
+    `why` ends the rule.
+    """
+    if not isinstance(format, (str, torch.dtype)):
+        checks.fail(op, arg, "a string or a torch.dtype", type(format).__name__, TypeError)
+    of_dtype = [name for name, dtype in DTYPES.items() if dtype == format]
+    name = of_dtype[0] if of_dtype else format
+    if name not in formats:
+        *others, last = formats
+        checks.fail(op, arg, f"{', '.join(others)} or {last}{why}", repr(format))
+    return str(name)
