@@ -28,7 +28,7 @@ def train(rank, ranks):
     with WireMeter() as meter:
         for step in range(301):
             x = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(step))
-            whole = all_gather_rows(part(x), widths, forward="int8", backward="int8")
+            whole = all_gather_rows(part(x), widths, format="int8")
             loss = (head(whole) - (x @ teacher).abs()).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -52,7 +52,7 @@ def train(rank, folder, stop):
     for block in model[:2]:
         fully_shard(block, mesh=mesh["shard"])  # not the whole mesh: torch would do both
     fully_shard(model, mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh, density=0.01)  # from here on an ordinary loop
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.01)  # from here on an ordinary loop
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
 
     if os.path.exists(os.path.join(folder, ".metadata")):

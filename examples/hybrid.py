@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, WireMeter, all_to_all_rows, dct_hook
+from dct_parallel import DCTState, RowFormat, WireMeter, all_to_all_rows, dct_hook
 
 RANKS, IDS, WIDTH, BATCH = 2, 100, 32, 64  # one table a rank; samples a rank
 
@@ -36,7 +36,9 @@ def train(rank):
             generator = torch.Generator().manual_seed(step)
             ids = torch.randint(IDS, (RANKS * BATCH, RANKS), generator=generator)  # all ranks'
             pooled = table(ids[:, rank])  # for everybody's samples, [RANKS * BATCH, WIDTH]
-            mine = all_to_all_rows(pooled, [BATCH] * RANKS, [BATCH] * RANKS, density=0.125)
+            mine = all_to_all_rows(
+                pooled, [BATCH] * RANKS, [BATCH] * RANKS, format=RowFormat(density=0.125)
+            )
             features = mine.view(RANKS, BATCH, WIDTH).transpose(0, 1).flatten(1)
             clicked = (taste[ids, [0, 1]].sum(1) > 0).float()[rank * BATCH : (rank + 1) * BATCH]
             loss = nn.functional.binary_cross_entropy_with_logits(ddp(features)[:, 0], clicked)

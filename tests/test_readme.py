@@ -3,7 +3,6 @@
 import ast
 import re
 
-import torch
 from programs import ROOT, blocks, run
 
 from dct_dlrm.data.features import table_rows
@@ -39,7 +38,7 @@ def test_lines_are_short_enough_to_read():
 def test_the_bytes_of_the_headline():
     model = DLRM(table_rows(4000), 16, [512, 256, 64], [512, 256])
     names, sizes = zip(*[(n, p.numel()) for n, p in model.named_parameters()], strict=True)
-    settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
+    settings = Settings(0.005, "bfloat16")
     plan = BucketPlan(names, sizes, settings, "all_gather", ranks=2)
     assert (4 * plan.numel, plan.wire_bytes) == (5_523_396, 34_944)  # of a float32 ring, and DCT's
     text = README.read_text()

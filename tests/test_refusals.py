@@ -39,7 +39,7 @@ def _cases():
         return DCTState(model, **wrong)
 
     def hook(**wrong):
-        return dct_fully_shard_hook(fully_shard(mlp(), mesh=mesh["shard"]), mesh, **wrong)
+        return dct_fully_shard_hook(fully_shard(mlp(), mesh=mesh["shard"]), mesh=mesh, **wrong)
 
     def sync(**wrong):
         bags = _bags(mesh)
@@ -119,7 +119,7 @@ def test_a_wrong_argument_of_one_rank_is_told_to_all(case, alike):
 
 
 def _with_state(model, group):
-    return lambda: DCTState(model, 0.1, process_group=group)
+    return lambda: DCTState(model, density=0.1, process_group=group)
 
 
 def _with_averager(model, group):

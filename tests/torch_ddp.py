@@ -104,7 +104,7 @@ class WithoutHook(TestDistBackend, DistributedTest._DistTestBase):
         def init(self, module, device_ids=None, output_device=None, *args, **kwargs):
             make(self, module, None, None, *args, **kwargs)
             if cls.hooked:
-                state = DCTState(self, density=1, value_dtype=torch.float32, start_step=0)
+                state = DCTState(self, density=1, format=torch.float32, start_step=0)
                 self.register_comm_hook(state, hook)
 
         DistributedDataParallel.__init__ = init

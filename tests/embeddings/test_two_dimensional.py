@@ -169,7 +169,7 @@ def _replicas_meet(rank):
             assert not state["pending"].any() and (state["sum"] >= means[1]).all()
 
     # Rows in few bits, inside the group.
-    exchange = partial(all_to_all_rows, forward="int8", backward="int8")
+    exchange = partial(all_to_all_rows, format="int8")
     for dedup in (False, True):
         bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange, dedup=dedup)
         out = bags(*_bags_of(0, rank))

@@ -31,7 +31,7 @@ def _disagreeing(rank):
     scaler = torch.amp.GradScaler("cpu")
     for key, value, other in [
         ("density", 0.1, 0.10001),
-        ("value_dtype", torch.bfloat16, torch.float32),
+        ("format", torch.bfloat16, torch.float32),
         ("policy", "fresh", "fixed"),
         ("refresh_every", 1000, 999),
         ("start_step", 2, 4),
@@ -50,7 +50,7 @@ def _disagreeing(rank):
         DCTState(ddp(nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})))
     texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
     model = ddp(mlp())
-    model.register_comm_hook(DCTState(model, 0.1), dct_hook)
+    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank))
@@ -64,7 +64,7 @@ def test_settings_that_differ_are_named_by_every_rank():
         f"dct::DCTState: {key} {MUST} {value} on rank 0, {value} on rank 1, {other} on rank 2"
         for key, value, other in [
             ("density", 0.1, 0.10001),
-            ("value_dtype", "bfloat16", "float32"),
+            ("format", "bfloat16", "float32"),
             ("policy", "fresh", "fixed"),
             ("refresh_every", 1000, 999),
             ("start_step", 2, 4),
@@ -133,7 +133,7 @@ def _sharded():
     warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(mlp(), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh, 0.1)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)
 
     def step():
         model(torch.ones(2, 64)).sum().backward()

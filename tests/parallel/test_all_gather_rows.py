@@ -9,9 +9,13 @@ import torch.distributed as dist
 from oracle import rows as oracle
 from torch import nn
 
-from dct_parallel import WireMeter, all_gather_rows
+from dct_parallel import RowFormat, WireMeter, all_gather_rows
 from dct_parallel.rows.packing import row_k
 from ranks import run_ranks
+
+ALL = RowFormat(density=1.0)
+HALF = RowFormat(density=0.5)
+TENTH = RowFormat(density=0.1)
 
 ROWS = 6
 TABLE_BYTES = 40  # to every other rank: its width, and four settings
@@ -33,7 +37,7 @@ def _mask(x, k):
     return mask
 
 
-def _against_the_oracle(rank, widths, density, value_dtype):
+def _against_the_oracle(rank, widths, density, format):
     ranks = dist.get_world_size()
     ks = [row_k(width, density) for width in widths]
     parts = [_part(r, width) for r, width in enumerate(widths)]
@@ -41,31 +45,31 @@ def _against_the_oracle(rank, widths, density, value_dtype):
     for known in (None, widths):
         x = _part(rank, widths[rank]).requires_grad_()
         with WireMeter() as meter:
-            y = all_gather_rows(x, known, density=density, value_dtype=value_dtype)
+            y = all_gather_rows(x, known, format=RowFormat(format, density=density))
             forward = meter.take()
             (y * _weight(rank, widths)).sum().backward()
             backward = meter.take()
 
-        sent = [part.to(value_dtype).float() * m for part, m in zip(parts, masks, strict=True)]
+        sent = [part.to(format).float() * m for part, m in zip(parts, masks, strict=True)]
         assert torch.equal(y, torch.cat(sent, 1))
         # In rank order, in float32: the same bits, not merely close.
         total = torch.zeros(ROWS, widths[rank])
         for r in range(ranks):
-            total += _weight(r, widths).split(widths, 1)[rank].to(value_dtype).float()
+            total += _weight(r, widths).split(widths, 1)[rank].to(format).float()
         assert torch.equal(x.grad, total * masks[rank])
 
-        size, encoded = value_dtype.itemsize, oracle.encoding
+        size, encoded = format.itemsize, oracle.encoding
         longest = max(size * k + encoded(d, k)[1] for d, k in zip(widths, ks, strict=True))
         table = 0 if known else TABLE_BYTES * (ranks - 1)
         assert forward == table + (ranks - 1) * ROWS * longest
         assert backward == ROWS * size * (sum(ks) - ks[rank])  # values alone
 
 
-@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("widths", [[40, 40], [1, 300], [16, 40, 1, 9]], ids=str)
-def test_values_gradients_and_bytes(widths, density, value_dtype):
-    run_ranks(_against_the_oracle, len(widths), widths, density, value_dtype)
+def test_values_gradients_and_bytes(widths, density, format):
+    run_ranks(_against_the_oracle, len(widths), widths, density, format)
 
 
 class _Dense(torch.autograd.Function):
@@ -102,8 +106,8 @@ def _trained(rank, gather):
 
 def _same_training(rank):
     dense = _trained(rank, _Dense.apply)
-    assert torch.equal(_trained(rank, lambda x: all_gather_rows(x, density=1.0)), dense)
-    assert not torch.equal(_trained(rank, lambda x: all_gather_rows(x, density=0.1)), dense)
+    assert torch.equal(_trained(rank, lambda x: all_gather_rows(x, format=ALL)), dense)
+    assert not torch.equal(_trained(rank, lambda x: all_gather_rows(x, format=TENTH)), dense)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -113,15 +117,15 @@ def test_at_density_1_training_is_the_same_bit_for_bit(world_size):
 
 def _corners(rank):
     none = torch.zeros(0, 8, requires_grad=True)
-    y = all_gather_rows(none, density=0.5)
+    y = all_gather_rows(none, format=HALF)
     y.sum().backward()
     assert y.shape == (0, 16) and none.grad.shape == (0, 8)
     x = torch.randn(8, 3).t()  # not contiguous
-    y = all_gather_rows(x, density=1.0)
+    y = all_gather_rows(x, format=ALL)
     assert torch.equal(y[:, 8 * rank : 8 * rank + 8], x)
     alone = dist.new_group([1])
     if rank == 1:
-        assert torch.equal(all_gather_rows(x, density=1.0, group=alone), x)
+        assert torch.equal(all_gather_rows(x, format=ALL, group=alone), x)
 
 
 def test_corners():
@@ -131,17 +135,17 @@ def test_corners():
 def _faults(rank):
     last, texts = rank == 2, []
     for call in (
-        lambda: all_gather_rows(torch.randn(0 if last else 4, 8), density=0.5),
-        lambda: all_gather_rows(torch.randn(4, 8), density=0.5 if last else 0.25),
-        lambda: all_gather_rows(torch.randn(4, 8).to(_dtype(last)), density=0.5),
-        lambda: all_gather_rows(torch.randn(4, 8, requires_grad=last), density=0.5),
+        lambda: all_gather_rows(torch.randn(0 if last else 4, 8), format=HALF),
+        lambda: all_gather_rows(torch.randn(4, 8), format=RowFormat(density=0.5 if last else 0.25)),
+        lambda: all_gather_rows(torch.randn(4, 8).to(_dtype(last)), format=HALF),
+        lambda: all_gather_rows(torch.randn(4, 8, requires_grad=last), format=HALF),
     ):
         with pytest.raises(ValueError) as error:
             call()
         texts.append(str(error.value))
     with pytest.raises(ValueError, match=re.escape("widths[2] must be in [1, ")):
-        all_gather_rows(torch.randn(4, 0 if last else 8), density=0.5)
-    all_gather_rows(torch.randn(4, 8), density=0.5)
+        all_gather_rows(torch.randn(4, 0 if last else 8), format=HALF)
+    all_gather_rows(torch.randn(4, 8), format=HALF)
     return texts
 
 
@@ -156,7 +160,7 @@ def test_ranks_that_disagree_all_fail_and_name_all_values():
         [
             f"dct::all_gather_rows: B {must} 4 on rank 0, 4 on rank 1, 0 on rank 2",
             f"dct::all_gather_rows: density {must} 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2",
-            f"dct::all_gather_rows: value_dtype {must} "
+            f"dct::all_gather_rows: format {must} "
             "float32 on rank 0, float32 on rank 1, bfloat16 on rank 2",
             f"dct::all_gather_rows: requires_grad {must} "
             "False on rank 0, False on rank 1, True on rank 2",
@@ -167,12 +171,11 @@ def test_ranks_that_disagree_all_fail_and_name_all_values():
 def _wrong_arguments(rank):
     x = torch.randn(4, 8)
     for call, error, text in [
-        (lambda: all_gather_rows(x, density=0), ValueError, "density must be in (0, 1], got 0"),
-        (lambda: all_gather_rows(x, [9], density=1), ValueError, "x must have width 9 like"),
-        (lambda: all_gather_rows(x, [8, 8], density=1), ValueError, "widths must have 1 elements"),
-        (lambda: all_gather_rows(x[0], density=1), ValueError, "x must be 2-D, got 1-D"),
-        (lambda: all_gather_rows(x.double(), density=1), TypeError, "x must be float32"),
-        (lambda: all_gather_rows(x[:, :0], density=1), ValueError, "widths[0] must be in [1, "),
+        (lambda: all_gather_rows(x, [9], format=ALL), ValueError, "x must have width 9 like"),
+        (lambda: all_gather_rows(x, [8, 8], format=ALL), ValueError, "widths must have 1 elements"),
+        (lambda: all_gather_rows(x[0], format=ALL), ValueError, "x must be 2-D, got 1-D"),
+        (lambda: all_gather_rows(x.double(), format=ALL), TypeError, "x must be float32"),
+        (lambda: all_gather_rows(x[:, :0], format=ALL), ValueError, "widths[0] must be in [1, "),
     ]:
         with pytest.raises(error, match=re.escape(text)):
             call()

@@ -7,9 +7,13 @@ import torch.distributed as dist
 from oracle import rows as oracle
 from torch import nn
 
-from dct_parallel import WireMeter, all_to_all_rows
+from dct_parallel import RowFormat, WireMeter, all_to_all_rows
 from dct_parallel.rows.packing import row_k
 from ranks import run_ranks
+
+ALL = RowFormat(density=1.0)
+HALF = RowFormat(density=0.5)
+TENTH = RowFormat(density=0.1)
 
 WIDTH = 40
 TABLE_BYTES = 40  # to every other rank: how many rows, and four settings
@@ -64,7 +68,7 @@ def _against_the_oracle(rank):
             x = _rows(rank, ranks).requires_grad_()
             weight = _weights(rank, ranks)
             with WireMeter() as meter:
-                y = all_to_all_rows(x, splits, known, density=density)
+                y = all_to_all_rows(x, splits, known, format=RowFormat(density=density))
                 forward = meter.take()
                 (weight * y**2).sum().backward()
                 backward = meter.take()
@@ -90,7 +94,7 @@ def _narrow(rank):
     """bfloat16 on the wire, both ways; the rows and their gradients stay float32."""
     x = (torch.randn(6, WIDTH) + rank).requires_grad_()
     with WireMeter() as meter:
-        y = all_to_all_rows(x, [3, 3], density=0.1, value_dtype=torch.bfloat16)
+        y = all_to_all_rows(x, [3, 3], format=RowFormat(torch.bfloat16, density=0.1))
         assert meter.take() == TABLE_BYTES + 3 * (2 * 4 + 4)  # uint8 columns
         y.backward(torch.full((6, WIDTH), 1 / 3))
         assert meter.take() == 3 * 2 * 4
@@ -99,7 +103,7 @@ def _narrow(rank):
     assert set(x.grad.unique().tolist()) == {0.0, torch.tensor(1 / 3).bfloat16().item()}
 
 
-def test_value_dtype():
+def test_format():
     run_ranks(_narrow, 2)
 
 
@@ -141,8 +145,8 @@ def _trained(rank, exchange, dtype):
 def _same_training(rank):
     for dtype in (torch.float32, torch.bfloat16):
         dense = _trained(rank, _Dense.apply, dtype)
-        packed = _trained(rank, lambda x, s, o: all_to_all_rows(x, s, o, density=1.0), dtype)
-        few = _trained(rank, lambda x, s, o: all_to_all_rows(x, s, o, density=0.1), dtype)
+        packed = _trained(rank, lambda x, s, o: all_to_all_rows(x, s, o, format=ALL), dtype)
+        few = _trained(rank, lambda x, s, o: all_to_all_rows(x, s, o, format=TENTH), dtype)
         assert torch.equal(packed, dense) and not torch.equal(few, dense)
         assert few.isfinite().all()
 
@@ -153,22 +157,22 @@ def test_at_density_1_training_is_the_same_bit_for_bit(world_size):
 
 
 def _corners(rank):
-    one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], density=0.5)
+    one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
     assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
     none = torch.zeros(0, 8, requires_grad=True)
-    y = all_to_all_rows(none, [0, 0], density=0.5)
+    y = all_to_all_rows(none, [0, 0], format=HALF)
     y.sum().backward()
     assert y.shape == none.grad.shape == (0, 8)
     x = torch.randn(8, 4).t()  # not contiguous; and only rank 0 has rows
     sent = x if rank == 0 else x[:0]
     assert torch.equal(
-        all_to_all_rows(sent, [1, 3] if rank == 0 else [0, 0], density=1.0),
-        all_to_all_rows(sent.contiguous(), [1, 3] if rank == 0 else [0, 0], density=1.0),
+        all_to_all_rows(sent, [1, 3] if rank == 0 else [0, 0], format=ALL),
+        all_to_all_rows(sent.contiguous(), [1, 3] if rank == 0 else [0, 0], format=ALL),
     )
     reversed_group = dist.new_group([1])
     if rank == 1:
         alone = torch.randn(3, 8)
-        assert torch.equal(all_to_all_rows(alone, [3], density=1.0, group=reversed_group), alone)
+        assert torch.equal(all_to_all_rows(alone, [3], format=ALL, group=reversed_group), alone)
 
 
 def test_corners():

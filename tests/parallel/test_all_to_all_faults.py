@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dct_parallel import all_gather_rows, all_to_all_rows
+from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
 from ranks import run_ranks
+
+ALL = RowFormat(density=1.0)
+HALF = RowFormat(density=0.5)
 
 
 def _disagreeing(rank):
@@ -20,17 +23,19 @@ def _disagreeing(rank):
     ranks, texts = dist.get_world_size(), []
     splits, last = [1] * ranks, rank == ranks - 1
     calls = [
-        lambda: all_to_all_rows(torch.randn(ranks, 16 if last else 8), splits, density=0.5),
-        lambda: all_to_all_rows(torch.randn(ranks, 0 if last else 8), splits, density=0.5),
-        lambda: all_to_all_rows(torch.randn(ranks, 8), splits, density=0.5 if last else 0.25),
-        lambda: all_to_all_rows(torch.randn(ranks, 8).to(_dtype(last)), splits, density=0.5),
-        lambda: all_to_all_rows(torch.randn(ranks, 8, requires_grad=last), splits, density=0.5),
+        lambda: all_to_all_rows(torch.randn(ranks, 16 if last else 8), splits, format=HALF),
+        lambda: all_to_all_rows(torch.randn(ranks, 0 if last else 8), splits, format=HALF),
+        lambda: all_to_all_rows(
+            torch.randn(ranks, 8), splits, format=RowFormat(density=0.5 if last else 0.25)
+        ),
+        lambda: all_to_all_rows(torch.randn(ranks, 8).to(_dtype(last)), splits, format=HALF),
+        lambda: all_to_all_rows(torch.randn(ranks, 8, requires_grad=last), splits, format=HALF),
     ]
     for call in calls:
         with pytest.raises(ValueError) as error:
             call()
         texts.append(str(error.value))
-    all_to_all_rows(torch.randn(ranks, 8), splits, density=0.5)
+    all_to_all_rows(torch.randn(ranks, 8), splits, format=HALF)
     return texts
 
 
@@ -45,9 +50,9 @@ def test_ranks_that_disagree_all_fail_and_name_all_values(world_size):
     start = "dct::all_to_all_rows: "
     for text, name, first, last in zip(
         texts[0],
-        ("d", "d", "k", "value_dtype", "requires_grad"),
-        (8, 8, 2, "float32", False),
-        (16, 0, 4, "bfloat16", True),
+        ("d", "d", "density", "format", "requires_grad"),
+        (8, 8, 0.25, "float32", False),
+        (16, 0, 0.5, "bfloat16", True),
         strict=True,
     ):
         got = [f"{first} on rank {rank}" for rank in range(world_size - 1)]
@@ -58,26 +63,27 @@ def test_ranks_that_disagree_all_fail_and_name_all_values(world_size):
 def _wrong_arguments(rank):
     x = torch.randn(4, 8)
     for call, error, text in [
-        (lambda: all_to_all_rows(x, [4], density=0.0), ValueError, "density must be in (0, 1]"),
-        (lambda: all_to_all_rows(x, [4], density=2), ValueError, "density must be in (0, 1]"),
-        (lambda: all_to_all_rows(x, [2, 2], density=1), ValueError, "splits must have 1 elements"),
-        (lambda: all_to_all_rows(x, [3], density=1), ValueError, "x must have 3 rows like"),
-        (lambda: all_to_all_rows(None, [4], density=1), TypeError, "x must be a tensor, got None"),
-        (lambda: all_to_all_rows(x[0], [4], density=1), ValueError, "x must be 2-D, got 1-D"),
-        (lambda: all_to_all_rows(x, [-4], density=1), ValueError, "splits[0] must be in [0, "),
-        (lambda: all_to_all_rows(x, [4.0], density=1), TypeError, "splits[0] must be an integer"),
-        (lambda: all_to_all_rows(x, [4], [1, 3], density=1), ValueError, "output_splits must have"),
-        (lambda: all_to_all_rows(x.double(), [4], density=1), TypeError, "x must be float32"),
-        (lambda: all_to_all_rows(x, 4, density=1), TypeError, "splits must be a sequence of integ"),
-        (lambda: all_to_all_rows(x, [4], 4, density=1), TypeError, "output_splits must be a sequ"),
-        *(
-            (partial(all_to_all_rows, x[:, :0], [4], **how), ValueError, "x must have at least 1 c")
-            for how in ({"density": 1}, {"forward": "int8", "backward": "int8"})
-        ),
+        (lambda: all_to_all_rows(x, [2, 2], format=ALL), ValueError, "splits must have 1 elements"),
+        (lambda: all_to_all_rows(x, [3], format=ALL), ValueError, "x must have 3 rows like"),
+        (lambda: all_to_all_rows(None, [4], format=ALL), TypeError, "x must be a tensor, got None"),
+        (lambda: all_to_all_rows(x[0], [4], format=ALL), ValueError, "x must be 2-D, got 1-D"),
+        (lambda: all_to_all_rows(x, [-4], format=ALL), ValueError, "splits[0] must be in [0, "),
+        (lambda: all_to_all_rows(x, [4.0], format=ALL), TypeError, "splits[0] must be an integer"),
         (
-            lambda: all_to_all_rows(x, [4], density=1, value_dtype=torch.int8),
+            lambda: all_to_all_rows(x, [4], [1, 3], format=ALL),
+            ValueError,
+            "output_splits must have",
+        ),
+        (lambda: all_to_all_rows(x.double(), [4], format=ALL), TypeError, "x must be float32"),
+        (
+            lambda: all_to_all_rows(x, 4, format=ALL),
             TypeError,
-            "dct::all_to_all_rows: value_dtype must be float32, bfloat16 or float16, got int8",
+            "splits must be a sequence of integ",
+        ),
+        (lambda: all_to_all_rows(x, [4], 4, format=ALL), TypeError, "output_splits must be a sequ"),
+        *(
+            (partial(all_to_all_rows, x[:, :0], [4], format=how), ValueError, "x must have at lea")
+            for how in (ALL, "int8")
         ),
     ]:
         with pytest.raises(error, match=re.escape(text)):
@@ -93,7 +99,7 @@ def _dies(rank, when):
     dist.barrier()  # who dies earlier is missed while the ranks still connect to each other
     if when == "forward" and rank == 1:
         os._exit(7)
-    y = all_to_all_rows(x, [1, 1], density=0.5)
+    y = all_to_all_rows(x, [1, 1], format=HALF)
     if rank == 1:
         os._exit(7)
     y.sum().backward()
@@ -112,8 +118,8 @@ def _outlives_its_group(rank):
     group = dist.new_group([0])
     x = torch.randn(3, 8, requires_grad=True)
     for exchange in (
-        lambda group: all_to_all_rows(x, [3], density=0.5, group=group),
-        lambda group: all_gather_rows(x, density=0.5, group=group),
+        lambda group: all_to_all_rows(x, [3], format=HALF, group=group),
+        lambda group: all_gather_rows(x, format=HALF, group=group),
     ):
         exchange(group).sum().backward()
     kept, y = weakref.ref(group), exchange(group)
@@ -137,7 +143,7 @@ def _stalls(rank):
         store.wait(["given up"])  # alive, and never in the collective
         return
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-        all_to_all_rows(torch.randn(2, 8), [1, 1], density=0.5, group=group)
+        all_to_all_rows(torch.randn(2, 8), [1, 1], format=HALF, group=group)
     store.set("given up", "")
 
 

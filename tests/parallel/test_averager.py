@@ -17,7 +17,7 @@ PERIOD = 3
 def _dense_oracle(rank):
     """At density 1 nothing waits: weights are the base plus the mean of what ranks moved by."""
     model, alone = uneven(rank), uneven(0)  # the first rank's weights go to all
-    averager = DCTAverager(model, density=1, period=PERIOD, value_dtype=torch.float32)
+    averager = DCTAverager(model, density=1, period=PERIOD, format=torch.float32)
     optimizer, own = adamw(model), adamw(alone)
     base = weights(alone)
     for step in range(2 * PERIOD):
@@ -40,7 +40,7 @@ def _low_precision(rank):
     """Half of an ulp of bfloat16 is averaged at a time: weights move at every second one."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
-    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     base = torch.full((3000,), 256.0)
     for _ in range(1, 8):
         with torch.no_grad():
@@ -175,7 +175,7 @@ def test_torchs_post_local_sgd_takes_it():
 
 def _skipped_on_one_rank(rank):
     model = nn.Linear(300, 1, bias=False)
-    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = weights(model)

@@ -59,7 +59,12 @@ def _resumed(rank, overlap, dtype, transport):
     def make(seed):
         model = uneven(seed).to(dtype)
         averager = DCTAverager(
-            model, 0.1, PERIOD, overlap=overlap, residual_decay=0.9, transport=transport
+            model,
+            density=0.1,
+            period=PERIOD,
+            overlap=overlap,
+            residual_decay=0.9,
+            transport=transport,
         )
         return model, adamw(model), averager
 
@@ -111,7 +116,7 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype, trans
 def _by_the_other_transport(rank, transport, other):
     """Nothing is lost on the way: a flush brings the mean of all that ranks moved by."""
     model = nn.ParameterList([torch.zeros(20_000), torch.zeros(30_000)])
-    averager = DCTAverager(model, 0.05, 1, value_dtype=torch.float32, transport=transport)
+    averager = DCTAverager(model, density=0.05, period=1, format=torch.float32, transport=transport)
     moved = torch.zeros(50_000)
     for number in range(3):
         move = torch.randint(-8, 9, (50_000,), generator=torch.manual_seed(9 * rank + number)) / 8
@@ -124,7 +129,7 @@ def _by_the_other_transport(rank, transport, other):
     if transport == "reduce_scatter":
         saved = entry(state)["parameters"].values()
         assert sum(parts["owner_residual"].count_nonzero() for parts in saved) > 500
-    again = DCTAverager(model, 0.05, 1, value_dtype=torch.float32, transport=other)
+    again = DCTAverager(model, density=0.05, period=1, format=torch.float32, transport=other)
     again.load_state_dict(state)
     again.flush()
     assert_same(weights(model))

@@ -28,13 +28,13 @@ class _Damaging:
         self._received[1, 0] ^= 0xFF  # the magic
 
 
-def _refused(rank, fault, value_dtype, overlap, transport):
+def _refused(rank, fault, format, overlap, transport):
     """Moves of an eighth and its multiples; something is wrong in the third averaging."""
     period = overlap + 1
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    options = {"value_dtype": value_dtype, "overlap": overlap, "transport": transport}
+    options = {"format": format, "overlap": overlap, "transport": transport}
     group = dist.new_group(timeout=timedelta(seconds=4))
-    averager = DCTAverager(model, 0.05, period, process_group=group, **options)
+    averager = DCTAverager(model, density=0.05, period=period, process_group=group, **options)
     all_gather, all_to_all = by_all_gather.all_gather, dist.all_to_all_single
 
     def in_flight(output, tensor, group, async_op):
@@ -91,7 +91,7 @@ def _refused(rank, fault, value_dtype, overlap, transport):
 
 
 @pytest.mark.parametrize(
-    ("fault", "value_dtype", "overlap", "transport"),
+    ("fault", "format", "overlap", "transport"),
     [
         ("nan", torch.float32, 0, "all_gather"),
         ("nan", torch.bfloat16, 1, None),
@@ -103,7 +103,7 @@ def _refused(rank, fault, value_dtype, overlap, transport):
     ids=str,
 )
 def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_received(
-    fault, value_dtype, overlap, transport
+    fault, format, overlap, transport
 ):
     rule = "dct::average_parameters: {} must be {}, got {}"
     nan = "weights at averaging 3", "finite on every rank"
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_rece
             "timed out",  # as if rank 0 were gone
         ],
     }
-    said = run_ranks(_refused, 2, fault, value_dtype, overlap, transport)
+    said = run_ranks(_refused, 2, fault, format, overlap, transport)
     assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
@@ -149,7 +149,16 @@ def _killed(rank, folder, overlap, decay, transport):
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
     averager = DCTAverager(
-        model, 0.05, 3, 1000, torch.float32, group, "fresh", decay, overlap, transport
+        model,
+        density=0.05,
+        period=3,
+        refresh_every=1000,
+        format=torch.float32,
+        process_group=group,
+        policy="fresh",
+        residual_decay=decay,
+        overlap=overlap,
+        transport=transport,
     )
     generator = torch.Generator().manual_seed(rank)
     errors = []

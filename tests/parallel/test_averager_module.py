@@ -44,7 +44,7 @@ def one_rank(tmp_path):
         (nn.Linear(2, 2), {"overlap": -1, "period": 1}, ValueError, r"overlap must be in \[0, 0\]"),
         (nn.Linear(2, 2), {"overlap": 0.5}, TypeError, "overlap must be an integer, got float"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
-        (nn.Linear(2, 2), {"value_dtype": torch.float16}, TypeError, "value_dtype must be "),
+        (nn.Linear(2, 2), {"format": torch.float16}, ValueError, "format must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),
         (nn.ReLU(), {}, ValueError, "module must have parameters that require grad"),
         ([], {}, TypeError, "module must be an nn.Module, got list"),
@@ -58,7 +58,7 @@ def test_a_wrong_argument(one_rank, module, arguments, error, text):
 
 def test_a_parameter_may_have_strides(one_rank):
     model = nn.ParameterList([nn.Parameter(torch.arange(7.0)[::2])])
-    averager = DCTAverager(model, density=1, period=1, value_dtype=torch.float32)
+    averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     averager.average_parameters()
     assert model[0].tolist() == [0.0, 2.0, 4.0, 6.0]
 
@@ -73,7 +73,7 @@ def test_ddp_is_refused(one_rank):
 
 def test_by_default_every_entry_goes_in_ternary(one_rank):
     chosen = [DCTAverager(nn.Linear(2, 2), **given)._settings for given in ({}, {"density": 0.1})]
-    assert [settings.value_dtype for settings in chosen] == ["ternary", torch.bfloat16]
+    assert [settings.format for settings in chosen] == ["ternary", "bfloat16"]
 
 
 def test_a_copy_is_refused(one_rank):

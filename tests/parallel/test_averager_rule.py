@@ -55,7 +55,12 @@ def _saved(averager, key):
 def _follows_the_rule(rank, ranks, period, overlap, decay, bad):
     model = nn.ParameterList(map(torch.zeros, SIZES))
     averager = DCTAverager(
-        model, 0.05, period, value_dtype=torch.float32, residual_decay=decay, overlap=overlap
+        model,
+        density=0.05,
+        period=period,
+        format=torch.float32,
+        residual_decay=decay,
+        overlap=overlap,
     )
     rule, generator = _Rule(ranks, decay), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
@@ -110,7 +115,7 @@ def _conserves(rank, overlap):
     """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
-    averager = DCTAverager(model, 0.05, 3, value_dtype=torch.float32, overlap=overlap)
+    averager = DCTAverager(model, density=0.05, period=3, format=torch.float32, overlap=overlap)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(9000, dtype=torch.float64)
     for step in range(1, 15):
@@ -141,7 +146,9 @@ def test_nothing_is_lost_in_few_bits(overlap):
 def _in_rows(rank, ranks, numel, overlap, transport):
     """Every entry in few bits."""
     model = nn.ParameterList([torch.zeros(numel)])
-    averager = DCTAverager(model, 1, 2, value_dtype="ternary", overlap=overlap, transport=transport)
+    averager = DCTAverager(
+        model, density=1, period=2, format="ternary", overlap=overlap, transport=transport
+    )
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(numel, dtype=torch.float64)
     for _ in range(9):

@@ -57,7 +57,7 @@ def _train(rank, make_state, hook, steps):
 
 def _density_one(rank):
     def lossless(model):
-        return DCTState(model, density=1, value_dtype=torch.float32)
+        return DCTState(model, density=1, format=torch.float32)
 
     dct = _train(rank, lossless, dct_hook, 12)
     dense = _train(rank, lambda model: {"step": 0}, _dense_in_rank_order, 12)
@@ -156,7 +156,7 @@ def _residuals(state):
 def _together(rank, transport):
     """What every payload sends of integer gradients is what is largest in all of it."""
     model = ddp(Dictated(SIZES))
-    state = DCTState(model, 0.05, transport=transport, value_dtype=torch.float32)
+    state = DCTState(model, density=0.05, transport=transport, format=torch.float32)
     model.register_comm_hook(state, dct_hook)
     for step in range(4):
         model.zero_grad()
@@ -231,7 +231,7 @@ def _subgroups(rank):
     group = groups[rank // 2]
     whole = ddp(Dictated(SIZES))
     inner = ddp(Dictated(SIZES), process_group=group)
-    states = [DCTState(whole, 1, process_group=group), DCTState(inner, 1)]
+    states = [DCTState(whole, density=1, process_group=group), DCTState(inner, density=1)]
     for model, state in zip((whole, inner), states, strict=True):
         model.register_comm_hook(state, dct_hook)
         for _ in range(4):

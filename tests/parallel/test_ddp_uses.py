@@ -182,7 +182,9 @@ def test_buckets_that_ddp_leaves_out(unused):
 def _two_densities(rank):
     """Two parts of a model, each a DDP with a state of its own: one sends everything it has."""
     model = nn.Sequential(ddp(mlp(depth=1)), ddp(nn.Linear(1, 1)))
-    states = [DCTState(part, density) for part, density in zip(model, (0.05, 1.0), strict=True)]
+    states = [
+        DCTState(part, density=density) for part, density in zip(model, (0.05, 1.0), strict=True)
+    ]
     for part, state in zip(model, states, strict=True):
         part.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -259,7 +261,7 @@ def _copied(rank, how):
                 with pytest.raises(ValueError, match=text):
                     call(*arguments)
         copied = ddp(copied.module)  # torch registers no hook with a copy
-        copied.register_comm_hook(DCTState(copied, 0.8), dct_hook)
+        copied.register_comm_hook(DCTState(copied, density=0.8), dct_hook)
         copied(batch(0, rank)[0]).sum().backward()
     assert torch.equal(weights(twin), weights(model))
 
@@ -280,7 +282,7 @@ def _in_any_memory_format(rank, transport):
         model.p[0] = nn.Parameter(torch.zeros(shape).to(memory_format=memory_format))
         model = DistributedDataParallel(model)
         state = DCTState(
-            model, density=0.1, start_step=0, value_dtype=torch.float32, transport=transport
+            model, density=0.1, start_step=0, format=torch.float32, transport=transport
         )
         model.register_comm_hook(state, dct_hook)
         if saved is not None:

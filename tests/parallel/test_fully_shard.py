@@ -70,7 +70,9 @@ def _density_one(rank):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
                 module.set_force_sum_reduction_for_comms(True)
-        state = dct_fully_shard_hook(model, mesh, 1.0, value_dtype=torch.float32, start_step=0)
+        state = dct_fully_shard_hook(
+            model, mesh=mesh, density=1.0, format=torch.float32, start_step=0
+        )
         for micro in range(passes):
             x, y = batch(micro, rank, width=8)
             model.set_requires_gradient_sync(micro == passes - 1)
@@ -127,12 +129,12 @@ def _owed(state, mesh):
     return owed
 
 
-def _ledger(rank, transport, value_dtype):
+def _ledger(rank, transport, format):
     """Over some steps, of every parameter: what went in, and what came out or waits."""
     mesh, steps = _mesh(), 9
     model = _two_modules(mesh)
     state = dct_fully_shard_hook(
-        model, mesh, 0.05, value_dtype=value_dtype, transport=transport, start_step=0
+        model, mesh=mesh, density=0.05, format=format, transport=transport, start_step=0
     )
     shapes = {name: p.shape for name, p in model.named_parameters()}
     went, came = ({n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()} for _ in "ab")
@@ -168,12 +170,12 @@ def _ledger(rank, transport, value_dtype):
 
 
 @pytest.mark.parametrize(
-    ("transport", "value_dtype"),
+    ("transport", "format"),
     [("all_gather", torch.bfloat16), ("reduce_scatter", torch.bfloat16)],
     ids=str,
 )
-def test_what_is_not_delivered_waits(transport, value_dtype):
-    for went, came, owed in run_ranks(_ledger, 4, transport, value_dtype):
+def test_what_is_not_delivered_waits(transport, format):
+    for went, came, owed in run_ranks(_ledger, 4, transport, format):
         assert went.keys() == came.keys() == owed.keys()
         for name in went:
             # Means of bfloat16 values are exact here, their sums in the owners' compressor, too.
@@ -184,7 +186,7 @@ def test_what_is_not_delivered_waits(transport, value_dtype):
 def _train(rank):
     mesh = _mesh()
     model = _wrap(mlp(), mesh)
-    state = dct_fully_shard_hook(model, mesh, 0.05)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     start = _weights(model)
     for step in range(20):
@@ -218,7 +220,7 @@ def test_replicas_stay_bitwise_equal():
 def _accumulate(rank):
     mesh = _mesh(2, 1)
     model = _wrap(mlp(), mesh)
-    dct_fully_shard_hook(model, mesh, 0.05)
+    dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     model.set_requires_all_reduce(False)
     x, y = batch(0, rank)
     with pytest.raises(ValueError, match=r"gradients must be accumulated under set_requires_grad"):

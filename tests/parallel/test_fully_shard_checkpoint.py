@@ -58,7 +58,7 @@ def _make(mesh, **options):
     fully_shard(model[0], mesh=mesh["shard"], **columns)
     fully_shard(model[2], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh, 0.05, **options)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05, **options)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
@@ -146,7 +146,7 @@ def test_killed_and_started_again_is_the_undisturbed_run(tmp_path):
 
 def _dictated(mesh, **options):
     model = fully_shard(Dictated(SHAPES), mesh=mesh["shard"])
-    return model, dct_fully_shard_hook(model, mesh, 0.05, start_step=0, **options)
+    return model, dct_fully_shard_hook(model, mesh=mesh, density=0.05, start_step=0, **options)
 
 
 def _owed(state, mesh):

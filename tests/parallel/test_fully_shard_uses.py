@@ -33,7 +33,7 @@ def _gradients(step, rank):
 
 def _dictated(mesh, **options):
     model = fully_shard(Dictated(SIZES), mesh=mesh["shard"])
-    return model, dct_fully_shard_hook(model, mesh, 0.05, start_step=0, **options)
+    return model, dct_fully_shard_hook(model, mesh=mesh, density=0.05, start_step=0, **options)
 
 
 def _step(model, step, rank):
@@ -129,7 +129,7 @@ class Twice(nn.Module):
 def _other_order(rank):
     mesh = _mesh(2, 1)
     model = Twice(mesh)
-    state = dct_fully_shard_hook(model, mesh, 0.1, start_step=0)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=0)
     x, _ = batch(0, rank, width=32)
     model(x, flipped=False).sum().backward()
     model(x, flipped=rank == 1).sum().backward()
@@ -146,7 +146,7 @@ def _twice_in_a_pass(rank):
     """A layer that is used twice is exchanged twice, and both add up."""
     mesh = _mesh(2, 1)
     layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(layer, mesh, 1.0, value_dtype=torch.float32, start_step=0)
+    state = dct_fully_shard_hook(layer, mesh=mesh, density=1.0, format=torch.float32, start_step=0)
     x, _ = batch(0, rank, width=32)
     (layer(x).sum() + layer(2 * x).sum()).backward()
     expected = sum(3 * batch(0, r, width=32)[0].sum(0) for r in range(2)) / 2
@@ -181,7 +181,7 @@ def _checkpointed(rank, save):
     results = []
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
-        state = dct_fully_shard_hook(model, mesh, 0.1, start_step=1)
+        state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=1)
         for step in range(4):
             x, _ = batch(step, rank, width=32)
             model(x.requires_grad_()).square().sum().backward()
@@ -206,7 +206,7 @@ def _refused(rank):
 
     def refuses(error, text, model, given=mesh, **options):
         with pytest.raises(error, match=text):
-            dct_fully_shard_hook(model, given, **options)
+            dct_fully_shard_hook(model, mesh=given, **options)
 
     refuses(TypeError, "model must be a module that fully_shard was applied to", mlp())
     # torch would reduce over both dimensions itself, densely, and call the hook after that
@@ -251,7 +251,9 @@ def _refused(rank):
     text = r"density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1"
     refuses(ValueError, text, model, density=0.1 * (rank + 1))
 
-    state = dct_fully_shard_hook(model, mesh, 0.1)  # what was refused left nothing behind
+    state = dct_fully_shard_hook(
+        model, mesh=mesh, density=0.1
+    )  # what was refused left nothing behind
     model[2].bias.requires_grad_(False)
     text = "gradient must have 4225 elements, of all parameters of the root module .*, got 4224"
     with pytest.raises(ValueError, match=text):

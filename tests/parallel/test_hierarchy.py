@@ -41,7 +41,7 @@ from ranks import (
 
 def _density_one(rank):
     for transport, sizes in itertools.product(("all_gather", "reduce_scatter"), ALL_SIZES):
-        model, _ = meshed_model(sizes, 2, transport=transport, density=1, value_dtype=torch.float32)
+        model, _ = meshed_model(sizes, 2, transport=transport, density=1, format=torch.float32)
         for step in range(4):
             generator = torch.Generator().manual_seed(100 * step + rank)
             grads = [torch.randn(n, generator=generator) for n in sizes]
@@ -57,12 +57,12 @@ def test_at_density_one_it_is_the_mean():
     run_ranks(_density_one, 4)
 
 
-def _conservation(rank, transport, value_dtype):
+def _conservation(rank, transport, format):
     """Integer gradients: sums, and means over a power of two, are exact."""
     ranks = dist.get_world_size()
     shapes = [(sizes, 2) for sizes in ALL_SIZES] + [(SIZES, 1), (SIZES, 4), (SIZES, None)]
     for sizes, local_size in shapes:
-        model, state = meshed_model(sizes, local_size, transport=transport, value_dtype=value_dtype)
+        model, state = meshed_model(sizes, local_size, transport=transport, format=format)
         applied, total = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
         for step in range(6):
             grads = integers(sizes, step, rank)
@@ -80,9 +80,9 @@ def _conservation(rank, transport, value_dtype):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("value_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_was_applied_and_what_is_owed_is_every_gradient(transport, value_dtype):
-    run_ranks(_conservation, 4, transport, value_dtype)
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.float32], ids=str)
+def test_what_was_applied_and_what_is_owed_is_every_gradient(transport, format):
+    run_ranks(_conservation, 4, transport, format)
 
 
 def _moved(rank, transport):

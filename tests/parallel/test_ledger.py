@@ -34,7 +34,7 @@ def _begun():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     group = torch.distributed.group.WORLD
-    settings = Settings(0.1, 1000, "fresh", torch.bfloat16)
+    settings = Settings(0.1, "bfloat16")
     cpu = torch.device("cpu")
     ledger = StepLedger("op", group, cpu, settings, {}, LossScale("op", scaler))
     ledger.begin()

@@ -45,12 +45,12 @@ class Second(nn.Module):
         return self.layer(x.tanh())
 
 
-def _stages(density, value_dtype=torch.float32):
+def _stages(density, format=torch.float32):
     torch.manual_seed(7)
     if density is None:
         return First(None), Second(None)
     back = RowUnpack(WIDTH, torch.float32)
-    return First(RowPack(density, value_dtype=value_dtype)), Second(back)
+    return First(RowPack(density, format=format)), Second(back)
 
 
 def _batch(step):
@@ -59,9 +59,9 @@ def _batch(step):
     return x, x.sum(-1, keepdim=True).sin()
 
 
-def _pipelined(rank, schedule, density, value_dtype=torch.float32):
+def _pipelined(rank, schedule, density, format=torch.float32):
     """This rank's weights after training, the losses that it saw, and its bytes in every step."""
-    module = _stages(density, value_dtype)[rank]
+    module = _stages(density, format)[rank]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = schedule(stage, MICROBATCHES, loss_fn=nn.MSELoss())
     optimizer = torch.optim.SGD(module.parameters(), 0.1)

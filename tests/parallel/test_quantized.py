@@ -149,9 +149,7 @@ SIZES = (40_000, 100, 30_001)
 
 
 def _conserved(rank, transport, local_size, format):
-    model, state = meshed_model(
-        SIZES, local_size, transport=transport, density=1, value_dtype=format
-    )
+    model, state = meshed_model(SIZES, local_size, transport=transport, density=1, format=format)
     applied, total = torch.zeros(sum(SIZES)).double(), torch.zeros(sum(SIZES)).double()
     for step in range(6):
         grads = _numbers(sum(SIZES), 10 * step + rank).split(SIZES)
@@ -185,7 +183,7 @@ def _resumed(rank, transport):
     """A state goes on bit for bit."""
 
     def make():
-        return meshed_model(SIZES, None, transport=transport, density=1, value_dtype="int4")
+        return meshed_model(SIZES, None, transport=transport, density=1, format="int4")
 
     model, state = make()
     for step in range(4):
@@ -208,7 +206,7 @@ def test_a_run_goes_on_bit_for_bit(transport):
 def _bytes(rank):
     sizes = [1 << 20]
     for format, factor in (("int8", 3.98), ("int4", 7.93), ("ternary", 19.6)):
-        model, state = meshed_model(sizes, None, density=1, value_dtype=format, start_step=0)
+        model, state = meshed_model(sizes, None, density=1, format=format, start_step=0)
         model(torch.randn(1 << 20)).backward()
         with WireMeter() as meter:
             model(torch.randn(1 << 20)).backward()
@@ -232,7 +230,7 @@ def test_bytes(ranks):
 def _learns(rank, format):
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    state = DCTState(model, density=1, value_dtype=format)
+    state = DCTState(model, density=1, format=format)
     model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(300):
@@ -253,7 +251,7 @@ def test_a_model_learns(format):
 def _averaged(rank):
     """Local steps: what all have moved by is in the base, or waits."""
     model = nn.ParameterList([torch.zeros(40_000), torch.zeros(100)])
-    averager = DCTAverager(model, density=1, period=2, value_dtype="int4")
+    averager = DCTAverager(model, density=1, period=2, format="int4")
     moved = torch.zeros(40_100).double()
     for step in range(8):
         move = _numbers(40_100, 10 * step + rank)
@@ -286,9 +284,9 @@ def test_local_steps_lose_nothing():
 def _sharded(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sums = []
-    for value_dtype in (torch.float32, "int4"):
+    for format in (torch.float32, "int4"):
         model = fully_shard(mlp(), mesh=mesh["shard"])
-        state = dct_fully_shard_hook(model, mesh, 1, value_dtype=value_dtype, start_step=0)
+        state = dct_fully_shard_hook(model, mesh=mesh, density=1, format=format, start_step=0)
         for step in range(20):  # gradients add up
             x, y = batch(step, rank)
             (model(x) - y).square().mean().backward()
@@ -305,6 +303,7 @@ def test_replicas_of_shards_have_the_dense_sum_but_for_what_waits():
 
 
 def test_it_is_for_every_entry():
-    rule = "dct::DCTState: density must be 1 with value_dtype 'int4', which sends every entry, got"
+    rule = "dct::DCTState: density must be 1 with format int4, which sends every entry, got"
     with pytest.raises(ValueError, match=f"{rule} 0.005"):
-        DCTState(value_dtype="int4")
+        DCTState(density=0.005, format="int4")
+    assert DCTState(format="int4").settings == DCTState(density=1, format="int4").settings

@@ -55,7 +55,7 @@ def _bits(tensors):
 
 def _density_one(rank, sizes):
     ranks = dist.get_world_size()
-    lossless = {"density": 1, "value_dtype": torch.float32}
+    lossless = {"density": 1, "format": torch.float32}
     sharded, _ = _model(sizes, **lossless)
     gathering, _ = _model(sizes, transport="all_gather", **lossless)
     for step in range(5):
@@ -154,7 +154,7 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
     length = BLOCK * -(-blocks // world_size)
     owners = -(-numel // length)
     counted = run_ranks(_counted, world_size, sizes, 0.05)
-    settings = Settings(0.05, 1000, "fresh", torch.bfloat16)
+    settings = Settings(0.05, "bfloat16")
     names = tuple(map(str, range(len(sizes))))
     plan = BucketPlan(names, sizes[::-1], settings, "reduce_scatter", world_size)
     assert plan.capacity == -(-min(length, numel) * 125 // 2000)  # of the longest range
@@ -168,7 +168,7 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
 @pytest.mark.parametrize("numel", [2**22, 10**7])
 def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel):
     def ratio(transport, ranks, numel=numel):
-        settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
+        settings = Settings(0.005, "bfloat16")
         plan = BucketPlan(("p",), (numel,), settings, transport, ranks)
         return 2 * (ranks - 1) / ranks * 4 * numel / plan.wire_bytes
 

@@ -210,7 +210,7 @@ def _mesh():
 
 def _sharded(mesh):
     model = fully_shard(mlp(32, 2), mesh=mesh["shard"])
-    return model, dct_fully_shard_hook(model, mesh, density=0.5), _sgd(model), lambda: None
+    return model, dct_fully_shard_hook(model, mesh=mesh, density=0.5), _sgd(model), lambda: None
 
 
 def _sharded_hook(rank):

@@ -1,6 +1,8 @@
 """Rows in few bits between ranks and between modules: what arrives, what comes back, how much."""
 
+import dataclasses
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.row_layout import FORMATS, row_bytes
 from dct_parallel import (
     RowDequantize,
+    RowFormat,
     RowQuantize,
     WireMeter,
     all_gather_rows,
@@ -75,7 +78,7 @@ def _exchanged(rank):
             for exchange in (all_to_all_rows, all_to_all_rows_async):
                 x = _rows(rank, ranks).requires_grad_()
                 with WireMeter() as meter:
-                    y = exchange(x, splits, known, forward=forward, backward=backward)
+                    y = exchange(x, splits, known, format=RowFormat(forward, backward))
                     sent = meter.take()
                     y = y.wait() if exchange is all_to_all_rows_async else y
                     y.backward(_grads(rank, ranks))
@@ -105,7 +108,7 @@ def _gathered(rank):
     for forward, backward in [*PAIRS, ("float32", "float32")]:
         for gather in (all_gather_rows, all_gather_rows_async):
             x = parts[rank].clone().requires_grad_()
-            y = gather(x, forward=forward, backward=backward)
+            y = gather(x, format=RowFormat(forward, backward))
             y = y.wait() if gather is all_gather_rows_async else y
             assert torch.equal(y, torch.cat([_through(part, forward) for part in parts], 1))
             y.backward(grads[rank])
@@ -119,22 +122,23 @@ def test_all_gather():
     run_ranks(_gathered, 2)
 
 
-def _trained(rank, **settings):
+def _trained(rank, format):
     torch.manual_seed(rank)
     table, head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
     for step in range(5):
         rows = table(torch.randint(20, (6,), generator=torch.Generator().manual_seed(step)))
         optimizer.zero_grad()
-        head(all_to_all_rows(rows, [3, 3], **settings)).square().mean().backward()
+        head(all_to_all_rows(rows, [3, 3], format=format)).square().mean().backward()
         optimizer.step()
     return table.weight.detach().clone()
 
 
 def _like_uncompressed(rank):
-    whole = _trained(rank, density=1.0)
-    assert torch.equal(_trained(rank, forward="float32", backward="float32"), whole)
-    assert not torch.equal(_trained(rank, forward="int8", backward="int8"), whole)
+    whole = _trained(rank, RowFormat(density=1.0))
+    for own in (RowFormat(), "float32", torch.float32):
+        assert torch.equal(_trained(rank, own), whole)
+    assert not torch.equal(_trained(rank, "int8"), whole)
 
 
 def test_own_dtype_both_ways_is_the_uncompressed_exchange():
@@ -143,8 +147,7 @@ def test_own_dtype_both_ways_is_the_uncompressed_exchange():
 
 def _two_in_flight(rank):
     first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
-    settings = {"forward": "float32", "backward": "float32"}
-    transfers = [all_to_all_rows_async(x, [1, 1], **settings) for x in (first, second)]
+    transfers = [all_to_all_rows_async(x, [1, 1], format="float32") for x in (first, second)]
     received = [transfer.wait() for transfer in transfers]
     (received[0].sum() + 2 * received[1].sum()).backward()
     assert torch.equal(first.grad, torch.ones(2, 8))
@@ -157,57 +160,66 @@ def test_two_transfers_in_flight():
     run_ranks(_two_in_flight, 2)
 
 
-def _disagree(rank, settings, text):
+def _disagree(rank, formats, text):
     x = torch.randn(2, 8)
-    for exchange in (
-        lambda **s: all_to_all_rows(x, [1, 1], **s),
-        lambda **s: all_gather_rows(x, **s),
-    ):
+    for exchange in (partial(all_to_all_rows, splits=[1, 1]), all_gather_rows):
         with pytest.raises(ValueError, match=text):
-            exchange(**settings[rank])
+            exchange(x, format=formats[rank])
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("formats", "text"),
     [
         (
-            [{"forward": "int4", "backward": "sign"}, {"forward": "int4", "backward": "int4"}],
-            "backward must be the same on every rank, got sign on rank 0, int4 on rank 1",
+            [RowFormat("int4", backward="sign"), "int4"],
+            "format must be the same on every rank, got int4, sign on rank 0, int4 on rank 1",
         ),
         (
-            [{"density": 0.5}, {"forward": "float32", "backward": "float32"}],
-            "must be the same on every rank, got .* on rank 0, .* on rank 1",
+            [RowFormat(density=0.5), "float32"],
+            "density must be the same on every rank, got 0.5 on rank 0, None on rank 1",
         ),
     ],
 )
-def test_ranks_that_disagree_are_told(settings, text):
-    run_ranks(_disagree, 2, settings, text)
+def test_ranks_that_disagree_are_told(formats, text):
+    run_ranks(_disagree, 2, formats, text)
+
+
+def test_a_format_is_a_value():
+    assert RowFormat(torch.bfloat16, backward="sign") == RowFormat("bfloat16", "sign")
+    assert len({RowFormat(density=0.5), RowFormat(density=0.5), RowFormat("int4")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RowFormat("int4").forward = "int8"
+
+
+KNOWN = "float32, bfloat16, float16, int8, int4, ternary or sign"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (("int5", "int4"), ValueError, f"forward must be {KNOWN}, got 'int5'"),
+        (("int4", "int5"), ValueError, f"backward must be {KNOWN}, got 'int5'"),
+        ((torch.int8,), ValueError, f"forward must be {KNOWN}, got torch.int8"),
+        ((8,), TypeError, "forward must be a string or a torch.dtype, got int"),
+        (("int4", None, 0.5), ValueError, "bfloat16 or float16 with a density, got 'int4'"),
+        ((None, "int4", 0.5), ValueError, "backward must be None with a density, got 'int4'"),
+        ((None, None, 0), ValueError, "density must be in (0, 1], got 0"),
+        ((None, None, 1.5), ValueError, "density must be in (0, 1], got 1.5"),
+        ((None, None, "1"), TypeError, "density must be a number, got str"),
+    ],
+)
+def test_formats_that_are_refused(given, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        RowFormat(*given)
 
 
 def _wrong_arguments(rank):
     x = torch.randn(4, 8)
-    known = "float32, bfloat16, float16, int8, int4, ternary, sign"
-    for call, text in [
-        (
-            lambda: all_to_all_rows(x, [4]),
-            f"forward must be one of {known} without a density",
-        ),
-        (lambda: all_to_all_rows(x, [4], forward="int4"), "backward must be one of float32"),
-        (
-            lambda: all_to_all_rows(x, [4], forward="int5", backward="int4"),
-            "a density, got 'int5'",
-        ),
-        (
-            lambda: all_to_all_rows(x, [4], density=0.5, forward="int4", backward="int4"),
-            "forward must be None with a density, got 'int4'",
-        ),
-        (
-            lambda: all_gather_rows(x, forward="int4", backward="int4", value_dtype=torch.float32),
-            "value_dtype must be None without a density, got float32",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(text)):
-            call()
+    for exchange in (partial(all_to_all_rows, splits=[4]), all_gather_rows):
+        with pytest.raises(ValueError, match=re.escape(f"format must be {KNOWN}, got 'int5'")):
+            exchange(x, format="int5")
+        with pytest.raises(TypeError, match=r"missing .* 'format'"):
+            exchange(x)
 
 
 def test_errors_name_the_argument():
@@ -218,9 +230,9 @@ def test_errors_name_the_argument():
 @pytest.mark.parametrize("shape", [(WIDTH,), (3, WIDTH), (2, 3, WIDTH), (0, WIDTH)])
 def test_modules_carry_rows_and_gradients(shape, forward, backward):
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    message = RowQuantize(forward, backward)(x)
+    message = RowQuantize(RowFormat(forward, backward))(x)
     carried = message.detach().clone().requires_grad_()  # as a transport between devices does
-    y = RowDequantize(WIDTH, forward, backward)(carried)
+    y = RowDequantize(WIDTH, RowFormat(forward, backward))(carried)
     y.backward(grad)
     assert carried.grad.shape == message.shape and carried.grad.dtype == message.dtype
     message.backward(carried.grad)
@@ -232,7 +244,7 @@ def test_modules_carry_rows_and_gradients(shape, forward, backward):
 
 
 def test_modules_name_what_is_wrong():
-    with pytest.raises(ValueError, match="RowQuantize: forward_format must be one of float32"):
+    with pytest.raises(ValueError, match="RowQuantize: format must be float32"):
         RowQuantize("int3")
     with pytest.raises(
         ValueError, match=re.escape("message must have shape [..., 3] for width 8, got [1, 4]")

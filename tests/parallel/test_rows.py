@@ -46,7 +46,7 @@ def test_forward_and_backward_against_an_oracle(shape, density):
     assert not positions.requires_grad
 
 
-def test_values_and_their_gradients_travel_in_value_dtype():
+def test_values_and_their_gradients_travel_in_their_format():
     x = torch.randn(6, 64, requires_grad=True)
     values, positions = pack_rows(x, 4, torch.bfloat16)
     values.retain_grad()
@@ -118,8 +118,8 @@ def test_numerical_gradient():
 
 def test_in_eval_mode_compression_is_on_unless_switched_off():
     x = torch.randn(3, 32)
-    on = RowPack(density=0.1, value_dtype=torch.bfloat16)
-    off = RowPack(k=4, value_dtype=torch.bfloat16, inference=False)
+    on = RowPack(density=0.1, format=torch.bfloat16)
+    off = RowPack(k=4, format=torch.bfloat16, inference=False)
     back = RowUnpack(32, torch.float32)
     assert back(*off(x)).count_nonzero() == 3 * 4
     assert back(*off(x)).dtype == torch.float32  # not that of the values
@@ -185,7 +185,7 @@ def test_non_finite_entries_cross():
             r"dct::RowPack: exactly one of density and k must be given, got",
         ),
         (
-            lambda x: RowPack(0.5, 4),
+            lambda x: RowPack(0.5, k=4),
             ValueError,
             r"density and k must be given, got density 0.5 and k 4",
         ),
@@ -193,7 +193,7 @@ def test_non_finite_entries_cross():
         (lambda x: RowPack(1.5), ValueError, r"density must be in \(0, 1\], got 1.5"),
         (lambda x: RowPack(k=0), ValueError, r"dct::RowPack: k must be in \[1, \d+\], got 0"),
         (lambda x: RowPack(k=9)(x), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
-        (lambda x: RowPack(0.5, value_dtype=torch.int8), TypeError, r"value_dtype must be float32"),
+        (lambda x: RowPack(0.5, format=torch.int8), ValueError, r"format must be float32"),
         (lambda x: RowUnpack(0), ValueError, r"dct::RowUnpack: width must be in \[1, .*, got 0"),
         (lambda x: RowUnpack(8, torch.int8), TypeError, r"dct::RowUnpack: dtype must be float32"),
     ],

@@ -13,7 +13,7 @@ from dct_parallel.exchange.codec import Settings
 from ranks import Dictated, entry, gathered, run_ranks
 
 BLOCK = 16_384
-LARGEST_ENTRIES = Settings(0.005, 1000, "fresh", torch.bfloat16)
+LARGEST_ENTRIES = Settings(0.005, "bfloat16")
 SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nine
 
 
@@ -36,7 +36,7 @@ def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
 
 @pytest.mark.parametrize("ranks, taken", [(2, "all_gather"), (3, "reduce_scatter")])
 def test_every_entry_goes_to_owners_sooner(ranks, taken):
-    every_entry = Settings(1, 1000, "fresh", "int4")
+    every_entry = Settings(1, "int4")
     assert selection.transport_for(None, every_entry, 2**24, ranks) == taken
 
 

@@ -44,9 +44,9 @@ def _owed_to_the_mean(state, mesh):
     return sum(gathered(own)) / (dist.get_world_size() / (2 if mesh else 1))
 
 
-def _nan_on_one_rank(rank, transport, mesh, value_dtype):
+def _nan_on_one_rank(rank, transport, mesh, format):
     nodes = node_mesh(2, "cpu") if mesh else None
-    model, state, optimizer = _make(transport=transport, mesh=nodes, value_dtype=value_dtype)
+    model, state, optimizer = _make(transport=transport, mesh=nodes, format=format)
     ranks = dist.get_world_size()
     total = torch.zeros(sum(SIZES))
     skipped = []
@@ -72,7 +72,7 @@ def _nan_on_one_rank(rank, transport, mesh, value_dtype):
 
 
 @pytest.mark.parametrize(
-    ("transport", "mesh", "ranks", "value_dtype"),
+    ("transport", "mesh", "ranks", "format"),
     [
         ("all_gather", False, 2, torch.bfloat16),
         ("reduce_scatter", False, 2, torch.bfloat16),
@@ -80,8 +80,8 @@ def _nan_on_one_rank(rank, transport, mesh, value_dtype):
     ],
     ids=["all_gather", "reduce_scatter", "mesh"],
 )
-def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks, value_dtype):
-    run_ranks(_nan_on_one_rank, ranks, transport, mesh, value_dtype)
+def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks, format):
+    run_ranks(_nan_on_one_rank, ranks, transport, mesh, format)
 
 
 def _as_a_scaler_does(rank):

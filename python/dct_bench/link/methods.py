@@ -85,7 +85,7 @@ def _dct_with(mesh: bool = False, **chosen: object) -> Callable:
 
 def _averager(density: float, value_dtype: torch.dtype | str) -> Callable:
     def make(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
-        return DCTAverager(model, density, PERIOD, value_dtype=value_dtype)
+        return DCTAverager(model, density=density, period=PERIOD, format=value_dtype)
 
     return make
 

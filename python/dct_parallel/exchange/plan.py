@@ -118,8 +118,9 @@ def plan_table(
     rows.append(["float32 ring all-reduce", "", "", "", f"{dense:,}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"DCT: density {settings.density}, format: {settings.format}, ranks: {ranks}, "
-        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), backend: {backend_of(device)}"
+        f"DCT: density {settings.density}, {settings.format} values, ranks: {ranks}, "
+        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
+        f"backend: {backend_of(device)}"
     ]
     for name, *cells in rows:
         aligned = map(str.rjust, cells, widths[1:])

@@ -1,0 +1,77 @@
+"""The one word for what is sent, at every entry point; and states do not know of it."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
+from ranks import Dictated, owed, run_ranks
+
+
+def _ddp(density, format, numel):
+    model = DistributedDataParallel(Dictated([numel]))
+    state = DCTState(model, density=density, format=format, start_step=0)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
+
+
+def _changed(rank):
+    """A run that saves with one dtype and goes on with the other loses nothing."""
+    numel, total = 5000, torch.zeros(5000)
+    saved, applied = None, torch.zeros(5000)
+    for first_step, format in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        model, state = _ddp(0.05, format, numel)
+        if saved is not None:
+            state.load_state_dict(saved)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(100 * first_step + 10 * step + rank)
+            grad = torch.randint(-60, 61, (numel,), generator=generator).float()
+            model.zero_grad()
+            model(grad).backward()
+            applied += model.module.p[0].grad
+            total += grad
+        saved = state.state_dict()
+    (left,) = owed(saved).values()
+    dist.all_reduce(left)
+    dist.all_reduce(total)
+    assert torch.equal(applied * dist.get_world_size() + left, total)
+
+
+def test_a_state_loads_into_a_run_of_another_dtype():
+    run_ranks(_changed, 2)
+
+
+@pytest.mark.parametrize(
+    ("format", "error", "got"),
+    [
+        ("fp8", ValueError, "float32, bfloat16, int8, int4 or ternary, got 'fp8'"),
+        ("sign", ValueError, "float32, bfloat16, int8, int4 or ternary, got 'sign'"),
+        (torch.float16, ValueError, "ternary, got torch.float16"),
+        (torch.int8, ValueError, "ternary, got torch.int8"),
+        (3, TypeError, "a string or a torch.dtype, got int"),
+    ],
+)
+def test_others_are_refused(format, error, got):
+    with pytest.raises(error, match=f"dct::DCTState: format must be .*{got}"):
+        DCTState(format=format)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_dtype_is_its_name(name):
+    assert DCTState(format=getattr(torch, name)).settings == DCTState(format=name).settings
+
+
+def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
+    orders = []
+    for door in (DCTState, DCTAverager, dct_fully_shard_hook):
+        first, *others = inspect.signature(door).parameters.values()
+        assert first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert all(other.kind is inspect.Parameter.KEYWORD_ONLY for other in others)
+        orders.append([other.name for other in others])
+    ddp, averager, sharded = orders
+    assert [name for name in ddp if name in averager] == [name for name in averager if name in ddp]
+    assert sharded == [name for name in ddp if name != "process_group"]
+    assert set(averager) - set(ddp) == {"period", "overlap", "residual_decay"}
