@@ -1,10 +1,10 @@
 """Experiments as they are kept: a JSON file each, in bench/results/DATE-MACHINE/NAME.json.
 
-    {"title", "question", "answer", "command", "commit", "machine", "date", "settings", "notes",
-     "parts": [{"name", "title", "command", "settings", "notes"}, ...], "runs": [...]}
+    {"title", "group", "question", "answer", "command", "commit", "machine", "date", "settings",
+     "notes", "parts": [{"name", "title", "command", "settings", "notes"}, ...], "runs": [...]}
 
 `runs` are what was measured; with parts, each run names its own. A file may name the JSON beside
-it that has its runs, as `source`. Notes are Markdown.
+it that has its runs, as `source`. The answer is one sentence. Notes are Markdown.
 """
 
 import dataclasses
@@ -14,12 +14,18 @@ from pathlib import Path
 from dct_dlrm.errors import UsageError
 
 RESULTS = Path(__file__).parents[1] / "results"
-REQUIRED = ("title", "command", "commit", "machine", "date")
+REQUIRED = ("title", "group", "command", "commit", "machine", "date")
+GROUPS = (  # of the index
+    "Gradients: quality",
+    "Gradients: time and bytes",
+    "Rows and tables",
+    "Kernels",
+    "Other exchanges",
+)
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
-# Files of bench/gpu/check.py, kept as they came, beside the experiment that is made of them; and
-# those of its predecessor.
-RAW = {"summary.json", "time.json", "step.json", "profile.json"}
-RAW |= {"bench.json", "environment.json", "summary_of_the_first_run.json"}
+# Files of bench/gpu/check.py and its predecessor, kept as they came, beside the experiment that is
+# made of them.
+RAW = {"summary.json", "time.json", "step.json", "profile.json", "bench.json", "environment.json"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Part:
 class Experiment:
     path: Path
     title: str
+    group: str
     command: str
     commit: str
     machine: str
@@ -71,6 +78,8 @@ def read(path: Path) -> Experiment:
     lacking = [key for key in REQUIRED if not (isinstance(content, dict) and content.get(key))]
     if lacking:
         raise UsageError(f"{path} must have {', '.join(lacking)}")
+    if content["group"] not in GROUPS:
+        raise UsageError(f"{path} must have a group of {', '.join(GROUPS)}")
     if source := content.pop("source", None):
         content["runs"] = json.loads((path.parent / source).read_text())["results"]
     try:
