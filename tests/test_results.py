@@ -115,6 +115,33 @@ def test_means_and_differences_by_seed():
     assert dct[3:7] == ["1.4000 ± 0.2828", "1.6000", "+0.3000 ± 0.1000", "+0.4000"]
 
 
+def test_the_report_of_a_bench_chooses_rates_and_tells_what_diverged():
+    """As bench/two_dimensional.py and its like write their runs."""
+
+    def record(name, rate, seed, loss, **sent):
+        score = {"auc": 0.7, "log_loss": loss}
+        found = {"exchange": name, "rate": rate, "seed": seed, "validation": score}
+        found |= {"step_ms_median": 9.0 + seed} | ({"test": score} if seed else {})
+        return found | {f"{key}{experiments.BYTES}": value for key, value in sent.items()}
+
+    records = [record("mp", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.45))]
+    records += [record("scaled/10", rate, 0, loss) for rate, loss in ((1, 0.3), (3, 0.4))]
+    records += [{"exchange": "scaled/10", "rate": 9, "seed": 0, "diverged": True}]
+    rows = {"mp_forward": 60, "mp_backward": 40}
+    for seed, loss in ((1, 0.42), (2, 0.44)):
+        records.append(record("mp", 3, seed, loss, **rows))
+        records.append(record("scaled/10", 1, seed, loss + seed / 100, sync=50))
+    lines = trained.report(records).splitlines()
+    dense, scaled = (
+        next(line.split(" | ") for line in lines if line.startswith(f"| {name} |"))
+        for name in ("one group of all ranks", "2 replicas, every 10, accumulators halved")
+    )
+    assert dense[4:6] == ["100", "1.0x"] and dense[-3:] == ["3", "10.5 (10.0-11.0)", "2 |"]
+    assert scaled[3:6] == ["50", "50", "2.0x"] and scaled[-3] == "1"
+    assert "+0.0150 ± 0.0050" in scaled
+    assert "| 2 replicas, every 10, accumulators halved | 0.3000 | 0.4000 | diverged |" in lines
+
+
 def test_differences_are_of_the_same_seeds():
     dense = _runs("dense", [1.0, 1.2, 9.0])
     assert trained.over(_runs("dct:1%", [1.5])[:1], dense) == [0.5]

@@ -22,6 +22,7 @@ GROUPS = (  # of the index
     "Kernels",
     "Other exchanges",
 )
+BYTES = "_bytes_per_step_per_rank"
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
 # Files of bench/gpu/check.py and its predecessor, kept as they came, beside the experiment that is
 # made of them.
@@ -139,7 +140,7 @@ def canonical(run: dict) -> dict:
         density = "" if run["density"] is None else f":{100 * run['density']:g}%"
         found = {"method": f"{method}{density} {version}".strip(), "seed": run["seed"]}
         return found | {"test": _scores(summary), "bytes_per_step": _sent(summary)}
-    if "exchange" in run:  # mp_formats.py, two_dimensional.py
+    if "exchange" in run:  # mp_formats.py, two_dimensional.py, torchrec_dlrm.py
         formats, plus, distinct = run["exchange"].partition("+")
         if formats in FEW_BITS:  # both ways; alone it is the hook's
             formats = f"{formats},{formats}"
@@ -148,6 +149,8 @@ def canonical(run: dict) -> dict:
         if "diverged" in run:
             return found | {"diverged": run["diverged"]}
         found |= {part: _scores(run[part]) for part in ("validation", "test") if part in run}
+        if "step_ms_median" in run:
+            found["step_ms"] = run["step_ms_median"]
         return found | {"bytes": _bytes(run)}
     return run
 
@@ -163,6 +166,5 @@ def _sent(summary: dict) -> float:
 
 def _bytes(run: dict) -> dict:
     """What a rank sends per step, by what it is for."""
-    suffix = "_bytes_per_step_per_rank"
-    found = {key.removesuffix(suffix): run[key] for key in run if key.endswith(suffix)}
+    found = {key.removesuffix(BYTES): run[key] for key in run if key.endswith(BYTES)}
     return {key: round(value) for key, value in found.items() if value and key != "wire"}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from dct_bench.markdown import difference, mean, number, table, times
 
-from .experiments import FEW_BITS
+from .experiments import FEW_BITS, canonical
 
 BASELINES = ("dense", "float32", "mp")  # what differences are from
 RATE_SEED, RATE_STEPS = 0, 600  # of the runs that learning rates are chosen by
@@ -168,7 +168,7 @@ def scores(runs: Sequence[dict], among: Sequence[dict] = ()) -> str:
     headings = ["method", *(PURPOSES[key] for key in purposes)]
     headings += ["bytes per step", "fewer by", "than float32's distinct rows"]
     headings += ["AUC", "AUC, difference", "loss", "worst seed", "loss, difference", "at most"]
-    headings += ["calibration", "rate", "seeds"]
+    headings += ["calibration", "rate", "ms per step", "seeds"]
     lost = [run for run in runs if "diverged" in run]
     return table(headings, [_row(name, own, dense, purposes, lost) for name, own in rows])
 
@@ -185,6 +185,10 @@ def _row(name: str, own: list[dict], dense: list[dict], purposes: list, lost: li
     row += [difference(losses), f"{max(losses):+.4f}" if losses else ""]
     row.append(mean([test["calibration"] for test in tests if "calibration" in test], 3))
     row.append("" if own[0].get("rate") is None else f"{own[0]['rate']:g}")
+    times = [run["step_ms"] for run in own if "step_ms" in run]
+    row.append(
+        f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})" if times else ""
+    )
     same = [run for run in lost if _setting(run) == _setting(own[0])]
     return [*row, f"{len(own)}{f', {len(same)} more diverged' if same else ''}"]
 
@@ -217,8 +221,15 @@ def render(runs: Sequence[dict]) -> str:
         if len(among) > 1:
             found.append(f"**{PROBLEMS.get(name, name)}, {steps:,} steps**")
         of_problem = [run for run in runs if problem(run) == name]
-        found += [scores(own, of_problem), rates_tried(own)]
+        if any("test" in run for run in own):
+            found.append(scores(own, of_problem))
+        found.append(rates_tried(own))
     return "\n\n".join(text for text in found if text)
+
+
+def report(records: Iterable[dict]) -> str:
+    """Of runs as their bench (mp_formats.py and its like) has written them."""
+    return f"{NOTE}\n\n{render([canonical(record) for record in records])}"
 
 
 def label(method: str) -> str:
