@@ -185,10 +185,8 @@ def _row(name: str, own: list[dict], dense: list[dict], purposes: list, lost: li
     row += [difference(losses), f"{max(losses):+.4f}" if losses else ""]
     row.append(mean([test["calibration"] for test in tests if "calibration" in test], 3))
     row.append("" if own[0].get("rate") is None else f"{own[0]['rate']:g}")
-    times = [run["step_ms"] for run in own if "step_ms" in run]
-    row.append(
-        f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})" if times else ""
-    )
+    ms = [run["step_ms"] for run in own if "step_ms" in run]
+    row.append(f"{statistics.median(ms):.1f} ({min(ms):.1f}-{max(ms):.1f})" if ms else "")
     same = [run for run in lost if _setting(run) == _setting(own[0])]
     return [*row, f"{len(own)}{f', {len(same)} more diverged' if same else ''}"]
 

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from dct_bench.link.cells import Cell, merge
-from dct_bench.link.report import crossings, describe_crossings
+from dct_bench.link.report import crossings, describe_crossings, render
 from dct_bench.rates import describe_rate, parse_rate
 
 
@@ -46,7 +46,8 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
 def test_counted_bytes_are_held_against_payload_and_headers():
     cell = merge(2, 1e9, "dct", [[_answer([0.001] * 4, 1132)] * 2], 1, None)
     assert (cell.payload_bytes, cell.wire_bytes, cell.packets) == (1000, 1132, 2)
-    assert cell.counted_over_formula == 1.0  # 1000 + 2 * 66
+    run = {"links": [], "cells": [cell.as_json()], "options": {"density": 0.005}}
+    assert "| DCT, 0.5 % | 1,000 | 1,132 | 1.000 | 2 |" in render([run])  # 1000 + 2 * 66
 
 
 def test_a_counter_that_ranks_share_is_divided():
