@@ -5,9 +5,9 @@
 
 All runs of a seed start from the same weights and see the same batches; the MLPs' gradients are
 averaged in float32, so that only the exchange of rows differs. Prints a table of bytes and scores;
-writes summary.json. Where few entries of a row cross, few are trained in a step, so
-that tables want a higher learning rate: with --embedding-lrs everything is trained with each rate,
-and the table shows the one that is best for it, by mean log loss; summary.json has all.
+writes summary.json. Where few entries of a row cross, few are trained in a step, so that tables
+want a higher learning rate: with --embedding-lrs everything is trained with each rate, and the
+table shows the one that is best for it, by mean log loss; summary.json has all.
 
 --ablations adds, for each density:
 

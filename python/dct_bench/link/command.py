@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
             for cell in (cell for cell in measured if cell.failed):
                 at = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)}"
                 console.out(f"{at} failed: {cell.failed}", highlight=False)
+    console.out(f"{report.NOTE}\n", highlight=False)
     console.out("\n".join(report.describe_crossings(report.crossings(cells))), highlight=False)
     console.out(f"in {options.out}: link.json, step_time.png", highlight=False)
     return int(any(cell.failed for cell in cells))
