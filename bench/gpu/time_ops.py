@@ -23,7 +23,7 @@ from dct_bench.kernels.arguments import ROUNDS
 from dct_bench.kernels.cases import Case
 from dct_bench.kernels.report import COPY, COPY_KERNEL, HEADER, row
 from dct_bench.markdown import line
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_kernels.row_layout import FORMATS
 
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (None, F32), (F32, BF16))  # and the dtype of values
@@ -55,7 +55,7 @@ def chosen(device: str, scale: int) -> Iterator[Case]:
         yield cases.row_pack(device, rows, width, 0.05, True)
         yield cases.row_pack(device, rows, width, 0.05, False, BF16)
         yield cases.row_unpack(device, rows, width, 0.05, False)
-        for format in SCALED_BY_ROW:
+        for format in FORMATS:
             yield cases.row_quantize(device, rows, width, format, False)
             yield cases.row_dequantize(device, rows, width, format, False)
     yield cases.row_pack(device, rows, 256, 0.1, False)
