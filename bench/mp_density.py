@@ -5,9 +5,9 @@
 
 All runs of a seed start from the same weights and see the same batches; the MLPs' gradients are
 averaged in float32, so that only the exchange of rows differs. Prints a table of bytes and scores;
-writes summary.json and density.png. Where few entries of a row cross, few are trained in a step, so
-that tables want a higher learning rate: with --embedding-lrs everything is trained with each rate,
-and table and plot show the one that is best for it, by mean log loss; summary.json has all.
+writes summary.json. Where few entries of a row cross, few are trained in a step, so that tables
+want a higher learning rate: with --embedding-lrs everything is trained with each rate, and the
+table shows the one that is best for it, by mean log loss; summary.json has all.
 
 --ablations adds, for each density:
 
@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -156,7 +154,7 @@ def work(options: argparse.Namespace, args: argparse.Namespace) -> None:
     if console is not None:
         write(options, data.description, records)
         console.print(f"\n{table(records)}\n", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"in {options.out}: summary.json, density.png", style="dim")
+        console.print(f"in {options.out}: summary.json", style="dim")
 
 
 def exchanged(record: dict) -> float:
@@ -212,31 +210,6 @@ def write(options: argparse.Namespace, description: dict, records: list[dict]) -
     config |= {"ranks": dist.get_world_size(), "torch": torch.__version__}
     summary = {"config": config, "data": description, "runs": records}
     Path(options.out, "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    plot(options.out / "density.png", records)
-
-
-def plot(path: Path, records: Sequence[dict]) -> None:
-    """Scores over bytes, where those are counted: mean and range over seeds."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, key in zip(figure.subplots(1, 2), ("auc", "log_loss"), strict=True):
-        axes.set(xlabel="bytes of rows a step, forward and backward", xscale="log")
-        axes.set_ylabel(key.replace("_", " "))
-        curve = []
-        for name, runs in best(records).items():
-            if not runs[0]["counted"]:
-                continue
-            scores = [run[key] for run in runs]
-            mean, sent = statistics.mean(scores), exchanged(runs[0])
-            low, high = mean - min(scores), max(scores) - mean
-            plain = runs[0]["density"] and not runs[0]["ablation"]
-            axes.errorbar(sent, mean, [[low], [high]], fmt="o" if plain else "x", capsize=3)
-            axes.annotate(name, (sent, mean), xytext=(4, 4), textcoords="offset points", fontsize=7)
-            if plain:
-                curve.append((sent, mean))
-        axes.plot(*zip(*curve, strict=True), color="gray", linewidth=0.8, zorder=0)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -20,21 +20,19 @@ Other options are those of dct-train; without --validation-fraction it is 0.1.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import mxfp4
 import torch
+from reports import experiments, trained
 from run_files import (
-    RATE_SEED,
     Run,
     add_rates,
-    best_rates,
     parse,
     rated,
     settings_of,
-    spread,
     train_by_rates,
     write_report,
 )
@@ -108,101 +106,12 @@ def job(
     EXCHANGES[run.exchange] = lambda options: kind.exchange()
     MODES[run.exchange] = MODES["dense"]
     options.dedup, options.embedding_lr = kind.dedup, run.rate
-    return rated(run.exchange, run, data, options, on_step)
-
-
-def report(records: Sequence[dict]) -> str:
-    """Markdown: bytes by what they are for, scores over seeds, differences seed by seed."""
-    rates = best_rates(records)
-    of_exchange = {name: runs_at(records, name, rate) for name, rate in rates.items()}
-    order = [*NAMES, *sorted(of_exchange.keys() - set(NAMES))]
-    grid = rates_tried(records)
-    dense = of_exchange.get("float32", [])
-    whole = rows_bytes(dense[0]) if dense else None
-    distinct = distinct_bytes(records)
-    lines = [
-        "| rows | ids and counts | forward | backward | fewer than float32 | than float32, dedup | "
-        "tables' lr | seeds | AUC | log loss | AUC against float32, by seed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in (name for name in order if name in of_exchange):
-        runs = of_exchange[name]
-        tested = [run for run in runs if "test" in run]
-        sent = rows_bytes(runs[0])
-        edge = "" if grid[0] < rates[name] < grid[-1] else " (edge)"
-        cells = [
-            name,
-            f"{_sent(runs[0], 'ids'):,.0f}",
-            f"{_sent(runs[0], 'mp_forward'):,.0f}",
-            f"{_sent(runs[0], 'mp_backward'):,.0f}",
-            f"{whole / sent:.1f}x" if whole else "-",
-            f"{distinct / sent:.1f}x" if distinct else "-",
-            f"{rates[name]:g}{edge}",
-            str(len(tested)),
-            spread([run["test"]["auc"] for run in tested]),
-            spread([run["test"]["log_loss"] for run in tested]),
-            "" if name == "float32" else spread(differences(tested, dense), "+"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", *rates_table(records, [name for name in order if name in of_exchange])]
-    return "\n".join(lines)
-
-
-def rates_tried(records: Sequence[dict]) -> list[float]:
-    return sorted({record["rate"] for record in records})
-
-
-def rates_table(records: Sequence[dict], names: Sequence[str]) -> list[str]:
-    """Markdown, by lines: how well every rate did on validation rows."""
-    grid = rates_tried(records)
-    lines = [f"Rates tried, seed {RATE_SEED}, validation rows' log loss (AUC):", ""]
-    lines += ["| rows | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
-    lines += ["|---|" + "---|" * len(grid)]
-    for name in names:
-        cells = [_validation(records, Run(name, rate, RATE_SEED)) for rate in grid]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def rows_bytes(record: dict) -> float:
-    """Bytes of rows a rank sends in a step, forward and backward."""
-    return _sent(record, "mp_forward") + _sent(record, "mp_backward")
-
-
-def distinct_bytes(records: Sequence[dict]) -> float | None:
-    """Bytes that the distinct rows have in float32, both ways; None where no run had them."""
-    for record in records:
-        kind = Kind.parse(record["exchange"])
-        if kind.dedup and "diverged" not in record:
-            width = record["settings"]["embedding_dim"]
-            rows = _sent(record, "mp_forward") / kind.row_bytes(width)[0]
-            return rows * 8 * width
-    return None
-
-
-def differences(runs: Sequence[dict], others: Sequence[dict]) -> list[float]:
-    """AUC of `runs` less that of `others`, seed by seed."""
-    scores = {run["seed"]: run["test"]["auc"] for run in others if "test" in run}
-    return [run["test"]["auc"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
-
-
-def runs_at(records: Sequence[dict], name: str, rate: float) -> list[dict]:
-    """Those that did not diverge, by seed."""
-    found = [run for run in records if (run["exchange"], run["rate"]) == (name, rate)]
-    return sorted((run for run in found if "diverged" not in run), key=lambda run: run["seed"])
-
-
-def _sent(record: dict, purpose: str) -> float:
-    return record[f"{purpose}_bytes_per_step_per_rank"]
-
-
-def _validation(records: Sequence[dict], run: Run) -> str:
-    for record in records:
-        if (record["exchange"], record["rate"], record["seed"]) == run:
-            if "diverged" in record:
-                return "diverged"
-            return f"{record['validation']['log_loss']:.4f} ({record['validation']['auc']:.4f})"
-    return ""
+    found, said = rated(run.exchange, run, data, options, on_step)
+    if kind.dedup:
+        width = options.embedding_dim
+        rows = found[f"mp_forward{experiments.BYTES}"] / kind.row_bytes(width)[0]
+        found[f"distinct_float32{experiments.BYTES}"] = 8 * width * rows  # both ways
+    return found, said
 
 
 def exchange_name(text: str) -> str:
@@ -225,7 +134,7 @@ def _main() -> None:
     options, args = parse(parser, "hybrid")
     settings = settings_of(options, SETTINGS)
     records = train_by_rates(options, args, args.exchanges, settings, job)
-    write_report(options.out, report(records))
+    write_report(options.out, trained.report(records))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Two processes over gloo, torch.distributed.pipelining: RowPack ends the first st
 begins the second; or RowQuantize and RowDequantize, with rows in each of --formats both ways. The
 dense run and all others see the same batches from the same weights. Bytes of a step are counted
 where they are sent: forward by the first stage, backward by the second. Prints a table, with the
-held-out loss as trained and with compression switched off; writes summary.json and loss.png.
-Without --data, the text is generated.
+held-out loss as trained and with compression switched off; writes summary.json, which has every
+loss. Without --data, the text is generated.
 
 --fresh-mask adds, for each density, the ablation that picks the largest *gradients* in the backward
 pass instead of reusing the mask; it computes on whole tensors, so its bytes are by formula.
@@ -24,8 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -279,30 +277,6 @@ def report(args: argparse.Namespace, modes: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, modes: list[dict]) -> None:
-    """Loss curves of every mode, averaged over seeds and smoothed; the ablation dashed.
-
-    A format is dotted, in the colour of the density that was named in its place.
-    """
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="training loss")
-    formats = [mode["format"] for mode in modes if mode["format"]]
-    densities = list(dict.fromkeys(mode["density"] for mode in modes if mode["density"]))
-    for mode in modes:
-        curve = torch.tensor([run["loss"] for run in mode["runs"]]).mean(0)
-        width = max(1, len(curve) // 50)
-        smooth = curve.unfold(0, width, 1).mean(1)
-        color, style = "black", "-"
-        if mode["density"] is not None:
-            color, style = f"C{densities.index(mode['density'])}", "--" if mode["fresh"] else "-"
-        if mode["format"] is not None:
-            color, style = f"C{formats.index(mode['format'])}", ":"
-        axes.plot(range(width, len(curve) + 1), smooth, style, color=color, label=mode["name"])
-    figure.legend(loc="outside right upper", title="of a row crosses")
-    figure.savefig(path, dpi=120)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file; generated if absent")
@@ -335,8 +309,7 @@ def main() -> None:
     config = {key: str(value) for key, value in vars(args).items()}
     summary = {"torch": torch.__version__, "config": config, "modes": modes}
     Path(args.out, "summary.json").write_text(json.dumps(summary))
-    plot(args.out / "loss.png", modes)
-    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json, {args.out}/loss.png")
+    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json")
 
 
 if __name__ == "__main__":

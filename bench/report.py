@@ -1,27 +1,26 @@
-"""Pages, figures and pictures from bench/results.
+"""Pages, tables in other pages, and pictures from bench/results.
 
     python bench/report.py                     # write all of them
-    python bench/report.py --check             # say which differ from what would be written
+    python bench/report.py --check             # say which texts differ from what would be written
     python bench/report.py --collect NAME DIR  # make an experiment of a finished folder of runs
-    python bench/report.py --run NAME PART     # print one run, for `dct-bench scale --validate`
 
 It writes docs/results/*.md, a page for each experiment and an index; fills the blocks between
 `<!-- figure: NAME -->` and `<!-- end figure -->` in README.md and docs/guide; and draws
-docs/images/*.svg. Run twice, it changes nothing.
+docs/images/step_time-*.svg.
 
-With --collect it writes NAME.json into --into, with what --title, --question and --command say and
-the commit, machine and day of now. Correct these by hand, add "answer" and "notes", and make the
-pages. A command of a run of many files (bench/run_files.py) writes them while it runs.
+With --collect it writes NAME.json into --into, with the commit, machine and day of now. Correct
+these by hand, add "title", "question", "answer" and "notes", and make the pages. A command of a run
+of many files (bench/run_files.py) writes them while it runs.
 """
 
 import argparse
 import datetime
-import json
 import sys
 from pathlib import Path
 
 from reports import blocks, experiments, pages, pictures
 
+from dct_bench.provenance import describe
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.errors import UsageError
 
@@ -33,7 +32,7 @@ def made(results: Path = experiments.RESULTS) -> dict[Path, str]:
         UsageError: an experiment or a block is not what it must be.
     """
     found = experiments.load(results)
-    texts = pages.render(found) | pictures.render(found)
+    texts = pages.render(found)
     for page in blocks.pages():
         texts[page] = blocks.fill(page, page.read_text(), found)
     return texts
@@ -47,13 +46,11 @@ def differing(texts: dict[Path, str]) -> list[Path]:
 
 
 def collect(options: argparse.Namespace) -> None:
-    from dct_bench.provenance import describe
-
     name, folder = options.collect
     now = describe()
     content = {
-        "title": options.title or name,
-        "question": options.question,
+        "title": name,
+        "group": options.group,
         "command": options.command,
         "commit": now["commit"] or "not recorded",
         "machine": f"{now['gpu'] or now['cpu']}, {now['cores']} cores, torch {now['torch']}",
@@ -71,10 +68,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="report.py", description=__doc__, formatter_class=Formatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--collect", nargs=2, metavar=("NAME", "DIR"))
-    parser.add_argument("--run", nargs=2, metavar=("NAME", "PART"))
     parser.add_argument("--into", type=Path, default=experiments.RESULTS, metavar="DIR")
-    for name in ("title", "question"):
-        parser.add_argument(f"--{name}", default="")
+    groups = experiments.GROUPS
+    parser.add_argument("--group", choices=groups, default=groups[0], help="of the index")
     parser.add_argument("--command", default="not recorded", help="that wrote DIR")
     return parser.parse_args(arguments)
 
@@ -84,20 +80,17 @@ def _main() -> int:
     if options.collect:
         collect(options)
         return 0
-    if options.run:
-        name, part = options.run
-        print(json.dumps(experiments.load()[name].of_part(part)[0]))
-        return 0
     texts = made()
     different = differing(texts)
     for path in different:
         print(f"{path.relative_to(pages.ROOT)}: {'differs' if options.check else 'written'}")
         if not options.check:
             if path in texts:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(texts[path])
             else:
                 path.unlink()
+    if not options.check:
+        pictures.draw(experiments.load())
     return 1 if options.check and different else 0
 
 

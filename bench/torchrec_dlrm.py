@@ -36,15 +36,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mp_formats import differences, rates_table, rates_tried, runs_at
+from reports import trained
 from run_files import (
     Run,
     add_rates,
-    best_rates,
     parse,
     scored,
     settings_of,
-    spread,
     train_by_rates,
     write_report,
 )
@@ -86,7 +84,7 @@ FBGEMM = {"fp16": CommType.FP16, "int8": CommType.INT8, "mx4": CommType.MX4}
 SETTINGS = ("rows", "test_fraction", "validation_fraction", "epochs", "batch_size", "lr")
 SETTINGS += ("hash_size", "embedding_dim", "bottom", "top", "density", "link")
 BAGS = "sparse_arch.embedding_bag_collection"
-PURPOSES = ("ids", "forward", "backward", "dense")
+PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
 PORT = "29500"  # in a namespace every port is free
 
 
@@ -164,7 +162,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
-        self._now, self._way = dict.fromkeys(PURPOSES, 0), "forward"
+        self._now, self._way = dict.fromkeys(PURPOSES, 0), "mp_forward"
         self._all = WireMeter()
 
     def __enter__(self) -> "Sent":
@@ -178,12 +176,12 @@ class Sent:
         dist.all_to_all_single = self._original
 
     def forward_done(self) -> None:
-        self._way = "backward"
+        self._way = "mp_backward"
 
     def step_done(self) -> None:
-        self._now["dense"] = self._all.take() - sum(self._now.values())
+        self._now["dp"] = self._all.take() - sum(self._now.values())
         self.steps.append(self._now)
-        self._now, self._way = dict.fromkeys(PURPOSES, 0), "forward"
+        self._now, self._way = dict.fromkeys(PURPOSES, 0), "mp_forward"
 
     def _all_to_all(
         self,
@@ -255,40 +253,6 @@ def job(
     return scores | found, said
 
 
-def report(records: Sequence[dict]) -> str:
-    """Markdown: bytes by what they are for, scores over seeds, differences seed by seed."""
-    rates, grid = best_rates(records), rates_tried(records)
-    order = [*(name for name in NAMES if name in rates), *sorted(rates.keys() - set(NAMES))]
-    runs = {name: runs_at(records, name, rates[name]) for name in order}
-    dense = runs.get("float32", [])
-    lines = [
-        "| exchange | ids | rows forward | backward | MLPs | rows fewer | all fewer | tables' lr | "
-        "seeds | AUC | log loss | AUC against float32, by seed | step, ms |",
-        "|" + "---|" * 13,
-    ]
-    for name, own in runs.items():
-        tested = [run for run in own if "test" in run]
-        times = [run["step_ms_median"] for run in tested or own]
-        cells = [name, *(f"{_sent(own[0], purpose):,.0f}" for purpose in PURPOSES)]
-        for purposes in (("forward", "backward"), PURPOSES):
-            sent, whole = (sum(_sent(run[0], p) for p in purposes) for run in (own, dense or own))
-            cells.append(f"{whole / sent:.1f}x")
-        cells += [
-            f"{rates[name]:g}" + ("" if grid[0] < rates[name] < grid[-1] else " (edge)"),
-            str(len(tested)),
-            spread([run["test"]["auc"] for run in tested]),
-            spread([run["test"]["log_loss"] for run in tested]),
-            "" if name == "float32" else spread(differences(tested, dense), "+"),
-            f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *rates_table(records, order)])
-
-
-def _sent(record: dict, purpose: str) -> float:
-    return record[f"{purpose}_bytes_per_step_per_rank"]
-
-
 def over_link(rate: float | None, ranks: int, arguments: Sequence[str]) -> int:
     """This program on ranks in namespaces, with a link of `rate` between them: its exit status."""
     with Namespaces(ranks) as network:
@@ -337,7 +301,7 @@ def _main() -> int | None:
     settings = settings_of(options, SETTINGS)
     records = train_by_rates(options, args, args.exchanges, settings, job)
     if is_first():
-        write_report(options.out, report(records))
+        write_report(options.out, trained.report(records))
     return None
 
 

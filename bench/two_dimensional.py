@@ -23,20 +23,18 @@ Other options are those of dct-train; without --validation-fraction it is 0.1.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from mp_formats import SETTINGS
+from reports import trained
 from run_files import (
-    RATE_SEED,
     Run,
     add_rates,
-    best_rates,
     parse,
     rated,
     settings_of,
-    spread,
     train_by_rates,
     write_report,
 )
@@ -106,60 +104,6 @@ def job(
     return rated("dct", run, data, options_of(run.exchange, run.rate, options), on_step)
 
 
-def report(records: Sequence[dict]) -> str:
-    """Markdown: bytes of syncs, scores over seeds, differences to full model parallelism."""
-    rates = best_rates(records)
-    grid = sorted({record["rate"] for record in records})
-    order = [name for name in NAMES if name in rates] + sorted(rates.keys() - set(NAMES))
-    tested = {
-        name: [
-            run
-            for run in records
-            if (run["exchange"], run["rate"]) == (name, rates[name]) and "test" in run
-        ]
-        for name in order
-    }
-    lines = [
-        "| variant | bytes of syncs a step | of rows a step | tables' lr | seeds | AUC | "
-        "log loss | log loss against mp, by seed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in order:
-        runs = tested[name]
-        edge = "" if grid[0] < rates[name] < grid[-1] else " (edge)"
-        sync, rows = (_sent(runs, names) for names in (["sync"], ["mp_forward", "mp_backward"]))
-        scores = [[run["test"][score] for run in runs] for score in ("auc", "log_loss")]
-        against = "" if name == FULL else _differences(runs, tested.get(FULL, []))
-        cells = [name, sync, rows, f"{rates[name]:g}{edge}", str(len(runs))]
-        lines.append("| " + " | ".join([*cells, *map(spread, scores), against]) + " |")
-    lines += ["", f"Rates tried, seed {RATE_SEED}, validation rows' log loss:", ""]
-    lines += ["| variant | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
-    lines += ["|---|" + "---|" * len(grid)]
-    tried = {
-        (run["exchange"], run["rate"]): (
-            "diverged" if "diverged" in run else f"{run['validation']['log_loss']:.4f}"
-        )
-        for run in records
-        if run["seed"] == RATE_SEED
-    }
-    for name in order:
-        lines.append(f"| {name} | " + " | ".join(tried.get((name, r), "") for r in grid) + " |")
-    return "\n".join(lines)
-
-
-def _sent(runs: Sequence[dict], purposes: Sequence[str]) -> str:
-    if not runs:
-        return "-"
-    return f"{sum(runs[0][f'{name}_bytes_per_step_per_rank'] for name in purposes):,.0f}"
-
-
-def _differences(runs: Sequence[dict], others: Sequence[dict]) -> str:
-    """Log loss of `runs` less that of `others`, seed by seed."""
-    scores = {run["seed"]: run["test"]["log_loss"] for run in others}
-    found = [run["test"]["log_loss"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
-    return spread(found, "+")
-
-
 def main() -> int:
     return exit_status("two_dimensional.py", _main)
 
@@ -174,7 +118,7 @@ def _main() -> None:
     options, args = parse(parser, "2d")
     settings = settings_of(options, (*SETTINGS, "replicas", "sync_density"))
     records = train_by_rates(options, args, args.variants, settings, job)
-    write_report(options.out, report(records))
+    write_report(options.out, trained.report(records))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ ADDED = {
     },
 }
 ORIGINS = {page: path for path, page in ADDED.items()}
+# A picture for light and for dark pages, as GitHub has it; the theme chooses by the end of a link.
+PICTURE = re.compile(
+    r'<picture><source [^>]*srcset="(?P<dark>[^"]*)">\n'
+    r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)"></picture>'
+)
 MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
 
 
@@ -55,6 +60,9 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     origin = ORIGINS.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    markdown = PICTURE.sub(
+        r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)", markdown
+    )
     if not origin.endswith(".py"):
         markdown = re.sub(
             r"(!?\[[^]]*\])\(([^)#\s]*)(#[^)]*)?\)",

@@ -1,4 +1,4 @@
-"""bench/results: what pages and figures say is what was measured."""
+"""bench/results: what pages and their tables say is what was measured."""
 
 import json
 import re
@@ -9,12 +9,15 @@ from programs import ROOT
 from ptx import costs
 from ptx import report as counts
 
+from dct_bench import markdown
+from dct_bench.kernels import report as kernels
+from dct_bench.link import report as links
 from dct_dlrm.errors import UsageError
 
 sys.path.insert(0, str(ROOT / "bench"))
 import report
 import run_files
-from reports import blocks, experiments, figures, kernels, links, pages, pictures, svg, trained
+from reports import blocks, experiments, figures, pages, pictures, trained
 
 ALL = experiments.load()
 MADE = report.made()
@@ -65,7 +68,7 @@ def test_every_figure_stands_on_a_page():
     assert named - {"NAME"} == figures.FIGURES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - {"index"}))
+@pytest.mark.parametrize("name", sorted(figures.FIGURES))
 def test_a_block_is_filled_and_a_wrong_figure_in_it_is_caught(name):
     filled = blocks.fill(PAGE, _block(name), ALL)
     assert filled.endswith("<!-- end figure -->\nafter\n")
@@ -112,6 +115,33 @@ def test_means_and_differences_by_seed():
     assert dct[3:7] == ["1.4000 ± 0.2828", "1.6000", "+0.3000 ± 0.1000", "+0.4000"]
 
 
+def test_the_report_of_a_bench_chooses_rates_and_tells_what_diverged():
+    """As bench/two_dimensional.py and its like write their runs."""
+
+    def record(name, rate, seed, loss, **sent):
+        score = {"auc": 0.7, "log_loss": loss}
+        found = {"exchange": name, "rate": rate, "seed": seed, "validation": score}
+        found |= {"step_ms_median": 9.0 + seed} | ({"test": score} if seed else {})
+        return found | {f"{key}{experiments.BYTES}": value for key, value in sent.items()}
+
+    records = [record("mp", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.45))]
+    records += [record("scaled/10", rate, 0, loss) for rate, loss in ((1, 0.3), (3, 0.4))]
+    records += [{"exchange": "scaled/10", "rate": 9, "seed": 0, "diverged": True}]
+    rows = {"mp_forward": 60, "mp_backward": 40}
+    for seed, loss in ((1, 0.42), (2, 0.44)):
+        records.append(record("mp", 3, seed, loss, **rows))
+        records.append(record("scaled/10", 1, seed, loss + seed / 100, sync=50))
+    lines = trained.report(records).splitlines()
+    dense, scaled = (
+        next(line.split(" | ") for line in lines if line.startswith(f"| {name} |"))
+        for name in ("one group of all ranks", "2 replicas, every 10, accumulators halved")
+    )
+    assert dense[4:6] == ["100", "1.0x"] and dense[-3:] == ["3", "10.5 (10.0-11.0)", "2 |"]
+    assert scaled[3:6] == ["50", "50", "2.0x"] and scaled[-3] == "1"
+    assert "+0.0150 ± 0.0050" in scaled
+    assert "| 2 replicas, every 10, accumulators halved | 0.3000 | 0.4000 | diverged |" in lines
+
+
 def test_differences_are_of_the_same_seeds():
     dense = _runs("dense", [1.0, 1.2, 9.0])
     assert trained.over(_runs("dct:1%", [1.5])[:1], dense) == [0.5]
@@ -151,26 +181,6 @@ def test_of_copy_is_the_copy_over_the_op():
     assert line == "| `mask_pack` | c | 1 % | 8 | 9.0 | 4 (4-4) | 50 % | 20x | topk 10x |"
 
 
-def test_bars_are_as_long_as_the_times():
-    (run,) = ALL["link_one_threshold"].runs
-    drawn = pictures.step_time(ALL)
-    bars = [float(width) for width in re.findall(r"width='([\d.]+)' height='24'", drawn)]
-    times = [cell["step_ms"][1] for cell in run["cells"]]
-    assert [bar / bars[0] for bar in bars] == pytest.approx([t / times[0] for t in times], abs=1e-3)
-
-
-@pytest.mark.parametrize("log", [False, True])
-def test_a_line_goes_through_its_points(log):
-    """The middle of three is in the middle: of 1 and 9 that is 5, on a logarithmic scale 3."""
-    middle = 3 if log else 5
-    line = svg.Line("a", [(1, 1), (middle, middle), (9, 9)])
-    drawn = svg.chart("t", [svg.Panel("p", "x", "y", [line], log, log)])
-    (path,) = re.findall(r"d='M([\d. L]+)' fill='none'", drawn)
-    (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split()) for point in path.split("L"))
-    assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
-    assert x0 < x2 and y0 > y2
-
-
 def test_runs_of_an_unknown_kind_are_shown_as_they_are():
     assert pages.tables([{"a": 1, "b": 0.25, "c": [1]}]).splitlines()[2] == "| 1 | 0.25 |"
 
@@ -205,9 +215,10 @@ def test_experiments_that_are_refused(tmp_path):
         with pytest.raises(UsageError, match=rule):
             experiments.load(tmp_path)
 
-    good = dict.fromkeys(experiments.REQUIRED, "-") | {"runs": []}
-    refused([1], "must have title, command, commit, machine, date")
+    good = dict.fromkeys(experiments.REQUIRED, "-") | {"group": "Kernels", "runs": []}
+    refused([1], "must have title, group, command, commit, machine, date")
     refused(good | {"commit": ""}, "one.json must have commit")
+    refused(good | {"group": "Others"}, "one.json must have a group of Gradients: quality, ")
     refused(good | {"colour": "red"}, "must have the keys of an experiment.*colour")
     (tmp_path / "day" / "one.json").write_text(json.dumps(good))
     (tmp_path / "other").mkdir()
@@ -221,36 +232,39 @@ def test_no_path_of_a_machine_is_in_a_result():
         assert not re.search(r"/(home|root|work|tmp|mnt|opt|Users)/", path.read_text()), path
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
-def test_figures_in_words_stand_in_the_tables_of_their_page(name):
-    """Answers and notes are written by hand: those of their figures that have a decimal point."""
-    experiment = ALL[name]
-    page = MADE[pages.page_of(experiment)]
-    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
-    figure = r"[+-]?\d+\.\d+ ± \d+\.\d+|(?<![\w.±-])\d+\.\d+(?! ± )"
-    said = re.findall(figure, experiment.answer)
-    said += re.findall(r"[+-]?\d+\.\d+ ± \d+\.\d+", experiment.notes)
-    assert [text for text in said if text not in tables] == []
-
-
-def _leads_somewhere(page, text):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
-
-
-def test_links_of_the_pages_lead_somewhere():
+def test_every_page_is_in_the_index_and_its_links_lead_somewhere():
+    index = MADE[pages.PAGES / "README.md"]
+    assert sorted(re.findall(r"\]\((\w+)\.md\)", index)) == sorted(ALL)
     for page, text in MADE.items():
-        if page.parent == pages.PAGES:
-            _leads_somewhere(page, text)
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
 
 
-def test_every_bench_and_every_experiment_is_in_the_index():
-    page = ROOT / "bench" / "README.md"
-    index = page.read_text()
-    _leads_somewhere(page, index)
+def test_every_bench_is_named():
+    index = (ROOT / "bench" / "README.md").read_text()
     names = {path.name for path in (ROOT / "bench").glob("*.[ps][yh]")}
     assert {name for name in names if f"`{name}`" not in index} == set()
-    listed = set(re.findall(r"\]\(results/([\w./-]+)\)", index))
-    kept = {f"{each.path.parent.name}/{each.path.name}" for each in ALL.values()}
-    assert listed == kept
-    assert [each for each in ALL if f"(../docs/results/{each}.md)" not in index] == []
+
+
+def test_pictures_are_drawn_and_every_one_that_is_named_is_there(tmp_path):
+    pictures.draw(ALL, tmp_path)
+    named = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(
+            r"(?:src|srcset)=\"([^\"]+)\"|!\[[^]]*\]\(([^)]+)\)", page.read_text()
+        ):
+            named.add((page.parent / "".join(target)).resolve())
+    assert named == set(pictures.IMAGES.iterdir())
+    assert {pictures.IMAGES / path.name for path in tmp_path.iterdir()} < named
+
+
+def test_tables_are_aligned_for_a_terminal():
+    table = markdown.table(["", "ms"], [["dense", "541.2"], ["DCT", "9"]])
+    assert markdown.aligned(f"**2 ranks**\n\n{table}").splitlines() == [
+        "**2 ranks**",
+        "",
+        "|       | ms    |",
+        "| ----- | ----- |",
+        "| dense | 541.2 |",
+        "| DCT   | 9     |",
+    ]

@@ -15,7 +15,7 @@ import dct_kernels
 from dct_bench.kernels import cases
 from dct_bench.kernels.cases import Case
 from dct_bench.kernels.command import results
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_kernels.row_layout import FORMATS
 
 ITERATIONS = 50
 SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued by then, and the streams do overlap
@@ -29,7 +29,7 @@ def chosen(device: str) -> Iterator[Case]:
     yield cases.scatter_unpack(device, numel, 0.01, 3)
     yield cases.row_pack(device, rows, width, 0.05, False)
     yield cases.row_unpack(device, rows, width, 0.05, False)
-    for format in SCALED_BY_ROW:
+    for format in FORMATS:
         yield cases.row_quantize(device, rows, width, format, False)
         yield cases.row_dequantize(device, rows, width, format, False)
 

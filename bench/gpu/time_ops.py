@@ -21,7 +21,9 @@ from dct_bench.kernels import cases
 from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import ROUNDS
 from dct_bench.kernels.cases import Case
-from dct_kernels.row_layout import SCALED_BY_ROW
+from dct_bench.kernels.report import COPY, COPY_KERNEL, HEADER, row
+from dct_bench.markdown import line
+from dct_kernels.row_layout import FORMATS
 
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (None, F32), (F32, BF16))  # and the dtype of values
@@ -53,7 +55,7 @@ def chosen(device: str, scale: int) -> Iterator[Case]:
         yield cases.row_pack(device, rows, width, 0.05, True)
         yield cases.row_pack(device, rows, width, 0.05, False, BF16)
         yield cases.row_unpack(device, rows, width, 0.05, False)
-        for format in SCALED_BY_ROW:
+        for format in FORMATS:
             yield cases.row_quantize(device, rows, width, format, False)
             yield cases.row_dequantize(device, rows, width, format, False)
     yield cases.row_pack(device, rows, 256, 0.1, False)
@@ -83,8 +85,7 @@ def measure(case: Case, device: str) -> Iterator[dict]:
         result = kernels.measure(case, options) | {"graphs": graphs}
         with contextlib.suppress(ImportError, RuntimeError, AssertionError):  # no NVML, no GPU
             result["sm_mhz"] = torch.cuda.clock_rate()
-        for line in kernels.lines(result):
-            print(line, "in a graph" if graphs else "", flush=True)
+        print(line(row(result)), "in a graph" if graphs else "", flush=True)
         yield result
         case.peers = {}
 
@@ -100,7 +101,7 @@ def judged(results: list[dict], ours: str = "cuda") -> Iterator[tuple[bool, str]
     for result in called:
         op, case, numel = (result[key] for key in ("op", "case", "numel"))
         name, own = f"{op} {numel:,}: {case}", ms(result, ours)
-        copy = ms(result, kernels.COPY, kernels.COPY_KERNEL)
+        copy = ms(result, COPY, COPY_KERNEL)
         for (of, words, size), least in OF_COPY.items():
             if op == of and case.endswith(words) and size in (None, numel):
                 share = copy / own
@@ -128,7 +129,7 @@ def main() -> None:
     torch.manual_seed(0)
     start, results, failures, said = time.monotonic(), [], [], ""
     content = {"torch": torch.__version__, "provenance": provenance.describe(), "results": results}
-    print("\n".join(kernels.HEADER))
+    print(HEADER)
     for case in chosen(args.device, args.scale):
         if time.monotonic() - start > args.seconds:
             said = f"; stopped after {args.seconds:.0f} s, the rest is not measured"

@@ -1,1 +1,1 @@
-"""What bench/report.py makes of bench/results: pages, blocks in other pages, a picture."""
+"""What bench/report.py makes of bench/results: pages, tables in other pages, pictures."""

@@ -1,4 +1,4 @@
-"""Blocks in README.md, docs/guide and bench/README.md that are filled with figures.
+"""Blocks in README.md and docs/guide that are filled with figures.
 
 A block is what stands between two lines; NAME is a figure's (figures.py).
 
@@ -6,6 +6,7 @@ A block is what stands between two lines; NAME is a figure's (figures.py).
     <!-- end figure -->
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from dct_dlrm.errors import UsageError
 
 from .experiments import Experiment
 from .figures import FIGURES
-from .pages import ROOT, page_of
+from .pages import ROOT
 
 Experiments = Mapping[str, Experiment]
 BEGIN, END = r"^<!-- figure: (\S+) -->\n", r"^<!-- end figure -->$"
@@ -25,8 +26,7 @@ MARK = re.compile(r"(?<!`)<!-- (?:end )?figure\b")
 
 def pages() -> list[Path]:
     """Those that may have blocks."""
-    guide = sorted((ROOT / "docs" / "guide").rglob("*.md"))
-    return [ROOT / "README.md", ROOT / "bench" / "README.md", *guide]
+    return [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
 
 def fill(page: Path, text: str, experiments: Experiments) -> str:
@@ -55,26 +55,20 @@ def render(name: str, page: Path, experiments: Experiments) -> str:
     if name not in FIGURES:
         raise UsageError(f"{page}: no figure {name!r}; there are {', '.join(sorted(FIGURES))}")
     make, sources = FIGURES[name]
-    found = [experiments[source] for source in sources if source in experiments]
-    links = [f"[{each.name}]({page_of(each).relative_to(ROOT).as_posix()})" for each in found]
+    links = [f"[{each}](docs/results/{each}.md)" for each in sources]
     text = make(experiments)
     said = f"From: {', '.join(links)}." if links else ""
     if re.search(r"\| [+-]\S+ ± ", text):
         said += " ± after a difference is its standard error over seeds."
-    text, said = (
-        re.sub(  # figures link from the root
-            r"\]\(((?:docs|bench)/[^)]*)\)",
-            lambda link: f"]({_relative(ROOT / link[1], page.parent)})",
-            part,
-        )
-        for part in (text, said)
+    text, said = (_linked(part, page) for part in (text, said.strip()))
+    lines = textwrap.wrap(said, 118, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([text, "", *lines] if lines else [text])
+
+
+def _linked(text: str, page: Path) -> str:
+    """Figures link from the root: as the page does."""
+    return re.sub(
+        r"\]\((docs/[^)]*)\)",
+        lambda link: f"]({os.path.relpath(ROOT / link[1], page.parent)})",
+        text,
     )
-    lines = textwrap.fill(said.strip(), 118, break_long_words=False, break_on_hyphens=False)
-    return f"{text}\n\n{lines}" if lines else text
-
-
-def _relative(path: Path, folder: Path) -> str:
-    up = 0
-    while not path.is_relative_to(folder):
-        folder, up = folder.parent, up + 1
-    return "../" * up + path.relative_to(folder).as_posix()

@@ -1,10 +1,10 @@
 """Experiments as they are kept: a JSON file each, in bench/results/DATE-MACHINE/NAME.json.
 
-    {"title", "question", "answer", "command", "commit", "machine", "date", "settings", "notes",
-     "parts": [{"name", "title", "command", "settings", "notes"}, ...], "runs": [...]}
+    {"title", "group", "question", "answer", "command", "commit", "machine", "date", "settings",
+     "notes", "parts": [{"name", "title", "command", "settings", "notes"}, ...], "runs": [...]}
 
 `runs` are what was measured; with parts, each run names its own. A file may name the JSON beside
-it that has its runs, as `source`. Notes are Markdown.
+it that has its runs, as `source`. The answer is one sentence. Notes are Markdown.
 """
 
 import dataclasses
@@ -14,12 +14,19 @@ from pathlib import Path
 from dct_dlrm.errors import UsageError
 
 RESULTS = Path(__file__).parents[1] / "results"
-REQUIRED = ("title", "command", "commit", "machine", "date")
+REQUIRED = ("title", "group", "command", "commit", "machine", "date")
+GROUPS = (  # of the index
+    "Gradients: quality",
+    "Gradients: time and bytes",
+    "Rows and tables",
+    "Kernels",
+    "Other exchanges",
+)
+BYTES = "_bytes_per_step_per_rank"
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
-# Files of bench/gpu/check.py, kept as they came, beside the experiment that is made of them; and
-# those of its predecessor.
-RAW = {"summary.json", "time.json", "step.json", "profile.json"}
-RAW |= {"bench.json", "environment.json", "summary_of_the_first_run.json"}
+# Files of bench/gpu/check.py and its predecessor, kept as they came, beside the experiment that is
+# made of them.
+RAW = {"summary.json", "time.json", "step.json", "profile.json", "bench.json", "environment.json"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Part:
 class Experiment:
     path: Path
     title: str
+    group: str
     command: str
     commit: str
     machine: str
@@ -71,6 +79,8 @@ def read(path: Path) -> Experiment:
     lacking = [key for key in REQUIRED if not (isinstance(content, dict) and content.get(key))]
     if lacking:
         raise UsageError(f"{path} must have {', '.join(lacking)}")
+    if content["group"] not in GROUPS:
+        raise UsageError(f"{path} must have a group of {', '.join(GROUPS)}")
     if source := content.pop("source", None):
         content["runs"] = json.loads((path.parent / source).read_text())["results"]
     try:
@@ -130,7 +140,7 @@ def canonical(run: dict) -> dict:
         density = "" if run["density"] is None else f":{100 * run['density']:g}%"
         found = {"method": f"{method}{density} {version}".strip(), "seed": run["seed"]}
         return found | {"test": _scores(summary), "bytes_per_step": _sent(summary)}
-    if "exchange" in run:  # mp_formats.py, two_dimensional.py
+    if "exchange" in run:  # mp_formats.py, two_dimensional.py, torchrec_dlrm.py
         formats, plus, distinct = run["exchange"].partition("+")
         if formats in FEW_BITS:  # both ways; alone it is the hook's
             formats = f"{formats},{formats}"
@@ -139,6 +149,8 @@ def canonical(run: dict) -> dict:
         if "diverged" in run:
             return found | {"diverged": run["diverged"]}
         found |= {part: _scores(run[part]) for part in ("validation", "test") if part in run}
+        if "step_ms_median" in run:
+            found["step_ms"] = run["step_ms_median"]
         return found | {"bytes": _bytes(run)}
     return run
 
@@ -154,6 +166,5 @@ def _sent(summary: dict) -> float:
 
 def _bytes(run: dict) -> dict:
     """What a rank sends per step, by what it is for."""
-    suffix = "_bytes_per_step_per_rank"
-    found = {key.removesuffix(suffix): run[key] for key in run if key.endswith(suffix)}
+    found = {key.removesuffix(BYTES): run[key] for key in run if key.endswith(BYTES)}
     return {key: round(value) for key, value in found.items() if value and key != "wire"}

@@ -1,11 +1,16 @@
 """Tables of figures from results, for blocks in other pages (blocks.py): small, a few columns."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
-from . import links, trained
+import torch
+
+from dct_bench.link import report as links
+from dct_bench.markdown import difference, mean, number, plain, table, times
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
+
+from . import trained
 from .experiments import Experiment
-from .markdown import difference, mean, number, plain, table, times
 
 Experiments = Mapping[str, Experiment]
 FIGURES: dict[str, tuple[Callable[[Experiments], str], tuple[str, ...]]] = {}
@@ -21,39 +26,16 @@ def figure(*sources: str) -> Callable:
     return add
 
 
-@figure()
-def index(experiments: Experiments) -> str:
-    """Of bench/README.md: what was kept."""
-    rows = [
-        [
-            each.question or each.title,
-            f"`{_program(each.command)}`",
-            f"[{each.name}.json](bench/results/{each.path.parent.name}/{each.path.name})",
-            f"[page](docs/results/{each.name}.md)",
-        ]
-        for each in experiments.values()
-    ]
-    return table(["question", "command", "result", "page"], sorted(rows, key=lambda row: row[1:]))
-
-
-def _program(command: str) -> str:
-    """What of a command says which program it is."""
-    if command == "not recorded":
-        return command
-    found = re.search(r"[\w/]+\.(?:py|sh)|dct-bench\)? \w+|dct-train", command)
-    return found[0].replace(")", "").removeprefix("bench/") if found else command.split()[0]
-
-
 @figure("link_one_threshold")
 def headline(experiments: Experiments) -> str:
     """Bytes and time of a step over a slow link."""
     (run,) = experiments["link_one_threshold"].runs
     rows = []
     for cell in run["cells"]:
-        bold = "**" if cell["mode"] == "dct" else ""
-        name = links.label(run, cell["mode"]).replace("DCT, all-gather", "**DCT**")
-        row = [name, number(cell["payload_bytes"]), _fewer(run, cell["mode"])]
-        rows.append([*row, f"{bold}{cell['step_ms'][1]:.1f}{bold}"])
+        name, ms = links.label(run, cell["mode"]), f"{cell['step_ms'][1]:.1f}"
+        if cell["mode"] == "dct":
+            name, ms = f"**{name}**", f"**{ms}**"
+        rows.append([name, number(cell["payload_bytes"]), _fewer(run, cell["mode"]), ms])
     return table(["exchange", "bytes per step", "fewer by", "ms per step at 100 Mbit/s"], rows)
 
 
@@ -119,21 +101,12 @@ COSINE = "text-adamw-cosine"
 TEXT = ("value_formats", "text_3000")
 
 
-def _each_once(runs: Sequence[dict]) -> list[dict]:
-    """The dense runs stand beside others more than once."""
-    found = {(r["method"], r["rate"], r["seed"], r["steps"]): r for r in reversed(runs)}
-    return list(reversed(found.values()))
-
-
-def _text_runs(experiments: Experiments) -> list[dict]:
-    """The transformer's under AdamW and cosine."""
-    runs = [run for name in TEXT if name in experiments for run in experiments[name].runs]
-    return _each_once([run for run in runs if trained.problem(run) == COSINE])
-
-
 def cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
     """The transformer's methods under AdamW and cosine after so many steps."""
-    return _methods(_text_runs(experiments), COSINE, steps)
+    # The dense runs stand beside others more than once.
+    runs = [run for name in reversed(TEXT) for run in reversed(experiments[name].runs)]
+    once = {(r["method"], r["rate"], r["seed"], r["steps"], trained.problem(r)): r for r in runs}
+    return _methods(list(reversed(once.values())), COSINE, steps)
 
 
 @figure(*TEXT)
@@ -266,11 +239,6 @@ def bytes_by_density(experiments: Experiments) -> str:
 @figure()
 def bytes_by_ranks(experiments: Experiments) -> str:
     """Computed: times fewer bytes than a float32 ring, 2^22 elements at 0.5 %, headers and all."""
-    import torch
-
-    from dct_parallel.exchange.codec import Settings
-    from dct_parallel.exchange.plan import BucketPlan
-
     settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
     ranks, rows = (2, 4, 8, 64), []
     for name in ("all_gather", "reduce_scatter"):

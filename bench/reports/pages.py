@@ -5,14 +5,21 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import kernels, links, trained
-from .experiments import RESULTS, Experiment, Part
-from .markdown import plain, table
+from dct_bench.kernels import report as kernels
+from dct_bench.link import report as links
+from dct_bench.markdown import plain
+
+from . import trained
+from .experiments import GROUPS, RESULTS, Experiment, Part
 
 ROOT = RESULTS.parents[1]
 PAGES = ROOT / "docs" / "results"
 MADE = "<!-- Made by bench/report.py. Do not edit: change the experiment's JSON and run it. -->"
 KINDS = (trained, links, kernels)
+ABOUT = """\
+What was measured, a page for each experiment. A page keeps the command as it was run, at its
+commit; names of commands and options have moved since. `bench/report.py` makes the pages from
+`bench/results`."""
 
 
 def render(experiments: Mapping[str, Experiment]) -> dict[Path, str]:
@@ -26,14 +33,13 @@ def page_of(experiment: Experiment) -> Path:
 
 
 def index(experiments: Mapping[str, Experiment]) -> str:
-    """Questions, answers and pages, the newest first."""
-    rows = [
-        [each.question, each.answer, each.date, f"[{each.title}]({each.name}.md)"]
-        for each in sorted(experiments.values(), key=lambda each: each.date, reverse=True)
-    ]
-    said = "A page for each experiment, made from its file in `bench/results` by `bench/report.py`."
-    said += "\nEach names its command, commit, machine and date."
-    return _joined(MADE, "# Results", said, table(["question", "answer", "date", "page"], rows))
+    """Titles and answers, by group."""
+    found = [MADE, "# Results", ABOUT]
+    for group in GROUPS:
+        own = [each for each in experiments.values() if each.group == group]
+        lines = [f"- [{each.title}]({each.name}.md): {each.answer}" for each in own]
+        found += [f"## {group}", "\n".join(lines)]
+    return _joined(*found)
 
 
 def _joined(*paragraphs: str) -> str:
@@ -70,9 +76,7 @@ def _code(command: str) -> str:
 def tables(runs: Sequence[dict]) -> str:
     """By the kind of the runs; of a kind that is not known every plain value."""
     kind = kind_of(runs[0])
-    if kind:
-        return kind.render(runs)
-    return plain(runs)
+    return kind.render(runs) if kind else plain(runs)
 
 
 def kind_of(run: dict):

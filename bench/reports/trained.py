@@ -8,34 +8,29 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from .experiments import FEW_BITS
-from .markdown import difference, mean, number, table, times
+from dct_bench.markdown import difference, mean, number, table, times
+
+from .experiments import FEW_BITS, canonical
 
 BASELINES = ("dense", "float32", "mp")  # what differences are from
 RATE_SEED, RATE_STEPS = 0, 600  # of the runs that learning rates are chosen by
-EARLIER = "earlier thresholds"
 NAMES = {
     "dense": "float32",
     "bf16": "bfloat16",
     "powersgd": "PowerSGD, rank 1",
     "topk": "exact top-k",
     "dct": "hook",
-    "gather": "hook, all-gather",
     "all_gather": "hook, all-gather",
-    "shard": "hook, reduce-scatter",
     "reduce_scatter": "hook, reduce-scatter",
     "e3m0": "hook, e3m0",
-    "corrected": "hook, momentum correction",
     "mp": "one group of all ranks",
 }
-SYNCS = {"dct": "DCT"}
 OTHERS = {
     "postlocal": "float32 weights averaged",
     "diloco": "DiLoCo",
     "sparseloco": "SparseLoCo",
 }
 WITH = {"": "", "dedup": ", distinct rows", "hook": ", and the hook"}
-TIMED = {"warmup": "in the first steps, down to step", "cooldown": "from step"}
 PROBLEMS = {
     "text-adamw": "Transformer, AdamW, constant rate",
     "text-adamw-cosine": "Transformer, AdamW, cosine",
@@ -139,15 +134,11 @@ def factor(runs: Sequence[dict], dense: Sequence[dict]) -> str:
 START = 2  # steps that the hook begins with in bfloat16
 
 
-def later(runs: Sequence[dict], dense: Sequence[dict]) -> float:
-    """Of the hook, bytes per step once its first steps are over."""
-    steps, whole = runs[0]["steps"], dense[0]["bytes_per_step"]
-    return (runs[0]["bytes_per_step"] * steps - START * whole / 2) / (steps - START)
-
-
 def steady(runs: Sequence[dict], dense: Sequence[dict]) -> str:
-    """How many times fewer than float32's these are."""
-    return times(dense[0]["bytes_per_step"] / later(runs, dense))
+    """How many times fewer the hook sends than float32 once its first steps are over."""
+    steps, whole = runs[0]["steps"], dense[0]["bytes_per_step"]
+    later = (runs[0]["bytes_per_step"] * steps - START * whole / 2) / (steps - START)
+    return times(whole / later)
 
 
 def of_distinct(runs: Sequence[dict]) -> str:
@@ -177,7 +168,7 @@ def scores(runs: Sequence[dict], among: Sequence[dict] = ()) -> str:
     headings = ["method", *(PURPOSES[key] for key in purposes)]
     headings += ["bytes per step", "fewer by", "than float32's distinct rows"]
     headings += ["AUC", "AUC, difference", "loss", "worst seed", "loss, difference", "at most"]
-    headings += ["calibration", "rate", "seeds"]
+    headings += ["calibration", "rate", "ms per step", "seeds"]
     lost = [run for run in runs if "diverged" in run]
     return table(headings, [_row(name, own, dense, purposes, lost) for name, own in rows])
 
@@ -194,6 +185,8 @@ def _row(name: str, own: list[dict], dense: list[dict], purposes: list, lost: li
     row += [difference(losses), f"{max(losses):+.4f}" if losses else ""]
     row.append(mean([test["calibration"] for test in tests if "calibration" in test], 3))
     row.append("" if own[0].get("rate") is None else f"{own[0]['rate']:g}")
+    ms = [run["step_ms"] for run in own if "step_ms" in run]
+    row.append(f"{statistics.median(ms):.1f} ({min(ms):.1f}-{max(ms):.1f})" if ms else "")
     same = [run for run in lost if _setting(run) == _setting(own[0])]
     return [*row, f"{len(own)}{f', {len(same)} more diverged' if same else ''}"]
 
@@ -226,8 +219,15 @@ def render(runs: Sequence[dict]) -> str:
         if len(among) > 1:
             found.append(f"**{PROBLEMS.get(name, name)}, {steps:,} steps**")
         of_problem = [run for run in runs if problem(run) == name]
-        found += [scores(own, of_problem), rates_tried(own)]
+        if any("test" in run for run in own):
+            found.append(scores(own, of_problem))
+        found.append(rates_tried(own))
     return "\n\n".join(text for text in found if text)
+
+
+def report(records: Iterable[dict]) -> str:
+    """Of runs as their bench (mp_formats.py and its like) has written them."""
+    return f"{NOTE}\n\n{render([canonical(record) for record in records])}"
 
 
 def label(method: str) -> str:
@@ -238,7 +238,9 @@ def label(method: str) -> str:
     density, by, period = rest.partition("x")
     said = _label(kind, density.replace("%", " %"), period if by else "") or name
     said = ", ".join([said, *(setting.replace("=", " ") for setting in settings)])
-    return f"{said} ({EARLIER})" if version == "before" else f"{said} {version}".strip()
+    if not version:
+        return said
+    return f"{said}, {version}" if rest else method
 
 
 def _label(kind: str, density: str, period: str) -> str:
@@ -251,11 +253,6 @@ def _label(kind: str, density: str, period: str) -> str:
         return f"{OTHERS[kind]}{f', {density}' if density else ''}, every {period} steps"
     if kind in FEW_BITS:
         return f"hook, every entry in {kind}"
-    if kind == "picks":
-        exact = int(period) > 1_000_000
-        return f"hook, {density}, " + ("exact threshold" if exact else f"{int(period):,} picks")
-    if kind in TIMED:
-        return f"hook, 25 % {TIMED[kind]} {period}, else {density}"
     if kind in NAMES:
         return f"{NAMES[kind]}{f', {density}' if density else ''}"
     return "" if density else _replicas(kind) if "/" in kind else _rows(kind)
@@ -265,7 +262,7 @@ def _replicas(kind: str) -> str:
     """Of bench/two_dimensional.py."""
     optimizer, period, *format = kind.split("/")
     how = {"c1": "", "scaled": ", accumulators halved", "delayed": ", delayed accumulators"}
-    sent_as = f", {SYNCS.get(format[0], format[0])}" if format else ""
+    sent_as = f", {format[0].replace('dct', 'DCT')}" if format else ""
     return f"2 replicas, every {period}{how.get(optimizer, f', {optimizer}')}{sent_as}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dct_dlrm.command_line import Parser, add_version, exit_status
 
-COMMANDS = ("kernels", "link", "scale", "report")
+COMMANDS = ("kernels", "link", "scale")
 
 DESCRIPTION = "Measure what Dynamic Communication Thresholding costs and saves."
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dct_bench.scale import shapes
-from dct_bench.scale.break_even import GRID, faster_by, paying_rates
+from dct_bench.scale.break_even import GRID, paying_rates
 from dct_bench.scale.cost_model import (
     LOCAL_PERIOD,
     Cluster,
@@ -193,14 +193,3 @@ def test_the_rate_at_which_dct_stops_paying():
     other = paying_rates(model, lambda rate: _flat(2, Link(0.0, rate / 8)), "dense", "dct")
     exact = 8 * (1.05 * 4e6 - sent) / 12e-3
     assert other == [(next(r for r in GRID if r > exact), GRID[-1])]
-
-
-def test_powersgd_is_no_opponent_where_its_bytes_are_not_known():
-    model = Model([(1000, 1000)], 0.1, FREE, 0.01)
-    known = ("dense", "bf16", "dct", "dct-reduce-scatter", "local")
-    faster = faster_by(model, lambda p, rate: _flat(p, Link(0.0, rate / 8)), [2], known)
-    ((opponent, ratios),) = faster.items()
-    assert opponent == "the better of dense and bf16"
-    # At 100 Mbit/s: bfloat16's 2 MB, and the bytes of local steps, which send less than the hook.
-    ours = 0.1 + LOCAL_PAYLOAD / 10 / 12.5e6
-    assert ratios[2, GRID[50]] == pytest.approx((0.1 + 2e6 / 12.5e6) / ours)

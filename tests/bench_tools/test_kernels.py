@@ -1,4 +1,4 @@
-"""dct-bench kernels and report: all that is asked for is measured; what is wrong is not timed."""
+"""dct-bench kernels: all that is asked for is measured; what is wrong is not timed."""
 
 import argparse
 import json
@@ -10,7 +10,6 @@ from dct_bench import cli
 from dct_bench.kernels import arguments, cases, peers, timing
 from dct_bench.kernels import command as kernels
 from dct_bench.kernels.arguments import TIMED
-from dct_bench.report import command
 from dct_bench.scale import kernel_rates as scale_rates
 
 
@@ -20,12 +19,11 @@ def few_buffers(monkeypatch):
 
 
 @pytest.mark.large
-def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
+def test_all_ops_and_peers(tmp_path, capsys):
     command = ["kernels", "--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
     command += ["--row-widths", "64", "--rounds", "1", "--threads", "1"]
     command += ["--json", str(tmp_path / "k.json")]
     assert cli.main(command) == 0
-    assert cli.main(["report", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "k.json").read_text())["results"]
     assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
@@ -46,14 +44,9 @@ def test_all_ops_and_peers_and_their_report(tmp_path, capsys):
     }
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
-    written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"k.json", "report.md", "of_copy.png", "by_size.png", "by_density.png"}
-    table = (tmp_path / "report.md").read_text()
-    assert table.count("\n| ") == 1 + sum(len(result["ms"]) for result in results)
-    (tmp_path / "report.md").unlink()
-    (tmp_path / "report.md").mkdir()
-    assert cli.main(["report", str(tmp_path)]) == 1
-    assert "DIR must be a folder that can be written to, got" in capsys.readouterr().err
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2 + len(results)  # a heading, of the table as well
+    assert {line.count("|") for line in lines[2:]} == {11}
 
 
 @pytest.fixture
@@ -213,17 +206,9 @@ def test_exact_top_k_finds_the_largest():
     assert torch.equal(values.abs().sort().values, grad.abs().sort().values[-10:])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["kernels", "--device", "cpu", "--graphs"], "--graphs must come with --device cuda"),
-        (["report", "/nowhere"], "must be a folder"),
-        (["report", "n" * 300], "must be a folder"),
-    ],
-)
-def test_wrong_arguments(arguments, said, capsys):
-    assert cli.main(arguments) == 1
-    assert said in capsys.readouterr().err
+def test_graphs_need_a_gpu(capsys):
+    assert cli.main(["kernels", "--device", "cpu", "--graphs"]) == 1
+    assert "--graphs must come with --device cuda" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["", "a file/k.json"], ids=["a folder", "below a file"])
@@ -245,49 +230,3 @@ def test_more_threads_than_can_be(capsys):
 
 def test_no_rows_are_compared():
     kernels._check(cases.row_pack("cpu", 0, 1, 0.05, False), cases.backends("cpu"))
-
-
-RESULT = {"op": "o", "case": "c", "numel": 1, "density": None, "bytes": 1, "ms": {"copy": {}}}
-
-
-def test_a_case_measured_twice_is_drawn_twice(tmp_path):
-    ms = {name: {"median": 2.0, "q20": 1.0, "q80": 3.0} for name in ("copy", "cpp")}
-    rows = RESULT | {"op": "row_pack", "case": "[8, 64], k=4", "density": 0.05, "ms": ms}
-    others = rows | {"case": "[8, 64], k=4, bfloat16"}
-    again = rows | {"ms": ms | {"cpp": {"median": 3.0, "q20": 2.0, "q80": 4.0}}}
-    for name, results in (("a.json", [rows, others]), ("b.json", [again])):
-        content = {"results": results, "provenance": dict.fromkeys(command.PROVENANCE, "1")}
-        (tmp_path / name).write_text(json.dumps(content))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert (tmp_path / "by_size.png").exists()
-
-
-def test_nothing_measured_has_a_density(tmp_path):
-    ms = {name: {"median": 2.0, "q20": 1.0, "q80": 3.0} for name in ("copy", "cpp")}
-    rows = RESULT | {"op": "row_quantize", "case": "[8, 64], int8", "ms": ms}
-    content = {"results": [rows], "provenance": dict.fromkeys(command.PROVENANCE, "1")}
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    assert cli.main(["report", str(tmp_path)]) == 0
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"results": {"x": 1}},
-        {"results": [1]},
-        {"results": [RESULT]},
-        {"results": [RESULT], "provenance": {"torch": "2"}},
-        {"results": [RESULT | {"ms": 1.0}], "provenance": dict.fromkeys(command.PROVENANCE)},
-        {"options": [1]},
-        {"options": {"local_size": "2"}},
-    ],
-)
-def test_the_report_reads_no_other_json(tmp_path, capsys, content):
-    (tmp_path / "other.json").write_text(json.dumps(content))
-    assert cli.main(["report", str(tmp_path)]) == 1
-    assert "found none" in capsys.readouterr().err
-
-
-def test_no_results(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 1
-    assert "found none" in capsys.readouterr().err

@@ -1,13 +1,11 @@
 """From the ranks' answers to a table: merging, crossings, rates."""
 
 import argparse
-import io
 
 import pytest
-from rich.console import Console
 
 from dct_bench.link.cells import Cell, merge
-from dct_bench.link.report import crossings, print_crossings
+from dct_bench.link.report import crossings, describe_crossings, render
 from dct_bench.rates import describe_rate, parse_rate
 
 
@@ -48,7 +46,8 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
 def test_counted_bytes_are_held_against_payload_and_headers():
     cell = merge(2, 1e9, "dct", [[_answer([0.001] * 4, 1132)] * 2], 1, None)
     assert (cell.payload_bytes, cell.wire_bytes, cell.packets) == (1000, 1132, 2)
-    assert cell.counted_over_formula == 1.0  # 1000 + 2 * 66
+    run = {"links": [], "cells": [cell.as_json()], "options": {"density": 0.005}}
+    assert "| DCT, 0.5 % | 1,000 | 1,132 | 1.000 | 2 |" in render([run])  # 1000 + 2 * 66
 
 
 def test_a_counter_that_ranks_share_is_divided():
@@ -95,9 +94,8 @@ def test_a_second_crossing_is_told():
 
 
 def _said(cells):
-    console = Console(file=io.StringIO(), width=200)
-    print_crossings(console, crossings(cells))
-    return console.file.getvalue()
+    (said,) = describe_crossings(crossings(cells))
+    return said
 
 
 def test_a_crossing_below_an_unlimited_rate_has_no_number_to_interpolate_to():
@@ -105,13 +103,13 @@ def test_a_crossing_below_an_unlimited_rate_has_no_number_to_interpolate_to():
     assert crossings(cells)[0]["pays_up_to"] == 1e9
     assert _said(cells) == (
         "2 ranks, DCT against dense float32: pays at 1 Gbit/s, no longer on an unlimited link: "
-        "somewhere between it stops\n"
+        "somewhere between it stops"
     )
 
 
 def test_a_crossing_between_two_rates_is_told_with_a_number():
     cells = _cells("dense", {1e9: 20, 4e9: 5}) + _cells("dct", {1e9: 10, 4e9: 10})
-    told = "pays up to a rate between 1 Gbit/s and 4 Gbit/s, at about 2.00 Gbit/s\n"
+    told = "pays up to a rate between 1 Gbit/s and 4 Gbit/s, at about 2.00 Gbit/s"
     assert _said(cells).endswith(told)
 
 

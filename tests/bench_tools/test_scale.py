@@ -114,8 +114,6 @@ def test_prediction(tmp_path, capsys):
         parts = sum(step[phase] for phase in ("compute", "pack", "wire", "unpack"))
         assert step["seconds"] == pytest.approx(parts)
     assert result["union_density"]["2"] == pytest.approx(2 * 0.005 - 0.005**2)
-    assert (tmp_path / "step_time.png").stat().st_size > 10_000
-    assert (tmp_path / "break_even.png").stat().st_size > 10_000
 
 
 def test_measured_kernels_are_named(tmp_path, capsys):
@@ -274,13 +272,12 @@ def test_only_a_link_run_can_validate(tmp_path, capsys, content):
     assert capsys.readouterr().err == f"dct-bench scale: {rule}, got {path}\n"
 
 
-@pytest.mark.parametrize("taken", ["scale.json", "break_even.png"])
-def test_where_no_results_can_be_is_said_first(tmp_path, capsys, taken):
-    (tmp_path / taken).mkdir()
+def test_where_no_results_can_be_is_said_first(tmp_path, capsys):
+    (tmp_path / "scale.json").mkdir()
     assert cli.main(["scale", "--ranks", "2", "--rates", "1gbit", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("dct-bench scale: --out must be a folder that can be written to")
-    assert str(tmp_path / taken) in said.err and not said.out
+    assert str(tmp_path / "scale.json") in said.err and not said.out
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,7 @@ QUICK = ["--rows", "2000", "--hash-size", "50", "--bottom", "16", "--top", "16",
 
 def _bare(*given):
     """[(run, its exit status, what it printed, and on stderr)] of every command."""
-    commands = [
-        (MODULES[command], [*sub, *(["."] if "report" in sub else []), *given])
-        for command, *sub in RUNS
-    ]
+    commands = [(MODULES[command], [*sub, *given]) for command, *sub in RUNS]
     program = BARE.format(missing=list(EXTRA), commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
     ended = json.loads(done.stdout)

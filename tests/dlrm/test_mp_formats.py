@@ -11,7 +11,6 @@ import torch
 
 BENCH = Path(__file__).parents[2] / "bench" / "mp_formats.py"
 sys.path.insert(0, str(BENCH.parent))
-import mp_formats  # noqa: E402
 import mxfp4  # noqa: E402
 from mp_formats import Kind  # noqa: E402
 
@@ -55,36 +54,6 @@ def test_mxfp4():
     assert there[0, :32].eq(0).all() and there[0, 32:64].eq(2.0**127).all() and there[0, 64].isnan()
 
 
-def _record(exchange, rate, seed, loss, auc=0.7, rows=10):
-    forward, backward = Kind.parse(exchange).row_bytes(64)
-    record = {"exchange": exchange, "rate": rate, "seed": seed, "settings": {"embedding_dim": 64}}
-    record["validation"] = {"auc": auc, "log_loss": loss}
-    if seed:
-        record["test"] = {"auc": auc, "log_loss": loss}
-    sent = {"ids": 4 * rows, "mp_forward": rows * forward}
-    sent["mp_backward"] = rows * backward
-    return record | {f"{key}_bytes_per_step_per_rank": value for key, value in sent.items()}
-
-
-def test_report():
-    """Against float32 by bytes of the runs, against distinct float32 by those of distinct rows."""
-    records = [_record("float32", rate, 0, loss, rows=40) for rate, loss in ((1, 0.5), (3, 0.4))]
-    records += [_record("float32", 3, seed, 0.4, auc=0.7 + seed / 100, rows=40) for seed in (1, 2)]
-    records += [_record("float32", 1, 1, 0.4, auc=0.9, rows=40)]  # not at its rate: left out
-    records += [_record("int4,sign+dedup", rate, 0, 0.5 / rate) for rate in (1, 3)]
-    records += [
-        _record("int4,sign+dedup", 3, seed, 0.4, auc=0.7 + seed / 100 + extra)
-        for seed, extra in ((1, 0.001), (2, 0.003))
-    ]
-    lines = mp_formats.report(records).splitlines()
-    dense, coarse = (next(s for s in lines if s.startswith(f"| {n} ")) for n in NAMES)
-    assert "| 1.0x | 0.2x | 3 (edge) | 2 | 0.7150 ± 0.0071 |" in dense
-    # 40 rows of 512 bytes over 10 of 44; 10 of 512 over the same
-    assert "| 46.5x | 11.6x | 3 (edge) | 2 |" in coarse
-    assert coarse.endswith("| +0.0020 ± 0.0014 |")
-    assert "| float32 | 0.5000 (0.7000) | 0.4000 (0.7000) |" in lines
-
-
 @pytest.mark.large
 def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     small = "--rows 1500 --hash-size 50 --embedding-dim 16 --bottom 8 --top 16 --seeds 1"
@@ -104,6 +73,7 @@ def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     assert 0 < rows < 0.5 * 128 * 13
     assert sent["mp_forward_bytes_per_step_per_rank"] == pytest.approx(rows * (8 + 2))
     assert sent["mp_backward_bytes_per_step_per_rank"] == pytest.approx(rows * (2 + 2))
+    assert sent["distinct_float32_bytes_per_step_per_rank"] == pytest.approx(rows * 2 * 4 * 16)
     assert (tmp_path / "report.md").read_text() in done.stdout
     (tmp_path / "float32_lr0.1_seed1.json").unlink()
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -41,25 +41,3 @@ def test_options_of_a_variant(name, expected):
     assert own.embedding_lr == 0.5 and options.embedding_lr is None
     got = own.replicas, own.embedding_optimizer, own.delayed_accumulator, own.sync_every
     assert (*got, own.sync_dtype) == expected
-
-
-def _record(name, rate, seed, loss, sync=0.0):
-    purposes = {"sync": sync, "mp_forward": 30.0, "mp_backward": 20.0}
-    record = {f"{purpose}_bytes_per_step_per_rank": sent for purpose, sent in purposes.items()}
-    score = {"auc": 0.7, "log_loss": loss}
-    record |= {"exchange": name, "rate": rate, "seed": seed, "validation": score}
-    return record | ({} if seed == 0 else {"test": score})
-
-
-def test_report():
-    records = [_record("mp", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.45))]
-    records += [_record("scaled/10", rate, 0, loss) for rate, loss in ((1, 0.3), (3, 0.4))]
-    records += [{"exchange": "scaled/10", "rate": 9, "seed": 0, "diverged": True}]
-    for seed, loss in ((1, 0.42), (2, 0.44)):
-        records.append(_record("mp", 3, seed, loss))
-        records.append(_record("scaled/10", 1, seed, loss + seed / 100, sync=1234))
-    lines = two_dimensional.report(records).splitlines()
-    assert "| mp | 0 | 50 | 3 | 2 | 0.7000 ± 0.0000 | 0.4300 ± 0.0141 |  |" in lines
-    scaled = "| scaled/10 | 1,234 | 50 | 1 (edge) | 2 | 0.7000 ± 0.0000 | 0.4450 ± 0.0212 | "
-    assert f"{scaled}+0.0150 ± 0.0071 |" in lines
-    assert "| scaled/10 | 0.3000 | 0.4000 | diverged |" in lines

@@ -34,13 +34,13 @@ def test_the_bench_counts_what_exchanges_send(tmp_path):
         for name, file in names.items()
     }
     for name, record in found.items():
-        sent = (record[f"{way}_bytes_per_step_per_rank"] for way in ("forward", "backward"))
+        sent = (record[f"{way}_bytes_per_step_per_rank"] for way in ("mp_forward", "mp_backward"))
         assert tuple(sent) == tuple(ROWS * size for size in BYTES[name]), name
         assert (
             record["ids_bytes_per_step_per_rank"] == found["float32"]["ids_bytes_per_step_per_rank"]
         )
         assert 0.3 < record["test"]["auc"] < 1
-        dense = record["dense_bytes_per_step_per_rank"]
+        dense = record["dp_bytes_per_step_per_rank"]
         assert dense == pytest.approx(4 * MLPS, abs=4) if "hook" not in name else dense < MLPS
     losses = {record["test"]["log_loss"] for record in found.values()}
     assert len(losses) == len(BYTES)

@@ -15,20 +15,16 @@ from torch import Tensor
 from dct_dlrm.errors import UsageError
 
 from .. import provenance
+from ..markdown import line
 from . import cases, native
 from .arguments import settle
 from .cases import Case
 from .peers import EXACT
+from .report import COPY, COPY_KERNEL, HEADER, OURS, row
 from .timing import take_turns
 
 SLOW_ROUNDS, SLOW_SETS = 1, 3  # of eager and the peers, which are tens of times slower
-COPY, COPY_KERNEL = "copy", "copy kernel"
-OURS = ("cuda", "triton", "cpp", "eager")
 DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
-HEADER = (
-    "| op | case | density | what | ms (20-80 %) | GB/s | of copy |",
-    "|---|---|---|---|---|---|---|",
-)
 FIRST_LOOK_SECONDS = 1  # after which no further round of a case begins
 UNIT = "A copy of as many bytes, in the same run, has speed 1: the larger, the better.\n"
 EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
@@ -46,15 +42,14 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     start, results = time.monotonic(), []
     print(_heading(options))
-    print(_about_first_look(options.device) if is_first_look else "\n".join(HEADER), flush=True)
+    print(_about_first_look(options.device) if is_first_look else HEADER, flush=True)
     for case in cases.first_look(options.device) if is_first_look else _progress(options):
         if options.seconds and time.monotonic() - start > options.seconds:
             print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
             break
         result = measure(case, options, is_first_look)
         results.append(result)
-        for line in [sentence(result)] if is_first_look else lines(result):
-            print(line, flush=True)
+        print(sentence(result) if is_first_look else line(row(result)), flush=True)
         if options.json:  # after every case: what was measured is kept, whatever comes
             _write(options, results)
     return 0
@@ -141,21 +136,6 @@ def copies(case: Case, device: str) -> dict[str, Callable]:
     if native.missing() is None and device == "cuda":
         copies[COPY_KERNEL] = lambda i: native.copy(target[i], source[i])
     return copies
-
-
-def lines(result: dict) -> Iterator[str]:
-    """The table's rows of one case, below HEADER."""
-    copy = result["ms"][COPY]["median"]
-    for name, ms in result["ms"].items():
-        rate = result["bytes"] / ms["median"] / 1e6
-        times = f"{ms['median']:.3f} ({ms['q20']:.3f}-{ms['q80']:.3f})"
-        # What a peer moves is not what must move: its rate would say nothing.
-        ours = name in (COPY, COPY_KERNEL, "eager", "cpp", "cuda", "triton")
-        density = "" if result["density"] is None else f"{result['density']:.1%}"
-        yield (
-            f"| {result['op']} | {result['numel']:,}: {result['case']} | {density} | "
-            f"{name} | {times} | {f'{rate:,.1f}' if ours else ''} | {copy / ms['median']:.1%} |"
-        )
 
 
 def sentence(result: dict) -> str:

@@ -40,7 +40,7 @@ examples:
   dct-bench link --loopback
       no root: what the modes cost where the network costs next to nothing
 
-DIR receives link.json (everything, with provenance), step_time.png and phases.png.
+DIR receives link.json (everything, with provenance) and step_time.png.
 `dct-bench scale --validate DIR/link.json` holds the cost model against it.
 """
 FOLDER, RESULT = "runs/link", "link.json"

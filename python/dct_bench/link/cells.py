@@ -6,10 +6,6 @@ import numpy as np
 
 from .phases import PHASES
 
-# Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, of every packet; acknowledgements are packets
-# without payload.
-HEADER_BYTES = 66
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -42,11 +38,6 @@ class Cell:
     node_bytes: float | None = None
     purpose_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
     purpose_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def counted_over_formula(self) -> float:
-        """Counted bytes over payload plus the headers of the packets counted."""
-        return self.wire_bytes / (self.payload_bytes + HEADER_BYTES * self.packets)
 
     def as_json(self) -> dict:
         return dataclasses.asdict(self)

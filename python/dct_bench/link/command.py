@@ -14,15 +14,14 @@ from dct_dlrm.command_line import results_folder
 from dct_dlrm.errors import UsageError
 
 from .. import provenance
+from ..markdown import aligned
 from ..rates import UNLIMITED, describe_rate, parse_rate
 from . import plots, report
 from .arguments import FOLDER, RESULT, ROUNDS
 from .cells import Cell, merge
-from .methods import HYBRID
+from .methods import HYBRID, METHODS
 from .namespaces import Loopback, Namespaces
 from .ranks import RankError, Ranks
-
-PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,11 +31,9 @@ def run(options: argparse.Namespace) -> int:
         options.rates = [parse_rate(text) for text in default]
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
-    options.out = results_folder(options, FOLDER, RESULT, "step_time.png", "phases.png")
+    options.out = results_folder(options, FOLDER, RESULT, "step_time.png")
     _check_nodes(options)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
     start = provenance.describe()
     links, cells, model = [], [], {}
     blocks = len(options.ranks) * len(options.rates) * len(options.modes) * ROUNDS
@@ -45,10 +42,16 @@ def run(options: argparse.Namespace) -> int:
             model, of_ranks, measured = _measure(ranks, options, on_block)
             links += of_ranks
             cells += measured
-            report.print_tables(console, of_ranks, measured)
-            _write(options, start, model, links, cells)  # kept, should a later one be interrupted
-    report.print_crossings(console, report.crossings(cells))
-    console.print(f"in {options.out}: link.json, step_time.png, phases.png", style="dim")
+            result = _write(options, start, model, links, cells)  # kept, whatever comes
+            of_these = [cell for cell in result["cells"] if cell["ranks"] == ranks]
+            tables = report.render([result | {"cells": of_these}])
+            console.out(f"{aligned(tables)}\n", highlight=False)
+            for cell in (cell for cell in measured if cell.failed):
+                at = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)}"
+                console.out(f"{at} failed: {cell.failed}", highlight=False)
+    console.out(f"{report.NOTE}\n", highlight=False)
+    console.out("\n".join(report.describe_crossings(report.crossings(cells))), highlight=False)
+    console.out(f"in {options.out}: link.json, step_time.png", highlight=False)
     return int(any(cell.failed for cell in cells))
 
 
@@ -66,7 +69,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 def _write(
     options: argparse.Namespace, start: dict, model: dict, links: list[dict], cells: list[Cell]
-) -> None:
+) -> dict:
     """Everything measured so far; `start` is the provenance when the run began."""
     result = {
         "provenance": start | {"load_average_end": provenance.describe()["load_average"]},
@@ -77,8 +80,8 @@ def _write(
         "crossings": report.crossings(cells),
     }
     (options.out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
-    plots.step_times(options.out / "step_time.png", cells)
-    plots.phases(options.out / "phases.png", cells)
+    plots.step_times(result["cells"]).savefig(options.out / "step_time.png", dpi=120)
+    return result
 
 
 def _measure(

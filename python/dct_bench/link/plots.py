@@ -1,78 +1,46 @@
-"""step_time.png and phases.png of `dct-bench link`."""
+"""step_time.png of `dct-bench link`: how long a step takes, and where the time goes."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..rates import describe_rate
-from .cells import Cell
 from .methods import METHODS
 from .phases import PHASES
 
-
-def step_times(path: Path, cells: list[Cell]) -> None:
-    """A panel per rank count: median step time over rates, a line per mode, 20-80 % shaded."""
-    groups = _by_ranks(cells)
-    figure = _figure(6.5 * len(groups), 4.5)
-    panels = figure.subplots(1, len(groups), squeeze=False)[0]
-    for axes, (ranks, of_ranks) in zip(panels, groups.items(), strict=True):
-        rates = _rates(of_ranks)
-        for number, mode in enumerate(dict.fromkeys(cell.mode for cell in of_ranks)):
-            of_mode = {cell.rate: cell.step_ms for cell in of_ranks if cell.mode == mode}
-            places = [place for place, rate in enumerate(rates) if of_mode.get(rate)]
-            low, median, high = np.transpose([of_mode[rates[place]] for place in places])
-            axes.plot(places, median, marker="o", color=f"C{number}", label=METHODS[mode].title)
-            axes.fill_between(places, low, high, color=f"C{number}", alpha=0.15)
-        axes.set(title=f"{ranks} ranks", ylabel="ms per step", yscale="log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks(range(len(rates)), [describe_rate(rate) for rate in rates])
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+# Okabe and Ito's, which colour-blind readers can tell apart.
+COLOURS = dict(zip(PHASES, ("#999999", "#e69f00", "#0072b2", "#009e73"), strict=True))
 
 
-def phases(path: Path, cells: list[Cell]) -> None:
-    """A panel per rank count and rate: a bar per mode, stacked by where the time goes."""
-    groups = _by_ranks(cells)
-    columns = max(len(_rates(of_ranks)) for of_ranks in groups.values())
-    figure = _figure(4 * columns, 3.6 * len(groups))
-    grid = figure.subplots(len(groups), columns, squeeze=False)
-    for row, (ranks, of_ranks) in zip(grid, groups.items(), strict=True):
-        for axes in row:
-            axes.set_visible(False)
-        for axes, rate in zip(row, _rates(of_ranks), strict=False):
-            axes.set_visible(True)
-            bars = [cell for cell in of_ranks if cell.rate == rate]
-            names = [METHODS[cell.mode].title for cell in bars]
-            bottom = np.zeros(len(bars))
-            for phase in PHASES:
-                ms = np.array([cell.phases_ms[phase] for cell in bars])
-                axes.bar(names, ms, bottom=bottom, label=phase)
-                bottom += ms
-            axes.set(title=f"{ranks} ranks, {describe_rate(rate)}", ylabel="ms per step")
-            axes.tick_params("x", rotation=40, labelsize="small")
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def step_times(cells: list[dict]) -> Figure:
+    """A panel for each rank count and rate: a bar per mode, stacked by phase, with its median."""
+    measured = [cell for cell in cells if cell["step_ms"]]
+    counts = list(dict.fromkeys(cell["ranks"] for cell in measured))
+    rates = sorted({cell["rate"] for cell in measured}, key=lambda rate: rate or math.inf)
+    modes = list(dict.fromkeys(cell["mode"] for cell in measured))
+    size = (1.7 + 4 * len(rates), len(counts) * (1.1 + 0.32 * len(modes)))
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    grid = figure.subplots(len(counts), len(rates), squeeze=False, sharey=True)
+    for row, ranks in zip(grid, counts, strict=True):
+        for axes, rate in zip(row, rates, strict=True):
+            bars = [cell for cell in measured if (cell["ranks"], cell["rate"]) == (ranks, rate)]
+            names = [METHODS[cell["mode"]].title for cell in bars]
+            left = np.zeros(len(bars))
+            for phase, colour in COLOURS.items():
+                ms = np.array([cell["phases_ms"][phase] for cell in bars])
+                axes.barh(names, ms, left=left, color=colour, label=phase)
+                left += ms
+            for name, end, cell in zip(names, left, bars, strict=True):
+                axes.text(end, name, f" {cell['step_ms'][1]:.0f} ms", va="center")
+            axes.set_title(f"{ranks} ranks, {describe_rate(rate)}")
+            axes.margins(x=0.25)
+            axes.spines[["top", "right", "bottom"]].set_visible(False)
+            axes.tick_params(length=0)
+            axes.set_xticks([])
+    grid[0][0].invert_yaxis()  # the first mode on top, in all that share the axis
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return figure
-
-
-def _by_ranks(cells: list[Cell]) -> dict[int, list[Cell]]:
-    measured = [cell for cell in cells if cell.step_ms is not None]
-    counts = dict.fromkeys(cell.ranks for cell in measured)
-    return {ranks: [cell for cell in measured if cell.ranks == ranks] for ranks in counts}
-
-
-def _rates(cells: list[Cell]) -> list[float | None]:
-    rates = {cell.rate for cell in cells}
-    return sorted(rates, key=lambda rate: math.inf if rate is None else rate)

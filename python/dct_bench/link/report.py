@@ -1,28 +1,102 @@
-"""Tables of `dct-bench link`, and where DCT stops paying."""
+"""Tables of a run of `dct-bench link`, in Markdown, and where DCT stops paying."""
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
+from ..markdown import number, table, times
 from ..rates import describe_rate
-from .cells import HEADER_BYTES, Cell
+from .cells import Cell
 from .methods import METHODS
-from .phases import PHASES
+
+# Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, of every packet; acknowledgements are packets
+# without payload.
+HEADER_BYTES = 66
+BYTES_AT = 1e9  # the rate that bytes are shown at, where it was measured
+PURPOSES = {
+    "counts": "counts",
+    "ids": "ids",
+    "mp_forward": "rows forward",
+    "mp_backward": "rows backward",
+    "dp": "MLPs' gradients",
+}
+NOTE = (
+    "A time is the median of a step, as long as its slowest rank, with 20 to 80 %. Bytes are per "
+    "rank and step: *formula* is what it hands to collectives, or what of it leaves its node; "
+    "*counter* is its interface's; *headers* are 66 bytes of each packet."
+)
 
 
-def print_tables(console: Console, links: list[dict], cells: list[Cell]) -> None:
-    """Times, one table per rate, and bytes, one table, of one rank count."""
-    for link in links:
-        _print_times(console, link, [cell for cell in cells if cell.rate == link["rate"]])
-    _print_bytes(console, [cell for cell in cells if cell.step_ms is not None])
-    _print_purposes(console, [cell for cell in cells if cell.purpose_bytes])
+def accepts(run: dict) -> bool:
+    return {"cells", "links"} <= run.keys()
+
+
+def render(runs: Sequence[dict]) -> str:
+    """Of every rank count the times, and the bytes at one rate."""
+    found = []
+    for run in runs:
+        for ranks in dict.fromkeys(cell["ranks"] for cell in run["cells"]):
+            rates = list(dict.fromkeys(c["rate"] for c in run["cells"] if c["ranks"] == ranks))
+            at = BYTES_AT if BYTES_AT in rates else rates[0]
+            local_size = run["options"].get("local_size", 1)
+            title = f"**{ranks} ranks{f', {local_size} a node' if local_size > 1 else ''}**"
+            found += [f"{title}, ms per step", _times(run, ranks, rates)]
+            found += [f"{title}, bytes at {describe_rate(at)}", _bytes(run, ranks, at)]
+    return "\n\n".join(found)
+
+
+def label(run: dict, mode: str) -> str:
+    """The mode's title, with the density that the run had."""
+    title = METHODS[mode].title
+    sparse = mode.startswith(("dct", "topk")) and mode != "dct-int4"
+    return f"{title}, {100 * run['options']['density']:g} %" if sparse else title
+
+
+def _times(run: dict, ranks: int, rates: Sequence[float | None]) -> str:
+    plain = {
+        link["rate"]: f"{_rate(link['bits_per_second'])}, {link['latency_us']:.0f} us"
+        for link in run["links"]
+        if link["ranks"] == ranks
+    }
+    rows = {mode: [label(run, mode)] for mode in _modes(run, ranks)}
+    for rate in rates:
+        for cell in _cells(run, ranks, rate):
+            rows[cell["mode"]].append(_median(cell))
+    transfer = ["a plain transfer; one byte", *(plain.get(rate, "") for rate in rates)]
+    return table(["", *map(describe_rate, rates)], [transfer, *rows.values()])
+
+
+def _median(cell: dict) -> str:
+    if cell["step_ms"] is None:
+        return "failed"
+    low, median, high = cell["step_ms"]
+    return f"{median:.1f} ({low:.1f}-{high:.1f})"
+
+
+def _bytes(run: dict, ranks: int, rate: float | None) -> str:
+    headings = ["", "formula", "fewer by", "counter", "of formula + headers", "packets"]
+    headings += ["inside the node", *PURPOSES.values(), "ms: compute, pack, wire, unpack"]
+    cells = [cell for cell in _cells(run, ranks, rate) if cell["step_ms"]]
+    dense = next((cell for cell in cells if cell["mode"].endswith("dense")), None)
+    rows = []
     for cell in cells:
-        if cell.failed:
-            text = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)} failed: {cell.failed}"
-            console.print(text, style="red", markup=False, highlight=False)
+        formula, counter, packets = (cell[k] for k in ("payload_bytes", "wire_bytes", "packets"))
+        row = [label(run, cell["mode"]), number(formula)]
+        row.append(times(dense["payload_bytes"] / formula) if dense else "")
+        counted = counter / (formula + HEADER_BYTES * packets)
+        row += [number(counter), f"{counted:.3f}", number(packets)]
+        row.append(number(cell.get("node_bytes") or None))
+        row += [number(cell.get("purpose_bytes", {}).get(purpose)) for purpose in PURPOSES]
+        rows.append([*row, ", ".join(f"{ms:.1f}" for ms in cell["phases_ms"].values())])
+    return table(headings, rows)
+
+
+def _modes(run: dict, ranks: int) -> list[str]:
+    return list(dict.fromkeys(cell["mode"] for cell in run["cells"] if cell["ranks"] == ranks))
+
+
+def _cells(run: dict, ranks: int, rate: float | None) -> list[dict]:
+    return [cell for cell in run["cells"] if (cell["ranks"], cell["rate"]) == (ranks, rate)]
 
 
 def crossings(cells: list[Cell]) -> list[dict]:
@@ -44,7 +118,7 @@ def crossings(cells: list[Cell]) -> list[dict]:
     return found
 
 
-def print_crossings(console: Console, found: list[dict]) -> None:
+def describe_crossings(found: list[dict]) -> Iterator[str]:
     for crossing in found:
         at = crossing["pays_up_to"]
         if at is None:
@@ -61,8 +135,7 @@ def print_crossings(console: Console, found: list[dict]) -> None:
                 text += " (and again above: within the noise)"
         against = METHODS[crossing["against"]]
         pair = f"{METHODS[against.dct].title} against {against.title}"
-        line = f"{crossing['ranks']} ranks, {pair}: {text}"
-        console.print(line, markup=False, highlight=False)
+        yield f"{crossing['ranks']} ranks, {pair}: {text}"
 
 
 def _faster(cells: list[Cell], ranks: int, against: str) -> list[tuple[float | None, float]]:
@@ -80,92 +153,15 @@ def _crossing(faster: list[tuple[float | None, float]]) -> dict:
     if faster[0][1] < 1:
         regains = any(ratio >= 1 for _, ratio in faster)
         return {"pays_up_to": 0, "between": [0, faster[0][0]], "regains": regains}
-    for number, ((low, before), (high, after)) in enumerate(pairwise(faster)):
+    for place, ((low, before), (high, after)) in enumerate(pairwise(faster)):
         if after < 1:
-            regains = any(ratio >= 1 for _, ratio in faster[number + 2 :])
+            regains = any(ratio >= 1 for _, ratio in faster[place + 2 :])
             at = low
             if high is not None:
                 share = math.log(before) / math.log(before / after)
                 at = low * (high / low) ** share
             return {"pays_up_to": at, "between": [low, high], "regains": regains}
     return {"pays_up_to": None, "between": [faster[-1][0], None], "regains": False}
-
-
-def _print_times(console: Console, link: dict, cells: list[Cell]) -> None:
-    nominal = f" of {describe_rate(link['rate'])} nominal" if link["rate"] else ""
-    title = (
-        f"{link['ranks']} ranks{_a_node(link)}, {describe_rate(link['rate'])}: a plain 64 MiB "
-        f"transfer ran at {_rate(link['bits_per_second'])}{nominal}; one byte takes "
-        f"{link['latency_us']:.0f} us"
-    )
-    table = _table(title, "ms/step", "20-80 %", "vs dense", *PHASES)
-    medians = {cell.mode: cell.step_ms[1] for cell in cells if cell.step_ms}
-    for cell in cells:
-        dense = medians.get(METHODS[cell.mode].dense)
-        if cell.step_ms is None:
-            table.add_row(METHODS[cell.mode].title, "failed")
-            continue
-        low, median, high = cell.step_ms
-        table.add_row(
-            METHODS[cell.mode].title,
-            f"{median:.1f}",
-            f"{low:.1f}-{high:.1f}",
-            f"{100 * (median / dense - 1):+.0f} %" if dense else "-",
-            *(f"{ms:.1f}" for ms in cell.phases_ms.values()),
-        )
-    console.print(table)
-
-
-def _print_bytes(console: Console, cells: list[Cell]) -> None:
-    title = "Bytes a rank sends per step"
-    table = _table(title, "rate", "formula", "counter", "packets", "ratio")
-    for cell in cells:
-        table.add_row(
-            METHODS[cell.mode].title,
-            describe_rate(cell.rate),
-            f"{cell.payload_bytes:,.0f}",
-            f"{cell.wire_bytes:,.0f}",
-            f"{cell.packets:,.0f}",
-            f"{cell.counted_over_formula:.3f}",
-        )
-    console.print(table)
-    if cells:
-        largest = max(abs(cell.counted_over_formula - 1) for cell in cells)
-        text = (
-            "formula: what it hands to collectives, and leaves its node if that has several ranks; "
-            "counter: what left its interface, shared among the node's ranks; ratio: "
-            f"counter / (formula + {HEADER_BYTES} bytes of headers for every packet), off by "
-            f"{100 * largest:.1f} % at most\n"
-        )
-        console.print(text, markup=False, highlight=False)
-
-
-def _print_purposes(console: Console, cells: list[Cell]) -> None:
-    """What the bytes of hybrid modes are for, and how long the collectives that send them take."""
-    if not cells:
-        return
-    bytes_of = _table("What those of hybrid modes are for", "rate", *cells[0].purpose_bytes)
-    times = _table("ms of collectives", "rate", *cells[0].purpose_ms)
-    for cell in cells:
-        name = METHODS[cell.mode].title, describe_rate(cell.rate)
-        bytes_of.add_row(*name, *(f"{sent:,.0f}" for sent in cell.purpose_bytes.values()))
-        times.add_row(*name, *(f"{ms:.2f}" for ms in cell.purpose_ms.values()))
-    console.print(bytes_of)
-    console.print(times)
-    text = "a step's first collective, of ids, waits for the rank that comes later"
-    console.print(f"{text}\n", markup=False, highlight=False)
-
-
-def _a_node(link: dict) -> str:
-    return f", {link['local_size']} a node" if link["local_size"] > 1 else ""
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    table.add_column("mode", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _rate(bits_per_second: float) -> str:

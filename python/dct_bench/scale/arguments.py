@@ -18,7 +18,7 @@ DESCRIPTION = """\
 Predict the time of a training step for 2 to thousands of ranks, at link rates of your choice, for
 float32 and bfloat16 all-reduce, PowerSGD and DCT: its hook, and local steps (DCTAverager). With one
 number of ranks and one rate the answer is a sentence: which method is fastest, and by how much.
-With several it is tables and plots: where DCT pays, and where it does not.
+With several it is tables: where DCT pays, and where it does not.
 
 A step is compute + pack + wire + unpack. Links: alpha-beta model. Bytes: the formulas that the
 training layer itself goes by (gather), and those of its sharded exchange. Nothing contends and
@@ -38,8 +38,8 @@ examples:
   dct-bench scale --validate runs/link/link.json
       predicted beside measured, for every cell of that run
 
-DIR receives scale.json (everything, with provenance), break_even.png and step_time.png. The
-sentence alone writes nothing without --out.
+DIR receives scale.json (everything, with provenance). The sentence alone writes nothing without
+--out.
 """
 
 

@@ -13,7 +13,7 @@ from dct_dlrm.errors import UsageError
 from .. import provenance
 from . import answer, kernel_rates, report, shapes, tables_report, validation
 from .arguments import ASSUMED_COMPUTE_MS, FOLDER, RESULT
-from .break_even import faster_by, paying_rates
+from .break_even import paying_rates
 from .cost_model import METHODS, OURS, Cluster, Link, Model, union_density
 
 PLAIN_WIDTH = 110  # of the output where there is no terminal to fit
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     is_one_link = len(options.ranks) == len(options.rates) == 1 and options.model != "tables"
     if options.out is not None or not is_one_link:
-        options.out = results_folder(options, FOLDER, RESULT, "step_time.png", "break_even.png")
+        options.out = results_folder(options, FOLDER, RESULT)
     if options.model == "tables":
         return tables_report.run(console, options)
     model, methods, sources = _model(options)
@@ -102,7 +102,7 @@ def _report(
     steps: report.Steps,
     with_tables: bool,
 ) -> None:
-    """Everything, in files of --out."""
+    """Everything, in a file of --out."""
     methods = next(iter(steps.values()))
     even = [
         {"ranks": ranks, "method": ours, "against": theirs}
@@ -117,11 +117,7 @@ def _report(
         report.print_break_even(console, even)
         report.print_union(console, options.density, options.ranks)
     _write(options, sources, steps, even)
-    report.plot_step_times(options.out / "step_time.png", steps, sources["model"])
-    mapped = [options.gpus_per_node * 2**power for power in range(1, 14)]
-    faster = faster_by(model, partial(_cluster, options), mapped, methods)
-    report.plot_break_even(options.out / "break_even.png", faster, sources["model"])
-    console.print(f"in {options.out}: scale.json, step_time.png, break_even.png", style="dim")
+    console.print(f"in {options.out}: {RESULT}", style="dim")
 
 
 def _write(options: argparse.Namespace, sources: dict, steps: dict, even: list[dict]) -> None:

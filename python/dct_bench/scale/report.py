@@ -1,13 +1,5 @@
-"""Tables and plots of `dct-bench scale`."""
+"""Tables of `dct-bench scale`."""
 
-import math
-from pathlib import Path
-
-import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -107,64 +99,6 @@ def print_validation(console: Console, points: list[Point]) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def plot_step_times(path: Path, steps: Steps, title: str) -> None:
-    """A panel per rate: step time over ranks, a line per method."""
-    rates = list(dict.fromkeys(rate for _, rate in steps))
-    counts = list(dict.fromkeys(ranks for ranks, _ in steps))
-    columns = min(3, len(rates))
-    rows = math.ceil(len(rates) / columns)
-    figure = _figure(4.5 * columns, 3.6 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in panels[len(rates) :]:
-        axes.set_visible(False)
-    for axes, rate in zip(panels, rates, strict=False):
-        for method in steps[counts[0], rate]:
-            times = [1e3 * steps[ranks, rate][method].seconds for ranks in counts]
-            style = "-" if method in OURS else "--"
-            axes.plot(counts, times, style, marker=".", label=TITLES[method])
-        axes.set(title=describe_rate(rate), xlabel="ranks", ylabel="ms per step (predicted)")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [f"{ranks:,}" for ranks in counts])
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
-
-
-def plot_break_even(
-    path: Path, faster: dict[str, dict[tuple[int, float], float]], title: str
-) -> None:
-    """A map per opponent: how many times as fast DCT's best way is; a line where it begins to pay.
-
-    Args:
-        faster: {opponent: {(ranks, rate): ratio}}, on a grid.
-    """
-    figure = _figure(5.5 * len(faster), 4.5)
-    panels = figure.subplots(1, len(faster), squeeze=False)[0]
-    levels = 2.0 ** np.arange(-3, 3.1, 0.25)
-    for axes, (opponent, ratios) in zip(panels, faster.items(), strict=True):
-        counts, rates = (sorted(set(values)) for values in zip(*ratios, strict=True))
-        grid = np.array([[ratios[ranks, rate] for ranks in counts] for rate in rates])
-        grid = grid.clip(levels[0], levels[-1])
-        where = (counts, np.array(rates) / 1e9, grid)
-        norm = LogNorm(levels[0], levels[-1])
-        shades = axes.contourf(*where, levels=levels, cmap="RdBu", norm=norm)
-        if grid.min() < FASTER < grid.max():
-            axes.contour(*where, levels=[FASTER], colors="black")
-        axes.set(title=f"against {opponent}", xlabel="ranks", ylabel="Gbit/s")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-    bar = figure.colorbar(shades, ax=list(panels), ticks=[1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8])
-    bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-    bar.set_label(f"DCT is so many times as fast (predicted; line: {FASTER})")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-
-
 def _winner(of_methods: dict[str, Step]) -> str:
     def best(methods: list[str]) -> tuple[str, float]:
         return min(((m, of_methods[m].seconds) for m in methods), key=lambda pair: pair[1])
@@ -191,9 +125,3 @@ def new_table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     return table
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

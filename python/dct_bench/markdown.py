@@ -1,5 +1,6 @@
 """Tables of Markdown, and figures as they stand in them."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,36 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Without the columns that are empty in every row."""
     rows = [list(row) for row in rows]
     kept = [n for n in range(len(headings)) if n == 0 or any(row[n] for row in rows)]
-    lines = [[headings[n] for n in kept], ["---"] * len(kept)]
-    lines += [[row[n] for n in kept] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [header([headings[n] for n in kept])]
+    return "\n".join([*lines, *(line([row[n] for n in kept]) for row in rows)])
+
+
+def header(headings: Sequence[str]) -> str:
+    """The two lines that a table begins with."""
+    return f"{line(headings)}\n{line(['---'] * len(headings))}"
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def aligned(text: str) -> str:
+    """For a terminal: the columns of tables as wide as their widest cell."""
+    lines = [line.split("|") for line in text.splitlines()]
+    found = []
+    for is_table, block in itertools.groupby(lines, lambda cells: len(cells) > 1):
+        block = list(block)
+        if is_table:
+            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
+            for cells in block:
+                fill = "-" if set("".join(cells)) <= set("- ") else " "
+                inner = zip(cells[1:-1], widths[1:-1], strict=True)
+                found.append(
+                    "|" + "|".join(f" {c.strip():{fill}<{w - 2}} " for c, w in inner) + "|"
+                )
+        else:
+            found += [cells[0] for cells in block]
+    return "\n".join(found)
 
 
 def mean(values: Sequence[float], digits: int = 4) -> str:
@@ -38,10 +66,6 @@ def number(value: float | None) -> str:
 
 def times(value: float) -> str:
     return f"{value:,.1f}x" if value < 1000 else f"{value:,.0f}x"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
 
 
 def plain(runs: Sequence[dict]) -> str:

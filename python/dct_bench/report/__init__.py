@@ -1,1 +1,0 @@
-"""What `dct-bench kernels` measured, drawn."""
