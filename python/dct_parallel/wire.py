@@ -4,7 +4,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -105,12 +105,7 @@ class WireMeter:
                 _replace(name, self._counting(self._originals[name], count))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, original in self._originals.items():
             _replace(name, original)
         self._originals.clear()

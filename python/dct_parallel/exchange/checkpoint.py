@@ -11,7 +11,7 @@ torch.load(weights_only=True) reads it.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -28,30 +28,18 @@ BASE, STARTED = "base", "started"  # of a DCTAverager; weights as an exchange un
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 
-class Entry(TypedDict):
-    """One rank's part of a checkpoint; a DCTAverager's has its settings as well."""
-
-    run_id: str  # made when training began
-    world_size: int
-    local_size: int  # ranks in each node of a mesh, else 1
-    step: int
-    density: float
-    owners: int  # 1 if there are residuals of owners (transport "reduce_scatter"), else 0
-    parameters: dict[str, dict[str, Tensor]]  # see SegmentState.as_dict
-
-
-# The tables that a state is checked against, key by key; with `default=None` a key may be absent.
+# The contents of one rank's part, key by key; with `default=None` a key may be absent.
 
 ENTRY = {  # also of sharded states
-    "run_id": fields.TEXT,
+    "run_id": fields.TEXT,  # made when training began
     "world_size": fields.integer(1),
     "step": fields.integer(0),
     "density": fields.FRACTION,
-    "parameters": fields.BY_NAME,
+    "parameters": fields.BY_NAME,  # of each, see SegmentState.as_dict
 }
 _ENTRY = ENTRY | {
-    "local_size": fields.integer(1),
-    "owners": fields.integer(0, 1),
+    "local_size": fields.integer(1),  # ranks in each node of a mesh, else 1
+    "owners": fields.integer(0, 1),  # whether there are residuals of owners ("reduce_scatter")
     # Of a DCTAverager:
     "period": fields.integer(1, default=None),
     "residual_decay": fields.FRACTION._replace(default=None),
@@ -73,7 +61,7 @@ def _segment(numel: int) -> dict[str, fields.Field]:
 
 
 def make(rank: int | str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of one rank, or the one for all, from an `Entry` without `owners`."""
+    """The state dict of one rank, or the one for all, from an entry without `owners`."""
     owners = any(OWNER_RESIDUAL in state for state in entry["parameters"].values())
     return {"version": VERSION, "ranks": {str(rank): {**entry, "owners": int(owners)}}}
 
@@ -84,7 +72,7 @@ def opened(op: str, state: object) -> dict[str, Any]:
     return entries
 
 
-def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -> Entry:
+def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -> dict[str, Any]:
     """An entry of a state dict; raises unless all of it keeps the tables' rules.
 
     Args:
@@ -102,7 +90,7 @@ def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -
     if entry["owners"] and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
         rule = "owners' residuals (load into transport 'reduce_scatter', or use merge_states)"
         checks.fail(op, f"state{of}", rule, "none", verb="have")
-    return cast(Entry, {**entry, "parameters": parameters})
+    return {**entry, "parameters": parameters}
 
 
 def _numel(segment: object) -> int:
@@ -119,7 +107,7 @@ def find(
     world_size: int,
     local_size: int = 1,
     averager: Mapping[str, object] | None = None,
-) -> Entry:
+) -> dict[str, Any]:
     """This rank's entry, checked as a whole; raises for a different rank, world size, settings or
     model.
 
@@ -149,7 +137,7 @@ def find(
     if MEAN not in found:
         same |= {"world_size": world_size, "local_size": local_size}
     for key, here in same.items():
-        saved = dict(entry).get(key, "none")
+        saved = entry.get(key, "none")
         if saved != here:
             merge = " (merge_states makes a state for any number of ranks)" * ("_size" in key)
             checks.fail(op, key, f"{here}, as in this run{merge}", saved)

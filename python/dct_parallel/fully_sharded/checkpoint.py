@@ -10,7 +10,7 @@ shard's number, once for each row of the dimension that is cut.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +23,12 @@ from ..exchange.checkpoint import ENTRY, IS_VERSION, VERSION
 from ..exchange.segment_state import SegmentState
 from .units import Piece
 
-
-class Entry(TypedDict):
-    """One replica's part of a checkpoint, of which each rank holds a shard."""
-
-    run_id: str  # made when training began
-    world_size: int
-    replicas: int
-    shards: int
-    step: int
-    density: float
-    transport: str
-    reduction: str  # see Unit.reduction
-    parameters: dict[str, dict[str, Any]]  # see `spread`
-
-
+Entry = dict[str, Any]  # one replica's part of a checkpoint, of which each rank holds a shard
 _ENTRY = ENTRY | {
     "replicas": fields.integer(1),
     "shards": fields.integer(1),
     "transport": fields.TEXT,
-    "reduction": fields.TEXT,
+    "reduction": fields.TEXT,  # see Unit.reduction
 }
 _STATE = IS_VERSION | {"replicas": fields.BY_NAME}
 
@@ -106,7 +92,7 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     return SegmentState.from_dict(saved).map(padded)
 
 
-def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
+def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> dict[str, Any]:
     """This replica's entry, checked; raises for a different replica's, settings or model.
 
     Args:
@@ -126,7 +112,7 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
     return _require_fit(op, entry, here, pieces)
 
 
-def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[Piece]) -> Entry:
+def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) -> Entry:
     """The entry; raises unless it is sound, and of this run's settings and model."""
     for key in ("density", "transport", "reduction"):
         if entry[key] != here[key]:
@@ -145,7 +131,7 @@ def _require_fit(op: str, entry: dict[str, Any], here: Entry, pieces: Sequence[P
             got = f"that of shard {theirs[0]:.0f}"
             checks.fail(op, "state", f"that of shard {ours[0]:.0f}", got)
         parameters[piece.name] = found
-    return cast(Entry, {**entry, "parameters": parameters})
+    return {**entry, "parameters": parameters}
 
 
 def _local(value: Tensor) -> Tensor:

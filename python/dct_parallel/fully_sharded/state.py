@@ -195,7 +195,7 @@ class FullyShardState:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
         """
         self._ledger.require_intact()
-        entries: list[checkpoint.Entry] = []
+        entries: list[dict[str, Any]] = []
 
         def each() -> Iterator[dict[str, SegmentState]]:
             for entry in checkpoint.read(folder, key, self._entry(), self._pieces):
@@ -205,7 +205,7 @@ class FullyShardState:
         mean = checkpoint.mean(each())
         self._go_on(entries[-1], mean)
 
-    def _entry(self) -> checkpoint.Entry:
+    def _entry(self) -> dict[str, Any]:
         """This replica's part of a checkpoint, as of now."""
         owners = selection.keeps_owners(self._transport, self.settings, self._group.size())
         parameters = {}
@@ -215,23 +215,23 @@ class FullyShardState:
                 state = states[piece.name]
                 state = state.with_owner() if owners else state
                 parameters[piece.name] = checkpoint.spread(piece, state, packed)
-        return checkpoint.Entry(
-            run_id=self._ledger.run_id,
-            world_size=self._group.size() * self._shards,
-            replicas=self._group.size(),
-            shards=self._shards,
-            step=self.step,
-            density=self.settings.density,
-            transport="reduce_scatter" if owners else "all_gather",
-            reduction=", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
-            parameters=parameters,
-        )
+        return {
+            "run_id": self._ledger.run_id,
+            "world_size": self._group.size() * self._shards,
+            "replicas": self._group.size(),
+            "shards": self._shards,
+            "step": self.step,
+            "density": self.settings.density,
+            "transport": "reduce_scatter" if owners else "all_gather",
+            "reduction": ", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
+            "parameters": parameters,
+        }
 
-    def _segments(self, entry: checkpoint.Entry) -> dict[str, SegmentState]:
+    def _segments(self, entry: dict[str, Any]) -> dict[str, SegmentState]:
         parameters = entry["parameters"]
         return {p.name: checkpoint.gather_up(p, parameters[p.name]) for p in self._pieces}
 
-    def _go_on(self, entry: checkpoint.Entry, segments: dict[str, SegmentState]) -> None:
+    def _go_on(self, entry: dict[str, Any], segments: dict[str, SegmentState]) -> None:
         self._ledger.load(entry)
         self._in_step, self._order = False, []
         parameters = entry["parameters"]

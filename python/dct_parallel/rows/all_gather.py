@@ -59,7 +59,7 @@ def all_gather_rows(
             rank's. Not with `widths`.
         RuntimeError: from the collective, if a rank is gone.
     """
-    return _start(x, widths, format, group).wait()
+    return all_gather_rows_async(x, widths, format=format, group=group).wait()
 
 
 def all_gather_rows_async(
@@ -73,15 +73,6 @@ def all_gather_rows_async(
 
     For the rest see `all_to_all_rows_async`.
     """
-    return _start(x, widths, format, group)
-
-
-def _start(
-    x: Tensor,
-    widths: Sequence[int] | None,
-    format: str | torch.dtype | RowFormat,
-    group: dist.ProcessGroup | None,
-) -> Transfer:
     op = "all_gather_rows"
     group = require_group(op, group)
     x = require_rows(op, x)

@@ -63,7 +63,7 @@ def all_to_all_rows(
             rank's. Not with `output_splits`.
         RuntimeError: from the collective, if a rank is gone.
     """
-    return _start(x, splits, output_splits, format, group).wait()
+    return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 
 
 def all_to_all_rows_async(
@@ -81,16 +81,6 @@ def all_to_all_rows_async(
     `wait`, in the same order if it has several handles. A rank may call `all_to_all_rows` where
     others call this. Arguments and errors are the same; a second `wait` is a RuntimeError.
     """
-    return _start(x, splits, output_splits, format, group)
-
-
-def _start(
-    x: Tensor,
-    splits: Sequence[int],
-    output_splits: Sequence[int] | None,
-    format: str | torch.dtype | RowFormat,
-    group: dist.ProcessGroup | None,
-) -> Transfer:
     op = "all_to_all_rows"
     group = require_group(op, group)
     x = require_rows(op, x)
