@@ -32,7 +32,6 @@ class Transport(ABC):
         self._plan = plan
         self._codec = codec
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)  # as errors call them
 
     def start(self) -> None:  # noqa: B027  # by default nothing
         """Begin to send the codec's payload, as far as possible before `reduce`."""
@@ -68,3 +67,11 @@ class Transport(ABC):
             The part of it that this rank cannot keep, in units of the mean.
         """
         return owner
+
+    def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
+        """The payloads that could not be read, by every rank's status; `what` ends each text."""
+        return [
+            f"status {code} from rank {dist.get_global_rank(self._group, rank)}{what}"
+            for rank, code in enumerate(codes)
+            if code
+        ]
