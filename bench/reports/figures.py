@@ -266,12 +266,10 @@ def bytes_by_density(experiments: Experiments) -> str:
 @figure()
 def bytes_by_ranks(experiments: Experiments) -> str:
     """Computed: times fewer bytes than a float32 ring, 2^22 elements at 0.5 %, headers and all."""
-    import torch
-
     from dct_parallel.exchange.codec import Settings
     from dct_parallel.exchange.plan import BucketPlan
 
-    settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
+    settings = Settings(0.005, "bfloat16")
     ranks, rows = (2, 4, 8, 64), []
     for name in ("all_gather", "reduce_scatter"):
         plans = [BucketPlan(("x",), (2**22,), settings, name, ranks=n) for n in ranks]

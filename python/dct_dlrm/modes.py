@@ -60,7 +60,7 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
         ddp,
         density=options.density,
         refresh_every=options.refresh_every,
-        value_dtype=VALUE_DTYPES[options.value_dtype],
+        format=options.value_dtype,
         start_step=START_STEP,
         policy=options.policy,
         transport=options.transport,
