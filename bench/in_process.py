@@ -38,6 +38,9 @@ class _InProcess(Transport):
         self._peers = group.peers
         self._peers.append(self)
 
+    def _global_ranks(self) -> list[int]:
+        return list(range(self._group.size()))
+
     def start(self) -> None:
         """Nothing: the payload is taken when it is needed."""
 

@@ -32,6 +32,7 @@ class Transport(ABC):
         self._plan = plan
         self._codec = codec
         self._group = group
+        self._ranks = self._global_ranks()
 
     def start(self) -> None:  # noqa: B027  # by default nothing
         """Begin to send the codec's payload, as far as possible before `reduce`."""
@@ -68,10 +69,14 @@ class Transport(ABC):
         """
         return owner
 
+    def _global_ranks(self) -> list[int]:
+        """The group's ranks, as errors call them, which may be raised once the group is gone."""
+        return dist.get_process_group_ranks(self._group)
+
     def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
         """The payloads that could not be read, by every rank's status; `what` ends each text."""
         return [
-            f"status {code} from rank {dist.get_global_rank(self._group, rank)}{what}"
-            for rank, code in enumerate(codes)
+            f"status {code} from rank {rank}{what}"
+            for rank, code in zip(self._ranks, codes, strict=True)
             if code
         ]
