@@ -41,7 +41,6 @@ it ends over dense's against bytes.
 
 import argparse
 import copy
-import inspect
 import itertools
 import json
 import math
@@ -54,6 +53,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dp_local
+import dp_methods
 import dp_ranks
 import dp_tasks
 import torch
@@ -66,7 +66,6 @@ from torch import nn
 from dct_dlrm.argument_types import count, positive, several
 from dct_dlrm.command_line import Formatter, Parser
 from dct_embeddings import RowWiseAdagrad
-from dct_parallel.exchange import quantized
 
 RATE_SEED, RATE_STEPS = 0, 600
 WARMUP_STEPS = 50  # of the text tasks' rate
@@ -124,73 +123,6 @@ PROBLEMS = {
 }
 
 
-# What a method's name has after its colon: D, a percentage, and xH, a number.
-METHODS: dict[str, tuple[str, partial]] = {
-    "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
-    "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
-    "powersgd": ("", partial(dp_ranks.PowerSGD)),
-    "topk": ("D%", partial(dp_ranks.TopK)),
-    "dct": ("D%", partial(dp_ranks.DCT)),
-    "dct-float32": ("D%", partial(dp_ranks.DCT, format="float32")),
-    "reduce_scatter": ("D%", partial(dp_ranks.DCT, transport="reduce_scatter")),
-    "local": ("D%xH", partial(dp_local.Local)),
-    "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
-    "postlocal": ("xH", partial(dp_local.Dense)),
-    "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),
-}
-for _format in quantized.FORMATS:
-    METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
-for _format in ("float32", *quantized.FORMATS):
-    METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, format=_format))
-SETTINGS = {
-    "decay": float,
-    "overlap": int,
-    "spaced": ("rate",),
-    "transport": ("reduce_scatter",),
-}
-
-
-def method(name: str) -> partial:
-    """What makes the exchange of gradients, or the averaging of weights, from its name."""
-    found = re.fullmatch(r"([\w-]+)(?::(?:([\d.]+)%)?(?:x(\d+))?)?((?:,\w+=[\w.]+)*)", name)
-    kind, percent, number, settings = found.groups() if found else (name, None, None, "")
-    has = "D%" * (percent is not None) + "xH" * (number is not None)
-    if kind not in METHODS or METHODS[kind][0] != has:
-        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
-        raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
-    made = METHODS[kind][1]
-    if percent is not None:
-        made = partial(made, density=float(percent) / 100)
-        if not 0 < made.keywords["density"] <= 1:
-            raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-        if made.keywords.get("format") in quantized.FORMATS and float(percent) < 100:
-            raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
-    if number is not None:
-        if int(number) < 1:
-            raise argparse.ArgumentTypeError(f"must have an H from 1 up, got {name!r}")
-        made = partial(made, period=int(number))
-    for setting in filter(None, settings.split(",")):
-        key, _, value = setting.partition("=")
-        read = SETTINGS.get(key)
-        takes = key in inspect.signature(made.func).parameters
-        takes |= key == "spaced" and is_local(made)
-        if not takes or not read or (isinstance(read, tuple) and value not in read):
-            rule = f"without settings, or with those it takes of {', '.join(SETTINGS)}"
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
-    return made
-
-
-def is_local(made: partial) -> bool:
-    return isinstance(made.func, type) and issubclass(made.func, dp_local.Averaging)
-
-
-def named(name: str) -> str:
-    """An argparse type: the name of a method."""
-    method(name)
-    return name
-
-
 class Run(NamedTuple):
     problem: str
     schedule: str
@@ -210,8 +142,8 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     start = time.process_time()
     model = task.model(run.seed)
     batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
-    make = method(run.method)
-    if is_local(make):
+    make = dp_methods.method(run.method)
+    if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [stepper(own, run, options) for own in models]
         spaced = make.keywords.pop("spaced", None)
@@ -410,7 +342,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
-    add("--methods", nargs="+", type=named, default=["dense", "bf16", "dct:1%"], metavar="M")
+    add(
+        "--methods",
+        nargs="+",
+        type=dp_methods.named,
+        default=["dense", "bf16", "dct:1%"],
+        metavar="M",
+    )
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
     add("--schedule", choices=SCHEDULES, default="cosine")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")

@@ -27,12 +27,15 @@ from typing import NamedTuple
 import mxfp4
 import torch
 from run_files import (
-    RATE_SEED,
     Run,
     add_rates,
     best_rates,
+    differences,
     parse,
     rated,
+    rates_table,
+    rates_tried,
+    runs_at,
     settings_of,
     spread,
     train_by_rates,
@@ -135,22 +138,6 @@ def report(records: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def rates_tried(records: Sequence[dict]) -> list[float]:
-    return sorted({record["rate"] for record in records})
-
-
-def rates_table(records: Sequence[dict], names: Sequence[str]) -> list[str]:
-    """Markdown, by lines: how well every rate did on validation rows."""
-    grid = rates_tried(records)
-    lines = [f"Rates tried, seed {RATE_SEED}, validation rows' log loss (AUC):", ""]
-    lines += ["| rows | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
-    lines += ["|---|" + "---|" * len(grid)]
-    for name in names:
-        cells = [_validation(records, Run(name, rate, RATE_SEED)) for rate in grid]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
-
-
 def rows_bytes(record: dict) -> float:
     """Bytes of rows a rank sends in a step, forward and backward."""
     return _sent(record, "mp_forward") + _sent(record, "mp_backward")
@@ -167,29 +154,8 @@ def distinct_bytes(records: Sequence[dict]) -> float | None:
     return None
 
 
-def differences(runs: Sequence[dict], others: Sequence[dict]) -> list[float]:
-    """AUC of `runs` less that of `others`, seed by seed."""
-    scores = {run["seed"]: run["test"]["auc"] for run in others if "test" in run}
-    return [run["test"]["auc"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
-
-
-def runs_at(records: Sequence[dict], name: str, rate: float) -> list[dict]:
-    """Those that did not diverge, by seed."""
-    found = [run for run in records if (run["exchange"], run["rate"]) == (name, rate)]
-    return sorted((run for run in found if "diverged" not in run), key=lambda run: run["seed"])
-
-
 def _sent(record: dict, purpose: str) -> float:
     return record[f"{purpose}_bytes_per_step_per_rank"]
-
-
-def _validation(records: Sequence[dict], run: Run) -> str:
-    for record in records:
-        if (record["exchange"], record["rate"], record["seed"]) == run:
-            if "diverged" in record:
-                return "diverged"
-            return f"{record['validation']['log_loss']:.4f} ({record['validation']['auc']:.4f})"
-    return ""
 
 
 def exchange_name(text: str) -> str:

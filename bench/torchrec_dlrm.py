@@ -36,12 +36,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mp_formats import differences, rates_table, rates_tried, runs_at
 from run_files import (
     Run,
     add_rates,
     best_rates,
+    differences,
     parse,
+    rates_table,
+    rates_tried,
+    runs_at,
     scored,
     settings_of,
     spread,

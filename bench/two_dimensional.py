@@ -29,12 +29,15 @@ from typing import NamedTuple
 
 from mp_formats import SETTINGS
 from run_files import (
-    RATE_SEED,
     Run,
     add_rates,
     best_rates,
+    differences,
     parse,
     rated,
+    rates_table,
+    rates_tried,
+    runs_at,
     settings_of,
     spread,
     train_by_rates,
@@ -108,56 +111,30 @@ def job(
 
 def report(records: Sequence[dict]) -> str:
     """Markdown: bytes of syncs, scores over seeds, differences to full model parallelism."""
-    rates = best_rates(records)
-    grid = sorted({record["rate"] for record in records})
+    rates, grid = best_rates(records), rates_tried(records)
     order = [name for name in NAMES if name in rates] + sorted(rates.keys() - set(NAMES))
-    tested = {
-        name: [
-            run
-            for run in records
-            if (run["exchange"], run["rate"]) == (name, rates[name]) and "test" in run
-        ]
-        for name in order
-    }
+    of_variant = {name: runs_at(records, name, rate) for name, rate in rates.items()}
     lines = [
         "| variant | bytes of syncs a step | of rows a step | tables' lr | seeds | AUC | "
         "log loss | log loss against mp, by seed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in order:
-        runs = tested[name]
+        runs = [run for run in of_variant[name] if "test" in run]
         edge = "" if grid[0] < rates[name] < grid[-1] else " (edge)"
         sync, rows = (_sent(runs, names) for names in (["sync"], ["mp_forward", "mp_backward"]))
         scores = [[run["test"][score] for run in runs] for score in ("auc", "log_loss")]
-        against = "" if name == FULL else _differences(runs, tested.get(FULL, []))
+        against = differences(runs, of_variant.get(FULL, []), "log_loss")
         cells = [name, sync, rows, f"{rates[name]:g}{edge}", str(len(runs))]
-        lines.append("| " + " | ".join([*cells, *map(spread, scores), against]) + " |")
-    lines += ["", f"Rates tried, seed {RATE_SEED}, validation rows' log loss:", ""]
-    lines += ["| variant | " + " | ".join(f"{rate:g}" for rate in grid) + " |"]
-    lines += ["|---|" + "---|" * len(grid)]
-    tried = {
-        (run["exchange"], run["rate"]): (
-            "diverged" if "diverged" in run else f"{run['validation']['log_loss']:.4f}"
-        )
-        for run in records
-        if run["seed"] == RATE_SEED
-    }
-    for name in order:
-        lines.append(f"| {name} | " + " | ".join(tried.get((name, r), "") for r in grid) + " |")
-    return "\n".join(lines)
+        cells += [*map(spread, scores), "" if name == FULL else spread(against, "+")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *rates_table(records, order)])
 
 
 def _sent(runs: Sequence[dict], purposes: Sequence[str]) -> str:
     if not runs:
         return "-"
     return f"{sum(runs[0][f'{name}_bytes_per_step_per_rank'] for name in purposes):,.0f}"
-
-
-def _differences(runs: Sequence[dict], others: Sequence[dict]) -> str:
-    """Log loss of `runs` less that of `others`, seed by seed."""
-    scores = {run["seed"]: run["test"]["log_loss"] for run in others}
-    found = [run["test"]["log_loss"] - scores[run["seed"]] for run in runs if run["seed"] in scores]
-    return spread(found, "+")
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "dp_density.py"
 sys.path.insert(0, str(BENCH.parent))
 import dp_density  # noqa: E402
 import dp_local  # noqa: E402
+import dp_methods  # noqa: E402
 import dp_ranks  # noqa: E402
 import dp_tasks  # noqa: E402
 
@@ -80,7 +81,7 @@ def _simulated(task, make, ranks):
     optimizers = [_optimizer(model) for model in models]
     updates = [lambda step, own=own: own.step() for own in optimizers]
     batches = [task.batches(0, rank, ranks) for rank in range(ranks)]
-    if dp_density.is_local(make):
+    if dp_methods.is_local(make):
         run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
     else:
         run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
@@ -109,7 +110,7 @@ def test_simulated_ranks_are_real_ones(tmp_path, one_thread, ranks, width, names
     task = dp_tasks.TextTask(text, width, layers=1)
     for name in names:
         real = torch.load(tmp_path / f"{name}.pt")
-        for key, weight in _simulated(task, dp_density.method(name), ranks).items():
+        for key, weight in _simulated(task, dp_methods.method(name), ranks).items():
             if name == "powersgd":  # which torch computes in another order
                 torch.testing.assert_close(weight, real[key], rtol=1e-4, atol=1e-6)
             else:
@@ -148,7 +149,7 @@ def test_averagings_at_equal_progress_of_the_rate():
 )
 def test_a_wrong_method(name):
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
-        dp_density.named(name)
+        dp_methods.named(name)
 
 
 def _record(name, rate, seed, loss, steps=600, problem="text-adamw", schedule="cosine"):
@@ -260,7 +261,7 @@ def _models(ranks, numel):
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_a_mean_that_arrives_later_loses_no_move(overlap):
     moves = torch.randint(-8, 9, (6, 2, 50), generator=torch.Generator().manual_seed(0)).float()
-    make = dp_density.method(f"postlocal:x3,overlap={overlap}")
+    make = dp_methods.method(f"postlocal:x3,overlap={overlap}")
     average = make(_models(2, 50))
     _walk(average, moves, 5)
     for rank, weights in enumerate(average.weights):
@@ -274,7 +275,7 @@ def test_a_mean_that_arrives_later_loses_no_move(overlap):
 
 
 def test_outer_momentum_is_nesterovs():
-    average = dp_density.method("diloco:x1")(_models(2, 4))
+    average = dp_methods.method("diloco:x1")(_models(2, 4))
     velocity = base = 0.0
     for _ in range(3):
         _walk(average, torch.ones(1, 2, 4), 1)
@@ -291,7 +292,7 @@ def test_a_mean_over_senders_is_not_over_ranks():
 
 def test_a_residual_decays():
     """After every averaging, in which nothing is lost."""
-    average = dp_density.method("local:10%x1,decay=0.5")(_models(2, 1000))
+    average = dp_methods.method("local:10%x1,decay=0.5")(_models(2, 1000))
     moves = torch.randint(-8, 9, (2, 2, 1000), generator=torch.Generator().manual_seed(0)).float()
     owed = torch.zeros(1000)
     for own in moves:
@@ -304,7 +305,7 @@ def test_a_residual_decays():
 
 
 def test_sparseloco_keeps_what_it_did_not_send():
-    average = dp_density.method("sparseloco:1.5625%x1")(_models(2, 5000))
+    average = dp_methods.method("sparseloco:1.5625%x1")(_models(2, 5000))
     moves = torch.randn(1, 2, 5000, generator=torch.Generator().manual_seed(0))
     _walk(average, moves, 1)
     sent = moves[0] - torch.stack(average.residuals)

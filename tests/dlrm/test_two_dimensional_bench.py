@@ -62,4 +62,4 @@ def test_report():
     assert "| mp | 0 | 50 | 3 | 2 | 0.7000 ± 0.0000 | 0.4300 ± 0.0141 |  |" in lines
     scaled = "| scaled/10 | 1,234 | 50 | 1 (edge) | 2 | 0.7000 ± 0.0000 | 0.4450 ± 0.0212 | "
     assert f"{scaled}+0.0150 ± 0.0071 |" in lines
-    assert "| scaled/10 | 0.3000 | 0.4000 | diverged |" in lines
+    assert "| scaled/10 | 0.3000 (0.7000) | 0.4000 (0.7000) | diverged |" in lines
