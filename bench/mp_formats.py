@@ -44,7 +44,7 @@ from run_files import (
 
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.models.row_exchange import EXCHANGES, largest_entries, rows_in
+from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
 from dct_dlrm.modes import MODES
 from dct_parallel import RowFormat
 from dct_parallel.rows.all_to_all import RowExchange
@@ -86,7 +86,7 @@ class Kind(NamedTuple):
 
 def _row_format(text: str) -> RowFormat:
     if text.endswith("%"):
-        return largest_entries(float(text[:-1]) / 100)
+        return RowFormat("bfloat16", density=float(text[:-1]) / 100)
     return RowFormat(*text.split(",", 1))
 
 

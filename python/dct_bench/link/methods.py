@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_dlrm.models.row_exchange import EXCHANGES, largest_entries, rows_in
+from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
 from dct_dlrm.modes import MODES, START_STEP
 from dct_parallel import DCTAverager, RowFormat
 from dct_parallel.collectives import all_gather, dense_mean
@@ -135,7 +135,7 @@ class Method(NamedTuple):
 
 
 def _largest_entries(options: argparse.Namespace) -> RowExchange:
-    return rows_in(largest_entries(options.row_density))
+    return rows_in(RowFormat("bfloat16", density=options.row_density))
 
 
 def _few_bits(options: argparse.Namespace) -> RowExchange:

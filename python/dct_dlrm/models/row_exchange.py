@@ -13,15 +13,10 @@ def rows_in(format: str | RowFormat) -> RowExchange:
     return partial(all_to_all_rows, format=format)
 
 
-def largest_entries(density: float) -> RowFormat:
-    """DCT-MP: of a row its largest entries cross, and their gradients, in bfloat16."""
-    return RowFormat("bfloat16", density=density)
-
-
 def _dct(options: argparse.Namespace) -> RowExchange:
     if options.mp_format is not None:
         return rows_in(RowFormat(*options.mp_format))
-    return rows_in(largest_entries(options.mp_density))
+    return rows_in(RowFormat("bfloat16", density=options.mp_density))
 
 
 # By mode of the gradients' exchange: both use the same number format.
