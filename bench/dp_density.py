@@ -15,16 +15,16 @@ stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is co
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
-range of the gradient, and compresses its mean once more; picks:D%xM is DCT with thresholds from M
-picks. int8, int4 and ternary: every entry in so few bits.
+range of the gradient, and compresses its mean once more. Entries are sent in bfloat16;
+dct-float32:D%: in float32; int8, int4 and ternary: every entry in so few bits.
 
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
 by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
 few bits. They take settings after commas: decay=B (of the residual), overlap=N (steps that ranks go
-on while an exchange runs), spaced=rate (as many exchanges, further apart where the rate is lower),
-and in few bits transport=reduce_scatter (owners of ranges compress the mean once more). Beside
-them: postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH,
-with its top-k, 2-bit values and decay.
+on while an exchange runs), and spaced=rate (as many exchanges, further apart where the rate is
+lower). They, and those of gradients, also take transport=reduce_scatter. Beside them:
+postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with
+its top-k, 2-bit values and decay.
 
 The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
 formula.
@@ -53,6 +53,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dp_local
+import dp_methods
 import dp_ranks
 import dp_tasks
 import torch
@@ -65,7 +66,6 @@ from torch import nn
 from dct_dlrm.argument_types import count, positive, several
 from dct_dlrm.command_line import Formatter, Parser
 from dct_embeddings import RowWiseAdagrad
-from dct_parallel.exchange import quantized
 
 RATE_SEED, RATE_STEPS = 0, 600
 WARMUP_STEPS = 50  # of the text tasks' rate
@@ -123,73 +123,6 @@ PROBLEMS = {
 }
 
 
-# What a method's name has after its colon: D, a percentage, and xH, a number.
-METHODS: dict[str, tuple[str, partial]] = {
-    "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
-    "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
-    "powersgd": ("", partial(dp_ranks.PowerSGD)),
-    "topk": ("D%", partial(dp_ranks.TopK)),
-    "dct": ("D%", partial(dp_ranks.DCT)),
-    "reduce_scatter": ("D%", partial(dp_ranks.ReduceScatter)),
-    "picks": ("D%xH", partial(dp_ranks.DCT)),
-    "local": ("D%xH", partial(dp_local.Local)),
-    "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
-    "postlocal": ("xH", partial(dp_local.Dense)),
-    "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),
-}
-for _format in quantized.FORMATS:
-    METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, value_dtype=_format))
-    METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, value_dtype=_format))
-# Of local steps.
-SETTINGS = {
-    "decay": float,
-    "overlap": int,
-    "spaced": ("rate",),
-    "transport": ("reduce_scatter",),
-}
-
-
-def method(name: str) -> partial:
-    """What makes the exchange of gradients, or the averaging of weights, from its name."""
-    found = re.fullmatch(r"([\w-]+)(?::(?:([\d.]+)%)?(?:x(\d+))?)?((?:,\w+=[\w.]+)*)", name)
-    kind, percent, number, settings = found.groups() if found else (name, None, None, "")
-    has = "D%" * (percent is not None) + "xH" * (number is not None)
-    if kind not in METHODS or METHODS[kind][0] != has:
-        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
-        raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
-    made = METHODS[kind][1]
-    if percent is not None:
-        made = partial(made, density=float(percent) / 100)
-        if not 0 < made.keywords["density"] <= 1:
-            raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-        if made.keywords.get("value_dtype") in quantized.FORMATS and float(percent) < 100:
-            raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
-    if number is not None:
-        if int(number) < 1:
-            raise argparse.ArgumentTypeError(f"must have an H from 1 up, got {name!r}")
-        made = partial(made, **{"max_samples" if kind == "picks" else "period": int(number)})
-    for setting in filter(None, settings.split(",")):
-        key, _, value = setting.partition("=")
-        read = SETTINGS.get(key)
-        if not read or (isinstance(read, tuple) and value not in read) or not is_local(made):
-            rule = f"without settings, or those of local steps ({', '.join(SETTINGS)})"
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        if key == "transport" and made.keywords.get("value_dtype") not in quantized.FORMATS:
-            raise argparse.ArgumentTypeError(f"must be in few bits with a transport, got {name!r}")
-        made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
-    return made
-
-
-def is_local(made: partial) -> bool:
-    return isinstance(made.func, type) and issubclass(made.func, dp_local.Averaging)
-
-
-def named(name: str) -> str:
-    """An argparse type: the name of a method."""
-    method(name)
-    return name
-
-
 class Run(NamedTuple):
     problem: str
     schedule: str
@@ -209,10 +142,8 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     start = time.process_time()
     model = task.model(run.seed)
     batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
-    make = method(run.method)
-    if options.headroom is not None and make.func in (dp_ranks.DCT, dp_local.Local):
-        make = partial(make, headroom=options.headroom)
-    if is_local(make):
+    make = dp_methods.method(run.method)
+    if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [stepper(own, run, options) for own in models]
         spaced = make.keywords.pop("spaced", None)
@@ -230,8 +161,6 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     record |= {"curve": curve, "test_curve": tested}
     if options.batch is not None:
         record["batch"] = options.batch
-    if "headroom" in make.keywords:
-        record["headroom"] = make.keywords["headroom"]
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, counts) in enumerate(steps, start=1):
@@ -413,7 +342,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
-    add("--methods", nargs="+", type=named, default=["dense", "bf16", "dct:1%"], metavar="M")
+    add(
+        "--methods",
+        nargs="+",
+        type=dp_methods.named,
+        default=["dense", "bf16", "dct:1%"],
+        metavar="M",
+    )
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
     add("--schedule", choices=SCHEDULES, default="cosine")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
@@ -421,9 +356,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
-    add(
-        "--headroom", type=positive, metavar="R", help="room, in place of 1.25; needs its own --out"
-    )
     add("--width", type=count, default=96, help="of the transformer; needs its own --out")
     add("--layers", type=count, default=3, help="of the transformer; needs its own --out")
     add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")

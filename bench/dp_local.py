@@ -1,9 +1,9 @@
 """Local steps of several ranks in one process, for dp_density.py.
 
 Every rank has a model and an optimizer that sees its gradients alone. Every `period` steps the
-ranks exchange what their weights have moved by since the last time. `Local` does so by the
-compressors of `DCTAverager`, and without overlap bit for bit as real ranks do. The others are the
-rules of other systems, for comparison.
+ranks exchange what their weights have moved by since the last time. `Local` does so as
+`DCTAverager`, and without overlap bit for bit as real ranks do. The others are the rules of other
+systems, for comparison.
 """
 
 import itertools
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import dp_ranks
 import torch
+from in_process import Buckets
 from torch import Tensor, nn
 
-from dct_parallel.exchange.codec import Codec
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 
 
@@ -68,14 +68,12 @@ class Averaging(dp_ranks.Counts):
 
 
 class Local(Averaging):
-    """What `DCTAverager` does, by the same compressors.
+    """What `DCTAverager` does.
 
     Args:
         density: of what weights have moved by.
         decay: of the residual, from one averaging to the next.
-        transport: "all_gather"; or, in few bits, "reduce_scatter": owners of ranges compress the
-            mean once more.
-        settings: the compressors'.
+        format, transport: see `Buckets`.
     """
 
     def __init__(
@@ -85,40 +83,16 @@ class Local(Averaging):
         period: int,
         overlap: int = 0,
         decay: float = 1.0,
+        format: str = "bfloat16",
         transport: str = "all_gather",
-        **settings,
     ) -> None:
         super().__init__(models, period, overlap)
-        self.compressors = dp_ranks.compressors(self.sizes, self.ranks, density, **settings)
+        self.buckets = Buckets(self.sizes, self.ranks, density, format, transport)
         self.decay = decay
-        self.owners: list[tuple[slice, Codec]] = []
-        if transport == "reduce_scatter":
-            self.owners = dp_ranks.owners(len(self.base), self.ranks, **settings)
 
     def change(self, moved: Sequence[Tensor]) -> Tensor:
-        payloads = []
-        for compressor, own in zip(self.compressors, moved, strict=True):
-            compressor.residual.mul_(self.decay)
-            payloads.append(compressor.pack(own))
-        self.note(torch.stack(payloads))
-        if self.owners:
-            return self._compressed_twice(self._unpacked(payloads))
-        self.sent += all_gather_bytes(payloads[0].nbytes, self.ranks)
-        return self._unpacked(payloads)
-
-    def _compressed_twice(self, mean: Tensor) -> Tensor:
-        for part, owner in self.owners:
-            owner.residual.mul_(self.decay)
-            assert not owner.unpack(owner.pack(mean[part]).unsqueeze(0), mean[part]).any()
-        nbytes = owner.payload.nbytes  # of every range, padded to the longest
-        # Whoever owns nothing sends to all owners; and everybody's result goes to all others.
-        self.sent += (min(len(self.owners), self.ranks - 1) + self.ranks - 1) * nbytes
-        return mean
-
-    def _unpacked(self, payloads: Sequence[Tensor]) -> Tensor:
-        mean = torch.empty_like(self.base)
-        status = self.compressors[0].unpack(torch.stack(list(payloads)), mean)
-        assert not status.any()
+        mean = self.exchange(self.buckets, moved)
+        torch._foreach_mul_(self.buckets.residuals(), self.decay)
         return mean
 
 

@@ -2,8 +2,8 @@
 
 The ranks' gradients are found one after another, on one copy of the weights, and lie in one flat
 tensor each, in the order in which backward finishes them: as DDP's one bucket holds them. What DDP
-and its hook do with them then is done here by the same functions without a network, so that weights
-are those of real ranks, bit for bit (tests/dlrm/test_dp_density.py), at the cost of the arithmetic.
+and its hook do with them then is done here without a network (in_process.py), so that weights are
+those of real ranks, bit for bit (tests/dlrm/test_dp_density.py), at the cost of the arithmetic.
 """
 
 import math
@@ -11,31 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from in_process import Buckets
 from torch import Tensor, nn
 
 from dct_bench.topk import take_largest
 from dct_dlrm.modes import START_STEP
-from dct_kernels import payload_info
-from dct_kernels.layout import range_bounds
-from dct_parallel import Compressor
-from dct_parallel.compressor import HEADROOM
-from dct_parallel.exchange import quantized
-from dct_parallel.exchange.codec import Codec
 from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
-
-CPU = torch.device("cpu")
 
 
 class Counts:
-    """`sent`: bytes of a rank so far, counted; `payloads` of all ranks, and which `overflowed`."""
+    """`sent`: bytes of the rank that sends most, so far; `payloads` that the first rank saw, and
+    how many of them `overflowed`."""
 
     sent = payloads = overflowed = 0
 
-    def note(self, payloads: Tensor) -> None:
-        """What all ranks packed in a step, [ranks, ..., nbytes]."""
-        rows = payloads.view(-1, payloads.shape[-1])
-        self.payloads += len(rows)
-        self.overflowed += sum(payload_info(row).overflow for row in rows)
+    def exchange(self, buckets: Buckets, tensors: Sequence[Tensor]) -> Tensor:
+        """Their mean, compressed."""
+        mean, result = buckets.mean(tensors)
+        self.sent += buckets.plan.wire_bytes
+        self.payloads += result.payloads
+        self.overflowed += result.overflowed
+        return mean
 
 
 class Exchange(Counts):
@@ -84,86 +80,24 @@ class Dense(Exchange):
 
 
 class DCT(Exchange):
-    """What `DCTState` does, by its own compressor; `settings` are the compressor's."""
+    """What `DCTState` does."""
 
-    def __init__(self, shapes, ranks: int, density: float, **settings) -> None:
+    def __init__(
+        self,
+        shapes,
+        ranks: int,
+        density: float,
+        format: str = "bfloat16",
+        transport: str = "all_gather",
+    ) -> None:
         super().__init__(shapes, ranks)
-        self.compressors = compressors(self.sizes, ranks, density, **settings)
+        self.buckets = Buckets(self.sizes, ranks, density, format, transport)
 
     def start(self, grads: Sequence[Tensor]) -> Tensor:
         return self.all_reduce(grads, torch.bfloat16)
 
     def mean(self, grads: Sequence[Tensor]) -> Tensor:
-        ranks = zip(self.compressors, grads, strict=True)
-        payloads = torch.stack([compressor.pack(grad) for compressor, grad in ranks])
-        self.note(payloads)
-        self.sent += self.payload_bytes(payloads)
-        mean = torch.empty_like(grads[0])
-        status = self.compressors[0].unpack(payloads, mean)
-        assert not status.any()
-        return mean
-
-    def payload_bytes(self, payloads: Tensor) -> int:
-        """What the rank that sends most sends of payloads [ranks, ...], counted."""
-        return all_gather_bytes(payloads[0].nbytes, self.ranks)
-
-
-class ReduceScatter(DCT):
-    """As `DCT`, two-way: every rank owns a range of the tensor. Its payloads of all ranks go to the
-    owner, who compresses their mean once more, with a residual of its own, and sends that to all.
-    """
-
-    def __init__(self, shapes, ranks: int, density: float) -> None:
-        Exchange.__init__(self, shapes, ranks)
-        numel = sum(self.sizes)
-        self.ranges = [range_bounds(numel, ranks, rank) for rank in range(ranks)]
-        bounds = [0, *(high for _, high in self.ranges)]
-        self.compressors = [Compressor(numel, bounds, density, ranges=ranks) for _ in range(ranks)]
-        room = self.compressors[0].capacity
-        self.owners = [
-            Compressor(high - low, [0, high - low], density, capacity=room)
-            for low, high in self.ranges
-        ]
-
-    def mean(self, grads: Sequence[Tensor]) -> Tensor:
-        mean = super().mean(grads)
-        for (low, high), owner in zip(self.ranges, self.owners, strict=True):
-            if low < high:
-                payload = owner.pack(mean[low:high])
-                status = owner.unpack(payload.unsqueeze(0), mean[low:high])
-                assert not status.any()
-        return mean
-
-    def payload_bytes(self, payloads: Tensor) -> int:
-        owning = sum(low < high for low, high in self.ranges)
-        # Whoever owns nothing sends to all owners; and everybody's result goes to all others.
-        to_owners, to_everybody = min(owning, self.ranks - 1), self.ranks - 1
-        return (to_owners + to_everybody) * payloads[0, 0].nbytes
-
-
-def compressors(
-    sizes: Sequence[int], ranks: int, density: float, headroom: float = HEADROOM, **settings
-) -> list[Codec]:
-    """Every rank's, as `DCTState` has them in one bucket of these sizes, and `DCTAverager`; the
-    capacity is `headroom` * density * numel."""
-    numel = sum(sizes)
-    if settings.get("value_dtype") in quantized.FORMATS:
-        assert density == 1, "in few bits every entry is sent"
-        format = settings["value_dtype"]
-        return [quantized.QuantizedRows(numel, format, 1, None, CPU) for _ in range(ranks)]
-    settings["capacity"] = max(1, min(numel, math.ceil(headroom * density * numel)))
-    return [Compressor(numel, [0, numel], density, **settings) for _ in range(ranks)]
-
-
-def owners(numel: int, ranks: int, value_dtype: str) -> list[tuple[slice, Codec]]:
-    """(range, codec) of the ranks that own one with "reduce_scatter", every entry in few bits."""
-    ranges = [range_bounds(numel, ranks, rank) for rank in range(ranks)]
-    longest = ranges[0][1]
-    return [
-        (slice(low, high), quantized.QuantizedRows(high - low, value_dtype, 1, longest, CPU))
-        for low, high in ranges
-        if low < high
-    ]
+        return self.exchange(self.buckets, grads)
 
 
 class TopK(Exchange):

@@ -76,9 +76,7 @@ def line(
     cells.append(f"{4 * wanted + counts:,.0f}, without {8 * rows + counts:,.0f}")
     for name in names:
         kind = Kind.parse(name)
-        codec = kind.codec(width)
-        of_a_row = codec.message_bytes + codec.gradient_bytes
-        sent = (wanted if kind.dedup else rows) * of_a_row
+        sent = (wanted if kind.dedup else rows) * sum(kind.row_bytes(width))
         cells.append(f"{8 * width * rows / sent:.1f}x ({8 * width * wanted / sent:.1f}x)")
     return "| " + " | ".join(cells) + " |"
 

@@ -39,10 +39,10 @@ from run_files import (
 
 from dct_dlrm.command_line import Formatter, Parser, exit_status
 from dct_dlrm.data import dataset
-from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
+from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
 from dct_dlrm.modes import MODES
-from dct_parallel.rows.all_to_all import Exchange
-from dct_parallel.rows.codecs import ROW_FORMATS, Encoding
+from dct_parallel import RowFormat
+from dct_parallel.rows.all_to_all import RowExchange
 
 FORMATS = (mxfp4.NAME, "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]
@@ -52,50 +52,37 @@ SETTINGS += ("hash_size", "zipf", "embedding_dim", "bottom", "top")
 
 
 class Kind(NamedTuple):
-    """What an exchange's name says."""
+    """What an exchange's name says; without a format it is mxfp4."""
 
-    forward: str | None
-    backward: str | None
-    density: float | None
+    format: RowFormat | None
     dedup: bool
 
     @staticmethod
     def parse(name: str) -> "Kind":
-        formats, plus, word = name.partition("+")
+        text, plus, word = name.partition("+")
         if (plus, word) not in (("", ""), ("+", "dedup")):
             raise argparse.ArgumentTypeError(f"must end in +dedup or without +, got {name!r}")
-        if formats.endswith("%"):
-            try:
-                density = float(formats[:-1]) / 100
-            except ValueError:
-                density = 0.0
-            if not 0 < density <= 1:
-                raise argparse.ArgumentTypeError(f"must be above 0% and up to 100%, got {name!r}")
-            return Kind(None, None, density, bool(plus))
-        if formats == mxfp4.NAME:
-            return Kind(formats, formats, None, bool(plus))
-        forward, comma, backward = formats.partition(",")
-        backward = backward if comma else forward
-        if not {forward, backward} <= set(ROW_FORMATS):
-            rule = f"one or two of {', '.join(ROW_FORMATS)}, or {mxfp4.NAME}, or a percentage"
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        return Kind(forward, backward, None, bool(plus))
+        try:
+            return Kind(None if text == mxfp4.NAME else _row_format(text), bool(plus))
+        except ValueError as error:
+            rule = f"one or two number formats, or {mxfp4.NAME}, or a percentage"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}: {error}") from None
 
-    def exchange(self) -> Exchange:
-        if self.density is not None:
-            return largest_entries(self.density)
-        if self.forward == mxfp4.NAME:
-            return mxfp4.exchange
-        return every_entry(self.forward, self.backward)
+    def exchange(self) -> RowExchange:
+        return mxfp4.exchange if self.format is None else rows_in(self.format)
 
     def row_bytes(self, width: int) -> tuple[int, int]:
         """Of a row, and of its gradient."""
-        if self.forward == mxfp4.NAME:
+        if self.format is None:
             return mxfp4.row_bytes(width), mxfp4.row_bytes(width)
-        value_dtype = None if self.density is None else torch.bfloat16  # as largest_entries has it
-        encoding = Encoding(self.density, value_dtype, self.forward, self.backward)
-        codec = encoding.codec("mp_formats", width, torch.float32)
+        codec = self.format.codec(width, torch.float32)
         return codec.message_bytes, codec.gradient_bytes
+
+
+def _row_format(text: str) -> RowFormat:
+    if text.endswith("%"):
+        return RowFormat("bfloat16", density=float(text[:-1]) / 100)
+    return RowFormat(*text.split(",", 1))
 
 
 def job(

@@ -66,7 +66,7 @@ def dequantize(rows: Tensor, width: int) -> Tensor:
 def exchange(
     x: Tensor, splits: Sequence[int], output_splits: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """An `Exchange` of float32 rows, both ways in this format; straight-through."""
+    """A `RowExchange` of float32 rows, both ways in this format; straight-through."""
 
     def sent(rows: Tensor, there: Sequence[int], arriving: Sequence[int]) -> Tensor:
         message = whole_rows(quantize(rows), there, arriving, group=group)

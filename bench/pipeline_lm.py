@@ -38,11 +38,10 @@ from dct_parallel import (
     pack_rows,
     unpack_rows,
 )
-from dct_parallel.rows.codecs import ROW_FORMATS
+from dct_parallel.rows.counts import ROW_FORMATS
 from dct_parallel.rows.packing import row_k
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-VALUE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HELD_OUT = 0.1  # of the text, its end
 
 
@@ -73,8 +72,7 @@ def cut(args: argparse.Namespace, mode: dict) -> tuple[nn.Module | None, nn.Modu
     if mode["fresh"]:
         return SendFresh(row_k(args.width, mode["density"])), None
     if mode["density"] is not None:
-        sender = RowPack(mode["density"], value_dtype=args.value_dtype)
-        return sender, RowUnpack(args.width, torch.float32)
+        return RowPack(mode["density"]), RowUnpack(args.width)
     if mode["format"] is not None:
         return RowQuantize(mode["format"]), RowDequantize(args.width, mode["format"])
     return None, None
@@ -211,7 +209,7 @@ def evaluate(stages: list[nn.Module], x: Tensor, target: Tensor) -> float:
 def formula(args: argparse.Namespace, density: float) -> int:
     """Bytes of a step's values and positions, one way."""
     k = row_k(args.width, density)
-    row = k * args.value_dtype.itemsize + position_bytes(args.width, k)
+    row = 4 * k + position_bytes(args.width, k)
     return args.batch * args.context * row
 
 
@@ -282,7 +280,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a text file; generated if absent")
     parser.add_argument("--densities", default="1,0.5,0.25,0.1,0.05,0.02")
     parser.add_argument("--formats", type=several(str, ROW_FORMATS), default=[], help="both ways")
-    parser.add_argument("--value-dtype", choices=VALUE_DTYPES, default="float32")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--fresh-mask", action="store_true", help="add the ablation")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -294,7 +291,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
     args.densities = [float(density) for density in args.densities.split(",")]
-    args.value_dtype = VALUE_DTYPES[args.value_dtype]
     return args
 
 

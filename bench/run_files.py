@@ -1,7 +1,7 @@
 """Experiments on dct-train's training: a file for each finished run, and no run twice.
 
-What their commands share. A run is a NamedTuple with a `seed`, a `title`, and the `path` of its
-file in a folder. It is trained on all ranks by a job, which says what its file is to have.
+What their commands share. A run is trained on all ranks by a job, which says what its file is to
+have.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 from rich.console import Console
@@ -26,15 +26,6 @@ from dct_dlrm.errors import UsageError, WorkerError
 from dct_dlrm.launch import launch
 
 RATE_SEED = 0  # of runs that rates are chosen by
-
-
-class AnyRun(Protocol):
-    seed: int
-    title: str
-
-    def path(self, folder: Path) -> Path: ...
-
-    def _asdict(self) -> dict: ...
 
 
 class Run(NamedTuple):
@@ -55,7 +46,7 @@ class Run(NamedTuple):
 
 # (run, data, dct-train's options, what is to be called after every step) -> (what its file is to
 # have, what is said of it; on the first rank).
-Job = Callable[[AnyRun, dataset.Dataset, argparse.Namespace, Callable], tuple[dict, str]]
+Job = Callable[[Run, dataset.Dataset, argparse.Namespace, Callable], tuple[dict, str]]
 
 
 def settings_of(options: argparse.Namespace, names: Collection[str]) -> dict[str, object]:
@@ -65,7 +56,7 @@ def settings_of(options: argparse.Namespace, names: Collection[str]) -> dict[str
     return json.loads(json.dumps(settings))  # as it comes back from a file
 
 
-def train(options: argparse.Namespace, runs: Iterable[AnyRun], settings: dict, job: Job) -> None:
+def train(options: argparse.Namespace, runs: Iterable[Run], settings: dict, job: Job) -> None:
     """Those of `runs` that have no file in `options.out` yet."""
     runs = list(runs)
     while missing := [run for run in runs if not run.path(options.out).exists()]:
@@ -79,7 +70,7 @@ def train(options: argparse.Namespace, runs: Iterable[AnyRun], settings: dict, j
             write(run.path(options.out), run._asdict() | {"settings": settings, "diverged": True})
 
 
-def _work(options: argparse.Namespace, runs: Sequence[AnyRun], settings: dict, job: Job) -> None:
+def _work(options: argparse.Namespace, runs: Sequence[Run], settings: dict, job: Job) -> None:
     """All of `runs`, on one rank; the first writes a file for each."""
     console = Console() if dist.get_rank() == 0 else None
     data = dataset.load(options)
@@ -193,10 +184,10 @@ def read(folder: Path, settings: dict) -> list[dict]:
     return records
 
 
-def write_report(folder: Path, text: str, others: str = "") -> None:
+def write_report(folder: Path, text: str) -> None:
     """Keep it, and print it."""
     (folder / "report.md").write_text(text + "\n")
-    print(f"\n{text}\n\nin {folder}: report.md, {others}a file for each run")
+    print(f"\n{text}\n\nin {folder}: report.md, a file for each run")
 
 
 def best_rates(records: Sequence[dict]) -> dict[str, float]:
@@ -225,11 +216,3 @@ def with_error(values: Sequence[float]) -> str:
         return ""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.mean(values):+.4f} ± {error:.4f}"
-
-
-def beside(text: str) -> tuple[str, Path]:
-    """An argparse type: NAME=DIR."""
-    name, equals, folder = text.partition("=")
-    if not (name and equals and Path(folder).is_dir()):
-        raise argparse.ArgumentTypeError(f"must be NAME=DIR with a folder of runs, got {text!r}")
-    return name, Path(folder)

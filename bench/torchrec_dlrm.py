@@ -75,7 +75,7 @@ from dct_dlrm.progress import Step
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
 from dct_parallel import DCTState, WireMeter
-from dct_parallel.rows.codecs import ROW_FORMATS
+from dct_parallel.rows.counts import ROW_FORMATS
 
 CPU = torch.device("cpu")
 NAMES = ("float32", "fp16", "int8", "mx4", "int4,int4", "int4,ternary", "int4,sign")

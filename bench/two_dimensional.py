@@ -92,7 +92,7 @@ def options_of(name: str, rate: float, options: argparse.Namespace) -> argparse.
         return own
     own.embedding_optimizer, own.delayed_accumulator = OPTIMIZERS[variant.optimizer]
     own.sync_every = variant.period
-    own.sync_dtype = None if variant.format == "dct" else variant.format
+    own.sync_format = None if variant.format == "dct" else variant.format
     return own
 
 

@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTAverager, DCTState, all_to_all_rows, dct_fully_shard_hook, dct_hook
+from dct_parallel import (
+    DCTAverager,
+    DCTState,
+    RowFormat,
+    all_to_all_rows,
+    dct_fully_shard_hook,
+    dct_hook,
+)
 from ranks import Dictated, run_ranks
 
 SIZES = (70_000, 100, 300_000, 40_000)
@@ -68,14 +75,13 @@ def averager(rank: int, device: str, backend: str, overlap: int) -> list[Tensor]
     return [p.detach().cpu() for p in module.parameters()]
 
 
-def rows(rank: int, device: str, backend: str, format: str) -> list[Tensor]:
+def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[Tensor]:
     """The rows from the other ranks, and the gradient that comes back."""
     group, ranks = dist.new_group(backend=backend), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     splits = [5 + 3 * rank] * ranks
     x = torch.randn(sum(splits), WIDTH, generator=generator).to(device).requires_grad_()
-    how = {"density": 0.1} if format == "dct" else {"forward": format, "backward": format}
-    y = all_to_all_rows(x, splits, group=group, **how)
+    y = all_to_all_rows(x, splits, format=format, group=group)
     weights = torch.randn(y.shape, generator=generator).to(device)
     (grad,) = torch.autograd.grad(y, x, weights)
     return [y.detach().cpu(), grad.cpu()]
@@ -109,7 +115,7 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
             yield functools.partial(ddp, transport=transport, scaled=scaled), ranks, backend
         for overlap in (0, 1):
             yield functools.partial(averager, overlap=overlap), ranks, backend
-        for format in ("dct", "int4", "ternary"):
+        for format in (RowFormat(density=0.1), "int4", "ternary"):
             yield functools.partial(rows, format=format), ranks, backend
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from dct_bench.link import report as links
 from dct_bench.markdown import difference, mean, number, plain, table, times
 from dct_parallel.exchange.codec import Settings
@@ -79,9 +77,9 @@ def methods(experiments: Experiments) -> str:
 
 
 HOOK = "`DCTState(ddp, density=0.005)`"
-INT4 = '`DCTState(ddp, density=1, value_dtype="int4")`'
+INT4 = '`DCTState(ddp, format="int4")`'
 TERNARY = "`DCTAverager(model, period=10)`"
-ROWS = '`all_to_all_rows(x, splits, forward="int4", backward="int4")`, distinct rows'
+ROWS = '`all_to_all_rows(x, splits, format="int4")`, distinct rows'
 
 
 def _over(methods: dict[str, list[dict]], name: str) -> str:
@@ -157,10 +155,10 @@ def rows(experiments: Experiments) -> str:
     """Rows of a hybrid DLRM, on Kaggle's rows and on generated ones."""
     found = []
     for name, option in (
-        ("int4,int4+dedup", "--mp-format int4,int4 --dedup"),
-        ("int4,ternary+dedup", "--mp-format int4,ternary --dedup"),
-        ("int4,sign+dedup", "--mp-format int4,sign --dedup"),
-        ("7.5%+dedup", "--mp-density 0.075 --dedup"),
+        ("int4,int4+dedup", "--row-format int4 --dedup"),
+        ("int4,ternary+dedup", "--row-format int4,ternary --dedup"),
+        ("int4,sign+dedup", "--row-format int4,sign --dedup"),
+        ("7.5%+dedup", "--row-density 0.075 --dedup"),
     ):
         row = [f"`{option}`"]
         for methods in row_runs(experiments):
@@ -239,7 +237,7 @@ def bytes_by_density(experiments: Experiments) -> str:
 @figure()
 def bytes_by_ranks(experiments: Experiments) -> str:
     """Computed: times fewer bytes than a float32 ring, 2^22 elements at 0.5 %, headers and all."""
-    settings = Settings(0.005, 1000, "fresh", torch.bfloat16)
+    settings = Settings(0.005, "bfloat16")
     ranks, rows = (2, 4, 8, 64), []
     for name in ("all_gather", "reduce_scatter"):
         plans = [BucketPlan(("x",), (2**22,), settings, name, ranks=n) for n in ranks]

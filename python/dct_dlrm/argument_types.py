@@ -4,6 +4,8 @@ import argparse
 import math
 from collections.abc import Callable, Collection
 
+from dct_parallel.rows.counts import ROW_FORMATS
+
 from .data.zipf import Zipf
 
 
@@ -42,18 +44,13 @@ def several(item: Callable, known: Collection[str] = ()) -> Callable:
     return parse
 
 
-def pair(known: Collection[str]) -> Callable:
-    """An argparse type: two of `known`, or one twice, joined by ','."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        values = tuple(text.split(","))
-        if len(values) != 2 or not set(values) <= set(known):
-            raise argparse.ArgumentTypeError(
-                f"must be two of {', '.join(known)}, joined by ',', got {text!r}"
-            )
-        return values
-
-    return parse
+def row_format(text: str) -> tuple[str, ...]:
+    """An argparse type: one of ROW_FORMATS; or two, joined by ',', of rows and of gradients."""
+    names = tuple(text.split(","))
+    if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
+        rule = f"must be one or two of {', '.join(ROW_FORMATS)}, joined by ','"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return names
 
 
 def widths(text: str) -> list[int]:

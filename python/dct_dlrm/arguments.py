@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
+from dct_parallel.exchange.codec import FORMATS
 from dct_parallel.exchange.selection import TRANSPORTS
-from dct_parallel.rows.codecs import ROW_FORMATS
+from dct_parallel.rows.counts import ROW_FORMATS
 
 from . import option_rules
-from .argument_types import count, density, number, pair, positive, several, widths, zipf
+from .argument_types import count, density, number, positive, row_format, several, widths, zipf
 from .command_line import Formatter, Parser, add_out, add_two_helps, add_version
 from .launch import under_torchrun
 from .models.factorised import FACTORISED
-from .modes import MODES, START_STEP, VALUE_DTYPES
+from .modes import MODES, START_STEP
 from .optimizers import EMBEDDING_OPTIMIZERS, OPTIMIZERS, SCALED
 
 DESCRIPTION = """\
@@ -30,9 +31,9 @@ examples:
       every mode, mean and spread of 3 seeds
   dct-train --data train.txt.gz --hash-size 100000
       Criteo's file
-  dct-train --parallel hybrid --mp-density 0.05
+  dct-train --parallel hybrid --row-density 0.05
       embedding tables sharded over the ranks; DCT on their rows and on the MLPs' gradients
-  dct-train --parallel hybrid --mp-format int4,int4 --dedup
+  dct-train --parallel hybrid --row-format int4 --dedup
       the same with rows in 4 bits an entry, each distinct row once
   dct-train --parallel 2d --ranks 4 --replicas 2 --sync-every 10 \\
       --embedding-optimizer momentum_scaled_rowwise_adagrad
@@ -227,18 +228,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     rows = exchange.add_mutually_exclusive_group()
     rows.add_argument(
-        "--mp-density",
+        "--row-density",
         type=density,
         default=0.05,
         help="hybrid, 2d, DCT: fraction of each pooled embedding sent, and of its gradient, "
         "rounded up",
     )
     rows.add_argument(
-        "--mp-format",
-        type=pair(ROW_FORMATS),
-        metavar="FORWARD,BACKWARD",
+        "--row-format",
+        type=row_format,
+        metavar="FORMAT[,BACKWARD]",
         help="hybrid, 2d, DCT: instead, every entry of a pooled embedding in one number format, of "
-        f"its gradient in another; of {', '.join(ROW_FORMATS)}",
+        f"its gradient in the same or another; of {', '.join(ROW_FORMATS)}",
     )
     synced = exchange.add_mutually_exclusive_group()
     synced.add_argument(
@@ -248,8 +249,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="2d, DCT: fraction of what changed in the tables sent at a sync; the rest waits",
     )
     synced.add_argument(
-        "--sync-dtype",
-        choices=("float32", "float16", "bfloat16"),
+        "--sync-format",
+        choices=FORMATS,
         help="2d, DCT: instead, all of what changed, in this number format",
     )
     exchange.add_argument(
@@ -259,10 +260,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "once, and the sum of its gradients",
     )
     exchange.add_argument(
-        "--value-dtype",
-        choices=VALUE_DTYPES,
+        "--format",
+        choices=FORMATS,
         default="bfloat16",
-        help="DCT: of the values sent; int8, int4 and ternary send every entry (--density 1)",
+        help="DCT: of what is sent; int8, int4 and ternary send every entry, whatever DENSITY",
     )
     exchange.add_argument(
         "--refresh-every",

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -11,11 +10,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, node_mesh
-from dct_parallel.exchange.quantized import FORMATS
+from dct_parallel.exchange.quantized import FORMATS as FEW_BITS
 
-# As of DCTState, by their names.
-VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-VALUE_DTYPES |= {name: name for name in FORMATS}  # of every entry: density 1
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 
 
@@ -58,13 +54,13 @@ def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> Powe
 def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
     state = DCTState(
         ddp,
-        density=options.density,
-        refresh_every=options.refresh_every,
-        format=VALUE_DTYPES[options.value_dtype],
-        start_step=START_STEP,
-        policy=options.policy,
+        density=1.0 if options.format in FEW_BITS else options.density,
+        format=options.format,
         transport=options.transport,
         mesh=node_mesh(options.local_size, "cpu") if options.local_size > 1 else None,
+        start_step=START_STEP,
+        policy=options.policy,
+        refresh_every=options.refresh_every,
     )
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -4,9 +4,6 @@ import argparse
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dct_parallel.exchange.quantized import FORMATS
-
-from .modes import VALUE_DTYPES
 from .optimizers import EMBEDDING_OPTIMIZERS, SCALED
 
 TABLES_WHOLE = ("data", "des")  # --parallel that cut no table off the model
@@ -35,18 +32,18 @@ RULES = (
     Rule("model", "parallel", TABLES_WHOLE, unless=("dlrm",)),
     Rule("data_format", "parallel", TABLES_WHOLE, unless=("criteo",)),
     Rule("multi_hot", "parallel", TABLES_WHOLE, unless=(1,)),
-    Rule("replicas sync_every sync_density sync_dtype", "parallel", ("2d",)),
+    Rule("replicas sync_every sync_density sync_format", "parallel", ("2d",)),
     Rule("embedding_optimizer", "parallel", ("2d",), unless={*EMBEDDING_OPTIMIZERS} - {SCALED}),
     Rule("delayed_accumulator", "embedding_optimizer", (SCALED,)),
-    Rule("mp_density mp_format dedup", "parallel", ("hybrid", "2d")),
+    Rule("row_density row_format dedup", "parallel", ("hybrid", "2d")),
     Rule("dynamic_rows", "parallel", ("des",)),
     Rule("hash_size", "dynamic_rows", ()),
     Rule("hash_size", "zipf", ()),
-    Rule("density value_dtype refresh_every policy transport", "modes", ("dct",)),
-    Rule("value_dtype", "density", (1.0,), unless={*VALUE_DTYPES} - {*FORMATS}),
+    Rule("density format refresh_every policy transport", "modes", ("dct",)),
+    Rule("density", "format", ("bfloat16", "float32"), unless=(1.0,)),
     Rule("refresh_every", "policy", ("fixed",)),
     Rule("local_size", "modes", ("dct",), unless=(1,)),
-    Rule("mp_density mp_format sync_density sync_dtype", "modes", ("dct",)),
+    Rule("row_density row_format sync_density sync_format", "modes", ("dct",)),
     Rule("embedding_dim", "model", ("dlrm", "fm", "deepfm")),
     Rule("bottom", "model", ("dlrm",)),
     Rule("top", "model", ("dlrm", "deepfm")),

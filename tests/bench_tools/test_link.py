@@ -80,8 +80,8 @@ def test_loopback(tmp_path, capsys):
 def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     """13 tables on each of 2 ranks, a batch of 16, embeddings of 32 entries, of which 4 cross."""
     modes = ["hybrid-dense", "hybrid-dp", "hybrid-dct", "hybrid-format", "hybrid-format-dedup"]
-    small = [*SMALL[:-1], ",".join(modes), "--embedding-dim", "32", "--mp-density", "0.125"]
-    small += ["--mp-format", "int4,sign"]
+    small = [*SMALL[:-1], ",".join(modes), "--embedding-dim", "32", "--row-density", "0.125"]
+    small += ["--row-format", "int4,sign"]
     assert cli.main(["link", "--loopback", *small, "--out", str(tmp_path)]) == 0
     cells = {
         cell["mode"]: cell for cell in json.loads((tmp_path / "link.json").read_text())["cells"]
@@ -237,9 +237,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
         (["--ranks", "1"], "argument --ranks: must be an integer in [2, 64], got '1'"),
         (["--top", "5-x"], "argument --top: must be integers >= 1 joined by '-'"),
         (["--seconds", "0"], "argument --seconds: must be a number > 0, got '0'"),
-        (["--mp-density", "0"], "argument --mp-density: must be a number in (0, 1], got '0'"),
+        (["--row-density", "0"], "argument --row-density: must be a number in (0, 1], got '0'"),
     ],
-    ids=["mode", "twice", "ranks", "widths", "seconds", "mp-density"],
+    ids=["mode", "twice", "ranks", "widths", "seconds", "row-density"],
 )
 def test_wrong_arguments_are_named(arguments, text, capsys):
     with pytest.raises(SystemExit) as exit_:

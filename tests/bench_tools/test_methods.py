@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_bench.link.methods import START_STEP, TopKState, topk_hook
 from dct_bench.link.phases import Phases
 from dct_dlrm.launch import launch
-from dct_dlrm.models.row_exchange import largest_entries
+from dct_dlrm.models.row_exchange import rows_in
+from dct_parallel import RowFormat
 
 NUMEL, STEPS = 200, 5
 
@@ -119,7 +120,7 @@ def test_phases_of_overlapping_and_separate_exchanges():
 
 def _check_rows_phases():
     """What an exchange of rows does around its collective, there and back, is not computing."""
-    exchange = largest_entries(0.25)
+    exchange = rows_in(RowFormat(density=0.25))
     rest = ([4, 4], [4, 4])
     nap = 0.05
 

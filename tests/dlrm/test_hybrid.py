@@ -12,10 +12,11 @@ from dct_dlrm import arguments, loop
 from dct_dlrm.data import dataset
 from dct_dlrm.launch import launch
 from dct_dlrm.models.dlrm import DLRM
-from dct_dlrm.models.row_exchange import EXCHANGES, every_entry, largest_entries
+from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
 from dct_dlrm.models.sharded import ShardedDLRM
 from dct_dlrm.parallel import describe
 from dct_embeddings import Shard, plan_shards
+from dct_parallel import RowFormat
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32"]
@@ -63,12 +64,11 @@ def _against_one_process(folder):
     """Logits and the gradients of all weights, against one model that sees all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = plan_shards(ROWS, ranks)
-    float32 = torch.float32
     for density, exchange, dedup in (
-        (1.0, every_entry("float32", "float32"), False),
-        (1.0, every_entry("float32", "float32"), True),
-        (1.0, largest_entries(1.0, float32), False),
-        (0.5, largest_entries(0.5, float32), True),
+        (1.0, rows_in("float32"), False),
+        (1.0, rows_in("float32"), True),
+        (1.0, rows_in(RowFormat("float32", density=1.0)), False),
+        (0.5, rows_in(RowFormat("float32", density=0.5)), True),
     ):
         whole = _masked_model(density)
         reference = torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean()
@@ -98,18 +98,18 @@ def test_logits_and_gradients_are_those_of_one_process(ranks):
         assert len(list(Path(folder).iterdir())) == ranks
 
 
-def _train(path, extra, exchange):
+def _train(path, extra, format):
     """What rank 0 has of a run, written to path."""
-    if exchange is not None:
-        EXCHANGES["dense"] = lambda options: largest_entries(*exchange)
+    if format is not None:
+        EXCHANGES["dense"] = lambda options: rows_in(format)
     options = arguments.parse([*SMALL, *extra])
     result = loop.run("dense", 0, dataset.load(options), options, lambda loss: None)
     if dist.get_rank() == 0:
         torch.save((torch.from_numpy(result.loss), result.auc, result.log_loss), path)
 
 
-def _trained(tmp_path, *extra, exchange=None):
-    launch(_train, 2, tmp_path / "result", extra, exchange)
+def _trained(tmp_path, *extra, format=None):
+    launch(_train, 2, tmp_path / "result", extra, format)
     return torch.load(tmp_path / "result")
 
 
@@ -138,5 +138,7 @@ def test_distinct_rows_train_as_all_rows_do(tmp_path):
 def test_density_one_in_float32_is_the_dense_exchange_bit_for_bit(tmp_path):
     hybrid = ("--parallel", "hybrid", "--modes", "dense")
     loss, *scores = _trained(tmp_path, *hybrid)
-    packed_loss, *packed_scores = _trained(tmp_path, *hybrid, exchange=(1.0, torch.float32))
+    packed_loss, *packed_scores = _trained(
+        tmp_path, *hybrid, format=RowFormat("float32", density=1.0)
+    )
     assert torch.equal(loss, packed_loss) and scores == packed_scores

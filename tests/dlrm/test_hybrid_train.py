@@ -29,7 +29,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
     command = ["--parallel", "hybrid", "--modes", "dense,bf16,powersgd,dct", "--rows", "1500"]
     command += ["--batch-size", str(BATCH), "--embedding-dim", str(DIM), "--hash-size", "50"]
-    command += ["--bottom", "16", "--top", "64", "--mp-density", "0.25", "--out", str(folder)]
+    command += ["--bottom", "16", "--top", "64", "--row-density", "0.25", "--out", str(folder)]
     assert main(command) == 0
     summary = json.loads((folder / "summary.json").read_text())
     return {mode: runs[0] for mode, runs in summary["modes"].items()}
@@ -135,7 +135,7 @@ def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
     """As many ids as rows, which are fewer than the samples'."""
     command = ["--parallel", "hybrid", "--modes", "dct", "--rows", "1500", "--hash-size", "50"]
     command += ["--batch-size", str(BATCH), "--embedding-dim", str(DIM), "--bottom", "16"]
-    command += ["--top", "64", "--mp-format", "int4,sign", "--dedup", "--out", str(tmp_path)]
+    command += ["--top", "64", "--row-format", "int4,sign", "--dedup", "--out", str(tmp_path)]
     assert main(command) == 0
     sent = _sent(json.loads((tmp_path / "summary.json").read_text())["modes"]["dct"][0])
     # What one rank asks the other answers; these are means over both.
@@ -148,10 +148,10 @@ def test_bytes_of_distinct_rows_in_few_bits(tmp_path):
 @pytest.mark.parametrize(
     "argument, value, rule",
     [
-        ("--mp-density", "0", "must be a number in (0, 1], got '0'"),
-        ("--mp-density", "1.01", "must be a number in (0, 1], got '1.01'"),
-        ("--mp-format", "int4", "must be two of float32, bfloat16,"),
-        ("--mp-format", "int4,int5", "must be two of float32, bfloat16,"),
+        ("--row-density", "0", "must be a number in (0, 1], got '0'"),
+        ("--row-density", "1.01", "must be a number in (0, 1], got '1.01'"),
+        ("--row-format", "int4,int4,int4", "must be one or two of float32, bfloat16,"),
+        ("--row-format", "int4,int5", "must be one or two of float32, bfloat16,"),
         ("--embedding-lr", "0", "must be a number > 0, got '0'"),
         ("--parallel", "model", "invalid choice: 'model'"),
         ("--embedding-optimizer", "adam", "invalid choice: 'adam'"),

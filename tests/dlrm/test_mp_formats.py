@@ -14,17 +14,19 @@ sys.path.insert(0, str(BENCH.parent))
 import mxfp4  # noqa: E402
 from mp_formats import Kind  # noqa: E402
 
+from dct_parallel import RowFormat  # noqa: E402
+
 NAMES = ("float32", "int4,sign+dedup")
 
 
 @pytest.mark.parametrize(
     "name, kind, bytes_of_64",
     [
-        ("float32", Kind("float32", "float32", None, False), (256, 256)),
-        ("int4,sign+dedup", Kind("int4", "sign", None, True), (34, 10)),
-        ("int4,ternary", Kind("int4", "ternary", None, False), (34, 15)),
-        ("mxfp4", Kind("mxfp4", "mxfp4", None, False), (34, 34)),
-        ("7.5%+dedup", Kind(None, None, 0.075, True), (15, 10)),
+        ("float32", Kind(RowFormat("float32"), False), (256, 256)),
+        ("int4,sign+dedup", Kind(RowFormat("int4", "sign"), True), (34, 10)),
+        ("int4,ternary", Kind(RowFormat("int4", "ternary"), False), (34, 15)),
+        ("mxfp4", Kind(None, False), (34, 34)),
+        ("7.5%+dedup", Kind(RowFormat("bfloat16", density=0.075), True), (15, 10)),
     ],
 )
 def test_names_of_exchanges(name, kind, bytes_of_64):

@@ -20,12 +20,12 @@ DCT = "must come with --modes dct, got"
     [
         ("--dedup", f"--dedup {MP} data"),
         ("--dedup --parallel des", f"--dedup {MP} des"),
-        ("--mp-format int8,int8 --parallel data", f"--mp-format {MP} data"),
-        ("--mp-density 0.05", f"--mp-density {MP} data"),
+        ("--row-format int8,int8 --parallel data", f"--row-format {MP} data"),
+        ("--row-density 0.05", f"--row-density {MP} data"),
         ("--replicas 2 --parallel hybrid", f"--replicas {GRID} hybrid"),
         ("--sync-every 1 --parallel des", f"--sync-every {GRID} des"),
         ("--sync-density 0.1 --parallel hybrid", f"--sync-density {GRID} hybrid"),
-        ("--sync-dtype float16", f"--sync-dtype {GRID} data"),
+        ("--sync-format bfloat16", f"--sync-format {GRID} data"),
         (f"--embedding-optimizer {SCALED}", f"--embedding-optimizer {SCALED} {GRID} data"),
         ("--dynamic-rows 9", "--dynamic-rows must come with --parallel des, got data"),
         ("--parallel 2d --model fm", "--model fm must come with --parallel data or des, got 2d"),
@@ -36,13 +36,16 @@ DCT = "must come with --modes dct, got"
         ),
         ("--density 0.005 --modes dense", f"--density {DCT} dense"),
         ("--refresh-every 9 --modes dense,bf16", f"--refresh-every {DCT} dense,bf16"),
-        ("--value-dtype int4", "--value-dtype int4 must come with --density 1.0, got 0.005"),
+        (
+            "--format int4 --density 0.1",
+            "--density 0.1 must come with --format bfloat16 or float32, got int4",
+        ),
         ("--policy fixed --modes powersgd", f"--policy {DCT} powersgd"),
         ("--transport all_gather --modes bf16", f"--transport {DCT} bf16"),
-        ("--parallel hybrid --modes dense --mp-format int8,int8", f"--mp-format {DCT} dense"),
-        ("--parallel 2d --modes bf16 --sync-dtype float16", f"--sync-dtype {DCT} bf16"),
+        ("--parallel hybrid --modes dense --row-format int8,int8", f"--row-format {DCT} dense"),
+        ("--parallel 2d --modes bf16 --sync-format bfloat16", f"--sync-format {DCT} bf16"),
         ("--parallel 2d --modes dense --sync-density 0.1", f"--sync-density {DCT} dense"),
-        ("--parallel 2d --modes dense --mp-density 0.1", f"--mp-density {DCT} dense"),
+        ("--parallel 2d --modes dense --row-density 0.1", f"--row-density {DCT} dense"),
         (
             "--parallel 2d --delayed-accumulator",
             f"--delayed-accumulator must come with --embedding-optimizer {SCALED}, got sgd",
@@ -76,15 +79,15 @@ def test_what_would_be_ignored_is_refused(capsys, given, text):
         *(f"--parallel {name}" for name in ("data", "hybrid", "2d", "des")),
         *(f"--modes {name}" for name in ("dense", "bf16", "powersgd", "dct")),
         *(f"--model {name}" for name in ("lr", "fm", "deepfm")),
-        "--parallel hybrid --model dlrm --multi-hot 1 --mp-format int8,int4 --dedup",
+        "--parallel hybrid --model dlrm --multi-hot 1 --row-format int8,int4 --dedup",
         "--parallel hybrid --modes dense --dedup --embedding-optimizer rowwise_adagrad",
         "--parallel hybrid --data x --data-format criteo --max-malformed 0",
-        f"--parallel 2d --embedding-optimizer {SCALED} --delayed-accumulator --sync-dtype float16",
-        "--parallel 2d --replicas 2 --sync-every 9 --mp-density 0.1 --modes dense,dct",
+        f"--parallel 2d --embedding-optimizer {SCALED} --delayed-accumulator --sync-format bfloat16",
+        "--parallel 2d --replicas 2 --sync-every 9 --row-density 0.1 --modes dense,dct",
         "--parallel des --model fm --embedding-dim 8 --dynamic-rows 99 --multi-hot 2",
         "--data x --data-format movielens --model deepfm --top 8 --embedding-dim 8",
         "--density 0.1 --policy fixed --refresh-every 9 --transport reduce_scatter",
-        "--value-dtype float32 --modes dct",
+        "--format float32 --modes dct",
         "--resume --out x",
     ],
 )
@@ -97,13 +100,13 @@ def test_rules_are_of_options_that_there_are():
     for rule in RULES:
         for name in [*rule.options.split(), rule.setting]:
             assert hasattr(options, name), name
-    assert flag("mp_density") == "--mp-density"
+    assert flag("row_density") == "--row-density"
 
 
 def test_values_are_those_given_or_the_defaults():
     options = arguments.parse(["--replicas", "3", "--parallel", "2d", "--dedup"])
     assert (options.replicas, options.dedup, options.sync_every) == (3, True, 1)
-    assert options.modes == ["dense", "dct"] and options.sync_dtype is None
+    assert options.modes == ["dense", "dct"] and options.sync_format is None
 
 
 def _commands():

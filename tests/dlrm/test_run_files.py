@@ -9,7 +9,6 @@ from dct_dlrm.errors import UsageError
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-import dp_transports  # noqa: E402
 import run_files  # noqa: E402
 from run_files import Run  # noqa: E402
 
@@ -54,10 +53,3 @@ def test_mean_and_standard_deviation():
     assert run_files.spread([]) == "-"
     assert run_files.spread([0.5]) == "0.5000"
     assert run_files.spread([0.1, 0.3], "+") == "+0.2000 ± 0.1414"
-
-
-def test_a_run_that_diverged_is_in_no_table():
-    runs = [dp_transports.Run("dense", None, seed)._asdict() for seed in range(2)]
-    summary = {"auc": 0.7, "log_loss": 0.5, "calibration": 1.0, "wire_bytes_per_step_max_rank": 8}
-    records = [runs[0] | {"summary": summary}, runs[1] | {"diverged": True}]
-    assert "| dense | 8 | 1.0x | 1 |" in dp_transports.report(records)

@@ -40,4 +40,4 @@ def test_options_of_a_variant(name, expected):
     own = two_dimensional.options_of(name, 0.5, options)
     assert own.embedding_lr == 0.5 and options.embedding_lr is None
     got = own.replicas, own.embedding_optimizer, own.delayed_accumulator, own.sync_every
-    assert (*got, own.sync_dtype) == expected
+    assert (*got, own.sync_format) == expected

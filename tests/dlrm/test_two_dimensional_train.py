@@ -32,7 +32,7 @@ def _one_replica_is_hybrid():
     for mode, given in (
         ("dense", []),
         ("dense", ["--dedup", *ADAGRAD]),
-        ("dct", ["--mp-format", "int8,int8", *ADAGRAD]),
+        ("dct", ["--row-format", "int8", *ADAGRAD]),
     ):
         hybrid = _trained(mode, "--parallel", "hybrid", *given)
         single = _trained(mode, "--parallel", "2d", "--replicas", "1", *given)
@@ -95,8 +95,11 @@ def test_a_command_of_all_modes(tmp_path):
         (["--replicas", "0"], "argument --replicas: must be an integer >= 1, got '0'"),
         (["--sync-every", "0"], "argument --sync-every: must be an integer >= 1, got '0'"),
         (["--sync-density", "0"], "argument --sync-density: must be a number in (0, 1], got '0'"),
-        (["--sync-dtype", "int8"], "argument --sync-dtype: invalid choice: 'int8'"),
-        (["--sync-dtype", "float16", "--sync-density", "1"], "not allowed with argument --sync-dt"),
+        (["--sync-format", "fp8"], "argument --sync-format: invalid choice: 'fp8'"),
+        (
+            ["--sync-format", "bfloat16", "--sync-density", "1"],
+            "not allowed with argument --sync-dt",
+        ),
         (SCALED, "momentum_scaled_rowwise_adagrad must come with --parallel 2d, got data"),
         (
             ["--parallel", "2d", "--delayed-accumulator"],

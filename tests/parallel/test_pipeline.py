@@ -148,22 +148,14 @@ def test_the_bench_runs_and_reports(tmp_path):
     text.write_text("to be or not to be, that is the question\n" * 50)
     sizes = "--steps 3 --seeds 2 --batch 4 --microbatches 2 --context 8 --width 16 --heads 2"
     command = [sys.executable, BENCH, "--data", text, "--densities", "1,0.25", "--fresh-mask"]
-    command += [
-        "--formats",
-        "int4,ternary",
-        "--value-dtype",
-        "bfloat16",
-        *sizes.split(),
-        "--out",
-        tmp_path,
-    ]
+    command += ["--formats", "int4,ternary", *sizes.split(), "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
     names = ["dense", "100%", "25%", "25% fresh mask", "int4", "ternary"]
     assert [mode["name"] for mode in modes] == names
     rows = 4 * 8
-    expected = [(16 * 4, 16 * 4), (16 * 2 + 2, 16 * 2), (4 * 2 + 2, 4 * 2), (4 * 2 + 2, 4 * 2 + 2)]
+    expected = [(16 * 4, 16 * 4), (16 * 4 + 2, 16 * 4), (4 * 4 + 2, 4 * 4), (4 * 4 + 2, 4 * 4 + 2)]
     expected += [(8 + 2, 8 + 2), (4 + 2, 4 + 2)]
     for mode, (forward, backward) in zip(modes, expected, strict=True):
         assert [run["seed"] for run in mode["runs"]] == [0, 1]

@@ -2,9 +2,8 @@
 
 import argparse
 
-from dct_dlrm.argument_types import count, density, number, pair, positive, several, widths
+from dct_dlrm.argument_types import count, density, number, positive, row_format, several, widths
 from dct_dlrm.command_line import Formatter, add_out
-from dct_parallel.rows.codecs import ROW_FORMATS
 
 from ..rates import parse_rate
 from .methods import METHODS, REPLICATED
@@ -30,7 +29,7 @@ examples:
       where does DCT stop paying?
   sudo $(which dct-bench) link --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
       tables sharded: what DCT on the exchange of embeddings adds to DCT on gradients
-  sudo $(which dct-bench) link --embedding-dim 64 --rates 1gbit --mp-format int4,ternary \
+  sudo $(which dct-bench) link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \
       --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
       rows in few bits, each distinct one once; where counts and ids of rows stand in a step
   sudo $(which dct-bench) link --ranks 2 --rates 1gbit --modes bf16,dct,dct-reduce-scatter
@@ -136,17 +135,17 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         help="DCT and exact top-k: fraction of entries sent",
     )
     model.add_argument(
-        "--mp-density",
+        "--row-density",
         type=density,
         default=0.05,
         help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
     )
     model.add_argument(
-        "--mp-format",
-        type=pair(ROW_FORMATS),
-        default="int4,int4",
-        metavar="FORWARD,BACKWARD",
-        help="hybrid-format: number formats of pooled embeddings and of their gradients, of "
-        f"{', '.join(ROW_FORMATS)}",
+        "--row-format",
+        type=row_format,
+        default="int4",
+        metavar="FORMAT[,BACKWARD]",
+        help="hybrid-format: number format of pooled embeddings, and of their gradients if that "
+        "is another",
     )
     add_out(parser, FOLDER, RESULT)

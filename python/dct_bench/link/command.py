@@ -88,11 +88,11 @@ def _measure(
     ranks: int, options: argparse.Namespace, on_block
 ) -> tuple[dict, list[dict], list[Cell]]:
     """(model, links, cells) of one rank count."""
-    keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "mp_density")
-    keys += ("mp_format", "bucket_mb")
+    keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "row_density")
+    keys += ("row_format", "bucket_mb")
     settings = {key: getattr(options, key) for key in keys}
     # What the training application takes by default.
-    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "fresh", "value_dtype": "bfloat16"}
+    settings |= {"lr": 0.1, "refresh_every": 1000, "policy": "fresh", "format": "bfloat16"}
     settings |= {"transport": "all_gather", "local_size": 1}
     settings["node_ranks"] = options.local_size  # which only modes with a mesh know
     request = {

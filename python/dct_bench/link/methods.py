@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_dlrm.models.row_exchange import every_entry, largest_entries
+from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
 from dct_dlrm.modes import MODES, START_STEP
-from dct_parallel import DCTAverager
+from dct_parallel import DCTAverager, RowFormat
 from dct_parallel.collectives import all_gather, dense_mean
-from dct_parallel.rows.all_to_all import Exchange
+from dct_parallel.rows.all_to_all import RowExchange
 
 from ..topk import take_largest
 
@@ -83,9 +83,9 @@ def _dct_with(mesh: bool = False, **chosen: object) -> Callable:
     return register
 
 
-def _averager(density: float, value_dtype: torch.dtype | str) -> Callable:
+def _averager(density: float) -> Callable:
     def make(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
-        return DCTAverager(model, density=density, period=PERIOD, format=value_dtype)
+        return DCTAverager(model, period=PERIOD, density=density)
 
     return make
 
@@ -118,7 +118,7 @@ class Method(NamedTuple):
     title: str
     # Its hook, or its averager; returns the state.
     register: Callable[[nn.Module, argparse.Namespace], object]
-    exchange: Callable[[argparse.Namespace], Exchange] | None = None
+    exchange: Callable[[argparse.Namespace], RowExchange] | None = None
     dedup: bool = False
     leaving: Leaving = _ring
     period: int = 0
@@ -134,18 +134,15 @@ class Method(NamedTuple):
         return "dct" if self.exchange is None else "hybrid-dct"
 
 
-def _float32_rows(options: argparse.Namespace) -> Exchange:
-    return every_entry("float32", "float32")
+def _largest_entries(options: argparse.Namespace) -> RowExchange:
+    return rows_in(RowFormat("bfloat16", density=options.row_density))
 
 
-def _largest_entries(options: argparse.Namespace) -> Exchange:
-    return largest_entries(options.mp_density)
+def _few_bits(options: argparse.Namespace) -> RowExchange:
+    return rows_in(RowFormat(*options.row_format))
 
 
-def _few_bits(options: argparse.Namespace) -> Exchange:
-    return every_entry(*options.mp_format)
-
-
+_float32_rows = EXCHANGES["dense"]
 REPLICATED = {
     "dense": Method("dense float32", MODES["dense"]),
     "bf16": Method("bf16 hook", MODES["bf16"]),
@@ -153,14 +150,14 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
-    "dct-int4": Method("every entry, int4", _dct_with(density=1.0, value_dtype="int4")),
+    "dct-int4": Method("every entry, int4", _dct_with(format="int4")),
     "dct-reduce-scatter": Method(
         "DCT, reduce-scatter", _dct_with(transport="reduce_scatter"), leaving=_to_owners
     ),
 }
 LOCAL = {
-    "local": Method("local steps, 10 %", _averager(0.1, torch.bfloat16), period=PERIOD),
-    "local-ternary": Method("local steps, ternary", _averager(1.0, "ternary"), period=PERIOD),
+    "local": Method("local steps, 10 %", _averager(0.1), period=PERIOD),
+    "local-ternary": Method("local steps, ternary", _averager(1.0), period=PERIOD),
 }
 HYBRID = {
     "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),

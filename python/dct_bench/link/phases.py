@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel.rows.all_to_all import Exchange
+from dct_parallel.rows.all_to_all import RowExchange
 
 PHASES = ("compute", "pack", "wire", "unpack")
 _COLLECTIVES = (
@@ -74,7 +74,7 @@ class Phases:
 
         ddp.register_comm_hook = register_timed
 
-    def timed(self, exchange: Exchange) -> Exchange:
+    def timed(self, exchange: RowExchange) -> RowExchange:
         """The exchange of rows, timed forward and backward."""
 
         def timed(x: Tensor, *args: object, **kwargs: object) -> Tensor:

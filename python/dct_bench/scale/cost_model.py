@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.selection import transport_for
@@ -154,7 +152,7 @@ class Model:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
         key = transport, ranks
         if key not in self._plans:
-            settings = Settings(self.density, 1000, "fresh", torch.bfloat16)
+            settings = Settings(self.density, "bfloat16")
             names = tuple(str(number) for number in range(len(self.shapes)))
             self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
         return self._plans[key]
@@ -227,7 +225,7 @@ class Model:
         """All ranks average their weights, with no regard to nodes, once a period."""
         gpus = cluster.gpus_per_node
         ranks = cluster.nodes * gpus
-        settings = Settings(1, 1000, "fresh", LOCAL_FORMAT)
+        settings = Settings(1.0, LOCAL_FORMAT)
         transport = transport_for(None, settings, self.numel, ranks)
         plan = BucketPlan(("weights",), (self.numel,), settings, transport, ranks)
         payload = plan.payload_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_embeddings import Shard, ShardedEmbeddingBags
-from dct_parallel.rows.all_to_all import Exchange
+from dct_parallel.rows.all_to_all import RowExchange
 
 from .dlrm import DLRM
 
@@ -47,7 +47,7 @@ class ShardedDLRM(nn.Module):
         self,
         model: DLRM,
         plan: Sequence[Sequence[Shard]],
-        exchange: Exchange,
+        exchange: RowExchange,
         dedup: bool = False,
         replicas: int = 1,
         sparse: bool = False,

@@ -32,23 +32,18 @@ class AllGather(Transport):
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         with record_function("dct::exchange"):
-            if self._started is None:
-                all_gather(self._payloads, self._codec.payload, self._group)
-            else:
-                self._started.wait()  # on CUDA it is the stream that waits
-                self._started = None
+            self._gather()
         with record_function("dct::unpack"):
             status = self._codec.unpack(self._payloads, out, out_scale)
         return status, *self._headers
 
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
         status, *words = raw_status
-        codes = dict(zip(self._ranks, status.tolist(), strict=True))
-        sent = read_headers(words)
+        codes, sent = status.tolist(), read_headers(words)
         # Headers of damaged payloads are ignored.
-        intact = [h for h, code in zip(sent, codes.values(), strict=True) if not code]
+        intact = [h for h, code in zip(sent, codes, strict=True) if not code]
         return ExchangeResult(
-            damaged=[f"status {code} from rank {rank}" for rank, code in codes.items() if code],
+            damaged=self._damaged(codes),
             non_finite=any(header.non_finite for header in intact),
             counts=[sent[self._group.rank()].count],
             numel=self._plan.numel,
@@ -59,3 +54,11 @@ class AllGather(Transport):
     def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
         status, *words = raw_status
         return any_non_finite(words, status == 0)
+
+    def _gather(self) -> None:
+        """All ranks' payloads into this rank's, if that has not begun."""
+        if self._started is None:
+            all_gather(self._payloads, self._codec.payload, self._group)
+        else:
+            self._started.wait()  # on CUDA it is the stream that waits
+            self._started = None

@@ -1,6 +1,6 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from .readback import Readback
 from .results import ExchangeResult
 from .segment_state import SegmentState
 from .selection import TRANSPORTS
+from .transport import Transport
 
 
 def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
@@ -30,7 +31,11 @@ class Bucket:
         device: of the gradients.
         step: compressed steps taken so far.
         states: {name: from `states`} to start from; missing names start from zero.
+    Attributes:
+        transports: by name. A simulation has others.
     """
+
+    transports: Mapping[str, type[Transport]] = TRANSPORTS
 
     def __init__(
         self,
@@ -42,7 +47,7 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.codec = plan.settings.codec(plan.range_bounds, device, step)
-        self._transport = TRANSPORTS[plan.transport](plan, self.codec, group)
+        self._transport = self.transports[plan.transport](plan, self.codec, group)
         for index, name in enumerate(plan.names):
             if name in states:
                 self._load(index, states[name])

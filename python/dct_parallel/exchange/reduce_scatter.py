@@ -54,20 +54,16 @@ class ReduceScatter(Transport):
         with record_function("dct::exchange"):
             self._to_owners()
         with record_function("dct::sum"):
-            owns = len(self._arrived) > 0
-            status = self._owner.unpack(self._arrived, self._mean) if owns else self._no_status
-            packed = self._owner.pack(self._mean)
-        self._packed = True
+            status, packed = self._compress_mean()
         with record_function("dct::gather_results"):
-            all_gather(self._results, packed, self._group)
+            self._to_everybody(packed)
         with record_function("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
         return status, result, *self._headers
 
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
         status, result, *words = raw_status
-        codes = zip(self._ranks, status.tolist(), strict=True)
-        damaged = [f"status {code} from rank {rank}" for rank, code in codes if code]
+        damaged = self._damaged(status.tolist())
         half = len(words) // 2  # sent to owners, and by owners
         sent, results = read_headers(words[:half]), read_headers(words[half:])
         if result.item():  # headers of damaged payloads are ignored
@@ -91,14 +87,12 @@ class ReduceScatter(Transport):
 
     def _damaged_results(self) -> list[str]:
         """The owners whose payloads cannot be read: unpacked one by one, only after damage."""
-        found = []
-        for owner, rank in enumerate(self._ranks):
+        codes = []
+        for owner, result in enumerate(self._results):
             codec = self._codec_of(owner, 0)
             nowhere = torch.empty_like(codec.residual)
-            code = codec.unpack(self._results[owner].unsqueeze(0), nowhere).item()
-            if code:
-                found.append(f"status {code} from rank {rank}, of the mean")
-        return found
+            codes += codec.unpack(result.unsqueeze(0), nowhere).tolist()
+        return self._damaged(codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
         """A codec of this owner's range alone, with payloads as long as the longest range's."""
@@ -132,5 +126,18 @@ class ReduceScatter(Transport):
         return others
 
     def _to_owners(self) -> None:
+        """The ranges of the payload to their owners."""
         received = [len(self._arrived) // self._group.size()] * self._group.size()
         dist.all_to_all_single(self._arrived, self._sent, received, self._splits, group=self._group)
+
+    def _compress_mean(self) -> tuple[Tensor, Tensor]:
+        """(the senders' status, the payload) of the mean of this rank's own range."""
+        owns = len(self._arrived) > 0
+        status = self._owner.unpack(self._arrived, self._mean) if owns else self._no_status
+        packed = self._owner.pack(self._mean)
+        self._packed = True
+        return status, packed
+
+    def _to_everybody(self, packed: Tensor) -> None:
+        """This owner's payload to all ranks, and theirs here."""
+        all_gather(self._results, packed, self._group)

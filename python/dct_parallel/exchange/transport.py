@@ -32,7 +32,7 @@ class Transport(ABC):
         self._plan = plan
         self._codec = codec
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)  # as errors call them
+        self._ranks = self._global_ranks()
 
     def start(self) -> None:  # noqa: B027  # by default nothing
         """Begin to send the codec's payload, as far as possible before `reduce`."""
@@ -68,3 +68,15 @@ class Transport(ABC):
             The part of it that this rank cannot keep, in units of the mean.
         """
         return owner
+
+    def _global_ranks(self) -> list[int]:
+        """The group's ranks, as errors call them, which may be raised once the group is gone."""
+        return dist.get_process_group_ranks(self._group)
+
+    def _damaged(self, codes: Sequence[int], what: str = "") -> list[str]:
+        """The payloads that could not be read, by every rank's status; `what` ends each text."""
+        return [
+            f"status {code} from rank {rank}{what}"
+            for rank, code in zip(self._ranks, codes, strict=True)
+            if code
+        ]

@@ -1,0 +1,109 @@
+"""The exchange of dct_parallel between ranks in one process: collectives copy, all else is its own.
+
+Every rank has a `Bucket`, of which only the first one's is finished: what it then needs from the
+others it takes from their transports, which do their part at that moment.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dct_parallel.exchange.all_gather import AllGather
+from dct_parallel.exchange.bucket import Bucket
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
+from dct_parallel.exchange.reduce_scatter import ReduceScatter
+from dct_parallel.exchange.results import ExchangeResult
+from dct_parallel.exchange.transport import Transport
+
+
+class _Rank:
+    """In place of a process group; `peers`: the transports of all ranks, in their order."""
+
+    def __init__(self, number: int, ranks: int, peers: list[Transport]) -> None:
+        self.number, self.ranks, self.peers = number, ranks, peers
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class _InProcess(Transport):
+    def __init__(self, plan, codec, group: _Rank) -> None:
+        super().__init__(plan, codec, group)
+        self._peers = group.peers
+        self._peers.append(self)
+
+    def _global_ranks(self) -> list[int]:
+        return list(range(self._group.size()))
+
+    def start(self) -> None:
+        """Nothing: the payload is taken when it is needed."""
+
+
+class _AllGather(_InProcess, AllGather):
+    def _gather(self) -> None:
+        torch.stack([peer._codec.payload for peer in self._peers], out=self._payloads)
+
+
+class _ReduceScatter(_InProcess, ReduceScatter):
+    def _to_owners(self) -> None:
+        for row, peer in zip(self._arrived, self._peers, strict=False):  # no row: it owns nothing
+            row.copy_(peer._sent[self._group.rank()])
+
+    def _to_everybody(self, packed: Tensor) -> None:
+        for row, peer in zip(self._results, self._peers, strict=True):
+            row.copy_(packed if peer is self else peer._result())
+
+    def _result(self) -> Tensor:
+        """This owner's payload."""
+        self._to_owners()
+        status, packed = self._compress_mean()
+        assert not status.any()
+        return packed
+
+
+class _Bucket(Bucket):
+    transports: ClassVar = {"all_gather": _AllGather, "reduce_scatter": _ReduceScatter}
+
+
+class Buckets:
+    """All parameters in one bucket, as every rank has it.
+
+    Args:
+        sizes: of the parameters.
+        ranks: how many.
+        density, format: see `DCTState`.
+        transport: "all_gather" or "reduce_scatter".
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], ranks: int, density: float, format: str, transport: str
+    ) -> None:
+        settings = Settings.checked("simulation", density, format)
+        names = tuple(str(number) for number in range(len(sizes)))
+        self.plan = BucketPlan(names, tuple(sizes), settings, transport, ranks)
+        peers: list[Transport] = []
+        self._of_ranks = [
+            _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, {})
+            for rank in range(ranks)
+        ]
+
+    def mean(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ExchangeResult]:
+        """The mean of the ranks' tensors [numel] as all of them have it, and the first one's
+        result."""
+        for bucket, tensor in zip(self._of_ranks, tensors, strict=True):
+            bucket.start(tensor)
+        first, mean = self._of_ranks[0], torch.empty_like(tensors[0])
+        first.finish(mean)
+        result = first.take_result()
+        assert not result.damaged
+        return mean, result
+
+    def residuals(self) -> list[Tensor]:
+        """All ranks', and those of owners."""
+        return [residual for bucket in self._of_ranks for residual in bucket.residuals()]
