@@ -11,18 +11,15 @@ from dct_parallel import DCTState, dct_hook
 _OP = "compress_dense"
 
 
-def compress_dense(
-    dmp: DistributedModelParallel, density: float = 0.005, **settings: Any
-) -> DCTState:
+def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     """Average the gradients of the part that is not sharded by `dct_hook`, from now on.
 
     TorchRec wraps that part in one DistributedDataParallel, where this registers the hook. Tables
     that are sharded data-parallel do not go through it. Collective; before the first step, on every
-    rank. Everything else is as of `DCTState`.
+    rank.
 
     Args:
         dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
-        density: as of `DCTState`.
         **settings: as of `DCTState`.
 
     Returns:
@@ -48,6 +45,6 @@ def compress_dense(
             "one whose DistributedDataParallel has no hook yet (allreduce_comm_precision sets one)"
         )
         checks.fail(_OP, "dmp", rule, got)
-    state = DCTState(ddp, density=density, **settings)
+    state = DCTState(ddp, **settings)
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -16,7 +16,7 @@ from dct_kernels import checks
 from dct_parallel.agreement import refusing
 from dct_parallel.collectives import all_to_all
 from dct_parallel.mesh import require_mesh
-from dct_parallel.rows.all_to_all import Exchange, whole_rows
+from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.counts import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags
@@ -90,8 +90,8 @@ class ShardedEmbeddingBags(nn.Module):
         tables: Sequence[Tensor],
         plan: Sequence[Sequence[Shard]],
         mesh: DeviceMesh,
-        exchange: Exchange = whole_rows,
         *,
+        exchange: RowExchange = whole_rows,
         dedup: bool = False,
         sparse: bool = True,
     ) -> None:
