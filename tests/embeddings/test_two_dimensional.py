@@ -88,7 +88,7 @@ def _trained(
     dense = DistributedDataParallel(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     of_dense = torch.optim.SGD(dense.parameters(), LR)
-    sync = ReplicaSync(bags, optimizer, every)
+    sync = ReplicaSync(bags, optimizer=optimizer, every=every)
     for step in range(steps):
         optimizer.zero_grad()
         of_dense.zero_grad()
@@ -169,9 +169,11 @@ def _replicas_meet(rank):
             assert not state["pending"].any() and (state["sum"] >= means[1]).all()
 
     # Rows in few bits, inside the group.
-    exchange = partial(all_to_all_rows, forward="int8", backward="int8")
+    exchange = partial(all_to_all_rows, format="int8")
     for dedup in (False, True):
-        bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange, dedup=dedup)
+        bags = ShardedEmbeddingBags(
+            _tables(torch.float32), _plan(2), mesh, exchange=exchange, dedup=dedup
+        )
         out = bags(*_bags_of(0, rank))
         expected = _pooled(_tables(torch.float32), *_bags_of(0, rank))
         assert 0 < (out - expected).abs().max() < 0.05
@@ -246,7 +248,7 @@ def _refusals(rank):
     refused(owner + "tables must be tensors, got int", lambda: layer(own, 5), TypeError)
     refused(
         owner + "exchange must be callable, got str",
-        lambda: ShardedEmbeddingBags(two, own, mesh, "int8"),
+        lambda: ShardedEmbeddingBags(two, own, mesh, exchange="int8"),
         TypeError,
     )
 
@@ -343,25 +345,32 @@ def _refusals(rank):
     )
 
     sgd = torch.optim.SGD([bags.weight], LR)
-    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, sgd, 0))
+    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, optimizer=sgd, every=0))
     refused(
         "every must be the same on .* got 1 on rank 0, 2 on",
-        lambda: ReplicaSync(bags, sgd, 1 + rank),
+        lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank),
     )
     adam = torch.optim.Adam([bags.weight])
     refused(
         "optimizer must be plain SGD, .* got Adam",
-        lambda: ReplicaSync(bags, adam),
+        lambda: ReplicaSync(bags, optimizer=adam),
         TypeError,
     )
     for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
         sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
-        refused("optimizer must be plain SGD,", lambda sgd=sgd: ReplicaSync(bags, sgd), TypeError)
+        refused(
+            "optimizer must be plain SGD,",
+            lambda sgd=sgd: ReplicaSync(bags, optimizer=sgd),
+            TypeError,
+        )
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
-    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, foreign))
+    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, optimizer=foreign))
     sgd = torch.optim.SGD([bags.weight], LR)
-    ReplicaSync(bags, sgd)
-    refused("bags must have one ReplicaSync only, got a second", lambda: ReplicaSync(bags, sgd))
+    ReplicaSync(bags, optimizer=sgd)
+    refused(
+        "bags must have one ReplicaSync only, got a second",
+        lambda: ReplicaSync(bags, optimizer=sgd),
+    )
 
 
 def test_what_is_refused():
