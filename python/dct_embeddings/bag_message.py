@@ -9,6 +9,22 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
 
+_INTS = (torch.int32, torch.int64)
+
+
+def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
+    """`lengths` [n, batch] are those of bags of all `ids`, both beside `weight`. The host waits."""
+    like = ("weight", weight)
+    checks.require_tensor(op, "ids", ids, _INTS, (1,), like)
+    checks.require_tensor(op, "lengths", lengths, _INTS, (2,), like)
+    # A float64 does not wrap around, as an int64 does.
+    told = torch.stack([(lengths < 0).any().double(), lengths.sum(dtype=torch.float64)])
+    negative, total = told.tolist()
+    if negative:
+        checks.fail(op, "lengths", "at least 0", int(lengths.min()))
+    if total != len(ids):
+        checks.fail(op, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
+
 
 def by_rank(
     bag: Tensor, names: Tensor, bags_of: Sequence[int]

@@ -294,7 +294,7 @@ def _refusals(rank):
         else "input accepted must be the same on every rank, got False on rank 0, True on rank 1",
         lambda: bags(ids - 4 * (rank == 0), lengths),
     )
-    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids, lengths[:1]))
+    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids[:1], lengths[:1]))
     most = 2**63 - 1
     wraps = torch.tensor([[most, most], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
@@ -302,11 +302,11 @@ def _refusals(rank):
         for long in (wraps, turns):
             assert long.sum() == len(ids)  # and 2 ** 64
             refused(
-                f"lengths must be at most 3, the number of ids, got {int(long.max())}",
+                f"ids must have {int(long.double().sum())} elements like lengths, got 3",
                 lambda of_bags=of_bags, long=long: of_bags(ids, long),
             )
         refused(
-            "lengths must be at most 3, the number of ids, got 4",
+            "ids must have 4 elements like lengths, got 3",
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[4, 0], [0, 0]]).int()),
         )
         refused(
@@ -314,14 +314,14 @@ def _refusals(rank):
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[2, 2], [-1, 0]])),
         )
         refused(
-            "lengths must be at most 3, .* got 4"
+            "ids must have 6 elements like lengths, got 3"
             if rank == 0
             else "input accepted must be the same on every rank, got False on rank 0, True on",
             lambda of_bags=of_bags: of_bags(ids, lengths + 3 * (rank == 0) * (lengths == 1)),
         )
         assert of_bags(ids, lengths.int()).shape == (2, 2, WIDTH)
     embedding_bags.MOST_ROWS, kept = 3, embedding_bags.MOST_ROWS
-    refused("ids must have at most 3 elements, got 4", lambda: bags(often[:4], lengths))
+    refused("ids must have at most 3 elements, got 6", lambda: bags(often, of_often))
     refused("lengths must have at most 3 elements, got 4", lambda: bags(ids, lengths))
     embedding_bags.MOST_ROWS = kept
     by_rank = embedding_bags.by_rank

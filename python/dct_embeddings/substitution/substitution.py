@@ -16,7 +16,7 @@ from dct_parallel.agreement import refusing
 from dct_parallel.groups import require_group
 from dct_parallel.rows.counts import exchange_numbers
 
-from ..bag_message import by_rank, exchange_bags
+from ..bag_message import by_rank, exchange_bags, require_bags
 from ..groups import GroupOfModule, require_alike
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .feature_rows import SharedRows
@@ -165,7 +165,9 @@ class EquivalentSubstitution(nn.Module):
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
         """Raise if they are not, after telling the other ranks that this one cannot go on."""
         try:
-            _require_bags(ids, lengths, ("weight", self.rows.weight))
+            require_bags(_OP, ids, lengths, self.rows.weight)
+            if len(lengths) == 0:
+                checks.fail(_OP, "lengths", "at least 1 field", "none", verb="have")
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
@@ -226,19 +228,6 @@ class EquivalentSubstitution(nn.Module):
         heard = exchange_numbers(_OP, numbers, same, device, group)
         arriving, *of_ranks = zip(*heard, strict=True)
         return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
-
-
-def _require_bags(ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]) -> None:
-    """`lengths` [fields, batch] are those of bags of all `ids`. The host waits."""
-    checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64), (1,), like)
-    checks.require_tensor(_OP, "lengths", lengths, (torch.int32, torch.int64), (2,), like)
-    if len(lengths) == 0:
-        checks.fail(_OP, "lengths", "[fields, batch] with at least 1 field", tuple(lengths.shape))
-    if (lengths < 0).any():
-        checks.fail(_OP, "lengths", "at least 0", int(lengths.min()))
-    total = lengths.sum(dtype=torch.float64)  # which does not wrap around, as int64 does
-    if total != len(ids):
-        checks.fail(_OP, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
 
 
 def _set_of(names: Sequence[str]) -> int:

@@ -31,9 +31,8 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
             yet, or has a hook already, which the text names.
         RuntimeError: as of `DCTState`.
     """
-    checks.require_type(
-        _OP, "dmp", dmp, DistributedModelParallel, "a DistributedModelParallel or DMPCollection"
-    )
+    kinds = "a DistributedModelParallel or DMPCollection"
+    checks.require_type(_OP, "dmp", dmp, DistributedModelParallel, kinds)
     ddp = dmp._dmp_wrapped_module
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
@@ -41,9 +40,7 @@ def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         got = getattr(hook, "__qualname__", type(hook).__name__)
-        rule = (
-            "one whose DistributedDataParallel has no hook yet (allreduce_comm_precision sets one)"
-        )
+        rule = "one whose DDP has no hook yet (allreduce_comm_precision sets one)"
         checks.fail(_OP, "dmp", rule, got)
     state = DCTState(ddp, **settings)
     ddp.register_comm_hook(state, dct_hook)

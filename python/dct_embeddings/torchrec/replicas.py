@@ -20,7 +20,6 @@ from dct_parallel.exchange.selection import require_transport, transport_for
 
 _OP = "replica_sync"
 _NAME = "weights"  # of the one segment of a bucket
-_LAYOUT = "layout"  # a key of states
 
 
 def replica_sync(
@@ -105,21 +104,20 @@ class ReplicaDeltas:
         tensors = arguments[-1]
         key = _key(tensors)
         if key in self._weights:
-            self._weights[key].sync()
+            self._weights[key].sync(everything=False)
         elif key in self._groups:
             for tensor in tensors:
                 tensor.copy_(dense_mean(tensor, tensor.dtype, self._groups[key]))
         else:
-            checks.fail(
-                _OP, "tensors", "the ones that dmp had when this was made", "different ones"
-            )
+            rule = "the ones that dmp had when this was made"
+            checks.fail(_OP, "tensors", rule, "different ones")
 
     @torch.no_grad()
     def flush(self) -> None:
         """A sync that sends all changes in float32, so that nothing is pending."""
         self._require_intact()
         for weights in self._weights.values():
-            weights.flush()
+            weights.sync(everything=True)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and syncs, by its number. Copies, on the CPU."""
@@ -138,7 +136,7 @@ class ReplicaDeltas:
         """
         rank = str(dist.get_rank())
         here, saved = self.state_dict()["ranks"][rank], state["ranks"].get(rank, {})
-        fits, got = ({key: part[_LAYOUT] for key, part in of.items()} for of in (here, saved))
+        fits, got = ({key: part["layout"] for key, part in of.items()} for of in (here, saved))
         if fits != got:
             checks.fail(_OP, "state", f"rank {rank}'s, of {fits}", got or "another's")
         for key, weights in zip(here, self._weights.values(), strict=True):
@@ -171,8 +169,7 @@ class _Weights:
         chosen = transport_for(transport, settings, numel, ranks)
         self._plan = BucketPlan((_NAME,), (numel,), settings, chosen, ranks)
         self._layout = f"{numel} elements by {chosen} between {ranks} replicas"
-        told = {_LAYOUT: self._layout}
-        device = self._tensors[0].device
+        told, device = {"layout": self._layout}, self._tensors[0].device
         self.ledger = StepLedger(_OP, group, device, settings, told, step_name="sync")
         for tensor in self._tensors:
             dist.broadcast(tensor, group=group, group_src=0)
@@ -183,39 +180,32 @@ class _Weights:
         step, device = self.ledger.step, self._base.device
         self._bucket = Bucket(self._plan, self._group, device, step, states)
 
-    def sync(self) -> None:
+    def sync(self, everything: bool) -> None:
         """Set the weights to the base plus the mean of all messages."""
         if self._group.size() == 1:
             return
-        self.ledger.begin()
         mean = self._flat() - self._base
-        self.ledger.reduction(0, self._bucket, mean)()
-        self.ledger.finish()
-        self._apply(mean)
-
-    def flush(self) -> None:
-        """The same of all changes and residuals."""
-        if self._group.size() == 1:
-            return
-        owed = self._flat() - self._base
-        self._bucket.add_owed(owed)
-        self._apply(dense_mean(owed, owed.dtype, self._group))
-        torch._foreach_zero_(self._bucket.residuals())
+        if everything:
+            self._bucket.add_owed(mean)
+            mean = dense_mean(mean, mean.dtype, self._group)
+            torch._foreach_zero_(self._bucket.residuals())
+        else:
+            self.ledger.begin()
+            self.ledger.reduction(0, self._bucket, mean)()
+            self.ledger.finish()
+        self._base += mean
+        parts = self._base.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def state(self) -> dict[str, Any]:
-        of_ledger = {"run_id": self.ledger.run_id, "step": self.ledger.step}
-        return {_LAYOUT: self._layout, **of_ledger, **self._bucket.states()[_NAME].as_dict()}
+        told = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
+        return told | self._bucket.states()[_NAME].as_dict()
 
     def restart(self, saved: Mapping[str, Any]) -> None:
         """From the weights as they are, and a `state`."""
         self.ledger.load({**saved, "world_size": self._group.size()})
         self._go_on_from({_NAME: SegmentState.from_dict(saved)})
-
-    def _apply(self, mean: Tensor) -> None:
-        self._base += mean
-        parts = self._base.split([tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])
