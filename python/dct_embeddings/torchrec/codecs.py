@@ -47,8 +47,7 @@ def qcomm_codecs(
     form = RowFormat.of(_OP, format)
     if form.density is not None:
         checks.fail(_OP, "format", "without a density: every entry is sent", form)
-    forward, backward = (TorchRecCodec(width, name) for name in form.both(torch.float32))
-    codecs = QuantizedCommCodecs(forward, backward)
+    codecs = QuantizedCommCodecs(*(TorchRecCodec(width, f) for f in form.both(torch.float32)))
     ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
     return _Registry({op.name: codecs for op in ops})
 

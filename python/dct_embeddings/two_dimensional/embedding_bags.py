@@ -195,9 +195,9 @@ class ShardedEmbeddingBags(nn.Module):
     def _counted(self, told: _Pairs, batch: int, usable: bool = True) -> _Pairs:
         """Exchange, with each rank, the number of ids to send and the common length of their bags
         or -1; raise unless all ranks can send."""
-        must_match = {"input accepted": usable, "batch": batch}
-        must_match["gradients"] = torch.is_grad_enabled()
-        heard = exchange_numbers(_OP, told, must_match, self.weight.device, self._group)
+        gradients = torch.is_grad_enabled()
+        same = {"input accepted": usable, "batch": batch, "gradients": gradients}
+        heard = exchange_numbers(_OP, told, same, self.weight.device, self._group)
         return [(count, alike) for count, alike in heard]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,14 +229,8 @@ class ShardedEmbeddingBags(nn.Module):
         inside = [rows_of(own[:index]) for own in self.plan for index in range(len(own))]
         order = sorted(range(len(shards)), key=starts.__getitem__)
         start, at = torch.tensor(starts)[order], torch.tensor(inside)[order]
-        place = torch.tensor(order)
-        numbers = {
-            "first": torch.tensor(first),
-            "start": start,
-            "place": place,
-            "shift": at - start,
-        }
-        for name, values in numbers.items():
+        numbers = torch.tensor(first), start, torch.tensor(order), at - start
+        for name, values in zip(("first", "start", "place", "shift"), numbers, strict=True):
             self.register_buffer(f"_{name}", values.to(self.weight.device), persistent=False)
         of_tables = range(len(rows))  # of every table, in row order
         self._places = [[p for p in order if shards[p].table == table] for table in of_tables]
