@@ -36,22 +36,16 @@ class ShardedEmbeddingBags(nn.Module):
 
     Two-dimensional sparse parallelism (arXiv 2508.03854): the ranks of a row of the mesh own the
     tables together, table-wise or row-wise, and exchange pooled embeddings; the rows of the mesh
-    hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism.
+    hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism. Every
+    rank gives the bags of its own samples. What is sent: docs/guide/embeddings.md.
 
-    Every rank gives the bags of its own samples. Ids go to the ranks that own their rows; these add
-    up their rows of a bag and send the sum back: one row per sample and shard. Sums of a table's
-    shards are in row order. With `dedup` each distinct row of a rank's bags is sent once, and so is
-    the sum of its gradients; the rank adds up its bags itself. That sends fewer rows if samples
-    share ids, and more if bags are long and do not. Gradients are divided by the size of the
-    sharding group, like a mean over its samples. With replicas averaged after every step, SGD does
-    the same as with one group of all ranks.
-
-    Forward and backward are collective in the sharding group, with equally many samples on every
-    rank of it. The host waits in forward, for counts, so it cannot be captured in a CUDA graph.
-    Deterministic on the CPU.
+    Sums of a table's shards are in row order. Gradients are divided by the size of the sharding
+    group, like a mean over its samples. Forward and backward are collective in the sharding group,
+    with equally many samples on every rank of it. The host waits in forward, for counts, so it
+    cannot be captured in a CUDA graph. Deterministic on the CPU.
 
     Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
-    has this rank's rows and, as `owned`, [table, first, end] of each shard. A load of different
+    has this rank's rows and, as `owned`, [table, first, end] of each shard; a load of different
     shards is refused (ValueError) before anything is read from it. A copy (copy.deepcopy,
     torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle (torch.save of the
     module) has their names only, and is for ranks that made the same groups.
@@ -64,9 +58,8 @@ class ShardedEmbeddingBags(nn.Module):
             table once.
         mesh: DeviceMesh of dimensions ("replicate", "shard"). No rank waits for others longer than
             the timeout of its groups.
-        exchange: of rows, see `Exchange`; default as they are. For rows in few bits
-            `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
-            rank: it is not checked.
+        exchange: of rows, such as `functools.partial(all_to_all_rows, format="int8")`; default as
+            they are. The same on every rank: it is not checked.
         dedup: whether distinct rows are sent once each, rather than pooled.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
