@@ -52,7 +52,7 @@ def train(
 
     hook = averager = None
     if kind == "dct":
-        hook = dct_fully_shard_hook(model, mesh, density=float(percent.rstrip("%")) / 100)
+        hook = dct_fully_shard_hook(model, mesh=mesh, density=float(percent.rstrip("%")) / 100)
         nbytes = hook.stats()["wire_bytes"]
     elif kind == "local":
         shards = nn.ParameterList(nn.Parameter(p.to_local()) for p in model.parameters())

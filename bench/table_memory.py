@@ -33,7 +33,7 @@ from dct_dlrm.ranks import from_all_ranks
 from dct_embeddings import ShardedEmbeddingBags
 from dct_embeddings.two_dimensional.averages import Average
 
-KINDS = ("mp", "float32", "float16", "dct")
+KINDS = ("mp", "float32", "bfloat16", "dct")
 
 
 def measure(kind: str, options: argparse.Namespace, periods: int) -> tuple[int, int]:
@@ -69,10 +69,9 @@ def formula(kind: str, bags: ShardedEmbeddingBags, average: Average | None) -> i
     row = 4 * (width + 1)
     if average is None:
         return row * own
-    touched = sum(len(rows) for rows in average._touched._rows)
-    kept = {"float32": 0, "float16": 4 * width * touched, "dct": row * touched}[kind]
-    if kind == "dct":
-        kept += row * len(average.rows) + 4 * (len(bags.shards()) + 1)
+    touched = sum(len(rows) for rows in average.touched._rows)
+    kept = 0 if kind == "float32" else 4 * width * touched
+    kept += row * len(average.rows) if kind == "dct" else 0
     return row * own + own + 4 * touched + kept
 
 

@@ -74,7 +74,7 @@ from dct_dlrm.modes import MODES, START_STEP
 from dct_dlrm.progress import Step
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
-from dct_parallel import DCTState, WireMeter
+from dct_parallel import DCTState, RowFormat, WireMeter
 from dct_parallel.rows.counts import ROW_FORMATS
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def codecs(name: str, width: int) -> dict[str, QuantizedCommCodecs] | None:
     if name in FBGEMM:
         config = QCommsConfig(forward_precision=FBGEMM[name], backward_precision=FBGEMM[name])
         return get_qcomm_codecs_registry(config, device=CPU)
-    return qcomm_codecs(width, *name.split(","))
+    return qcomm_codecs(width, format=RowFormat(*name.split(",")))
 
 
 class Clicks(nn.Module):
@@ -209,7 +209,7 @@ def train(
     ddp = model.dmp._dmp_wrapped_module
     state: DCTState | None = None
     if plus:
-        state = compress_dense(model.dmp, options.density, start_step=START_STEP)
+        state = compress_dense(model.dmp, density=options.density, start_step=START_STEP)
     else:
         MODES["dense"](ddp, options)  # DDP's own all-reduce is not counted
     optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)

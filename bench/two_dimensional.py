@@ -6,7 +6,7 @@
 A variant is mp, full model parallelism over all ranks, or OPTIMIZER/PERIOD or
 OPTIMIZER/PERIOD/FORMAT with 2 replicas (--replicas): row-wise AdaGrad as it is (c1), with squares
 divided by the replicas (scaled), and divided by the accumulators of the last sync, too (delayed);
-steps between syncs; what crosses then: float32 rows, float16 deltas, or the largest entries of
+steps between syncs; what crosses then: float32 rows, bfloat16 deltas, or the largest entries of
 deltas (dct, --sync-density). Ids are generated, by a power law. Nothing else is compressed. All
 runs of a seed start from the same weights and see the same batches.
 
@@ -51,7 +51,7 @@ OPTIMIZERS = {
     "delayed": ("momentum_scaled_rowwise_adagrad", True),
 }
 PERIODS = (1, 10, 100)
-FORMATS = ("float32", "float16", "dct")
+FORMATS = ("float32", "bfloat16", "dct")
 NAMES = [FULL, *(f"{name}/{period}" for name in OPTIMIZERS for period in PERIODS)]
 NAMES += [f"{name}/10/{format}" for name in ("scaled", "delayed") for format in FORMATS[1:]]
 

@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
+from dct_parallel import RowFormat
 
 TABLES, ROWS, WIDTH, BATCH, STEPS = 4, 100, 64, 64, 200
 FEATURES = [f"f{i}" for i in range(TABLES)]
@@ -52,8 +53,9 @@ def train():
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 20.0})
     # Embeddings in 4 bits an entry and their gradients in one, with a scale for each 64.
+    format = RowFormat("int4", backward="sign")
     sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=qcomm_codecs(WIDTH, forward="int4", backward="sign")
+        qcomm_codecs_registry=qcomm_codecs(WIDTH, format=format)
     )
     own = construct_module_sharding_plan(
         model.bags,

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -75,18 +74,19 @@ def make_sync(
     """
     if options.parallel != "2d":
         return None
-    return ReplicaSync(model.tables, optimizer, options.sync_every, **_sync_format(mode, options))
+    settings = _sync_format(mode, options)
+    return ReplicaSync(model.tables, optimizer=optimizer, every=options.sync_every, **settings)
 
 
 def _sync_format(mode: str, options: argparse.Namespace) -> dict[str, object]:
     """What crosses at a sync, as the mode's gradients do: see `ReplicaSync`."""
     if mode == "bf16":
-        return {"dtype": torch.bfloat16}
-    if mode != "dct" or options.sync_dtype == "float32":
+        return {"format": "bfloat16"}
+    if mode != "dct":
         return {}
     if options.sync_dtype is not None:
-        return {"dtype": getattr(torch, options.sync_dtype)}
-    return {"density": options.sync_density}
+        return {"format": options.sync_dtype}
+    return {"density": options.sync_density, "format": "bfloat16"}
 
 
 def _replicated(module: nn.Module, options: argparse.Namespace) -> DistributedDataParallel:

@@ -4,7 +4,7 @@ Tables in shards inside a group of ranks, with replicas across groups.
 
     bags = ShardedEmbeddingBags(tables, plan_shards(rows, ranks), mesh)
     optimizer = MomentumScaledRowWiseAdagrad([bags.weight], scale=replicas)
-    sync = ReplicaSync(bags, optimizer, every=10)
+    sync = ReplicaSync(bags, optimizer=optimizer, every=10)
 
 Or operators computed on the ranks that own their rows, so that only partial results are sent.
 

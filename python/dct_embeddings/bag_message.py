@@ -9,6 +9,22 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.collectives import all_to_all
 
+_INTS = (torch.int32, torch.int64)
+
+
+def require_bags(op: str, ids: Tensor, lengths: Tensor, weight: Tensor) -> None:
+    """`lengths` [n, batch] are those of bags of all `ids`, both beside `weight`. The host waits."""
+    like = ("weight", weight)
+    checks.require_tensor(op, "ids", ids, _INTS, (1,), like)
+    checks.require_tensor(op, "lengths", lengths, _INTS, (2,), like)
+    # A float64 does not wrap around, as an int64 does.
+    told = torch.stack([(lengths < 0).any().double(), lengths.sum(dtype=torch.float64)])
+    negative, total = told.tolist()
+    if negative:
+        checks.fail(op, "lengths", "at least 0", int(lengths.min()))
+    if total != len(ids):
+        checks.fail(op, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
+
 
 def by_rank(
     bag: Tensor, names: Tensor, bags_of: Sequence[int]
@@ -22,12 +38,9 @@ def by_rank(
         bags_of: the number of bags per rank.
     """
     lengths = torch.bincount(bag, minlength=sum(bags_of)).int().split(list(bags_of))
-    # 0 if there are no bags.
-    bounds = [own.aminmax() if len(own) else (own.new_zeros(()),) * 2 for own in lengths]
-    told = torch.stack(
-        [torch.stack([own.sum(), *of]) for own, of in zip(lengths, bounds, strict=True)]
-    )
-    counts, least, most = told.t().tolist()
+    bounds = (own.aminmax() if len(own) else own.new_zeros(2) for own in lengths)
+    told = [torch.stack([own.sum(), *of]) for own, of in zip(lengths, bounds, strict=True)]
+    counts, least, most = torch.stack(told).t().tolist()
     alike = [low if low == high else -1 for low, high in zip(least, most, strict=True)]
     return list(lengths), list(names[bag.argsort(stable=True)].split(counts)), alike
 
@@ -60,20 +73,18 @@ def exchange_bags(
     """
     bags, dtype = len(lengths[group.rank()]), names[0].dtype
     crossing = [own[:0] if of >= 0 else own for own, of in zip(lengths, alike, strict=True)]
-    parts = [part.view(torch.int32) for pair in zip(crossing, names, strict=True) for part in pair]
+    message = [
+        part.view(torch.int32) for pair in zip(crossing, names, strict=True) for part in pair
+    ]
     words = dtype.itemsize // 4
     sent = [len(own) + words * len(of) for own, of in zip(crossing, names, strict=True)]
     sizes = [(0 if of >= 0 else bags, words * count) for count, of in arriving]
-    received = all_to_all(torch.cat(parts), sent, [sum(size) for size in sizes], group)
+    received = all_to_all(torch.cat(message), sent, [sum(size) for size in sizes], group)
     pieces = received.split([part for size in sizes for part in size])
-    of_bags = torch.stack(
-        [
-            piece if of < 0 else piece.new_full((bags,), of)
-            for piece, (_, of) in zip(pieces[::2], arriving, strict=True)
-        ]
-    )
+    told, common = map(list, zip(*arriving, strict=True))
+    parts = zip(pieces[::2], common, strict=True)
+    of_bags = torch.stack([p if of < 0 else p.new_full((bags,), of) for p, of in parts])
     counts = torch.where((of_bags < 0).any(1), -1, of_bags.sum(1)).tolist()
-    told = [count for count, _ in arriving]
     if counts != told:  # bags would begin outside of the names
         checks.fail(op, "lengths of bags", f"{told}, the ids received", counts, verb="sum to")
     return of_bags.flatten(), torch.cat(pieces[1::2]).view(dtype)

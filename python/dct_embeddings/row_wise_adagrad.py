@@ -130,9 +130,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
-        for name in ("lr", "eps", "scale"):
-            if name not in group:
-                continue
+        for name in {"lr", "eps", "scale"} & group.keys():
             checks.require_number(op, name, group[name])
             fits = group[name] >= 1 if name == "scale" else group[name] > 0  # false of a NaN
             if not fits or group[name] == math.inf:
@@ -142,9 +140,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))
             if weight.dim() != 2 or weight.shape[1] == 0:
-                checks.fail(
-                    op, arg, "shape [rows, d] with d >= 1", tuple(weight.shape), verb="have"
-                )
+                rule = "shape [rows, d] with d >= 1"
+                checks.fail(op, arg, rule, tuple(weight.shape), verb="have")
 
 
 class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):

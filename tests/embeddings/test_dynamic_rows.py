@@ -291,7 +291,8 @@ def _faults(rank):
     layer(torch.tensor([5, 2**63 - 1, 5]), lengths)
     assert rows.ids().tolist() == [5, 2**63 - 1]
     before = rows.weight[:3].clone()
-    refused("ids[1] must be at least 0, got -1", lambda: layer(torch.tensor([5, -1, 7]), lengths))
+    text = "ids[1] must be in [0, 9223372036854775807], got -1"
+    refused(text, lambda: layer(torch.tensor([5, -1, 7]), lengths))
     refused(
         "capacity must be at least the number of features seen, got 3 for 4 on rank 0",
         lambda: layer(torch.tensor([5, 6, 7]), lengths),
@@ -330,7 +331,7 @@ def _faults(rank):
         ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
         ("weight", torch.zeros(2, 1), "state['weight'] must have shape (3, 1), got (2, 1)"),
         ("ids", torch.tensor([1, 2, 1]), "state['ids'] must be distinct, got some ids twice"),
-        ("ids", torch.tensor([1, 2, -1]), "ids[2] must be at least 0, got -1"),
+        ("ids", torch.tensor([1, 2, -1]), "ids[2] must be in [0, 9223372036854775807], got -1"),
     ):
         refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
     assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())

@@ -1,13 +1,13 @@
-"""What crosses at a sync, what waits, and what it costs: compressed, in 16 bits, as it is."""
+"""What crosses at a sync, what waits, and what it costs: compressed, rounded, as it is."""
 
 import copy
 import math
 import os
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,10 +19,11 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from dct_embeddings.two_dimensional import averages
 from dct_kernels import payload_layout
+from dct_kernels.row_layout import row_bytes
 from dct_parallel import WireMeter
-from ranks import run_ranks
+from dct_parallel.exchange import all_gather, reduce_scatter
+from ranks import assert_same, gathered, run_ranks
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1
 DENSITY = 0.1
@@ -31,6 +32,9 @@ OPTIMIZERS = {
     "rowwise": partial(RowWiseAdagrad, lr=LR),
     "delayed": partial(MomentumScaledRowWiseAdagrad, lr=LR, scale=2, delayed=True),
 }
+COMPRESSED = [{"format": "bfloat16", "density": DENSITY}]
+COMPRESSED += [{"format": format} for format in ("int8", "int4", "ternary")]
+FORMATS = [{}, {"format": "bfloat16"}, *COMPRESSED]
 
 
 def _bags(rows=ROWS, dtype=torch.float32, shape=(2, 1), **settings):
@@ -40,15 +44,15 @@ def _bags(rows=ROWS, dtype=torch.float32, shape=(2, 1), **settings):
     return ShardedEmbeddingBags(tables, plan_shards(rows, shape[1]), mesh, **settings)
 
 
-def _ids(step, rank, rows=ROWS):
+def _ids(step, rank, rows=ROWS, batch=BATCH):
     """One id a bag, the lower ones more often, so that replicas share some."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    drawn = torch.rand(len(rows), BATCH, generator=generator) ** 2
+    drawn = torch.rand(len(rows), batch, generator=generator) ** 2
     return (drawn * torch.tensor(rows).unsqueeze(1)).long()
 
 
-def _train(bags, optimizer, step, rank, rows=ROWS):
-    ids = _ids(step, rank, rows)
+def _train(bags, optimizer, step, rank, rows=ROWS, batch=BATCH):
+    ids = _ids(step, rank, rows, batch)
     optimizer.zero_grad()
     out = bags(ids.flatten(), torch.ones_like(ids))
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sin().mean().backward()
@@ -60,122 +64,139 @@ def _state(bags, optimizer):
     return found.get("pending", found.get("sum"))
 
 
-def _both(tensor):
-    """This tensor of both replicas; their shapes may differ."""
-    parts = [None, None]
-    dist.all_gather_object(parts, tensor.detach().clone())
-    return parts
+def _everyones(tensor):
+    """This tensor of all replicas."""
+    return gathered(tensor.detach())
 
 
-class _Known:
-    """What a replica has at a time, for an oracle to start from."""
-
-    def __init__(self, bags, optimizer):
-        self.weight = bags.weight.detach().clone()
-        state = _state(bags, optimizer)
-        self.state = None if state is None else state.clone()
+def _known(bags, optimizer):
+    """The weight, and the state to average: what a replica has at a time, for an oracle."""
+    state = _state(bags, optimizer)
+    return bags.weight.detach().clone(), None if state is None else state.clone()
 
 
-def _looked_up(first, last):
-    """Rows of the weight that rank 0 and rank 1 look up in steps first to last - 1."""
-    offset = torch.tensor([[0], [ROWS[0]]])
+def _looked_up(first, last, rows=ROWS, replicas=2, batch=BATCH):
+    """Rows of the weight that each replica looks up in steps first to last - 1."""
+    offset = torch.tensor([[0], [rows[0]]])
     return [
-        torch.cat([(_ids(step, rank) + offset).flatten() for step in range(first, last)]).unique()
-        for rank in (0, 1)
+        torch.cat(
+            [(_ids(s, rank, rows, batch) + offset).flatten() for s in range(first, last)]
+        ).unique()
+        for rank in range(replicas)
     ]
 
 
-def _deltas(rank, name):
-    bags = _bags()
-    optimizer = OPTIMIZERS[name]([bags.weight])
-    sync = ReplicaSync(bags, optimizer, every=2, density=DENSITY)
-    largest = sync._average
-    waiting = torch.zeros(sum(ROWS), WIDTH)  # of all rows, for the oracle
-    known_rows, delivered_before = set(), 0
-    synced = _Known(bags, optimizer)
-    for period in range(4):
-        _train(bags, optimizer, 2 * period, rank)
-        sync.step()
-        _train(bags, optimizer, 2 * period + 1, rank)
-        trained = _Known(bags, optimizer)
-        if name == "delayed":
-            total = optimizer.state[bags.weight]["sum"].clone()
-        touched = _looked_up(2 * period, 2 * period + 2)
-        further = max(len(set(rows.tolist()) - known_rows) for rows in touched)
-        known_rows |= {row for rows in touched for row in rows.tolist()}
-        with WireMeter(bags.mesh.get_group("replicate")) as meter:
-            sync.step()
-            sent = meter.take()
-
-        union = torch.tensor(sorted(known_rows))
-        assert torch.equal(largest.rows, union.int())
-        accumulated = waiting + (trained.weight - synced.weight)
-        after = torch.zeros_like(waiting)
-        after[union] = largest.residual
-        # Of each table as many entries as the density says, the largest; bfloat16 rounds them.
-        for low, high in ((0, ROWS[0]), (ROWS[0], sum(ROWS))):
-            rows = union[(union >= low) & (union < high)]
-            entries, left = accumulated[rows].flatten(), after[rows].flatten()
-            went = entries != left
-            # A row that this replica did not look up has zeros, which are never sent.
-            count = min(math.ceil(DENSITY * entries.numel()), int((entries != 0).sum()))
-            assert went.sum() <= count and went.sum() > 0.8 * count  # some are of 8 bits as it is
-            passed = entries.abs().sort(descending=True).values[count - 1]
-            assert (entries[went].abs() >= passed).all()
-            assert torch.equal(left[entries.abs() < passed], entries[entries.abs() < passed])
-        delivered = accumulated - after
+def _require_message(settings, accumulated, left):
+    """What left `accumulated` [n], a replica's changes of all rows, is as the format says."""
+    format, delivered = settings["format"], accumulated - left
+    if format == "bfloat16":  # of all entries as many as the density says, the largest; rounded
+        went = delivered != 0
+        count = min(math.ceil(DENSITY * len(left)), int((accumulated != 0).sum()))
+        assert 0.8 * count < went.sum() <= 1.25 * count + 1  # few are picked for the threshold
+        assert accumulated[went].abs().min() >= accumulated[~went].abs().max()
+        assert torch.equal(left[~went], accumulated[~went])
         assert torch.equal(delivered, delivered.bfloat16().float())
-        mean = torch.zeros_like(delivered)
-        for part in _both(delivered):
-            mean = mean + part
-        mean = mean * 0.5
-        expected = synced.weight.clone()
-        expected[union] += mean[union]
-        assert torch.equal(bags.weight, expected)
-        assert mean.abs().sum() > 0
-        delivered_before += mean
-
-        layout = payload_layout(
-            len(union) * WIDTH,
-            min(math.ceil(1.25 * DENSITY * len(union) * WIDTH) + 2, len(union) * WIDTH),
-            torch.bfloat16,
-        )
-        most = max(map(len, touched))
-        bytes_of_state = payload_layout(len(union), most, torch.float32).nbytes
-        expected_bytes = 16 + 4 * further + layout.nbytes
-        expected_bytes += 0 if name == "sgd" else bytes_of_state
-        assert sent == expected_bytes
-
-        assert torch.equal(*_both(bags.weight))
-        for of_state in optimizer.state[bags.weight].values():
-            if isinstance(of_state, torch.Tensor):
-                assert torch.equal(*_both(of_state)) and (of_state >= 0).all()
-        if name == "rowwise":
-            gains = _both(trained.state - synced.state)
-            assert torch.equal(_state(bags, optimizer), synced.state + (gains[0] + gains[1]) * 0.5)
-            assert (_state(bags, optimizer) >= synced.state).all()
-        if name == "delayed":
-            assert not _state(bags, optimizer).any()
-            gained = sum(_both(trained.state)) * 0.5
-            assert torch.equal(optimizer.state[bags.weight]["sum"], total + gained)
-        waiting, synced = after, _Known(bags, optimizer)
-
-    # What waits is delivered, and nothing else happens.
-    assert waiting.any()
-    sync.flush()
-    mean = sum(part / 2 for part in _both(waiting))
-    assert torch.allclose(bags.weight, synced.weight + mean, rtol=0, atol=1e-7)
-    assert torch.equal(*_both(bags.weight))
-    assert largest.rows.untyped_storage().nbytes() == 0  # freed, not out of sight
-    assert largest.residual.untyped_storage().nbytes() == 0
-    before = bags.weight.detach().clone()
-    sync.flush()
-    assert torch.equal(bags.weight, before)
+        return
+    for part, rest, sent in zip(
+        *(t.split(1024) for t in (accumulated, left, delivered)), strict=True
+    ):
+        if format == "ternary":
+            went = sent.abs() > 1e-7
+            sizes = sent[went].abs()
+            assert went.any() and torch.allclose(sizes, sizes[:1].expand_as(sizes), atol=1e-7)
+            assert torch.equal(sent[went].sign(), part[went].sign())
+        else:  # off by less than a step
+            assert rest.abs().max() <= part.abs().max() / {"int8": 127, "int4": 7}[format]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_largest_entries_are_delivered_and_the_rest_waits(name):
-    run_ranks(_deltas, 2, name)
+def _payload_bytes(settings, numel):
+    if settings["format"] == "bfloat16":
+        capacity = min(math.ceil(1.25 * DENSITY * numel), numel)
+        return payload_layout(numel, capacity, torch.bfloat16).nbytes
+    return -(-(64 + -(-numel // 1024) * row_bytes(1024, settings["format"])) // 16) * 16
+
+
+def _changes(rank, replicas, transport, many):
+    rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # or else less than a block
+    for (name, make), settings in zip(cycle(OPTIMIZERS.items()), COMPRESSED, strict=False):
+        settings = settings | {"transport": transport}
+        bags = _bags(rows, shape=(replicas, 1))
+        optimizer = make([bags.weight])
+        sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
+        pending, group = sync._average, bags.mesh.get_group("replicate")
+        waiting = torch.zeros(sum(rows), WIDTH)  # of all rows, for the oracle
+        known_rows = torch.empty(0, dtype=torch.int64)
+        for period in range(3):
+            synced, _ = _known(bags, optimizer)
+            for step in (2 * period, 2 * period + 1):
+                _train(bags, optimizer, step, rank, rows, batch)
+                if step % 2 == 0:
+                    sync.step()
+            trained, state = _known(bags, optimizer)
+            total = optimizer.state[bags.weight].get("sum", torch.zeros(0)).clone()
+            touched = _looked_up(2 * period, 2 * period + 2, rows, replicas, batch)
+            known_rows = torch.cat([known_rows, *touched]).unique()
+            with WireMeter(group) as meter:
+                sync.step()
+                sent = meter.take()
+
+            assert torch.equal(pending.rows, known_rows.int())
+            accumulated = waiting + (trained - synced)
+            waiting = torch.zeros_like(waiting)
+            waiting[known_rows] = pending.residual
+            moved = bags.weight.detach().double() - synced
+            # Nothing is lost, nothing comes twice, and other rows stay as they are.
+            owed, left = (sum(_everyones(tensor.double())) for tensor in (accumulated, waiting))
+            near = 1e-6 * max(synced.abs().max(), owed.abs().max())
+            assert (replicas * moved + left - owed).abs().max() < near
+            assert moved.abs().sum() > 0.05 * owed.abs().sum() / replicas
+            others = torch.ones(sum(rows), dtype=torch.bool)
+            others[known_rows] = False
+            assert not moved[others].any()
+            if transport == "all_gather":
+                before, after = (t[known_rows].flatten() for t in (accumulated, waiting))
+                _require_message(settings, before, after)
+                bytes_sent = 8 + 4 * max(map(len, touched))
+                bytes_sent += _payload_bytes(settings, len(known_rows) * WIDTH)
+                bytes_sent *= replicas - 1
+                changed = 0 if name == "sgd" else 4 * len(torch.cat(touched).unique())
+                assert sent == bytes_sent + 2 * (replicas - 1) * changed // replicas
+
+            assert_same(bags.weight.detach())
+            for of_state in optimizer.state[bags.weight].values():
+                if isinstance(of_state, torch.Tensor):
+                    assert_same(of_state)
+            if name != "sgd":
+                mean = sum(_everyones(state.double())) / replicas
+                assert mean.any()
+                if name == "delayed":
+                    assert not _state(bags, optimizer).any()
+                    mean += total
+                got = optimizer.state[bags.weight]["sum"].double()
+                assert torch.allclose(got, mean, rtol=1e-6, atol=0)
+
+        # What waits is delivered, and nothing else happens.
+        assert waiting.any()
+        synced, state = _known(bags, optimizer)
+        sync.flush()
+        mean = sum(_everyones(waiting.double())) / replicas
+        assert (bags.weight - (synced + mean)).abs().max() < near
+        assert state is None or torch.equal(_state(bags, optimizer), state)
+        assert_same(bags.weight.detach())
+        assert pending.rows.untyped_storage().nbytes() == 0  # freed, not out of sight
+        assert pending.residual.untyped_storage().nbytes() == 0
+        before = bags.weight.detach().clone()
+        with WireMeter(group) as meter:
+            sync.sync()
+            sync.flush()
+            assert meter.take() == 2 * 8 * (replicas - 1)
+        assert torch.equal(bags.weight, before)
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(("replicas", "many"), [(2, False), (3, True)])
+def test_compressed_changes_are_delivered_and_the_rest_waits(replicas, transport, many):
+    run_ranks(_changes, replicas, replicas, transport, many)
 
 
 class _Sizes(TorchDispatchMode):
@@ -194,15 +215,12 @@ class _Sizes(TorchDispatchMode):
         return out
 
 
-FORMATS = [{}, {"dtype": torch.float16}, {"dtype": torch.bfloat16}, {"density": DENSITY}]
-
-
 def _costs_what_changed(rank):
-    rows = [5000, 3]
+    rows = [50000, 3]
     for settings in FORMATS:
         bags = _bags(rows)
         optimizer = OPTIMIZERS["delayed"]([bags.weight])
-        sync = ReplicaSync(bags, optimizer, **settings)
+        sync = ReplicaSync(bags, optimizer=optimizer, **settings)
         start = bags.weight.detach().clone()
         _train(bags, optimizer, 0, rank, rows)
         looked_up = [_ids(0, r, rows) + torch.tensor([[0], [rows[0]]]) for r in (0, 1)]
@@ -213,15 +231,14 @@ def _costs_what_changed(rank):
         with torch.no_grad():  # were they read, it would show
             for tensor in (bags.weight, *state.values()):
                 tensor[others] = math.nan
-        known = sync._average._touched._known
+        known = sync._average.touched._known
         with _Sizes(bags.weight, known, *state.values()) as made:
             sync.step()
-        payload = payload_layout(len(union) * WIDTH, 100, torch.float32).nbytes
-        assert 0 < made.largest <= 2 * payload
+        assert 0 < made.largest <= 4096  # what a threshold is sampled from
         assert bags.weight[others].isnan().all() and bags.weight[union].isfinite().all()
         assert (bags.weight[union] != start[union]).any()
         assert state["sum"][union].isfinite().all() and (state["sum"][union] > 0).any()
-        assert torch.equal(*_both(bags.weight[union]))
+        assert torch.equal(*_everyones(bags.weight[union]))
 
 
 def test_a_sync_reads_and_writes_only_rows_that_were_looked_up():
@@ -229,47 +246,53 @@ def test_a_sync_reads_and_writes_only_rows_that_were_looked_up():
 
 
 def _other_formats(rank):
-    for dtype in (None, torch.float16, torch.bfloat16):
+    for format in ("float32", torch.bfloat16):
         bags = _bags()
         optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-        sync = ReplicaSync(bags, optimizer, dtype=dtype)
+        sync = ReplicaSync(bags, optimizer=optimizer, format=format)
         base = bags.weight.detach().clone()
         _train(bags, optimizer, 0, rank)
-        trained = _Known(bags, optimizer)
+        trained, state = _known(bags, optimizer)
         touched = _looked_up(0, 1)
         union = torch.cat(touched).unique()
         with WireMeter(bags.mesh.get_group("replicate")) as meter:
             sync.step()
             sent = meter.take()
-        bytes_a_row = WIDTH * (4 if dtype is None else 2) + 4  # rings of 2
-        assert sent == 16 + 4 * max(map(len, touched)) + len(union) * bytes_a_row
-        if dtype is None:
-            expected = sum(part / 2 for part in _both(trained.weight))
+        bytes_a_row = WIDTH * (4 if format == "float32" else 2) + 4  # rings of 2
+        assert sent == 8 + 4 * max(map(len, touched)) + len(union) * bytes_a_row
+        if format == "float32":
+            expected = sum(part / 2 for part in _everyones(trained))
         else:
-            expected = base + sum(part.to(dtype) / 2 for part in _both(trained.weight - base))
+            expected = base + sum(part.bfloat16() / 2 for part in _everyones(trained - base))
         assert torch.equal(bags.weight, expected)
-        assert torch.equal(_state(bags, optimizer), sum(part / 2 for part in _both(trained.state)))
+        assert torch.equal(_state(bags, optimizer), sum(part / 2 for part in _everyones(state)))
         untouched = torch.ones(sum(ROWS), dtype=torch.bool)
         untouched[union] = False
         assert torch.equal(bags.weight[untouched], base[untouched])
-        sync.flush()  # a sync like others: nothing was waiting
-        assert torch.equal(*_both(bags.weight))
+        synced, _ = _known(bags, optimizer)
+        _train(bags, optimizer, 1, rank)
+        trained, _ = _known(bags, optimizer)
+        sync.flush()  # nothing was waiting, and nothing is rounded
+        mean = sum(_everyones(trained.double())) / 2
+        assert torch.allclose(bags.weight.double(), mean, rtol=0, atol=2e-7)
+        assert not torch.equal(bags.weight, synced)
+        assert torch.equal(*_everyones(bags.weight))
 
 
-def test_rows_as_they_are_and_deltas_in_16_bits():
+def test_rows_as_they_are_and_rounded_changes():
     run_ranks(_other_formats, 2)
 
 
 def _saved_run(rank):
     bags = _bags()
     optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-    sync = ReplicaSync(bags, optimizer, every=2, density=DENSITY)
+    sync = ReplicaSync(bags, optimizer=optimizer, every=2, density=DENSITY)
     for step in range(5):
         _train(bags, optimizer, step, rank)
         sync.step()
     sync.flush()
     saved = bags.state_dict(), optimizer.state_dict()
-    copies = [torch.equal(*_both(tensor)) for tensor in (bags.weight, _state(bags, optimizer))]
+    copies = [torch.equal(*_everyones(tensor)) for tensor in (bags.weight, _state(bags, optimizer))]
     assert all(copies)
     return saved
 
@@ -283,7 +306,7 @@ def _goes_on_alone(rank, saved, settings):
     alone = nn.Parameter(bags.weight.detach().clone())
     of_alone = OPTIMIZERS["rowwise"]([alone])
     of_alone.load_state_dict(copy.deepcopy(saved[1]))
-    sync = ReplicaSync(bags, optimizer, every=2, **settings)
+    sync = ReplicaSync(bags, optimizer=optimizer, every=2, **settings)
     for step in range(5, 8):
         _train(bags, optimizer, step, rank)
         sync.step()
@@ -307,59 +330,68 @@ def test_what_a_replica_saved_goes_on_with_one_replica():
 def _refusals(rank):
     bags, wide = _bags(), _bags(dtype=torch.float64)
     optimizer, of_wide = (OPTIMIZERS["sgd"]([own.weight]) for own in (bags, wide))
-    for error, text, make in (
-        (
-            ValueError,
-            r"dct::ReplicaSync: density must be in \(0, 1\], got 0",
-            lambda: ReplicaSync(bags, optimizer, density=0.0),
-        ),
-        (
-            ValueError,
-            "density must be None with dtype torch.float16, got 0.1",
-            lambda: ReplicaSync(bags, optimizer, density=0.1, dtype=torch.float16),
-        ),
-        (
-            TypeError,
-            "dtype must be float16 or bfloat16, got float32",
-            lambda: ReplicaSync(bags, optimizer, dtype=torch.float32),
-        ),
-        (
-            TypeError,
-            "weight of bags, with a density, must be float32, got float64",
-            lambda: ReplicaSync(wide, of_wide, density=0.1),
-        ),
+    few = "weight of bags, with a density or in few bits, must be float32, got float64"
+    for error, text, settings in (
+        (ValueError, r"dct::ReplicaSync: density must be in \(0, 1\], got 0", {"density": 0.0}),
+        (ValueError, "density must be 1 with format int8", {"density": 0.1, "format": "int8"}),
+        (ValueError, "format must be .*, got torch.float16", {"format": torch.float16}),
+        (ValueError, "transport must be None, .* got 'ring'", {"transport": "ring"}),
         (
             ValueError,
             "density must be the same on every rank, got 0.1 on rank 0, 0.2 on rank 1",
-            lambda: ReplicaSync(bags, optimizer, density=0.1 * (1 + rank)),
+            {"density": 0.1 * (1 + rank)},
+        ),
+        (
+            ValueError,
+            "format must be the same on every rank, got int8 on rank 0, int4 on rank 1",
+            {"format": ["int8", "int4"][rank]},
         ),
     ):
         with pytest.raises(error, match=text):
-            make()
-
-    # What comes damaged is not added: the error says from whom.
-    sync = ReplicaSync(bags, optimizer, density=DENSITY)
-    _train(bags, optimizer, 0, rank)
-    gather = averages.all_gather
-
-    def damaging(output, tensor, group):
-        gather(output, tensor, group)
-        if output.dtype == torch.uint8:
-            output[1, 0] += 1
-
-    averages.all_gather = damaging
-    with pytest.raises(RuntimeError, match=r"every payload must be intact, got status {1"):
-        sync.step()
+            ReplicaSync(bags, optimizer=optimizer, **settings)
+    for settings in ({"density": 0.1}, {"format": "int4"}):
+        with pytest.raises(TypeError, match=few):
+            ReplicaSync(wide, optimizer=of_wide, **settings)
 
 
 def test_what_is_refused():
     run_ranks(_refusals, 2)
 
 
+def _damaged(rank, transport, sender, settings):
+    """On its way, the payload of `sender` to everybody."""
+    module = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[transport]
+    gather = module.all_gather
+
+    def damaging(output, tensor, group):
+        gather(output, tensor, group)
+        output.view(2, -1)[sender, 0] += 1
+
+    bags = _bags()
+    optimizer = OPTIMIZERS["sgd"]([bags.weight])
+    sync = ReplicaSync(bags, optimizer=optimizer, transport=transport, **settings)
+    _train(bags, optimizer, 0, rank)
+    module.all_gather = damaging
+    with pytest.raises(
+        RuntimeError, match=rf"every payload must be intact, got status \d+ from rank {sender}"
+    ):
+        sync.step()
+    module.all_gather = gather
+    for call in (sync.sync, sync.flush):  # in later calls as well
+        with pytest.raises(RuntimeError, match=f"from rank {sender}"):
+            call()
+
+
+@pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
+@pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
+def test_a_damaged_payload_is_not_added(transport, sender, settings):
+    run_ranks(_damaged, 2, transport, sender, settings)
+
+
 def _dies(rank):
     bags = _bags()
     optimizer = OPTIMIZERS["rowwise"]([bags.weight])
-    sync = ReplicaSync(bags, optimizer, density=DENSITY)
+    sync = ReplicaSync(bags, optimizer=optimizer, density=DENSITY)
     _train(bags, optimizer, 0, rank)
     sync.step()
     if rank == 1:

@@ -88,7 +88,7 @@ def _trained(
     dense = DistributedDataParallel(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     of_dense = torch.optim.SGD(dense.parameters(), LR)
-    sync = ReplicaSync(bags, optimizer, every)
+    sync = ReplicaSync(bags, optimizer=optimizer, every=every)
     for step in range(steps):
         optimizer.zero_grad()
         of_dense.zero_grad()
@@ -171,7 +171,9 @@ def _replicas_meet(rank):
     # Rows in few bits, inside the group.
     exchange = partial(all_to_all_rows, format="int8")
     for dedup in (False, True):
-        bags = ShardedEmbeddingBags(_tables(torch.float32), _plan(2), mesh, exchange, dedup=dedup)
+        bags = ShardedEmbeddingBags(
+            _tables(torch.float32), _plan(2), mesh, exchange=exchange, dedup=dedup
+        )
         out = bags(*_bags_of(0, rank))
         expected = _pooled(_tables(torch.float32), *_bags_of(0, rank))
         assert 0 < (out - expected).abs().max() < 0.05
@@ -246,7 +248,7 @@ def _refusals(rank):
     refused(owner + "tables must be tensors, got int", lambda: layer(own, 5), TypeError)
     refused(
         owner + "exchange must be callable, got str",
-        lambda: ShardedEmbeddingBags(two, own, mesh, "int8"),
+        lambda: ShardedEmbeddingBags(two, own, mesh, exchange="int8"),
         TypeError,
     )
 
@@ -292,7 +294,7 @@ def _refusals(rank):
         else "input accepted must be the same on every rank, got False on rank 0, True on rank 1",
         lambda: bags(ids - 4 * (rank == 0), lengths),
     )
-    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids, lengths[:1]))
+    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids[:1], lengths[:1]))
     most = 2**63 - 1
     wraps = torch.tensor([[most, most], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
@@ -300,11 +302,11 @@ def _refusals(rank):
         for long in (wraps, turns):
             assert long.sum() == len(ids)  # and 2 ** 64
             refused(
-                f"lengths must be at most 3, the number of ids, got {int(long.max())}",
+                f"ids must have {int(long.double().sum())} elements like lengths, got 3",
                 lambda of_bags=of_bags, long=long: of_bags(ids, long),
             )
         refused(
-            "lengths must be at most 3, the number of ids, got 4",
+            "ids must have 4 elements like lengths, got 3",
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[4, 0], [0, 0]]).int()),
         )
         refused(
@@ -312,14 +314,14 @@ def _refusals(rank):
             lambda of_bags=of_bags: of_bags(ids, torch.tensor([[2, 2], [-1, 0]])),
         )
         refused(
-            "lengths must be at most 3, .* got 4"
+            "ids must have 6 elements like lengths, got 3"
             if rank == 0
             else "input accepted must be the same on every rank, got False on rank 0, True on",
             lambda of_bags=of_bags: of_bags(ids, lengths + 3 * (rank == 0) * (lengths == 1)),
         )
         assert of_bags(ids, lengths.int()).shape == (2, 2, WIDTH)
     embedding_bags.MOST_ROWS, kept = 3, embedding_bags.MOST_ROWS
-    refused("ids must have at most 3 elements, got 4", lambda: bags(often[:4], lengths))
+    refused("ids must have at most 3 elements, got 6", lambda: bags(often, of_often))
     refused("lengths must have at most 3 elements, got 4", lambda: bags(ids, lengths))
     embedding_bags.MOST_ROWS = kept
     by_rank = embedding_bags.by_rank
@@ -343,25 +345,32 @@ def _refusals(rank):
     )
 
     sgd = torch.optim.SGD([bags.weight], LR)
-    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, sgd, 0))
+    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, optimizer=sgd, every=0))
     refused(
         "every must be the same on .* got 1 on rank 0, 2 on",
-        lambda: ReplicaSync(bags, sgd, 1 + rank),
+        lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank),
     )
     adam = torch.optim.Adam([bags.weight])
     refused(
         "optimizer must be plain SGD, .* got Adam",
-        lambda: ReplicaSync(bags, adam),
+        lambda: ReplicaSync(bags, optimizer=adam),
         TypeError,
     )
     for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
         sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
-        refused("optimizer must be plain SGD,", lambda sgd=sgd: ReplicaSync(bags, sgd), TypeError)
+        refused(
+            "optimizer must be plain SGD,",
+            lambda sgd=sgd: ReplicaSync(bags, optimizer=sgd),
+            TypeError,
+        )
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
-    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, foreign))
+    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, optimizer=foreign))
     sgd = torch.optim.SGD([bags.weight], LR)
-    ReplicaSync(bags, sgd)
-    refused("bags must have one ReplicaSync only, got a second", lambda: ReplicaSync(bags, sgd))
+    ReplicaSync(bags, optimizer=sgd)
+    refused(
+        "bags must have one ReplicaSync only, got a second",
+        lambda: ReplicaSync(bags, optimizer=sgd),
+    )
 
 
 def test_what_is_refused():

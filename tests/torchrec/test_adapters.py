@@ -42,7 +42,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs, replica_sync
-from dct_parallel import WireMeter
+from dct_parallel import RowFormat, WireMeter
+from dct_parallel.exchange import all_gather
 
 TABLES, ROWS, WIDTH, BATCH, BAG = 4, 300, 64, 16, 2
 STEPS = 8
@@ -138,7 +139,7 @@ def _bytes_of_rows(dmp):
 
 def _codecs(rank):
     _prepare()
-    plain, floats = _parallel(), _parallel(qcomm_codecs(WIDTH, "float32", "float32"))
+    plain, floats = _parallel(), _parallel(qcomm_codecs(WIDTH, format="float32"))
     losses = _train(plain)
     assert _train(floats) == losses  # bit for bit
     few = _parallel(qcomm_codecs(WIDTH))
@@ -151,11 +152,11 @@ def _codecs(rank):
     assert of_floats[1] - of_few[1] == rows * (256 - 10)
     by_id = _parallel(qcomm_codecs(WIDTH), pooled=False)
     assert _train(by_id) == pytest.approx(losses, abs=0.02)
-    of_floats = _bytes_of_rows(_parallel(qcomm_codecs(WIDTH, "float32", "float32"), pooled=False))
+    of_floats = _bytes_of_rows(_parallel(qcomm_codecs(WIDTH, format="float32"), pooled=False))
     of_few = _bytes_of_rows(by_id)
     assert of_floats[0] - of_few[0] == rows * BAG * (256 - 34)
     assert of_floats[1] - of_few[1] == rows * BAG * (256 - 10)
-    half = _parallel(qcomm_codecs(32, "int8", "int8"), lambda i: column_wise(ranks=[0, 1]))
+    half = _parallel(qcomm_codecs(32, format="int8"), lambda i: column_wise(ranks=[0, 1]))
     assert _train(half) == pytest.approx(losses, abs=0.02)
     text = "dct::qcomm_codecs: sharding must be table-, column- or table-column-wise, got rows on"
     with pytest.raises(ValueError, match=text):
@@ -163,8 +164,10 @@ def _codecs(rank):
     text = r"widths of shards, summed by rank, must be multiples of width 48, got \[128, 128\]"
     with pytest.raises(ValueError, match=text):
         _train(_parallel(qcomm_codecs(48)), 1)
-    with pytest.raises(ValueError, match="dct::qcomm_codecs: forward must be "):
-        qcomm_codecs(WIDTH, "int5")
+    with pytest.raises(ValueError, match="dct::qcomm_codecs: format must be "):
+        qcomm_codecs(WIDTH, format="int5")
+    with pytest.raises(ValueError, match="dct::qcomm_codecs: format must be without a density"):
+        qcomm_codecs(WIDTH, format=RowFormat(density=0.1))
 
 
 def test_rows_in_few_bits():
@@ -192,7 +195,7 @@ def _dense(rank, folder):
     dcp.load({"model": dmp.state_dict(), "dct": state}, checkpoint_id=folder)
     loaded = next(iter(state.state_dict()["ranks"].values()))["parameters"]
     assert all(torch.equal(loaded[name]["residual"], own) for name, own in saved.items())
-    with pytest.raises(ValueError, match=r"dmp must be one whose Dist.* got dct_hook"):
+    with pytest.raises(ValueError, match=r"dmp must be one whose DDP .* got dct_hook"):
         compress_dense(dmp)
     state.close()
     wrapper = DefaultDataParallelWrapper(allreduce_comm_precision="fp16")
@@ -209,14 +212,15 @@ def test_the_hook_on_the_dense_part(tmp_path):
     run_ranks(_dense, 2, str(tmp_path), timeout=300)
 
 
-def _collection(sharder=None):
-    """2 replicas of 2 ranks each, which start from different weights."""
+def _collection(shards):
+    """Replicas of so many ranks each, which start from different weights."""
     torch.manual_seed(0)
     model = Model(RowWiseAdagrad, 0.1)
-    sharder = sharder or EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(WIDTH))
-    plan = _plan(model, {f"t{i}": table_wise(rank=i % 2) for i in range(TABLES)}, sharder, 2)
-    dmp = DMPCollection(model, CPU, plan, 4, 2, dist.group.WORLD, sharders=[sharder])
-    return dmp
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(WIDTH))
+    shardings = {f"t{i}": table_wise(rank=i % shards) for i in range(TABLES)}
+    plan = _plan(model, shardings, sharder, shards)
+    ranks = dist.get_world_size()
+    return DMPCollection(model, CPU, plan, ranks, shards, dist.group.WORLD, sharders=[sharder])
 
 
 def _flat(dmp, kind):
@@ -232,29 +236,40 @@ def _mean(tensor, group):
     return total / group.size()
 
 
+_ranks = dist.get_process_group_ranks
+
+
 def _require_equal(tensor, group):
     """Bitwise, among replicas."""
-    ranks = dist.get_process_group_ranks(group)
+    ranks = _ranks(group)
     parts = gathered(tensor)
     assert all(torch.equal(parts[rank], tensor) for rank in ranks)
 
 
-def _replicas(rank, folder):
+def _waiting(replicas, group):
+    """What this rank has not sent, as its share of the replicas' sum."""
+    (own,) = replicas.state_dict()["ranks"][str(dist.get_rank())].values()
+    return own["residual"] + group.size() * own.get("owner_residual", 0)
+
+
+def _replicas(rank, folder, shards, settings):
     _prepare()
     allow_cpu()
-    dmp = _collection()
-    replicas = replica_sync(dmp, density=0.05)
+    dmp = _collection(shards)
+    replicas = replica_sync(dmp, **settings)
     state = compress_dense(dmp, density=0.05)
+    _, group = _flat(dmp, "weights_by_dtype")
     _require_equal(*_flat(dmp, "weights_by_dtype"))
-    waits, synced = [], 0
+    waits, others = [], group.size() - 1
+    # 5 % with some room, 4 bytes an entry; or half a byte. Of ranges the longest counts.
+    bytes_an_entry = {None: 0.05 * 1.25 * 4, "int4": 0.51}[settings.get("format")]
+    bytes_an_entry *= 1 if settings["transport"] == "all_gather" else 2
 
     def sync(step):
-        nonlocal synced
         if step % 2:
             return
-        (residual,) = replicas.state_dict()["ranks"][str(rank)].values()
-        weights, group = _flat(dmp, "weights_by_dtype")
-        before = _mean(weights + residual, group)
+        weights, _ = _flat(dmp, "weights_by_dtype")
+        before = _mean(weights + _waiting(replicas, group), group)
         sums, _ = _flat(dmp, "optimizer_tensors_by_dtype")
         expected = _mean(sums, group)
         with WireMeter(group) as meter:
@@ -265,36 +280,67 @@ def _replicas(rank, folder):
             _require_equal(tensor, group)
         torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=0)
         # Nothing is lost: what was not delivered waits.
-        now = weights.double() + _mean(residual, group)
+        waiting = _waiting(replicas, group)
+        now = weights.double() + _mean(waiting, group)
         torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
-        # 5 % with some room, 4 bytes an entry; a ring of two for the state.
-        assert meter.take() < 0.05 * 1.25 * 4 * len(weights) + 4 * len(sums) + 500
-        waits.append(int(residual.count_nonzero()))
-        synced += 1
+        ring = 2 * others / (others + 1)
+        assert meter.take() < others * bytes_an_entry * len(weights) + ring * 4 * len(sums) + 1000
+        waits.append(int(waiting.count_nonzero()))
 
     losses = _train(dmp, after=sync)
-    assert synced == STEPS // 2 and max(waits) > 1000 and losses[-1] < 1
+    assert len(waits) == STEPS // 2 and max(waits) > 1000 and losses[-1] < 1
     assert_same(_dense_part(dmp))
     dmp.sync()
-    dcp.save({"model": dmp.state_dict(), "replicas": replicas}, checkpoint_id=folder)
-    (residual,) = replicas.state_dict()["ranks"][str(rank)].values()
-    waiting = residual.clone()
-    trained, group = _flat(dmp, "weights_by_dtype")
-    _train(dmp, 3, lambda step: step == 1 and dmp.sync())  # ends between two syncs
-    dcp.load({"model": dmp.state_dict(), "replicas": replicas}, checkpoint_id=folder)
-    assert torch.equal(residual, waiting)
+    whole = {"model": dmp.state_dict(), "dct": state, "replicas": replicas}
+    dcp.save(whole, checkpoint_id=folder)
+    waiting = _waiting(replicas, group)
+    trained, _ = _flat(dmp, "weights_by_dtype")
+    (sums,) = dmp._ctxs[0].optimizer_tensors_by_dtype.values()
+    saved_sums = [tensor.clone() for tensor in sums]
+
+    def go_on():  # ends between two syncs
+        _train(dmp, 4, lambda step: step != 3 and dmp.sync())
+        return _flat(dmp, "weights_by_dtype")[0], _waiting(replicas, group)
+
+    first = go_on()
+    dcp.load({**whole, "model": dmp.state_dict()}, checkpoint_id=folder)
+    for tensor, saved in zip(sums, saved_sums, strict=True):
+        tensor.copy_(saved)
+    assert torch.equal(_waiting(replicas, group), waiting)
     assert torch.equal(_flat(dmp, "weights_by_dtype")[0], trained)
+    assert all(map(torch.equal, go_on(), first))  # bit for bit
     other = {"ranks": {str(rank + 4): replicas.state_dict()["ranks"][str(rank)]}}
     with pytest.raises(ValueError, match=f"dct::replica_sync: state must be rank {rank}'s"):
         replicas.load_state_dict(other)
-    everything = _mean(trained + waiting, group)
+    weights, _ = _flat(dmp, "weights_by_dtype")
+    everything = _mean(weights + _waiting(replicas, group), group)
     replicas.flush()
     weights, _ = _flat(dmp, "weights_by_dtype")
     _require_equal(weights, group)
     torch.testing.assert_close(weights.double(), everything, rtol=0, atol=1e-6)
-    assert not residual.any()
+    assert not _waiting(replicas, group).any()
     state.close()
+    if settings["transport"] == "all_gather":
+        _damage(dmp, replicas, group)
     _refusals(dmp)
+
+
+def _damage(dmp, replicas, group):
+    """Of the second replica's payload; the error of that sync is that of all later calls."""
+    gather = all_gather.all_gather
+
+    def damaging(output, *of):
+        gather(output, *of)
+        output[1, 0] += 1
+
+    text = f"payload of sync .* must be intact, got status .* from rank {_ranks(group)[1]} in"
+    all_gather.all_gather = damaging
+    with pytest.raises(RuntimeError, match=text):
+        dmp.sync()
+    all_gather.all_gather = gather
+    for call in (dmp.sync, replicas.flush, replicas.state_dict):
+        with pytest.raises(RuntimeError, match=text):
+            call()
 
 
 def _refusals(dmp):
@@ -303,6 +349,8 @@ def _refusals(dmp):
         replica_sync(dmp)
     with pytest.raises(TypeError, match="dct::replica_sync: dmp must be a DMPCollection, got Line"):
         replica_sync(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="dct::replica_sync: density must be 1 with format int8"):
+        replica_sync(dmp, density=0.1, format="int8")
     dmp._all_reduce_hook = dmp._custom_all_reduce = None
     dmp._use_sharded_relay = True
     with pytest.raises(ValueError, match="use_sharded_relay must be False: it averages past any h"):
@@ -318,8 +366,13 @@ def _refusals(dmp):
         replica_sync(dmp)
 
 
-def test_replicas_of_tables(tmp_path):
-    run_ranks(_replicas, 4, str(tmp_path), timeout=400)
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("ranks", "shards", "settings"), [(4, 2, {"density": 0.05}), (3, 1, {"format": "int4"})]
+)
+def test_replicas_of_tables(tmp_path, ranks, shards, settings, transport):
+    settings = settings | {"transport": transport}
+    run_ranks(_replicas, ranks, str(tmp_path), shards, settings, timeout=400)
 
 
 def test_the_recipe(tmp_path):

@@ -97,11 +97,6 @@ class DynamicFeatureRows(SharedRows):
     def ids(self) -> Tensor:
         return self._table.ids
 
-    def require_ids(self, op: str, ids: Tensor) -> None:
-        if (ids < 0).any():
-            worst = int((ids < 0).nonzero()[0])
-            checks.fail(op, f"ids[{worst}]", "at least 0", int(ids[worst]))
-
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = ids.long()
         return (mix(ids) >> 32) % self.group.size(), ids  # tables use the low bits
@@ -157,44 +152,28 @@ class DynamicFeatureRows(SharedRows):
         tensor, rows = optimizer.state.get(self.weight, {}).get(key), len(self.weight)
         if not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,):
             got = f"one of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
-            checks.fail(
-                _OP, "optimizer", f"a tensor {key!r} of {rows} rows for weight", got, verb="have"
-            )
+            rule = f"a tensor {key!r} of {rows} rows for weight"
+            checks.fail(_OP, "optimizer", rule, got, verb="have")
         return tensor
 
     @torch.no_grad()
     def _add(self, ids: Tensor) -> None:
         first, end = 1 + len(self), 1 + len(self) + len(ids)
         if end - 1 > self.capacity:
-            checks.fail(
-                _OP, "capacity", f"at least {end - 1}, the number of features seen", self.capacity
-            )
+            rule = f"at least {end - 1}, the number of features seen"
+            checks.fail(_OP, "capacity", rule, self.capacity)
         self._table.add(ids)
         self.weight[first:end] = self.initial(ids)
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        used = slice(1, 1 + len(self))
-        state = {
-            "owner": torch.tensor([self.group.rank(), self.group.size()]),
-            "ids": self.ids().clone(),
-        }
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *_: Any) -> None:
+        destination[f"{prefix}owner"] = torch.tensor([self.group.rank(), self.group.size()])
+        destination[f"{prefix}ids"] = self.ids().clone()
         for name, tensor in self._per_row().items():  # not views: all of the storage would be saved
-            state[name] = tensor.detach()[used].clone()
-        destination.update({prefix + name: tensor for name, tensor in state.items()})
+            destination[prefix + name] = tensor.detach()[1 : 1 + len(self)].clone()
 
     @torch.no_grad()
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        _, _, missing_keys, unexpected_keys, error_msgs = more
         state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         try:
             per_row = self._per_row()

@@ -32,11 +32,13 @@ class SharedRows(nn.Module, ABC):
 
     Attributes:
         weight: parameter [places, d]; its gradient is sparse.
+        last_id: the largest valid id.
         no_row: a place in `weight` of no feature, without gradient; None if there is none.
         capacity: rows that this rank can have; None if it has all from the start.
     """
 
     weight: nn.Parameter
+    last_id = 2**63 - 1
     no_row: int | None = None
     capacity: int | None = None
 
@@ -58,9 +60,12 @@ class SharedRows(nn.Module, ABC):
     def ids(self) -> Tensor:
         """The features of this rank, int64, in the order of their rows."""
 
-    @abstractmethod
     def require_ids(self, op: str, ids: Tensor) -> None:
         """Raise, naming the first, if some id is not valid. The host waits."""
+        outside = ((ids < 0) | (ids.long() > self.last_id)).nonzero()
+        if len(outside):
+            worst = int(outside[0])
+            checks.fail(op, f"ids[{worst}]", f"in [0, {self.last_id}]", int(ids[worst]))
 
     @abstractmethod
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +119,7 @@ class FeatureRows(SharedRows):
                 checks.fail(_OP, "weight", rule, tuple(weight.shape), verb="have")
         told = {"rows": len(weight), "width": weight.shape[1], "dtype": weight.dtype}
         require_alike(_OP, told, self.group, weight.device)
-        self._rows = len(weight)
+        self._rows, self.last_id = len(weight), len(weight) - 1
         self._multiplier = _multiplier(self._rows)
         self.weight = nn.Parameter(weight.detach()[self.ids().to(weight.device)])
         owner = torch.tensor([self.group.rank(), ranks, self._rows], device=weight.device)
@@ -124,12 +129,6 @@ class FeatureRows(SharedRows):
         first, end = (self._first_number(self.group.rank() + later) for later in (0, 1))
         inverse = pow(self._multiplier, -1, self._rows)
         return torch.arange(first, end) * inverse % self._rows
-
-    def require_ids(self, op: str, ids: Tensor) -> None:
-        outside = (ids < 0) | (ids >= self._rows)
-        if outside.any():
-            worst = int(outside.nonzero()[0])
-            checks.fail(op, f"ids[{worst}]", f"in [0, {self._rows - 1}]", int(ids[worst]))
 
     def owners(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         number = ids.long() * self._multiplier % self._rows

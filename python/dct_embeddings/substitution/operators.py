@@ -173,20 +173,9 @@ class FirstLayer(SubstituteOperator):
 def require_operator(op: str, arg: str, operator: nn.Module, width: int) -> None:
     """Raise unless partial results of `operator` add up and it fits the rows; the text says why."""
     if not isinstance(operator, SubstituteOperator):
-        rule = "a SubstituteOperator, whose partial results add up"
-        checks.fail(op, arg, rule, f"{type(operator).__name__}{_why_not(operator)}", TypeError)
+        rule = "a SubstituteOperator, whose partial results add up (docs/guide/des.md)"
+        checks.fail(op, arg, rule, type(operator).__name__, TypeError)
     end = operator.first + operator.width
     if end > width:
         rule = f"columns of rows of width {width}"
         checks.fail(op, arg, rule, f"columns {operator.first} to {end - 1}", verb="use")
-
-
-def _why_not(module: object) -> str:
-    name, mode = type(module).__name__, getattr(module, "mode", None)
-    if name.startswith(("MaxPool", "AdaptiveMaxPool")) or mode == "max":
-        return ": the maximum of a bag is no sum of what ranks have of it"
-    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-        return ": attention weighs a row by the others of its bag, which other ranks have"
-    if mode == "mean":
-        return ": take SumPooledEmbedding, and divide by the lengths"
-    return ""

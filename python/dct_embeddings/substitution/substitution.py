@@ -16,7 +16,7 @@ from dct_parallel.agreement import refusing
 from dct_parallel.groups import require_group
 from dct_parallel.rows.counts import exchange_numbers
 
-from ..bag_message import by_rank, exchange_bags
+from ..bag_message import by_rank, exchange_bags, require_bags
 from ..groups import GroupOfModule, require_alike
 from .aggregation import all_reduce, reduce_scatter, with_summed_gradient
 from .feature_rows import SharedRows
@@ -32,16 +32,8 @@ class EquivalentSubstitution(nn.Module):
     Distributed equivalent substitution (arXiv 1909.04823): each rank computes an operator's partial
     result from its own rows, and partial results are added up. Their bytes depend on the number of
     samples, not on that of their features; neither rows nor their gradients are sent. Training is
-    that of one process with all samples, except for the order of sums.
-
-    With "reduce_scatter" every rank gives the bags of its own samples and gets their results; the
-    dense part after it is data-parallel (DistributedDataParallel). Ids go to the ranks that own
-    their rows, and each computes its share for the global batch: it holds the partial results of
-    P * batch samples, sends (P - 1) / P of them, and receives as many bytes of gradients. Gradients
-    are those of the mean over ranks. With "all_reduce", the paper's form, every rank gives the same
-    global batch, which each must read, and gets the results for all of it; the dense part is
-    computed P times, alike on all ranks, and neither ids nor gradients are sent. Partial results
-    take the same bytes.
+    that of one process with all samples, except for the order of sums. What it sends and when it
+    pays: docs/guide/des.md.
 
     Forward and backward are collective, with equally many samples on every rank. The host waits in
     forward, for counts, so it cannot be captured in a CUDA graph. Deterministic on the CPU. Keep it
@@ -53,13 +45,14 @@ class EquivalentSubstitution(nn.Module):
         operators: results are in their order. Their parameters, if they have any, become those of
             the first rank, and gradients are added up over ranks. Some or all of them may be
             frozen, on all ranks alike.
-        aggregate: "reduce_scatter" or "all_reduce".
+        aggregate: "reduce_scatter": every rank gives the bags of its own samples and gets their
+            results. "all_reduce", the paper's form: all give the same global batch and get all
+            results.
         ids_group: a process group of the same ranks for ids and counts, so that a `WireMeter` can
             tell their bytes apart; default that of `rows`.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range; the text names it. An operator that
-            has no substitute is refused with the reason.
+        ValueError, TypeError: an argument is out of its range; the text names it.
         ValueError: ranks differ in operators or aggregate; on all of them.
         RuntimeError: an argument is out of its range on a different rank only, as the text says.
     """
@@ -165,7 +158,9 @@ class EquivalentSubstitution(nn.Module):
     def _require_usable(self, ids: Tensor, lengths: Tensor) -> None:
         """Raise if they are not, after telling the other ranks that this one cannot go on."""
         try:
-            _require_bags(ids, lengths, ("weight", self.rows.weight))
+            require_bags(_OP, ids, lengths, self.rows.weight)
+            if len(lengths) == 0:
+                checks.fail(_OP, "lengths", "at least 1 field", "none", verb="have")
             self.rows.require_ids(_OP, ids)
             for operator in cast(Iterable[SubstituteOperator], self.operators):
                 operator.require_fit(self.rows.weight, len(lengths))
@@ -226,19 +221,6 @@ class EquivalentSubstitution(nn.Module):
         heard = exchange_numbers(_OP, numbers, same, device, group)
         arriving, *of_ranks = zip(*heard, strict=True)
         return list(arriving), bool(of_ranks) and sum(of_ranks[0]) > min(of_ranks[1])
-
-
-def _require_bags(ids: Tensor, lengths: Tensor, like: tuple[str, Tensor]) -> None:
-    """`lengths` [fields, batch] are those of bags of all `ids`. The host waits."""
-    checks.require_tensor(_OP, "ids", ids, (torch.int32, torch.int64), (1,), like)
-    checks.require_tensor(_OP, "lengths", lengths, (torch.int32, torch.int64), (2,), like)
-    if len(lengths) == 0:
-        checks.fail(_OP, "lengths", "[fields, batch] with at least 1 field", tuple(lengths.shape))
-    if (lengths < 0).any():
-        checks.fail(_OP, "lengths", "at least 0", int(lengths.min()))
-    total = lengths.sum(dtype=torch.float64)  # which does not wrap around, as int64 does
-    if total != len(ids):
-        checks.fail(_OP, "ids", f"{int(total)} elements like lengths", len(ids), verb="have")
 
 
 def _set_of(names: Sequence[str]) -> int:

@@ -8,30 +8,30 @@ from torch import Tensor
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 
 from dct_kernels import checks
-from dct_parallel.rows.codecs import dequantize, format_bytes, quantize, require_format
+from dct_parallel import RowFormat
+from dct_parallel.rows.codecs import dequantize, format_bytes, quantize
 
 _OP = "qcomm_codecs"
+_FORMAT = RowFormat("int4", backward="sign")
 _REDUCE_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 
 
 def qcomm_codecs(
-    width: int, forward: str = "int4", backward: str = "sign"
+    width: int, *, format: str | torch.dtype | RowFormat = _FORMAT
 ) -> dict[str, QuantizedCommCodecs]:
     """Codecs for a sharder: a number format for embeddings, and one for their gradients.
 
     For tables that are sharded table-, column- or table-column-wise, pooled or not, of float32
     embeddings. Each `width` entries have a scale of their own. The gradient is straight-through:
-    that of the received embeddings, quantized on its way. "float32" both ways is the exchange
-    without codecs, bit for bit. Deterministic.
+    that of the received embeddings, quantized on its way. "float32" is the exchange without codecs,
+    bit for bit. Deterministic. What else to know: docs/guide/torchrec.md.
 
     Our reconstruction of row-wise quantized exchange, by TorchRec's own plug (QuantizedCommCodec).
 
     Args:
         width: entries with a scale of their own. It must divide the width of every shard: their
             greatest common divisor, or less. TorchRec tells a codec only sums of widths per rank.
-        forward: of embeddings, one of "int8", "int4", "ternary", "sign" (see
-            `dct_kernels.row_quantize`), "float32", "bfloat16" or "float16".
-        backward: of their gradients, one of these.
+        format: as of `all_to_all_rows`, without a density.
 
     Returns:
         A `qcomm_codecs_registry`. It raises ValueError if TorchRec asks for a codec of a
@@ -44,14 +44,15 @@ def qcomm_codecs(
     >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(64))
     """
     checks.require_int(_OP, "width", width, 1, 2**31 - 1)
-    require_format(_OP, "forward", forward)
-    require_format(_OP, "backward", backward)
-    codecs = QuantizedCommCodecs(RowCodec(width, forward), RowCodec(width, backward))
+    form = RowFormat.of(_OP, format)
+    if form.density is not None:
+        checks.fail(_OP, "format", "without a density: every entry is sent", form)
+    codecs = QuantizedCommCodecs(*(TorchRecCodec(width, f) for f in form.both(torch.float32)))
     ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
     return _Registry({op.name: codecs for op in ops})
 
 
-class RowCodec:
+class TorchRecCodec:
     """TorchRec's QuantizedCommCodec of rows of `width` entries, in one number format.
 
     A message is uint8, `format_bytes` per row. It has no context, because TorchRec's code for

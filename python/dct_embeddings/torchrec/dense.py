@@ -11,18 +11,15 @@ from dct_parallel import DCTState, dct_hook
 _OP = "compress_dense"
 
 
-def compress_dense(
-    dmp: DistributedModelParallel, density: float = 0.005, **settings: Any
-) -> DCTState:
+def compress_dense(dmp: DistributedModelParallel, **settings: Any) -> DCTState:
     """Average the gradients of the part that is not sharded by `dct_hook`, from now on.
 
     TorchRec wraps that part in one DistributedDataParallel, where this registers the hook. Tables
     that are sharded data-parallel do not go through it. Collective; before the first step, on every
-    rank. Everything else is as of `DCTState`.
+    rank.
 
     Args:
         dmp: DistributedModelParallel or DMPCollection, once its dense part is wrapped.
-        density: as of `DCTState`.
         **settings: as of `DCTState`.
 
     Returns:
@@ -34,9 +31,8 @@ def compress_dense(
             yet, or has a hook already, which the text names.
         RuntimeError: as of `DCTState`.
     """
-    checks.require_type(
-        _OP, "dmp", dmp, DistributedModelParallel, "a DistributedModelParallel or DMPCollection"
-    )
+    kinds = "a DistributedModelParallel or DMPCollection"
+    checks.require_type(_OP, "dmp", dmp, DistributedModelParallel, kinds)
     ddp = dmp._dmp_wrapped_module
     if not isinstance(ddp, DistributedDataParallel):
         rule = "one whose dense part is in DistributedDataParallel (init_data_parallel)"
@@ -44,10 +40,8 @@ def compress_dense(
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         got = getattr(hook, "__qualname__", type(hook).__name__)
-        rule = (
-            "one whose DistributedDataParallel has no hook yet (allreduce_comm_precision sets one)"
-        )
+        rule = "one whose DDP has no hook yet (allreduce_comm_precision sets one)"
         checks.fail(_OP, "dmp", rule, got)
-    state = DCTState(ddp, density=density, **settings)
+    state = DCTState(ddp, **settings)
     ddp.register_comm_hook(state, dct_hook)
     return state

@@ -1,7 +1,6 @@
-"""Replicas of TorchRec's two-dimensional parallelism, averaged by thresholded deltas."""
+"""Replicas of TorchRec's two-dimensional parallelism, averaged by compressed changes."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,27 +9,43 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DMPCollection
 
 from dct_kernels import checks
-from dct_parallel.collectives import all_gather, dense_mean
-from dct_parallel.compressor import Compressor
+from dct_parallel.collectives import dense_mean
+from dct_parallel.exchange import quantized
+from dct_parallel.exchange.bucket import Bucket
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.ledger import StepLedger
+from dct_parallel.exchange.plan import BucketPlan
+from dct_parallel.exchange.segment_state import SegmentState
+from dct_parallel.exchange.selection import require_transport, transport_for
 
 _OP = "replica_sync"
+_NAME = "weights"  # of the one segment of a bucket
 
 
-def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
-    """Let `dmp.sync()` average weights by their largest changes, and optimizer state as it is.
+def replica_sync(
+    dmp: DMPCollection,
+    *,
+    density: float | None = None,
+    format: str | torch.dtype = "bfloat16",
+    transport: str | None = None,
+) -> "ReplicaDeltas":
+    """Let `dmp.sync()` average weights by compressed changes, and optimizer state as it is.
 
     DCT (arXiv 2010.08899) across replicas, our reconstruction: the largest changes since the last
-    sync are sent, as bfloat16; the rest leaves the weights and stays in a residual (error
-    feedback). After each sync replicas are bitwise equal. This call sets them, in place, to the
-    weights of the first replica. Compression and the order of its sums are deterministic.
+    sync are sent, or all of them in few bits; the rest leaves the weights and stays in a residual
+    (error feedback). After each sync replicas are bitwise equal. This call sets them, in place, to
+    the weights of the first replica. Compression and the order of its sums are deterministic.
 
     A sync takes some passes over this rank's tables, and the host waits in it. Memory: two more
     copies of the tables in float32, the weights of the last sync and the residual. With one replica
-    a sync changes nothing. Collective, on every rank, before training.
+    a sync changes nothing. Collective, on every rank, before training (docs/guide/torchrec.md).
 
     Args:
         dmp: sharding_strategy DEFAULT or PER_MODULE; gets an all-reduce hook for its `sync()`.
-        density: fraction of each table's entries (of this rank's shard) to send, in (0, 1].
+        density: fraction of the entries of this rank's tables to send, in (0, 1]; default 0.01, and
+            1 in few bits.
+        format: see `DCTState`.
+        transport: see `DCTState`.
 
     Returns:
         A `ReplicaDeltas`, with `flush`, `state_dict` and `load_state_dict`.
@@ -39,16 +54,19 @@ def replica_sync(dmp: DMPCollection, density: float = 0.01) -> "ReplicaDeltas":
         ValueError, TypeError: an argument is out of its range, weights are not float32, the slot of
             `custom_all_reduce` is taken, or `dmp` does not use it: use_sharded_relay,
             FULLY_SHARDED, and tables whose ids are hashed (MP-ZCH), which need a sum; the text
-            names it.
+            names it. Or replicas differ in a setting; on all of them.
 
     >>> replicas = replica_sync(dmp, density=0.01)
     >>> dmp.sync()  # every few steps, as without
     >>> replicas.flush()  # before evaluation: nothing is pending
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
-    checks.require_density(_OP, density)
+    if density is None and format not in quantized.FORMATS:
+        density = 0.01
+    settings = Settings.checked(_OP, density, format)
+    require_transport(_OP, transport)
     _require_hook(dmp)
-    deltas = ReplicaDeltas(dmp, density)
+    deltas = ReplicaDeltas(dmp, settings, transport)
     dmp.set_all_reduce_hook(deltas)
     return deltas
 
@@ -59,14 +77,18 @@ class ReplicaDeltas:
     DMPCollection calls it with tensors of one kind. It goes into torch.distributed.checkpoint
     beside the model, at the same number of ranks. Save right after `dmp.sync()`: TorchRec's
     checkpoint has the weights of one replica, and between two syncs the others differ.
+
+    Every method raises a RuntimeError once a payload was damaged, which names the replica's rank:
+    load a checkpoint into a new model then.
     """
 
-    def __init__(self, dmp: DMPCollection, density: float) -> None:
+    def __init__(self, dmp: DMPCollection, settings: Settings, transport: str | None) -> None:
         self._weights: dict[tuple[int, ...], _Weights] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of optimizer state
         for ctx in dmp._ctxs:
             for tensors in ctx.weights_by_dtype.values():
-                self._weights[_key(tensors)] = _Weights(tensors, ctx.replica_pg, density)
+                weights = _Weights(tensors, ctx.replica_pg, settings, transport)
+                self._weights[_key(tensors)] = weights
             for tensors in ctx.optimizer_tensors_by_dtype.values():
                 self._groups[_key(tensors)] = ctx.replica_pg
 
@@ -76,8 +98,9 @@ class ReplicaDeltas:
 
         Raises:
             ValueError: the tensors are not those that `dmp` had when this was made.
-            RuntimeError: a replica is gone, or its payload was damaged. Load a checkpoint then.
+            RuntimeError: a replica is gone, or its payload was damaged.
         """
+        self._require_intact()
         tensors = arguments[-1]
         key = _key(tensors)
         if key in self._weights:
@@ -86,36 +109,42 @@ class ReplicaDeltas:
             for tensor in tensors:
                 tensor.copy_(dense_mean(tensor, tensor.dtype, self._groups[key]))
         else:
-            checks.fail(
-                _OP, "tensors", "the ones that dmp had when this was made", "different ones"
-            )
+            rule = "the ones that dmp had when this was made"
+            checks.fail(_OP, "tensors", rule, "different ones")
 
     @torch.no_grad()
     def flush(self) -> None:
         """A sync that sends all changes in float32, so that nothing is pending."""
+        self._require_intact()
         for weights in self._weights.values():
             weights.sync(everything=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, by its number; not copied."""
-        residuals = {str(i): weights.residual for i, weights in enumerate(self._weights.values())}
-        return {"ranks": {str(dist.get_rank()): residuals}}
+        """This rank's residuals and syncs, by its number. Copies, on the CPU."""
+        self._require_intact()
+        own = {str(i): weights.state() for i, weights in enumerate(self._weights.values())}
+        return {"ranks": {str(dist.get_rank()): own}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's own `state_dict()`, once the weights of the model are loaded.
 
+        Bit for bit. Replicas compare what they loaded in the next sync.
+
         Raises:
-            ValueError: it is of a different rank or different tables; nothing has changed then.
+            ValueError: it is of a different rank, different tables, or a different number of
+                replicas or transport; nothing has changed then.
         """
         rank = str(dist.get_rank())
         here, saved = self.state_dict()["ranks"][rank], state["ranks"].get(rank, {})
-        sizes, got = ({key: len(t) for key, t in of.items()} for of in (here, saved))
-        if sizes != got:
-            checks.fail(
-                _OP, "state", f"rank {rank}'s, with residuals of {sizes}", got or "another's"
-            )
+        fits, got = ({key: part["layout"] for key, part in of.items()} for of in (here, saved))
+        if fits != got:
+            checks.fail(_OP, "state", f"rank {rank}'s, of {fits}", got or "another's")
         for key, weights in zip(here, self._weights.values(), strict=True):
             weights.restart(saved[key])
+
+    def _require_intact(self) -> None:
+        for weights in self._weights.values():
+            weights.ledger.require_intact()
 
 
 class _Weights:
@@ -126,51 +155,57 @@ class _Weights:
         group: of the replicas.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, density: float) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        settings: Settings,
+        transport: str | None,
+    ) -> None:
         self._tensors, self._group = [tensor.detach() for tensor in tensors], group
         for tensor in self._tensors:
             checks.require_dtype(_OP, "weights of dmp", tensor.dtype, (torch.float32,))
+        numel, ranks = sum(tensor.numel() for tensor in self._tensors), group.size()
+        chosen = transport_for(transport, settings, numel, ranks)
+        self._plan = BucketPlan((_NAME,), (numel,), settings, chosen, ranks)
+        self._layout = f"{numel} elements by {chosen} between {ranks} replicas"
+        told, device = {"layout": self._layout}, self._tensors[0].device
+        self.ledger = StepLedger(_OP, group, device, settings, told, step_name="sync")
+        for tensor in self._tensors:
             dist.broadcast(tensor, group=group, group_src=0)
+        self._go_on_from({})
+
+    def _go_on_from(self, states: dict[str, SegmentState]) -> None:
         self._base = self._flat()
-        bounds = list(accumulate((tensor.numel() for tensor in self._tensors), initial=0))
-        device = self._base.device
-        self._compressor = Compressor(len(self._base), bounds, density, device=device)
+        step, device = self.ledger.step, self._base.device
+        self._bucket = Bucket(self._plan, self._group, device, step, states)
 
     def sync(self, everything: bool) -> None:
         """Set the weights to the base plus the mean of all messages."""
         if self._group.size() == 1:
             return
-        delta = self._flat() - self._base
+        mean = self._flat() - self._base
         if everything:
-            delta += self.residual
-            mean = dense_mean(delta, delta.dtype, self._group)
-            self.residual.zero_()
+            self._bucket.add_owed(mean)
+            mean = dense_mean(mean, mean.dtype, self._group)
+            torch._foreach_zero_(self._bucket.residuals())
         else:
-            mean = self._mean_of_largest(delta)
+            self.ledger.begin()
+            self.ledger.reduction(0, self._bucket, mean)()
+            self.ledger.finish()
         self._base += mean
         parts = self._base.split([tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    @property
-    def residual(self) -> Tensor:
-        return self._compressor.residual
+    def state(self) -> dict[str, Any]:
+        told = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
+        return told | self._bucket.states()[_NAME].as_dict()
 
-    def restart(self, residual: Tensor) -> None:
-        """From the weights as they are, and this residual."""
-        self._base = self._flat()
-        self.residual.copy_(residual)
-
-    def _mean_of_largest(self, delta: Tensor) -> Tensor:
-        payload = self._compressor.pack(delta)
-        payloads = payload.new_empty(self._group.size(), len(payload))
-        all_gather(payloads, payload, self._group)
-        mean = torch.empty_like(delta)
-        status = self._compressor.unpack(payloads, mean).tolist()
-        if damaged := {replica: code for replica, code in enumerate(status) if code}:
-            got = f"status {damaged} by replica: go back to a checkpoint"
-            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
-        return mean
+    def restart(self, saved: Mapping[str, Any]) -> None:
+        """From the weights as they are, and a `state`."""
+        self.ledger.load({**saved, "world_size": self._group.size()})
+        self._go_on_from({_NAME: SegmentState.from_dict(saved)})
 
     def _flat(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self._tensors])

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from dct_kernels import checks
 from dct_parallel.agreement import refusing
 from dct_parallel.collectives import all_to_all
 from dct_parallel.mesh import require_mesh
-from dct_parallel.rows.all_to_all import Exchange, whole_rows
+from dct_parallel.rows.all_to_all import RowExchange, whole_rows
 from dct_parallel.rows.counts import exchange_numbers
 
-from ..bag_message import by_rank, exchange_bags
+from ..bag_message import by_rank, exchange_bags, require_bags
 from ..distinct import distinct, repeat
 from ..groups import require_same_in_mesh
 from ..shard_identity import register_identity
@@ -28,7 +28,7 @@ from .plan import MOST_ROWS, Shard, require_list, require_plan, rows_of
 DIMENSIONS = ("replicate", "shard")  # of a mesh: across replicas, and inside one
 
 _OP = "ShardedEmbeddingBags"
-_INTS = (torch.int32, torch.int64)
+_Pairs = list[tuple[int, int]]
 
 
 class ShardedEmbeddingBags(nn.Module):
@@ -36,22 +36,16 @@ class ShardedEmbeddingBags(nn.Module):
 
     Two-dimensional sparse parallelism (arXiv 2508.03854): the ranks of a row of the mesh own the
     tables together, table-wise or row-wise, and exchange pooled embeddings; the rows of the mesh
-    hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism.
+    hold replicas, which `ReplicaSync` averages. A mesh of one row is plain model parallelism. Every
+    rank gives the bags of its own samples. What is sent: docs/guide/embeddings.md.
 
-    Every rank gives the bags of its own samples. Ids go to the ranks that own their rows; these add
-    up their rows of a bag and send the sum back: one row per sample and shard. Sums of a table's
-    shards are in row order. With `dedup` each distinct row of a rank's bags is sent once, and so is
-    the sum of its gradients; the rank adds up its bags itself. That sends fewer rows if samples
-    share ids, and more if bags are long and do not. Gradients are divided by the size of the
-    sharding group, like a mean over its samples. With replicas averaged after every step, SGD does
-    the same as with one group of all ranks.
-
-    Forward and backward are collective in the sharding group, with equally many samples on every
-    rank of it. The host waits in forward, for counts, so it cannot be captured in a CUDA graph.
-    Deterministic on the CPU.
+    Sums of a table's shards are in row order. Gradients are divided by the size of the sharding
+    group, like a mean over its samples. Forward and backward are collective in the sharding group,
+    with equally many samples on every rank of it. The host waits in forward, for counts, so it
+    cannot be captured in a CUDA graph. Deterministic on the CPU.
 
     Keep it outside of DistributedDataParallel, which would average different shards. `state_dict`
-    has this rank's rows and, as `owned`, [table, first, end] of each shard. A load of different
+    has this rank's rows and, as `owned`, [table, first, end] of each shard; a load of different
     shards is refused (ValueError) before anything is read from it. A copy (copy.deepcopy,
     torch.optim.swa_utils.AveragedModel) shares the groups of the mesh. A pickle (torch.save of the
     module) has their names only, and is for ranks that made the same groups.
@@ -64,9 +58,8 @@ class ShardedEmbeddingBags(nn.Module):
             table once.
         mesh: DeviceMesh of dimensions ("replicate", "shard"). No rank waits for others longer than
             the timeout of its groups.
-        exchange: of rows, see `Exchange`; default as they are. For rows in few bits
-            `functools.partial(all_to_all_rows, forward="int8", backward="int8")`. The same on every
-            rank: it is not checked.
+        exchange: of rows, such as `functools.partial(all_to_all_rows, format="int8")`; default as
+            they are. The same on every rank: it is not checked.
         dedup: whether distinct rows are sent once each, rather than pooled.
         sparse: whether the gradient of `weight` is sparse, as with nn.EmbeddingBag.
 
@@ -90,8 +83,8 @@ class ShardedEmbeddingBags(nn.Module):
         tables: Sequence[Tensor],
         plan: Sequence[Sequence[Shard]],
         mesh: DeviceMesh,
-        exchange: Exchange = whole_rows,
         *,
+        exchange: RowExchange = whole_rows,
         dedup: bool = False,
         sparse: bool = True,
     ) -> None:
@@ -139,22 +132,23 @@ class ShardedEmbeddingBags(nn.Module):
             ValueError: without `dedup`: received lengths do not add up to the ids received with
                 them.
         """
-        group = self.mesh.get_group("shard")
         try:
             self._require_bags(ids, lengths)
             batch = lengths.shape[1]
             bag, place, rows = self._locate(ids, lengths, batch)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                self._counted([(0, 0)] * group.size(), 0, group, usable=False)
+                self._counted([(0, 0)] * len(self.plan), 0, usable=False)
             raise
         if self.dedup:
-            return self._distinct(place, rows, lengths, group)
-        return self._pooled(bag, place, rows, batch, group)
+            return self._distinct(place, rows, lengths)
+        return self._pooled(bag, place, rows, batch)
 
-    def _pooled(
-        self, bag: Tensor, place: Tensor, rows: Tensor, batch: int, group: dist.ProcessGroup
-    ) -> Tensor:
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("shard")
+
+    def _pooled(self, bag: Tensor, place: Tensor, rows: Tensor, batch: int) -> Tensor:
         """Owners add up their rows of each bag, and send one row per sample and shard.
 
         Each rank receives the lengths of its bags, per shard and sample, if they differ, then the
@@ -164,25 +158,23 @@ class ShardedEmbeddingBags(nn.Module):
         bags_of = [len(own) * batch for own in self.plan]
         lengths, wanted, alike = by_rank(place * batch + bag % max(batch, 1), rows, bags_of)
         told = [(len(own), of) for own, of in zip(wanted, alike, strict=True)]
-        asked = self._counted(told, batch, group)
-        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, alike, asked, group)
+        asked = self._counted(told, batch)
+        lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, alike, asked, self._group)
         pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
-        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=group)
+        arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=self._group)
         sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
         of_tables = [reduce(torch.add, [sums[place] for place in of]) for of in self._places]
         return torch.stack(of_tables, dim=1)
 
-    def _distinct(
-        self, place: Tensor, rows: Tensor, lengths: Tensor, group: dist.ProcessGroup
-    ) -> Tensor:
+    def _distinct(self, place: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
         """Owners send each distinct row of this rank's bags once, and this rank adds them up."""
         wanted, inverse, of_shards = distinct(rows, place, len(self._shift))
         of_ranks = of_shards.split([len(own) for own in self.plan])
         counts = torch.stack([own.sum() for own in of_ranks]).tolist()
-        told = self._counted([(count, -1) for count in counts], lengths.shape[1], group)
+        told = self._counted([(count, -1) for count in counts], lengths.shape[1])
         asked = [count for count, _ in told]
-        wanted_here = all_to_all(wanted, counts, asked, group)
-        arrived = self.exchange(self._look_up(wanted_here), asked, counts, group=group)
+        wanted_here = all_to_all(wanted, counts, asked, self._group)
+        arrived = self.exchange(self._look_up(wanted_here), asked, counts, group=self._group)
         bags = _sum_of_bags(repeat(arrived, inverse), lengths.flatten())
         return bags.view(*lengths.shape, self.weight.shape[1]).transpose(0, 1)
 
@@ -193,18 +185,12 @@ class ShardedEmbeddingBags(nn.Module):
             looked_up.register_hook(lambda grad: grad / len(self.plan))
         return looked_up
 
-    def _counted(
-        self,
-        told: list[tuple[int, int]],
-        batch: int,
-        group: dist.ProcessGroup,
-        usable: bool = True,
-    ) -> list[tuple[int, int]]:
+    def _counted(self, told: _Pairs, batch: int, usable: bool = True) -> _Pairs:
         """Exchange, with each rank, the number of ids to send and the common length of their bags
         or -1; raise unless all ranks can send."""
-        must_match = {"input accepted": usable, "batch": batch}
-        must_match["gradients"] = torch.is_grad_enabled()
-        heard = exchange_numbers(_OP, told, must_match, self.weight.device, group)
+        gradients = torch.is_grad_enabled()
+        same = {"input accepted": usable, "batch": batch, "gradients": gradients}
+        heard = exchange_numbers(_OP, told, same, self.weight.device, self._group)
         return [(count, alike) for count, alike in heard]
 
     def _locate(self, ids: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,21 +198,12 @@ class ShardedEmbeddingBags(nn.Module):
 
         Raises if no table has some id; the host waits for that.
         """
-        ends = lengths.flatten().cumsum(0)
-        position = torch.arange(len(ids), device=ids.device)
-        bag = torch.searchsorted(ends, position, right=True).clamp(max=max(len(ends) - 1, 0))
+        bags = torch.arange(lengths.numel(), device=ids.device)
+        bag = torch.repeat_interleave(bags, lengths.flatten(), output_size=len(ids))
         table = bag // max(batch, 1)
-        known = (ids >= 0) & (ids < self._first.diff()[table])
-        bounds = lengths.aminmax() if lengths.numel() else [ends.new_zeros(())] * 2
-        unknown, least, most, total = torch.stack([(~known).sum(), *bounds, lengths.sum()]).tolist()
-        if least < 0:
-            checks.fail(_OP, "lengths", "at least 0", least)
-        if most > len(ids):  # a sum of such could wrap around to the number of ids
-            checks.fail(_OP, "lengths", f"at most {len(ids)}, the number of ids", most)
-        if total != len(ids):
-            checks.fail(_OP, "ids", f"{total} elements like lengths", len(ids), verb="have")
-        if unknown:
-            worst = int((~known).nonzero()[0])
+        unknown = ((ids < 0) | (ids >= self._first.diff()[table])).nonzero()
+        if len(unknown):
+            worst = int(unknown[0])
             number = int(table[worst])
             rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
             checks.fail(_OP, f"ids[{worst}]", rule, int(ids[worst]))
@@ -239,29 +216,20 @@ class ShardedEmbeddingBags(nn.Module):
 
         A shard's place is its index in the plan, rank by rank.
         """
-        self._rows = rows
-        first = [0, *accumulate(rows)]
-        ends = list(accumulate(len(own) for own in self.plan))
-        found = []  # (its start among all rows, its place, its start among its owner's rows)
-        for low, own in zip([0, *ends], self.plan, strict=False):
-            for index, shard in enumerate(own):
-                found.append((first[shard.table] + shard.first, low + index, rows_of(own[:index])))
-        found.sort()
-        start, place, in_weight = zip(*found, strict=True)
-        shift = [inside - outside for inside, outside in zip(in_weight, start, strict=True)]
-        numbers = {"first": first, "start": start, "place": place, "shift": shift}
-        for name, values in numbers.items():
-            buffer = torch.tensor(values, device=self.weight.device)
-            self.register_buffer(f"_{name}", buffer, persistent=False)
-        self._places = [  # of every table, in row order
-            [place for start, place, _ in found if low <= start < high]
-            for low, high in pairwise(first)
-        ]
+        self._rows, first = rows, [0, *accumulate(rows)]
+        shards = [shard for own in self.plan for shard in own]
+        starts = [first[shard.table] + shard.first for shard in shards]
+        inside = [rows_of(own[:index]) for own in self.plan for index in range(len(own))]
+        order = sorted(range(len(shards)), key=starts.__getitem__)
+        start, at = torch.tensor(starts)[order], torch.tensor(inside)[order]
+        numbers = torch.tensor(first), start, torch.tensor(order), at - start
+        for name, values in zip(("first", "start", "place", "shift"), numbers, strict=True):
+            self.register_buffer(f"_{name}", values.to(self.weight.device), persistent=False)
+        of_tables = range(len(rows))  # of every table, in row order
+        self._places = [[p for p in order if shards[p].table == table] for table in of_tables]
 
     def _require_bags(self, ids: Tensor, lengths: Tensor) -> None:
-        weight = ("weight", self.weight)
-        checks.require_tensor(_OP, "ids", ids, _INTS, (1,), weight)
-        checks.require_tensor(_OP, "lengths", lengths, _INTS, (2,), weight)
+        require_bags(_OP, ids, lengths, self.weight)
         for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
                 rule = f"at most {MOST_ROWS} elements"

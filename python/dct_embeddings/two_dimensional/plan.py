@@ -107,20 +107,19 @@ def require_plan(
             checks.require_int(op, f"{arg}.end", end, first + 1, rows[table])
         if rows_of(own) > MOST_ROWS:
             checks.fail(op, f"plan[{rank}]", f"at most {MOST_ROWS} rows", rows_of(own), verb="have")
-    shards = sorted((shard, rank) for rank, own in enumerate(shards_of) for shard in own)
-    for table, count in enumerate(rows):
-        rule, covered = f"every row of table {table} once", 0
-        owner: int | None = None
-        of_table = [(shard, rank) for shard, rank in shards if shard.table == table]
-        for shard, holder in [*of_table, (Shard(table, count, count), None)]:
-            if shard.first > covered:
-                got = f"rows {covered} to {shard.first - 1} on no rank"
-                checks.fail(op, "plan", rule, got, verb="hold")
-            if shard.first < covered and holder is not None:
-                last = min(covered, shard.end) - 1
-                got = f"rows {shard.first} to {last} on rank {owner} and again on rank {holder}"
-                checks.fail(op, "plan", rule, got, verb="hold")
-            covered, owner = shard.end, holder
+    shards = [(shard, rank) for rank, own in enumerate(shards_of) for shard in own]
+    ends = [(Shard(table, count, count), ranks) for table, count in enumerate(rows)]
+    before, owner = Shard(-1, 0, 0), ranks
+    for shard, rank in sorted(shards + ends):
+        table, first, end = shard
+        covered = before.end if before.table == table else 0
+        if first != covered:
+            got = f"rows {covered} to {first - 1} on no rank"
+            if first < covered:
+                last = min(covered, end) - 1
+                got = f"rows {first} to {last} on rank {owner} and again on rank {rank}"
+            checks.fail(op, "plan", f"every row of table {table} once", got, verb="hold")
+        before, owner = shard, rank
     return shards_of
 
 

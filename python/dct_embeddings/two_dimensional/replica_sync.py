@@ -1,6 +1,5 @@
 """Replicas of embedding tables, averaged every few steps."""
 
-from itertools import accumulate
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -9,10 +8,12 @@ from torch import Tensor
 
 from dct_kernels import checks
 from dct_parallel.agreement import refusing
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.selection import require_transport
 
 from ..groups import require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad
-from .averages import Average, MeanOfLargestDeltas, MeanOfRoundedDeltas
+from .averages import Average, MeanOfChanges
 from .embedding_bags import ShardedEmbeddingBags
 
 _OP = "ReplicaSync"
@@ -22,31 +23,11 @@ _averaged: WeakSet[ShardedEmbeddingBags] = WeakSet()  # bags that have a Replica
 class ReplicaSync:
     """Averages the tables of all replicas, and their row-wise AdaGrad state, every `every` steps.
 
-    The rows that some replica's optimizer changed since the last sync take part; other rows cost
-    neither bytes nor memory passes. Afterwards replicas are bitwise equal in
-    weights and accumulators. In a mesh of one row a sync changes no bit, whatever the settings. A
-    sync may come at any time: while gradients are accumulated, or between a forward pass and its
-    step.
-
-    - By default rows are averaged as they are, by an all-reduce.
-    - With `dtype`, the changes since the last sync are rounded to it and sent; accumulators as they
-      are. Rounding errors are lost.
-    - With `density`, DCT (arXiv 2010.08899): the largest entries of the changes, with a threshold
-      per shard, as bfloat16. Weights become those of the last sync plus the mean of all messages;
-      the rest leaves the weights and stays in the residual (error feedback). A row with a residual
-      counts as changed, so it takes part in every sync until `flush()`. Accumulators are not
-      thresholded: their gains are sent, for rows changed since the last sync. Compressing changes
-      across replicas, not gradients, is our reconstruction.
-
-    Between syncs replicas differ, and with a density changes are pending. Call `flush()` before
-    evaluation, before a checkpoint, and before a checkpoint is loaded into a running job. After a
-    flush a ReplicaSync has nothing to save, and the ranks of one replica have all of bags and
-    optimizer.
-
-    Each step of the optimizer gathers the rows that it changes for the first time since the last
-    sync, and the host waits for their number; dense gradients cost one more pass over the gradient.
-    A sync mutates the weight of bags and the accumulators of the optimizer. Deterministic on the
-    CPU.
+    Only rows that some replica's optimizer changed since the last sync take part. Afterwards
+    replicas are bitwise equal. Between syncs they differ, and compressed changes are pending: call
+    `flush()` before evaluation, before a checkpoint, and before one is loaded into a running job;
+    after it there is nothing to save. With one replica a sync changes no bit. Deterministic on the
+    CPU. Formats, bytes and costs: docs/guide/embeddings.md.
 
     Args:
         bags: whose weight is averaged. One ReplicaSync for a model's life, made before training,
@@ -57,9 +38,11 @@ class ReplicaSync:
             MomentumScaledRowWiseAdagrad. A hook on its step notes the rows that have a gradient; a
             copy of the optimizer does not have the hook.
         every: steps from one sync to the next.
-        dtype: torch.float16 or torch.bfloat16, of the changes; default uncompressed.
-        density: instead of a dtype, fraction of each shard's changed entries to send at a sync, in
-            (0, 1]; for float32 weights.
+        density: fraction of the changed rows' entries to send at a sync, the largest, in (0, 1].
+            None: all of them, without a residual, unless in few bits. See `DCTState`.
+        format: "float32": rows as they are. "bfloat16": their changes, rounded. "int8", "int4" or
+            "ternary": changes in few bits. Or the torch dtype.
+        transport: see `DCTState`; of changes with a density or in few bits.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
@@ -71,23 +54,34 @@ class ReplicaSync:
     def __init__(
         self,
         bags: ShardedEmbeddingBags,
+        *,
         optimizer: torch.optim.Optimizer,
         every: int = 1,
-        *,
-        dtype: torch.dtype | None = None,
         density: float | None = None,
+        format: str | torch.dtype = "float32",
+        transport: str | None = None,
     ) -> None:
         checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
         with refusing(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
-            _require_format(dtype, density, bags.weight)
+            settings = Settings.checked(_OP, density, format)
+            require_transport(_OP, transport)
+            compresses = density is not None or settings.few_bits
+            if compresses:
+                arg = "weight of bags, with a density or in few bits,"
+                checks.require_dtype(_OP, arg, bags.weight.dtype, (torch.float32,))
             _require_optimizer(optimizer, bags.weight)
             if bags in _averaged:  # the residual of the other would be lost
                 checks.fail(_OP, "bags", "one ReplicaSync only", "a second", verb="have")
-        told = {"every": every, "dtype": str(dtype), "density": density}
-        require_same_in_mesh(_OP, bags.mesh, told | {"optimizer": type(optimizer).__name__})
+        told = {"every": every, "density": density, "format": settings.format}
+        told |= {"transport": transport, "optimizer": type(optimizer).__name__}
+        require_same_in_mesh(_OP, bags.mesh, told)
         self._bags, self._optimizer, self._every = bags, optimizer, every
-        self._average = _average(bags, dtype, density)
+        group, weight = bags.mesh.get_group("replicate"), bags.weight.detach()
+        self._average = Average(weight, group)
+        if group.size() > 1 and (compresses or settings.format == "bfloat16"):
+            of_bucket = settings if compresses else None
+            self._average = MeanOfChanges(weight, group, of_bucket, transport)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)
         _averaged.add(bags)
@@ -107,7 +101,8 @@ class ReplicaSync:
         """Average now; every rank of the mesh calls this, after the same step.
 
         Raises:
-            RuntimeError: a replica is gone, or its payload was damaged. Load a checkpoint then.
+            RuntimeError: a replica is gone, or its payload was damaged, which later calls raise as
+                well. Load a checkpoint then.
         """
         self._sync(everything=False)
 
@@ -117,9 +112,11 @@ class ReplicaSync:
 
     @torch.no_grad()
     def _sync(self, everything: bool) -> None:
-        rows = self._average.sync(self._tensors(), everything)
-        if isinstance(self._optimizer, RowWiseAdagrad):
-            self._optimizer.averaged(self._bags.weight, rows)
+        weight, optimizer = self._bags.weight, self._optimizer
+        state = optimizer.to_average(weight) if isinstance(optimizer, RowWiseAdagrad) else None
+        rows = self._average.sync(weight, state, everything)
+        if isinstance(optimizer, RowWiseAdagrad):
+            optimizer.averaged(weight, rows)
         self._steps = 0
 
     # Not at a lookup: its rows could be changed after the sync that forgets them.
@@ -147,37 +144,7 @@ class ReplicaSync:
     def _note(self) -> None:
         weight = self._bags.weight
         if weight.grad is not None:
-            self._average.touch(_rows_of(weight.grad), self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        """The tensors to average: the weight, and state of its optimizer, if any."""
-        weight = self._bags.weight
-        if isinstance(self._optimizer, RowWiseAdagrad):
-            return [weight, self._optimizer.to_average(weight)]
-        return [weight]
-
-
-def _average(
-    bags: ShardedEmbeddingBags, dtype: torch.dtype | None, density: float | None
-) -> Average:
-    group = bags.mesh.get_group("replicate")
-    weight = bags.weight.detach()
-    if group.size() > 1 and dtype is not None:
-        return MeanOfRoundedDeltas(weight, group, dtype)
-    if group.size() > 1 and density is not None:
-        bounds = [0, *accumulate(len(rows) for rows in bags.shards().values())]
-        return MeanOfLargestDeltas(weight, group, density, bounds)
-    return Average(weight, group)
-
-
-def _require_format(dtype: torch.dtype | None, density: float | None, weight: Tensor) -> None:
-    if density is not None:
-        checks.require_density(_OP, density)
-        if dtype is not None:
-            checks.fail(_OP, "density", f"None with dtype {dtype}", density)
-        checks.require_dtype(_OP, "weight of bags, with a density,", weight.dtype, (torch.float32,))
-    if dtype is not None:
-        checks.require_dtype(_OP, "dtype", dtype, (torch.float16, torch.bfloat16))
+            self._average.touched.add(_rows_of(weight.grad), weight)
 
 
 def _rows_of(grad: Tensor) -> Tensor:

@@ -10,30 +10,29 @@ class TouchedRows:
     The host waits in `add`, for the number of new rows.
 
     Args:
-        rows: of the table; one byte for each is kept.
-        device: of the table.
+        weight: the table [rows, d]; one byte for each row is kept.
+        keep: whether the values before are kept.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._known = torch.zeros(rows, dtype=torch.bool, device=device)
+    def __init__(self, weight: Tensor, keep: bool) -> None:
+        self._known = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        self._keep = keep
         self._rows: list[Tensor] = []
-        self._before: list[tuple[Tensor, ...]] = []
+        self._before: list[Tensor] = []
 
-    def add(self, rows: Tensor, *tensors: Tensor) -> None:
-        """Note `rows` [n], and copy the new ones of each of `tensors`, [table rows, ...]."""
+    def add(self, rows: Tensor, weight: Tensor) -> None:
+        """Note `rows` [n], and keep the values of those that are new."""
         distinct = rows.unique()
         new = distinct[~self._known[distinct]]
         self._known[new] = True
         self._rows.append(new)
-        self._before.append(tuple(tensor[new] for tensor in tensors))
+        if self._keep:
+            self._before.append(weight[new])
 
-    def take(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The rows, int32 [n] in no order, and the copies that `add` made of each of `tensors`."""
-        if not self._rows:
-            none = self._known.new_zeros(0, dtype=torch.int32)
-            return none, [tensor[none] for tensor in tensors]
-        rows = torch.cat(self._rows)
-        before = [torch.cat(parts) for parts in zip(*self._before, strict=True)]
+    def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, int32 [n] in no order, and the values before: [n, d] if kept, else [0, d]."""
+        rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
+        before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False
         self._rows, self._before = [], []
         return rows, before
