@@ -1,8 +1,9 @@
 """The rules of each op's arguments: one function per op, same name, same arguments.
 
-The public functions call these before the op, the eager backend inside it, so that errors are the
-same on every path. Metadata checks trace under torch.compile; addresses and contents are checked
-only when the op really runs.
+The public functions call these before the op, and the backends in Python run behind them. Ops of
+the compiled backends check the same when called directly, but say only a short rule
+(csrc/bindings/contract.cpp). Metadata checks trace under torch.compile; addresses and contents are
+checked only when the op really runs.
 """
 
 import torch

@@ -7,42 +7,15 @@ from . import row_layout
 from ._schemas import library
 
 
-def sample_threshold(
-    x: Tensor,
-    residual: Tensor | None,
-    segments: Tensor,
-    density: float,
-    max_samples: int = 65536,
-    seed: int = 0,
-    inv_scale: Tensor | None = None,
-) -> Tensor:
+def sample_threshold(x: Tensor, residual: Tensor | None, segments: Tensor, *_: object) -> Tensor:
     return x.new_empty(segments.shape[0] - 1, dtype=torch.float32)
 
 
-def mask_pack(
-    residual: Tensor,
-    grad: Tensor | None,
-    segments: Tensor,
-    threshold: Tensor,
-    payload: Tensor,
-    seen: Tensor,
-    capacity: int,
-    value_dtype: torch.dtype,
-    inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
-) -> None:
+def mask_pack(*_: object) -> None:
     return None
 
 
-def scatter_unpack(
-    payloads: Tensor,
-    out: Tensor,
-    capacity: int,
-    value_dtype: torch.dtype,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    out_scale: Tensor | None = None,
-) -> Tensor:
+def scatter_unpack(payloads: Tensor, *_: object) -> Tensor:
     return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
 
 

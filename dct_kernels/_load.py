@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import reference
+from . import _contract, reference
 from ._schemas import OPS, library
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
@@ -65,10 +65,21 @@ def setup() -> None:
     _register_triton()
     if REQUESTED in (None, "eager"):
         for name in OPS:
-            library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+            library.impl(name, checked(reference, name), "CompositeExplicitAutograd")
     reason = available()[REQUESTED] if REQUESTED else ""
     if reason:
         raise ImportError(f"DCT_BACKEND={REQUESTED}, but that backend is not available: {reason}")
+
+
+def checked(backend: object, name: str) -> Callable[..., Any]:
+    """An op of a backend in Python, which gets only arguments that keep to the contract."""
+    check, op = getattr(_contract, name), getattr(backend, name)
+
+    def checked_op(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    return checked_op
 
 
 def _load_extension() -> None:
@@ -144,7 +155,7 @@ def _register_triton() -> None:
 
 def _call_triton(name: str) -> Callable[..., Any]:
     # Triton is imported by the first call: most processes that could use it never do.
-    return lambda *args, **kwargs: getattr(_triton(), name)(*args, **kwargs)
+    return lambda *args, **kwargs: checked(_triton(), name)(*args, **kwargs)
 
 
 def _triton() -> ModuleType:

@@ -1,8 +1,8 @@
 """Argument checks of the ops, in one form: `dct::<op>: <arg> must be <rule>, got <value>`.
 
-Shared by the public functions, the eager backend and packages that use the ops; the C++ adapters
-use the same words. The metadata checks trace under torch.compile; `memory` checks addresses and
-contents, which exist only when the op runs.
+Shared by the public functions, the backends in Python and packages that use the ops. The metadata
+checks trace under torch.compile; `memory` checks addresses and contents, which exist only when the
+op runs.
 """
 
 from collections.abc import Mapping, Sequence

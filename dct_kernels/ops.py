@@ -12,11 +12,14 @@ Common to all of them
 - Meta and fake tensors give shapes and dtypes.
 - numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
 - `segments` is int64[S + 1], ascending from 0 to numel: one segment per parameter of a flat buffer.
-  Its contents are checked on the CPU; on CUDA any content is memory-safe.
+  Its contents are checked on the CPU only.
 - `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
   without `.item()`.
+- Whatever tensors hold, no access is out of bounds.
 - Errors: TypeError for a wrong type or dtype, ValueError for a wrong value, worded
   `dct::<op>: <argument> must be <rule>, got <value>`. Nothing is written before the checks pass.
+
+docs/reference/ops.md has the details.
 """
 
 import torch
@@ -38,8 +41,8 @@ def sample_threshold(
 
     Looks at |residual + x * inv_scale|, or |x * inv_scale| without a residual. A segment of up to
     `max_samples` elements gives its exact k-th largest magnitude, k = clamp(ceil(density*n), 1, n);
-    a longer one is sampled, one hashed pick in each of `max_samples` equal strata. The density that
-    the sampled threshold selects is off by a relative sqrt((1 - p) / (max_samples * p)), one sigma.
+    a longer one is sampled, one hashed pick in each of `max_samples` equal strata.
+    docs/reference/ops.md has the error of a sampled threshold.
 
     Args:
         x: float32, bfloat16 or float16 [numel].
@@ -54,7 +57,7 @@ def sample_threshold(
         float32 [S]. NaN ranks as infinity; an empty segment gives +inf.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps; sampling it is DGC's
     idea (arXiv 1712.01887), the stratified hash ours.
@@ -85,29 +88,27 @@ def mask_pack(
     acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not (|acc| <
     threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The first
     `capacity` entries that pass go into the payload in ascending order; the residual becomes acc -
-    value there and acc elsewhere. Packed value + new residual == acc, bit for bit, for every finite
-    acc: an entry that does not fit is late, never lost. Where acc is not finite the residual keeps
-    its old value (0 if that is not finite). A segment with threshold < 0 is skipped: not read, not
-    packed, its residual untouched, seen 0. Mutates `residual`, `payload`, `seen`.
+    value there and acc elsewhere, so value + residual == acc, bit for bit. Where acc is not finite
+    the residual keeps its old value (0 if that is not finite). A segment with threshold < 0 is
+    skipped: its residual is untouched, its seen 0. Mutates `residual`, `payload`, `seen`.
 
     Args:
         residual: float32 [numel], read and written.
         grad: float32, bfloat16 or float16 [numel], or None.
         segments: int64 [S + 1].
         threshold: float32 [S].
-        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. With
-            R rows the tensor is cut into R equal ranges of whole blocks, each with its own header,
-            count and room for `capacity` entries. Bytes past the entries stay as they were.
+        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`: one
+            row for each of R equal ranges of whole blocks. Bytes past the entries are kept.
         seen: int32 [S], written: how many passed, packed or not.
         capacity: entries of room in each range, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
             to infinity saturates).
         inv_scale: float32, one element, or None.
-        status: int32 [P], the result of the last `scatter_unpack`, or None. If one of them is not
-            0, every range's header says "damage", so that all ranks learn of it.
+        status: int32 [P], the result of the last `scatter_unpack`, or None. Where one of them is
+            not 0, every range's header says "damage".
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both. Nothing is written.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -149,11 +150,9 @@ def scatter_unpack(
 
     out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
     float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
-    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN,
-    so that a GradScaler skips the step on every rank. Mutates `out` (every element is written).
-
-    Payloads come from a network and are not trusted: a bad header voids the payload, a bad block
-    adds nothing, and no content causes an access out of bounds.
+    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN.
+    Payloads are not trusted: a bad header voids the payload, a bad block adds nothing. Mutates
+    `out` (every element is written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
@@ -169,7 +168,7 @@ def scatter_unpack(
         ascending or past the count) and 4 (positions not ascending or outside their block).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both. Nothing is written.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899), data-parallel side; the payload is ours.
 
@@ -186,8 +185,8 @@ def scatter_unpack(
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
 
-    Exactly k per row (ties: the lower column; NaN ranks as infinity), in column order, so no sizes
-    need exchanging. The gradient is `row_unpack` at the same positions.
+    Exactly k per row, in column order (ties: the lower column; NaN ranks as infinity). The gradient
+    is `row_unpack` at the same positions.
 
     Args:
         x: float32, bfloat16 or float16 [B, d].
@@ -200,7 +199,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
         uint16 columns (d <= 65,536), the first of these on a tie, by (d, k) alone.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899), model-parallel side; exact top-k per row is our reconstruction.
 
@@ -215,7 +214,6 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
     """The entries of x at the positions of an earlier `row_pack`. Differentiable in x.
 
-    For the backward message: the gradient at the forward pass's positions, which the receiver has.
     Positions are not trusted: a column that is not above every column accepted before it in its
     row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the
     same positions.
@@ -230,7 +228,7 @@ def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -
         [B, k] of value_dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899), model-parallel side: one mask for both directions.
 
@@ -259,7 +257,7 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: DCT (arXiv 2010.08899), model-parallel side.
 
@@ -275,17 +273,15 @@ def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype
 def row_quantize(x: Tensor, format: str) -> Tensor:
     """Every entry of every row in a few bits, with a scale per row. Not differentiable.
 
-    The result is bytes, which carry no gradient: straight-through is for the caller to arrange. A
-    row's bytes follow from that row alone, and their number from d and the format, so no sizes need
-    exchanging. Formats, with bytes per row, codes first (docs/reference/ops.md has every bit):
+    Formats, with bytes per row (docs/reference/ops.md has every bit):
 
     - "int8", d + 2, and "int4", ceil(d / 2) + 2: 127 (or 7) steps up to the largest magnitude.
     - "ternary", ceil(d / 5) + 2: -1, 0 or 1 times the mean of the magnitudes above .75 of the mean
       of all; the others are 0.
     - "sign", ceil(d / 8) + 2: -1 or 1 times the mean of all magnitudes.
 
-    A row with a NaN or an infinity dequantizes to NaN everywhere, so that a loss or a GradScaler
-    sees it. A scale below 2**-126 is 0: such a row becomes zeros.
+    A row with a NaN or an infinity dequantizes to NaN everywhere. A scale below 2**-126 is 0: such
+    a row becomes zeros.
 
     Args:
         x: float32, bfloat16 or float16 [B, d], d in 1 to 2**31 - 1.
@@ -295,7 +291,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
         uint8 [B, w], w = dct_kernels.row_layout.row_bytes(d, format).
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: row-wise quantized exchange is FBGEMM's; ternary after TWN (arXiv 1605.04711), sign
     after signSGD with a scale (arXiv 1901.09847); a bfloat16 scale and the order-free sums are our
@@ -312,8 +308,7 @@ def row_quantize(x: Tensor, format: str) -> Tensor:
 def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) -> Tensor:
     """The rows that `row_quantize` made: code times scale, rounded once. Not differentiable.
 
-    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md), and
-    no access out of bounds.
+    Rows are not trusted: any bytes give some number, NaN or infinity (docs/reference/ops.md).
 
     Args:
         rows: uint8 [B, w] for this width and format, at any address.
@@ -326,7 +321,7 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
         [B, width] of dtype.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule; the text names both.
+        ValueError, TypeError: an argument breaks its rule.
 
     Source: that of `row_quantize`.
 

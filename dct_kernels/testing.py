@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from . import reference
-from ._load import available
+from ._load import available, checked
 from ._schemas import OPS
 
 __all__ = ["available", "backends"]
@@ -18,7 +18,7 @@ def backends() -> dict[str, SimpleNamespace]:
     `triton` where its kernels are interpreted (TRITON_INTERPRET=1).
     """
     compiled = {"cpp": "cpu", "cuda": "cuda"}
-    found = {"eager": SimpleNamespace(**{op: getattr(reference, op) for op in OPS}, device="cpu")}
+    found = {"eager": SimpleNamespace(**{op: checked(reference, op) for op in OPS}, device="cpu")}
     for name, device in compiled.items():
         if not available()[name] and (device == "cpu" or torch.cuda.is_available()):
             ops = {op: getattr(torch.ops.dct, op).default for op in OPS}
@@ -27,6 +27,6 @@ def backends() -> dict[str, SimpleNamespace]:
         from . import triton  # only here: it is not everywhere
 
         device = "cpu" if triton.INTERPRETED else "cuda"
-        ops = {op: getattr(triton, op) for op in OPS}
+        ops = {op: checked(triton, op) for op in OPS}
         found["triton"] = SimpleNamespace(**ops, device=device)
     return found

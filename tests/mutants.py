@@ -40,14 +40,14 @@ MUTANTS = {
     "nothing given back on overflow": Mutant(
         "mask_pack",
         "detail/mask_pack_place.cuh",
-        "left = restore(left, bits[a], args.value_dtype);",
+        "residual = restore(residual, bits[a], args.value_dtype);",
         "",
     ),
     "part of a pass written before it is left out": Mutant(
         "mask_pack",
         "detail/mask_pack_stage.cuh",
-        "kept + of_pass > staging.room) break;",
-        "kept + of_pass > staging.room) {\n"
+        "kept + kept_in_pass > staging.room) break;",
+        "kept + kept_in_pass > staging.room) {\n"
         "        if (kHasGrad<Grad>) stream_out(residual, sums[0]);\n"
         "        break;\n"
         "      }",
@@ -113,13 +113,13 @@ MUTANTS = {
         "      }\n",
     ),
     "half of the sums not cleared": Mutant(
-        "scatter_unpack", "scatter_unpack.cu", "i < kPart / 4;", "i < kPart / 8;"
+        "scatter_unpack", "scatter_unpack.cu", "i < kWarpElements / 4;", "i < kWarpElements / 8;"
     ),
     "the last block written whole": Mutant(
         "scatter_unpack",
         "scatter_unpack.cu",
-        "min(block.bounds.end - begin, int64_t{kPart})",
-        "int64_t{kPart}",
+        "min(block.bounds.end - begin, int64_t{kWarpElements})",
+        "int64_t{kWarpElements}",
     ),
     "last block does not acquire what the others counted": Mutant(
         "sample_threshold",
@@ -161,8 +161,8 @@ MUTANTS = {
     "no barrier before other warps' totals are read": Mutant(
         "row_gather",
         "detail/scan.cuh",
-        "= result.total;\n    __syncthreads();",
-        "= result.total;",
+        "= result.aggregate;\n    __syncthreads();",
+        "= result.aggregate;",
     ),
     "the first warp's total not noted": Mutant(
         "row_gather",
@@ -199,7 +199,7 @@ MUTANTS = {
     "half of a scale not written": Mutant(
         "row_quantize",
         "row_quantize.cu",
-        "    out[bytes + 1] = static_cast<uint8_t>(coding.scale.bits >> 8);\n",
+        "    out[bytes + 1] = static_cast<uint8_t>(quantizer.scale.bits >> 8);\n",
         "",
     ),
     "one row more than there are": Mutant(

@@ -1,20 +1,21 @@
 #pragma once
 
-// What each op demands of its arguments, and those arguments as kernels take them: one function per
-// op, for every dispatch key. The demands and their order are those of dct_kernels/_contract.py.
-// What is left to the caller: the results an op allocates, and on the CPU the contents of segments.
+// The checks that make an op safe to call directly, and its arguments as kernels take them: one
+// function per op, for every dispatch key. Results that an op allocates are left to the caller.
+// Errors name the argument and its value; dct_kernels/_contract.py has the full sentences.
+
+#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
-#include <tuple>
 
 #include "../common/ops.h"
-#include "checks.h"
 
 namespace dct {
 
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor& residual,

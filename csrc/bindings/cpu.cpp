@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <string>
 #include <tuple>
 
 #include "../common/rows.h"
@@ -38,7 +39,6 @@ Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const T
                         const OptionalTensor& inv_scale) {
   SampleThresholdArgs args =
       sample_threshold_args(x, residual, segments, density, max_samples, seed, inv_scale);
-  Checks("sample_threshold").require_ascending(segments, x.numel());
   Tensor threshold = new_empty(x, {args.num_segments}, ScalarType::Float);
   args.threshold = threshold.mutable_data_ptr<float>();
   cpu::sample_threshold(args, torch_parallel());
@@ -51,7 +51,6 @@ void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor&
                const OptionalTensor& status) {
   const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
                                            capacity, value_dtype, inv_scale, status);
-  Checks("mask_pack").require_ascending(segments, args.numel);
   cpu::mask_pack(args, torch_parallel());
 }
 

@@ -1,11 +1,12 @@
 // The ops for CUDA tensors: check, allocate what the op returns and its scratch from torch's
-// caching allocator, launch on the current stream of the tensors' device. Never synchronises.
+// caching allocator, launch on the current stream of the tensors' device. Never synchronizes.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -25,7 +26,7 @@ namespace {
 
 using torch::stable::new_empty;
 
-// Makes a tensor's device current, and knows that device's current stream.
+// Device guard for a tensor's device, with that device's current stream.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& tensor)
@@ -44,7 +45,7 @@ class OnDeviceOf {
 
 void require_success(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next check of anybody's would report it as its own
+  cudaGetLastError();  // cleared, or the next check of another library would report it
   throw std::runtime_error("dct::" + std::string(op) +
                            ": CUDA error: " + cudaGetErrorString(error));
 }

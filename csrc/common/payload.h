@@ -69,7 +69,7 @@ DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t ca
   return {starts, positions, values, align16(values + itemsize(value_dtype) * capacity)};
 }
 
-// That of a range of which `kept` entries pass, whether or not they fit.
+// The header of a range in which `kept` entries pass, whether or not they fit.
 DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capacity,
                                                     DType value_dtype, uint64_t kept,
                                                     bool non_finite, bool damage) {
@@ -86,7 +86,7 @@ DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capac
   return header;
 }
 
-// Whether a payload that came from elsewhere is one for this range.
+// Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel, int64_t capacity,
                                       DType value_dtype) {
   uint64_t reserved = 0;
@@ -98,7 +98,7 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
 }
 
-// Whether entries that are not finite did not fit: whoever reads the payload must see them still.
+// Whether non-finite entries may have been dropped: the reader must see them all the same.
 DCT_HOST_DEVICE inline bool lost_non_finite(const PayloadHeader& header) {
   constexpr int kBoth = kFlagOverflow | kFlagNonFinite;
   return (header.flags & kBoth) == kBoth;

@@ -2,7 +2,7 @@
 
 // Bit-exact conversions, by integer arithmetic: hardware casts differ in what they do to NaNs, and
 // between backends in what they do to subnormals. Free of branches, so that loops over them
-// vectorise.
+// vectorize.
 
 #include <cstdint>
 #include <cstring>

@@ -68,12 +68,12 @@ constexpr int kUnitBits = 22;
 constexpr int64_t kUnitsInWord = 1024;
 
 struct Units {
-  float in_one, unit;  // powers of two, inverse to each other and normal
+  float inverse_unit, unit;  // powers of two, inverse to each other and normal
 };
 
 DCT_HOST_DEVICE inline Units units_of(int32_t largest_key) {
-  const int32_t own = largest_key >> 23;
-  const uint32_t exponent = own < kUnitBits ? kUnitBits : own;
+  const int32_t biased = largest_key >> 23;
+  const uint32_t exponent = biased < kUnitBits ? kUnitBits : biased;
   return {bits_to_float((253 + kUnitBits - exponent) << 23),
           bits_to_float((exponent - (kUnitBits - 1)) << 23)};
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// How a row's k positions travel: the smallest of three encodings, by (width, k) alone. Both sides
-// know these, so no message says which encoding it uses.
+// Encoding of a row's k positions: the smallest of three, by (width, k) alone. Both sides know
+// these, so it is not part of the message.
 
 #include <cstdint>
 

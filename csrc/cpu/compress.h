@@ -1,6 +1,6 @@
 #pragma once
 
-// Moving chosen lanes to the front, which AVX2 has no instruction for.
+// Compaction of vector lanes, for which AVX2 has no instruction.
 
 #include <cstdint>
 
@@ -23,7 +23,7 @@ struct SetBits {
 };
 inline constexpr SetBits kSetBits;
 
-// The lanes whose bits are set, in order; what follows them may be anything.
+// Moves the lanes whose bits are set to the front, in order; the other lanes are unspecified.
 __attribute__((target("avx2"))) inline __m256i compress(__m256i lanes, uint32_t mask) {
   const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(kSetBits.of[mask]));
   return _mm256_permutevar8x32_epi32(lanes, from);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Counting the keys that reach a bound, and keeping them: what the compiler makes of the first loop
-// adds up at length where there are few keys, and of the second it makes no vectors.
+// Counting and compacting the keys >= a bound. Compilers vectorize the count with a long reduction,
+// which is slow for few keys, and the compaction not at all.
 
 #include <cstdint>
 
@@ -16,13 +16,13 @@ namespace dct::cpu {
 
 constexpr int64_t kKeyGroup = 64;  // keys come in whole groups, see kth_largest.h
 
-// For each instruction set: `count` says how many keys of some groups reach a bound >= 0; `keep`
-// moves these to the front, in order, and what follows them may be anything then.
+// For each instruction set: `count` returns how many keys of some groups are >= bound, which is
+// >= 0; `keep` compacts these in place, in order, and leaves the rest unspecified.
 struct PlainKeys {
   static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
     int64_t total = 0;
     for (int64_t g = 0; g < groups; ++g) {
-      int32_t count = 0;  // as wide as the keys, so that vector lanes line up
+      int32_t count = 0;  // as wide as the keys, for equal vector lanes
       for (int i = 0; i < kKeyGroup; ++i) count += keys[kKeyGroup * g + i] >= bound;
       total += count;
     }
@@ -48,7 +48,7 @@ struct Avx2Keys {
 #define DCT_AVX2 __attribute__((target("avx2")))
   DCT_AVX2 static int64_t count(const int32_t* keys, int64_t groups, int32_t bound) {
     const __m256i below = _mm256_set1_epi32(bound - 1);
-    // Each less than 2^31, of up to 2^34 keys. Two, because an addition waits for the one before.
+    // Each less than 2^31, for up to 2^34 keys. Two accumulators, to hide the latency of additions.
     __m256i counts[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (int64_t i = 0; i < 8 * groups; i += 2) {
       for (int j = 0; j < 2; ++j) {
@@ -110,10 +110,10 @@ struct Avx512Keys {
 
 #endif
 
-// As vectorise(), whose loop is told by its argument how to compare keys.
+// vectorize() for a loop that takes PlainKeys, Avx2Keys or Avx512Keys.
 template <typename Loop>
-void vectorise_keys(const Loop& loop) {
-  vectorise_by<PlainKeys, Avx2Keys, Avx512Keys>(loop);
+void vectorize_keys(const Loop& loop) {
+  vectorize_by<PlainKeys, Avx2Keys, Avx512Keys>(loop);
 }
 
 }  // namespace dct::cpu

@@ -1,8 +1,7 @@
 #pragma once
 
-// The k-th largest key of sixteen rows at once, a row a lane: a step of bisection is one vector
-// loop that counts, no lane waits for another's branch, and no sum goes across lanes. Call it
-// inside vectorise_rows().
+// The k-th largest key of sixteen rows at once, one row per lane: each step of the bisection is one
+// counting loop, without divergence or horizontal sums. Call it inside vectorize_rows().
 
 #include <cstdint>
 
@@ -11,7 +10,7 @@
 
 namespace dct::cpu {
 
-// Each in a loop of its own: the compiler finds lanes only where all do the same.
+// Separate loops, because the compiler vectorizes only uniform ones.
 inline Lanes least_keys(const int32_t* keys, int64_t n) {
   Lanes least;
   for (int l = 0; l < kLanes; ++l) least.at[l] = kFloat32Infinity;

@@ -1,7 +1,7 @@
 #pragma once
 
 // The k-th largest of an array of keys (see magnitude_key), by bisection of the key's value: a step
-// is one vector loop that counts. Call it inside vectorise_keys().
+// is one vector loop that counts. Call it inside vectorize_keys().
 
 #include <cstdint>
 
@@ -10,13 +10,13 @@
 
 namespace dct::cpu {
 
-// Key arrays are filled up to whole groups with kNoKey, so that the loops over them have no tails.
+// Key arrays are padded to whole groups with kNoKey, so that loops over them have no tails.
 constexpr int32_t kNoKey = -1;
 
 constexpr int64_t key_groups(int64_t n) { return (n + kKeyGroup - 1) / kKeyGroup; }
 constexpr int64_t padded_keys(int64_t n) { return key_groups(n) * kKeyGroup; }
 
-// The k-th largest of n keys, 1 <= k <= n. Keys that cannot be it get lost on the way.
+// The k-th largest of n keys, 1 <= k <= n. Other keys may be discarded.
 template <typename Keys>
 int32_t kth_largest(Keys, int32_t* keys, int64_t n, int64_t k) {
   int64_t groups = key_groups(n);
@@ -39,7 +39,7 @@ int32_t kth_largest(Keys, int32_t* keys, int64_t n, int64_t k) {
   for (int64_t step = int64_t{1} << 24; bound == 0 && step < high; step *= 4) {
     narrow(high - static_cast<int32_t>(step));
   }
-  // What a ReLU leaves is mostly zeros.
+  // The output of a ReLU is mostly zeros.
   if (bound == 0 && Keys::count(keys, groups, 1) < k) return 0;
   constexpr int kRounds = 4;  // to a branch: whether a round is the last follows no pattern
   while (found > k && high - bound > 1) {

@@ -39,7 +39,7 @@ template <typename Grad>
 int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float tau,
                    uint16_t* passing) {
   int64_t count = 0;
-  vectorise([&count, residual, grad, n, inv_scale, tau, passing] {
+  vectorize([&count, residual, grad, n, inv_scale, tau, passing] {
     alignas(64) uint8_t flags[kStrip];
     for (int64_t i = 0; i < n; ++i) {
       const float acc = accumulate(residual[i], grad, i, inv_scale);
@@ -115,12 +115,12 @@ class Packer {
       const int64_t blocks = num_blocks(range.end - range.begin);
       const int64_t parts = std::min(tasks_per_range, blocks);
       for (int64_t part = 0; part < parts; ++part) {
-        const Share mine = share(blocks, parts, part);
+        const Share span = share(blocks, parts, part);
         Chunk<Value> chunk{};
         chunk.range = r;
-        chunk.begin = range.begin + mine.begin * kBlock;
-        chunk.end = std::min(range.begin + mine.end * kBlock, range.end);
-        chunk.starts = starts(r) + mine.begin;
+        chunk.begin = range.begin + span.begin * kBlock;
+        chunk.end = std::min(range.begin + span.end * kBlock, range.end);
+        chunk.starts = starts(r) + span.begin;
         chunk.room = std::min(chunk.end - chunk.begin, args_.capacity);
         if (part == 0) {
           chunk.positions = positions(r);
@@ -131,7 +131,7 @@ class Packer {
         chunks_.push_back(chunk);
       }
     }
-    // Not initialised: pages that no entry reaches are never touched.
+    // Not initialized: pages that no entry reaches are never touched.
     scratch_positions_.reset(new uint16_t[scratch_entries]);
     scratch_values_.reset(new Value[scratch_entries]);
     int64_t entry = 0;

@@ -12,9 +12,9 @@ namespace dct::cpu {
 
 constexpr int64_t kStreamBytes = 32 << 20;  // an output that no cache will keep for its reader
 
-// Stores past the caches, for memory that will have left them before anyone reads it: its lines are
-// not fetched only to be overwritten. The compiler has no loop for that; SSE2 is in every x86-64.
-// stream_end() makes them visible as ordinary stores are: a task calls it before it is done.
+// Non-temporal stores, for output that will have left the caches before it is read: they write
+// without fetching the lines first. Needs SSE2, which every x86-64 has. A task calls stream_end()
+// when it is done, to order them with ordinary stores.
 
 // `to` aligned to 16, nbytes a multiple of 16.
 inline void stream_aligned(void* to, const void* from, int64_t nbytes) {

@@ -121,10 +121,10 @@ struct Avx512Pack : Avx2Pack {
 
 #endif
 
-// As vectorise(), whose loop is told by its argument how to pack codes.
+// vectorize() for a loop that takes PlainPack, Avx2Pack or Avx512Pack.
 template <typename Loop>
-void vectorise_packing(const Loop& loop) {
-  vectorise_by<PlainPack, Avx2Pack, Avx512Pack>(loop);
+void vectorize_packing(const Loop& loop) {
+  vectorize_by<PlainPack, Avx2Pack, Avx512Pack>(loop);
 }
 
 }  // namespace dct::cpu

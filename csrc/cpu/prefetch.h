@@ -4,15 +4,14 @@
 
 namespace dct::cpu {
 
-// Rows are read one after another, but a row is worked on long enough for the hardware to stop
-// fetching ahead.
+// Prefetches rows that are read in order: each takes so long that the hardware prefetcher stops.
 template <typename X>
 class Prefetch {
  public:
   Prefetch(const X* x, int64_t width, int64_t rows)
       : x_(x), width_(width), rows_(rows), ahead_(kAheadBytes / (width * kSize) + 1) {}
 
-  // Asks for a row some way behind this one.
+  // Prefetches a row some distance ahead of this one.
   void before(int64_t row) const {
     if (row + ahead_ >= rows_) return;
     const X* next = x_ + (row + ahead_) * width_;
@@ -25,10 +24,10 @@ class Prefetch {
   int64_t width_, rows_, ahead_;
 };
 
-// Asks for the memory some way behind `out`: a store waits for its line, and what is only written
-// the hardware does not fetch far enough ahead.
+// Prefetches memory some distance ahead of `out` for writing: a store waits for its line, and the
+// hardware does not prefetch far enough for stores.
 template <typename Out>
-void prefetch_behind(const Out* out, int64_t n) {
+void prefetch_ahead(const Out* out, int64_t n) {
   constexpr int64_t kAheadBytes = 4096, kLineBytes = 64;
   const auto* bytes = reinterpret_cast<const uint8_t*>(out) + kAheadBytes;
   for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Out)); i += kLineBytes) {

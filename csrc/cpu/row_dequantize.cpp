@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kPiece = 256;  // columns: whole groups of codes
 
-// The entries of a few rows are made first: the first load of what was just stored in other pieces
-// would wait until it has reached the cache.
+// Lookup tables are built for a few rows at a time: a wide load right after the narrow stores that
+// it covers would stall on store forwarding.
 constexpr int64_t kRows = 16;
 
 template <RowFormat kFormat>
@@ -54,7 +54,7 @@ void dequantize_row(Unpack how, const uint8_t* row, int64_t width, const Entries
     const int64_t n = std::min(width - begin, kPiece);
     Out piece[kPiece];
     Out* target = streams ? piece : out + begin;
-    if (!streams) prefetch_behind(target, n);
+    if (!streams) prefetch_ahead(target, n);
     if constexpr (kFormat == RowFormat::kInt8) {
       const float scale = scale_of<kFormat>(row, width);
       for (int64_t i = 0; i < n; ++i) {
@@ -76,11 +76,11 @@ void dequantize_rows(const RowDequantizeArgs& args, const Parallel& parallel) {
   const int num_entries = entries_of(args.format);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {
-    const Share mine = share(args.rows, tasks, task);
-    vectorise_unpacking([&](auto how) {
+    const Share span = share(args.rows, tasks, task);
+    vectorize_unpacking([&](auto how) {
       Entries<Out> entries[kRows] = {};
-      for (int64_t begin = mine.begin; begin < mine.end; begin += kRows) {
-        const int64_t n = std::min(mine.end - begin, kRows);
+      for (int64_t begin = span.begin; begin < span.end; begin += kRows) {
+        const int64_t n = std::min(span.end - begin, kRows);
         const uint8_t* rows = args.quantized + begin * bytes;
         for (int64_t r = 0; r < n && num_entries > 0; ++r) {
           const float scale = scale_of<kFormat>(rows + r * bytes, width);

@@ -14,8 +14,8 @@ void gather_rows(const RowGatherArgs& args, const Parallel& parallel) {
   const PositionEncoding encoding = position_encoding(args.width, args.k);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {
-    const Share mine = share(args.rows, tasks, task);
-    for (int64_t row = mine.begin; row < mine.end; ++row) {
+    const Share span = share(args.rows, tasks, task);
+    for (int64_t row = span.begin; row < span.end; ++row) {
       const X* x = static_cast<const X*>(args.x) + row * args.width;
       Value* values = static_cast<Value*>(args.values) + row * args.k;
       std::fill_n(values, args.k, Value{});  // what a slot that is not accepted gathers

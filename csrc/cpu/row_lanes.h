@@ -1,7 +1,7 @@
 #pragma once
 
-// What row_pack does to entries and keys by instructions that the compiler has no loop for: lists
-// the entries of a row that reach a bound, and turns rows so that each has a lane of its own.
+// Steps of row_pack that compilers do not vectorize: compaction of a row's entries that reach a
+// bound, and a transpose that gives each row a lane.
 
 #include <cstdint>
 
@@ -21,22 +21,21 @@ struct Lanes {
   alignas(64) int32_t at[kLanes];
 };
 
-// Unlike magnitude_key() it tells NaNs from infinity: who compares with a bound up to infinity need
-// not care.
+// Unlike magnitude_key(), NaNs rank above infinity: no difference to bounds up to infinity.
 inline int32_t magnitude_bits(float x) {
   return static_cast<int32_t>(float_to_bits(x) & 0x7fffffff);
 }
 
 // For each instruction set:
 //
-// `list` copies those of n entries that reach a bound >= 0, and their columns, in order, and says
-// how many they are. What follows the entries, up to a whole vector, is 0.0 and may be taken for
-// entries, too. So is what follows the copies, which need room for kLanes more.
+// `list` copies those of n entries that reach a bound >= 0, and their columns, in order, and
+// returns their number. Input is padded with 0.0 to whole vectors, and the padding may be copied as
+// well. Output has room for kLanes more.
 //
-// `turn` makes keys[j][lane] the magnitude of entry j of a lane's row, or 0 from the row's count
-// on, for j < n. n is rounded up to kLanes.
+// `turn` transposes: keys[j][lane] is the magnitude of entry j of a lane's row, or 0 past the row's
+// count, for j < n. n is rounded up to kLanes.
 //
-// `reach` counts each lane's keys that reach its bound.
+// `reach` counts each lane's keys >= its bound.
 struct PlainRows {
   static int64_t list(const float* x, const int32_t* columns, int64_t n, int32_t bound, float* kept,
                       int32_t* kept_columns) {
@@ -187,10 +186,10 @@ struct Avx512Rows {
 
 #endif
 
-// As vectorise(), whose loop is told by its argument how to move keys.
+// vectorize() for a loop that takes PlainRows, Avx2Rows or Avx512Rows.
 template <typename Loop>
-void vectorise_rows(const Loop& loop) {
-  vectorise_by<PlainRows, Avx2Rows, Avx512Rows>(loop);
+void vectorize_rows(const Loop& loop) {
+  vectorize_by<PlainRows, Avx2Rows, Avx512Rows>(loop);
 }
 
 }  // namespace dct::cpu

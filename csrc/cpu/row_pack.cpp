@@ -60,15 +60,15 @@ void pack_rows(const RowPackArgs& args, const Parallel& parallel) {
   scratch.reserve(tasks);
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width, k);
   parallel.run(tasks, [&](int64_t task) {
-    const Share mine = share(args.rows, tasks, task);
-    Scratch<X>& own = scratch[task];
-    for (int64_t row = mine.begin; row < mine.end; row += kLanes) {
-      const int64_t rows = std::min(kLanes, mine.end - row);
-      own.selector.select(x + row * width, rows, mine.end - row - rows);
-      vectorise([&] {
-        const float* kept = own.selector.kept();
+    const Share span = share(args.rows, tasks, task);
+    Scratch<X>& task_scratch = scratch[task];
+    for (int64_t row = span.begin; row < span.end; row += kLanes) {
+      const int64_t rows = std::min(kLanes, span.end - row);
+      task_scratch.selector.select(x + row * width, rows, span.end - row - rows);
+      vectorize([&] {
+        const float* kept = task_scratch.selector.kept();
         for (int64_t i = 0; i < rows * k; ++i) values[row * k + i] = round_to<Value>(kept[i]);
-        write_positions(own, rows, width, k, args.positions + row * bytes);
+        write_positions(task_scratch, rows, width, k, args.positions + row * bytes);
       });
     }
   });

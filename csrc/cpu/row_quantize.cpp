@@ -1,6 +1,6 @@
-// A row is gone through a few times: for its largest magnitude, for the sums that means need, for
-// its codes. After the first time it is in the nearest cache. A step ends in one number that the
-// next one waits for, so short rows take each step together: while one waits, others have work.
+// Several passes over a row: its largest magnitude, the sums for means, its codes; after the first
+// it is in the L1 cache. Each pass depends on the previous one's result, so short rows take each
+// pass together, to hide latency.
 
 #include "row_quantize.h"
 
@@ -18,9 +18,9 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kMostRows = 16;    // that take their steps together,
-constexpr int64_t kTogether = 1024;  // if they have no more columns than this
-constexpr int64_t kWord = 64;        // columns of a word of bits
+constexpr int64_t kMostRows = 16;    // rows that take passes together,
+constexpr int64_t kTogether = 1024;  // of at most so many columns in all
+constexpr int64_t kWord = 64;        // columns per word of bits
 
 constexpr int64_t rows_together(int64_t width) {
   return std::clamp<int64_t>(kTogether / width, 1, kMostRows);
@@ -69,13 +69,13 @@ int32_t largest_key(const float* x, int64_t width) {
 
 // The sum of the magnitudes, in units: of all of them, or with kBound of those above the bound.
 template <bool kBound>
-int64_t sum_magnitudes(const float* x, int64_t width, float in_one, float bound) {
+int64_t sum_magnitudes(const float* x, int64_t width, float inverse_unit, float bound) {
   int64_t total = 0;
   for (int64_t begin = 0; begin < width; begin += kUnitsInWord) {
     const int64_t n = std::min(width - begin, kUnitsInWord);
     uint32_t units = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const float magnitude = std::fabs(x[begin + i]) * in_one;
+      const float magnitude = std::fabs(x[begin + i]) * inverse_unit;
       const uint32_t whole = static_cast<uint32_t>(static_cast<int32_t>(magnitude));
       units += kBound && !(magnitude > bound) ? 0 : whole;
     }
@@ -107,7 +107,7 @@ void for_each_word(Pack, const float* x, int64_t width, float factor, float boun
   function(word, above, below);
 }
 
-// Writes a vector whole, also over what is written after it, unless the task's rows end there.
+// Writes a whole vector, past `bytes` too, unless the task's rows end there: later writes follow.
 template <typename Vector>
 void put(uint8_t* out, const Vector& vector, int64_t bytes, const uint8_t* end) {
   if (end - out >= static_cast<int64_t>(sizeof(vector))) {
@@ -130,16 +130,16 @@ float exact_scale(Pack how, const Row& row, int64_t width) {
   const Units units = units_of(row.top);
   if constexpr (kFormat == RowFormat::kTernary) {
     int64_t kept = 0;
-    for_each_word(how, row.x, width, units.in_one, row.bound,
+    for_each_word(how, row.x, width, units.inverse_unit, row.bound,
                   [&](int64_t word, uint64_t above, uint64_t below) {
                     row.above[word] = above;
                     row.below[word] = below;
                     kept += __builtin_popcountll(above | below);
                   });
-    const int64_t total = sum_magnitudes<true>(row.x, width, units.in_one, row.bound);
+    const int64_t total = sum_magnitudes<true>(row.x, width, units.inverse_unit, row.bound);
     return mean(total, std::max<int64_t>(kept, 1)) * units.unit;
   } else if constexpr (kFormat == RowFormat::kSign) {
-    return mean(sum_magnitudes<false>(row.x, width, units.in_one, 0.0f), width) * units.unit;
+    return mean(sum_magnitudes<false>(row.x, width, units.inverse_unit, 0.0f), width) * units.unit;
   } else {
     return bits_to_float(row.top) / levels(kFormat);
   }
@@ -177,8 +177,8 @@ void write_row(Pack how, const Row& row, int64_t width, uint8_t* codes, uint8_t*
   std::memcpy(out + bytes, &row.scale, kScaleBytes);
 }
 
-// Up to rows_together rows; those from `next` on are asked for while there is work to do: all at
-// once, they would be waited for. Nothing is written from `end` on.
+// Quantizes up to rows_together rows, and prefetches those from `next` on meanwhile. Nothing is
+// written from `end` on.
 template <RowFormat kFormat, typename Pack, typename X>
 void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const Scratch& scratch,
                        const Prefetch<X>& prefetch, int64_t next, uint8_t* out,
@@ -193,8 +193,9 @@ void quantize_together(Pack how, const X* x, int64_t count, int64_t width, const
   if constexpr (kFormat == RowFormat::kTernary) {
     for (int64_t r = 0; r < count; ++r) {
       if (!rows[r].finite()) continue;
-      const float in_one = units_of(rows[r].top).in_one;
-      rows[r].bound = 0.75f * mean(sum_magnitudes<false>(rows[r].x, width, in_one, 0.0f), width);
+      const float inverse_unit = units_of(rows[r].top).inverse_unit;
+      rows[r].bound =
+          0.75f * mean(sum_magnitudes<false>(rows[r].x, width, inverse_unit, 0.0f), width);
     }
   }
   for (int64_t r = 0; r < count; ++r) {
@@ -216,15 +217,16 @@ void quantize_rows(const RowQuantizeArgs& args, const Parallel& parallel) {
   scratch.reserve(tasks);
   for (int64_t task = 0; task < tasks; ++task) scratch.emplace_back(width);
   parallel.run(tasks, [&](int64_t task) {
-    const Share mine = share(args.rows, tasks, task);
-    const Scratch& own = scratch[task];
-    const Prefetch<X> prefetch(x, width, mine.end);
-    vectorise_packing([&](auto how) {
+    const Share span = share(args.rows, tasks, task);
+    const Scratch& task_scratch = scratch[task];
+    const Prefetch<X> prefetch(x, width, span.end);
+    vectorize_packing([&](auto how) {
       int64_t count;
-      for (int64_t row = mine.begin; row < mine.end; row += count) {
-        count = std::min(mine.end - row, rows_together(width));
-        quantize_together<kFormat>(how, x + row * width, count, width, own, prefetch, row + count,
-                                   args.out + row * bytes, args.out + mine.end * bytes);
+      for (int64_t row = span.begin; row < span.end; row += count) {
+        count = std::min(span.end - row, rows_together(width));
+        quantize_together<kFormat>(how, x + row * width, count, width, task_scratch, prefetch,
+                                   row + count, args.out + row * bytes,
+                                   args.out + span.end * bytes);
       }
     });
   });

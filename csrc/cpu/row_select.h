@@ -46,17 +46,16 @@ class RowSelector {
     std::iota(all_columns_.get(), all_columns_.get() + padded_, 0);
   }
 
-  // x: [rows, width], 1 <= rows <= kLanes. After them, as many rows as `ahead` are asked for
-  // meanwhile: at once, they would be waited for.
+  // x: [rows, width], 1 <= rows <= kLanes. Up to `ahead` rows after them are prefetched meanwhile.
   void select(const X* x, int64_t rows, int64_t ahead) {
-    vectorise_rows([&](auto how) {
+    vectorize_rows([&](auto how) {
       narrow(how, x, rows, ahead);
       Lanes bound = bound_, count = count_;
       const int32_t most = *std::max_element(count.at, count.at + rows);
       how.turn(listed_.get(), stride_, count, most, keys_.get());
       raise_bounds(how, keys_.get(), most, k_, kUnit<X>, INT32_MAX, bound);
       for (int64_t row = 0; row < rows; ++row) {
-        // What is too many is overwritten by the next row.
+        // The excess is overwritten by the next row.
         float* kept = kept_.get() + row * k_;
         int32_t* columns = columns_.get() + row * k_;
         const int64_t n =
@@ -72,7 +71,7 @@ class RowSelector {
   const int32_t* columns() const { return columns_.get(); }
 
  private:
-  // How many groups: few are searched sooner, but more columns reach their k-th largest maximum.
+  // Number of groups: fewer are searched sooner, but more columns reach the k-th largest maximum.
   static int64_t group_count(int64_t padded, int64_t k) {
     int64_t groups = padded;
     while (groups > kLanes && whole_lanes(groups / 2) >= k + k / 5) {

@@ -15,11 +15,11 @@ void unpack_rows(const RowUnpackArgs& args, const Parallel& parallel) {
   const PositionEncoding encoding = position_encoding(args.width, args.k);
   const int64_t tasks = std::min(parallel.threads, args.rows);
   parallel.run(tasks, [&](int64_t task) {
-    const Share mine = share(args.rows, tasks, task);
-    for (int64_t row = mine.begin; row < mine.end; ++row) {
+    const Share span = share(args.rows, tasks, task);
+    for (int64_t row = span.begin; row < span.end; ++row) {
       const Value* values = static_cast<const Value*>(args.values) + row * args.k;
       Out* out = static_cast<Out*>(args.out) + row * args.width;
-      prefetch_behind(out, args.width);
+      prefetch_ahead(out, args.width);
       std::fill_n(out, args.width, Out{});
       for_each_position(args.positions + row * bytes, encoding, args.width, args.k,
                         [&](int64_t slot, int64_t column) {

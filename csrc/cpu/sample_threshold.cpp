@@ -18,9 +18,9 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kPicks = 256;          // whose cache misses overlap
+constexpr int64_t kPicks = 256;          // picks whose cache misses overlap
 constexpr int64_t kGrain = 8192;         // samples worth a task of their own
-constexpr int64_t kBatchKeys = 1 << 17;  // of a thread, unless one segment has more
+constexpr int64_t kBatchKeys = 1 << 17;  // keys per thread, unless one segment has more
 
 template <typename X>
 class Sampler {
@@ -59,8 +59,8 @@ class Sampler {
     const int64_t before = first_[begin], keys = first_[end] - before;
     const int64_t tasks = std::min(parallel.threads, (keys + kGrain - 1) / kGrain);
     parallel.run(tasks, [&](int64_t task) {
-      const Share mine = share(keys, tasks, task);
-      gather(before + mine.begin, before + mine.end, before);
+      const Share span = share(keys, tasks, task);
+      gather(before + span.begin, before + span.end, before);
     });
     parallel.run(end - begin,
                  [&](int64_t s) { select(begin + s, keys_.get() + first_[begin + s] - before); });
@@ -92,12 +92,12 @@ class Sampler {
   }
 
   void gather_all(int64_t begin, int64_t n, int32_t* keys) const {
-    vectorise([=] {
+    vectorize([=] {
       for (int64_t i = 0; i < n; ++i) keys[i] = key(begin + i);
     });
   }
 
-  // stratified_pick() of one index after another: strata in order need no division.
+  // Incremental stratified_pick(): consecutive strata need no division.
   void gather_picks(int64_t s, int64_t begin, int64_t end, int32_t* keys) const {
     const int64_t length = numel(s) / args_.max_samples, rest = numel(s) % args_.max_samples;
     int64_t start = args_.segments[s] + stratum_start(begin, numel(s), args_.max_samples);
@@ -126,7 +126,7 @@ class Sampler {
     if (n > 0) {
       const double wanted = std::ceil(args_.density * static_cast<double>(n));
       const int64_t k = std::clamp<int64_t>(static_cast<int64_t>(wanted), 1, n);
-      vectorise_keys([&](auto how) { key = kth_largest(how, keys, n, k); });
+      vectorize_keys([&](auto how) { key = kth_largest(how, keys, n, k); });
     }
     args_.threshold[s] = bits_to_float(key);
   }

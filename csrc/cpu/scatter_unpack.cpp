@@ -1,8 +1,8 @@
 // Output is built tile by tile: a tile's sum in a buffer, rank after rank, then out written once.
 // Payloads are not trusted: a block of a payload is validated before any of it is added.
 //
-// Stores wait for memory: past the caches, in few buffers; else for their line. So the tile before
-// is written a slice at a time, while entries of this one are added, and lines are asked for then.
+// Stores wait for memory: non-temporal ones for a write buffer, others for their line. So the
+// previous tile is written a slice at a time while entries of this one are added, after a prefetch.
 
 #include "scatter_unpack.h"
 
@@ -19,7 +19,7 @@
 namespace dct::cpu {
 namespace {
 
-constexpr int64_t kTile = 4096;  // elements: two sums of them are in the first cache together
+constexpr int64_t kTile = 4096;  // elements: the sums of two tiles fit the L1 cache
 constexpr int64_t kPiece = 32;   // elements; loops of 16 are unrolled before they become vectors
 static_assert(kBlock % kTile == 0, "a tile is in one block");
 
@@ -41,7 +41,7 @@ class Unpacker {
     check_headers();
     const int64_t blocks = num_blocks(args_.numel);
     const int64_t tasks = std::min(parallel.threads, blocks);
-    // Tasks write to theirs all the time, so they do not share lines, or pairs of lines.
+    // Padded against false sharing, also of adjacent lines.
     const int64_t stride = turns_ + ceil_div(128, sizeof(Entries));
     std::vector<Entries> entries(tasks * stride);
     parallel.run(tasks, [&](int64_t task) {
@@ -52,7 +52,7 @@ class Unpacker {
  private:
   static constexpr int64_t kOutSize = sizeof(Out);
 
-  // What one rank has in a block, as far as it is not added yet.
+  // One rank's entries of a block that are not added yet.
   struct Entries {
     const uint16_t *position, *end;
     const Value* value;
@@ -156,7 +156,7 @@ class Unpacker {
     // share of time.
     if (entries > length || positions[entries - 1] >= length) return false;
     bool descends = false;
-    vectorise([&] {
+    vectorize([&] {
       uint16_t any = 0;
       for (int64_t i = 1; i < entries; ++i) any |= positions[i] <= positions[i - 1];
       descends = any != 0;
@@ -164,14 +164,14 @@ class Unpacker {
     return !descends;
   }
 
-  // Asks for the memory that a slice will be written to: a store waits for its line.
+  // Prefetches the memory of a slice for writing.
   void fetch_slice(const Tile& tile, int64_t index) const {
     const int64_t begin = index * slice_, end = std::min(begin + slice_, tile.length);
     const Out* out = out_ + tile.begin;
     for (int64_t i = begin; i < end; i += 64 / kOutSize) __builtin_prefetch(out + i, 1);
   }
 
-  // Writes the `index`-th slice of a tile, and makes its sums zeros again.
+  // Writes the `index`-th slice of a tile, and clears its sums.
   void write_slice(const Tile& tile, int64_t index) const {
     const int64_t begin = index * slice_, end = std::min(begin + slice_, tile.length);
     if (begin >= end) return;
@@ -188,7 +188,7 @@ class Unpacker {
 
   template <bool accumulate>
   void convert(const float* sum, int64_t n, Out* out) const {
-    vectorise([=, factor = factor_] {
+    vectorize([=, factor = factor_] {
       for (int64_t i = 0; i < n; ++i) {
         float start = 0.0f;
         if constexpr (accumulate) start = to_float(out[i]);
@@ -199,7 +199,7 @@ class Unpacker {
 
   void stream(float* sum, int64_t n, Out* out) const {
     const int64_t misaligned = (-reinterpret_cast<intptr_t>(out) & 15) / kOutSize;
-    vectorise([=, factor = factor_] {
+    vectorize([=, factor = factor_] {
       const auto plain = [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) out[i] = round_to<Out>(0.0f + factor * sum[i]);
         std::fill(sum + begin, sum + end, 0.0f);

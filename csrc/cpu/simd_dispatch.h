@@ -1,9 +1,10 @@
 #pragma once
 
-// One loop in plain C++, compiled for several instruction sets, the best chosen at run time.
+// Function multiversioning: one plain loop, compiled for several instruction sets, the best of
+// which is chosen at run time.
 //
-// vectorise([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into
-// three functions that differ in their target attribute, and the compiler vectorises each;
+// vectorize([&] { for (...) ... }) calls its argument. On x86-64 the same code is inlined into
+// three functions that differ in their target attribute, and the compiler vectorizes each;
 // elsewhere it is called as it is. Loops get vector code if every iteration does the same work on
 // arrays: no early exit, no calls that cannot be inlined, selects rather than branches.
 
@@ -44,7 +45,7 @@ __attribute__((target("avx2"), flatten, noinline)) void run_avx2(const Loop& loo
 }
 
 template <typename Loop>
-void vectorise(const Loop& loop) {
+void vectorize(const Loop& loop) {
   switch (isa()) {
     case Isa::kAvx512:
       return run_avx512(loop);
@@ -55,10 +56,9 @@ void vectorise(const Loop& loop) {
   }
 }
 
-// The same for a loop that takes what the compiler has no vector code for from a class, of which
-// there is one for each instruction set.
+// The same for a loop that takes a class of intrinsics, one for each instruction set.
 template <typename Plain, typename Avx2, typename Avx512, typename Loop>
-void vectorise_by(const Loop& loop) {
+void vectorize_by(const Loop& loop) {
   switch (isa()) {
     case Isa::kAvx512:
       return run_avx512([&] { loop(Avx512{}); });
@@ -72,12 +72,12 @@ void vectorise_by(const Loop& loop) {
 #else
 
 template <typename Loop>
-void vectorise(const Loop& loop) {
+void vectorize(const Loop& loop) {
   loop();
 }
 
 template <typename Plain, typename Avx2, typename Avx512, typename Loop>
-void vectorise_by(const Loop& loop) {
+void vectorize_by(const Loop& loop) {
   loop(Plain{});
 }
 

@@ -1,8 +1,7 @@
 #pragma once
 
-// Entries out of a row's bytes of several codes each (layout: docs/reference/ops.md): a code
-// has at most 16 values, so an entry is looked up among these, in a register. The compiler has no
-// loop for that.
+// Unpacking of rows with several codes per byte (layout: docs/reference/ops.md). A code has at most
+// 16 values, so entries come from a lookup table in registers, which compilers do not generate.
 
 #include <algorithm>
 #include <cstdint>
@@ -197,10 +196,10 @@ struct Avx512Unpack : Avx2Unpack {
 
 #endif
 
-// As vectorise(), whose loop is told by its argument how to unpack codes.
+// vectorize() for a loop that takes PlainUnpack, Avx2Unpack or Avx512Unpack.
 template <typename Loop>
-void vectorise_unpacking(const Loop& loop) {
-  vectorise_by<PlainUnpack, Avx2Unpack, Avx512Unpack>(loop);
+void vectorize_unpacking(const Loop& loop) {
+  vectorize_by<PlainUnpack, Avx2Unpack, Avx512Unpack>(loop);
 }
 
 }  // namespace dct::cpu

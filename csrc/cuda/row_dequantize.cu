@@ -1,9 +1,9 @@
-// row_dequantize.cu -- rows of floats from codes of few bits.
+// row_dequantize.cu -- rows from codes of few bits.
 //
-// 4, 8, 16 or 32 lanes take a row, 40 columns each at a time: a byte's codes go to shared memory,
-// one a byte, and from there by vectors to the output. Bytes are read one by one, since rows are
-// not aligned to anything, but several are asked for before the first is used: waiting for each in
-// turn made int8 a quarter slower than a copy (measured on an H100; a tenth since).
+// A row is read by 4, 8, 16 or 32 lanes, 40 columns per lane at a time: codes are unpacked to
+// shared memory, one per byte, and written to the output by vectors. Rows have no alignment, so
+// loads are of single bytes, but several are in flight: with one at a time, int8 was a quarter
+// slower than a copy (measured on an H100; a tenth since).
 #include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/vectors.cuh"
@@ -16,16 +16,17 @@ namespace {
 struct Policy {
   static constexpr int kThreads = 256;
   static constexpr int kVectorBytes = 16;
-  static constexpr int kColumns = 40;       // of a lane: whole bytes of every format, whole vectors
-  static constexpr int kBusyColumns = 16;   // of a lane: more lanes for a row that gives them these
-  static constexpr int kBytesInFlight = 8;  // that a lane asks for before it uses the first
+  static constexpr int kColumns = 40;  // per lane: whole bytes of every format, whole vectors
+  static constexpr int kBusyColumns =
+      16;  // per lane: more lanes if a row has more columns than these
+  static constexpr int kBytesInFlight = 8;  // loads of a lane before the first is used
 };
 
 struct Shared {
   alignas(16) uint8_t codes[Policy::kThreads * Policy::kColumns];
 };
 
-// By a group of lanes: the row whose bytes are `in`; of an inactive one, nothing is stored.
+// Dequantizes the row at `in`; stores nothing if inactive. By a group of lanes.
 template <RowFormat kFormat, typename Out>
 __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool active, int lanes,
                                bool aligned, uint8_t* codes) {
@@ -38,7 +39,8 @@ __device__ void dequantize_row(const uint8_t* in, Out* out, int64_t width, bool 
   const float scale = to_float(BFloat16{static_cast<uint16_t>(in[bytes] | in[bytes + 1] << 8)});
   for (int64_t begin = 0; begin < width; begin += most) {
     const int columns = width - begin < most ? static_cast<int>(width - begin) : most;
-    // Of whole vectors, so that the last is read as it was written: zeros past the row.
+    // Rounded up to whole vectors, so that the last vector reads only what was written: zeros past
+    // the row.
     const int padded = (columns + kElementsPerVector - 1) / kElementsPerVector * kElementsPerVector;
     for (int first = lane; first * kCodesPerByte < padded; first += lanes * kBytesInFlight) {
       uint8_t read[kBytesInFlight];
@@ -86,14 +88,14 @@ template <typename Out>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_dequantize_kernel(RowDequantizeArgs args, int lanes, bool aligned) {
   __shared__ Shared shared;
-  const int own = thread_index() / lanes;
-  const int64_t index = int64_t{blockIdx.x} * (Policy::kThreads / lanes) + own;
-  // A warp's lanes stay together: those past the last row take the first.
+  const int group = thread_index() / lanes;
+  const int64_t index = int64_t{blockIdx.x} * (Policy::kThreads / lanes) + group;
+  // All lanes of a warp take part: those past the last row load the first.
   const bool active = index < args.rows;
   const int64_t row = active ? index : 0, width = args.width;
   const uint8_t* in = args.quantized + row * row_bytes(width, args.format);
   Out* out = static_cast<Out*>(args.out) + row * width;
-  uint8_t* codes = shared.codes + own * lanes * Policy::kColumns;
+  uint8_t* codes = shared.codes + group * lanes * Policy::kColumns;
   switch (args.format) {
     case RowFormat::kInt8:
       return dequantize_row<RowFormat::kInt8>(in, out, width, active, lanes, aligned, codes);

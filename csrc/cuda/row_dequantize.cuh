@@ -6,8 +6,7 @@
 
 namespace dct::cuda {
 
-// Rows of floats from their codes and scales, whatever these are. One launch;
-// none without rows.
+// Dequantizes rows of any bytes. One launch; none without rows.
 cudaError_t row_dequantize(const RowDequantizeArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

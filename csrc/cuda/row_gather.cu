@@ -1,4 +1,5 @@
-// row_gather.cu -- k values of each row, by a warp or, of rows with many, a block.
+// row_gather.cu -- the values of each row at given positions, by one warp per row, or one block
+// where a row is wide.
 #include "detail/launch.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
@@ -9,10 +10,10 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  static constexpr int64_t kMaxWarpWidth = 4096;  // a warp reads that many bits at 16 bytes a lane
+  static constexpr int64_t kMaxWarpWidth = 4096;  // a bitmap of 16 bytes per lane
 };
 
-// A row to each kGroup threads.
+// One row per group of kGroup threads.
 template <int kGroup>
 __global__ void __launch_bounds__(Policy::kThreads)
     row_gather_kernel(RowGatherArgs args, PositionFormat format) {

@@ -6,8 +6,8 @@
 
 namespace dct::cuda {
 
-// Reads each row at the columns that row_pack chose for another; 0 where a position is invalid. One
-// launch; none without rows. Whatever the positions hold, no access is out of bounds.
+// Gathers each row's values at the positions of an earlier row_pack; 0 where a position is not
+// accepted. One launch; none without rows. No access is out of bounds, whatever the positions are.
 cudaError_t row_gather(const RowGatherArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

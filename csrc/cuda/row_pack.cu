@@ -1,9 +1,9 @@
 // row_pack.cu -- exact top-k of every row.
 //
-// A narrow row is held in registers by 4 to 32 lanes, as keys. They look for a threshold that
-// exactly k keys reach by bisection, which ends as soon as it is met; only equal keys can prevent
-// that, and then the first of them are taken. What is chosen is a bit a column: the bits, not the
-// keys, are brought into the row's order. Wide rows: detail/row_pack_wide.cuh.
+// The keys of a narrow row are held in registers by 4 to 32 lanes, which bisect for a threshold
+// that exactly k keys reach. The search ends as soon as one is found; if equal keys prevent that,
+// the lowest columns win. The selection is one bit per column, and only these bits are rearranged
+// from striped to blocked order, not the keys. Wide rows: detail/row_pack_wide.cuh.
 #include "detail/launch.cuh"
 #include "detail/row_pack_wide.cuh"
 #include "detail/vectors.cuh"
@@ -14,18 +14,17 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  // Blocks a multiprocessor: with 32 columns a thread needs no more than 64 registers, with 64 no
-  // more than 80.
+  // Blocks per multiprocessor: 64 registers are enough for 32 columns per thread, 80 for 64.
   static constexpr int min_blocks(int columns) { return columns <= 32 ? 4 : 3; }
 };
 constexpr int kVectorWords = 4;
 
-// A row among kLanes lanes of a warp; kWarpSize / kLanes rows go side by side.
+// A row's lanes, kLanes of a warp's. A warp has kWarpSize / kLanes rows.
 template <int kLanes>
 struct Group {
   __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
   template <typename T>
-  __device__ static T from(T value, int lane) {  // modulo kLanes
+  __device__ static T from(T value, int lane) {  // lane modulo kLanes
     return __shfl_sync(kFullWarp, value, (lane_index() & ~(kLanes - 1)) | (lane & (kLanes - 1)));
   }
   __device__ static int sum(int value) {
@@ -42,7 +41,7 @@ struct Group {
     }
     return value;
   }
-  // Of the lanes below.
+  // Exclusive prefix sum.
   __device__ static int sum_below(int value) {
     int sum = value;
 #pragma unroll
@@ -54,20 +53,20 @@ struct Group {
   }
 };
 
-// Vectors of four words go round the lanes: word c of a lane's vector j is word
-// 4 * (j * kLanes + lane) + c of the row.
+// Striped load of vectors of four words: word c of a lane's vector j is word 4 * (j * kLanes +
+// lane) + c of the row.
 template <typename T, int kLanes, int kWords>
 __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&words)[kWords]) {
   using Keys = RowKeys<T>;
   constexpr int kColumns = kVectorWords * Keys::kPerWord, kStride = kLanes * kColumns;
-  const T* own = row + Group<kLanes>::lane() * kColumns;
+  const T* base = row + Group<kLanes>::lane() * kColumns;
   const int left = width - Group<kLanes>::lane() * kColumns;
   if (aligned) {
     uint4 vectors[kWords / kVectorWords];
 #pragma unroll
     for (int j = 0; j < kWords / kVectorWords; ++j) {
       vectors[j] = make_uint4(0, 0, 0, 0);
-      if (left > j * kStride) vectors[j] = *reinterpret_cast<const uint4*>(own + j * kStride);
+      if (left > j * kStride) vectors[j] = *reinterpret_cast<const uint4*>(base + j * kStride);
     }
 #pragma unroll
     for (int j = 0; j < kWords / kVectorWords; ++j) {
@@ -80,20 +79,20 @@ __device__ void load_words(const T* row, int width, bool aligned, uint32_t (&wor
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const int at = w / kVectorWords * kStride + w % kVectorWords * Keys::kPerWord;
-      words[w] = Keys::load(own + at, left - at);
+      words[w] = Keys::load(base + at, left - at);
     }
   }
 }
 
 template <typename T, int kLanes, int kWords>
-__device__ Choice choose(const uint32_t (&words)[kWords], int k) {
+__device__ TopK select_top_k(const uint32_t (&words)[kWords], int k) {
   using Keys = RowKeys<T>;
-  int largest[kKeyGroups];  // of each group of a lane's keys
+  int largest[kKeyGroups];  // per group of a lane's keys
   Keys::largest(words, largest);
-  // count(keys >= low) >= k and count(keys >= high) == above < k. Of the keys in all groups of all
-  // lanes, one a group reaches the smallest of the groups' largest. So the larger the groups, the
-  // higher this is; they must be more than k, since a low that k keys reach would be met only at
-  // the end.
+  // Invariant: count(keys >= low) >= k and count(keys >= high) == above < k. The initial low is the
+  // least of all groups' largest keys, which at least one key per group reaches. The larger the
+  // groups, the higher it is; but there must be more than k groups, since the search would end late
+  // at a low that exactly k keys reach.
   int least = 0;
 #pragma unroll
   for (int groups = kKeyGroups; groups > 0; groups /= 2) {
@@ -115,24 +114,23 @@ __device__ Choice choose(const uint32_t (&words)[kWords], int k) {
   for (bool open; open = high - low > 1, __any_sync(kFullWarp, open);) {
     const int middle = low + (high - low) / 2;
     const int count = Group<kLanes>::sum(Keys::count(words, middle));
-    if (!open) continue;  // waiting for the other rows of the warp
+    if (!open) continue;  // other rows of the warp still search
     if (count > k) {
       low = middle;
     } else {
       high = middle;
       above = count;
-      if (count == k) low = middle - 1;  // found: nothing of what is not above is chosen
+      if (count == k) low = middle - 1;  // found: only keys above `low` are selected
     }
   }
   return {low, k - above};
 }
 
-// From a lane's keys, which lie apart in the row, to as many that lie side by side: key i of the
-// result is column lane * kWords * kPerWord + i.
+// Striped to blocked arrangement: bit i of the result is column lane * kWords * kPerWord + i.
 template <int kLanes, int kWords, int kPerWord>
-__device__ KeyMask<kWords * kPerWord> side_by_side(KeyMask<kWords * kPerWord> mask) {
+__device__ KeyMask<kWords * kPerWord> striped_to_blocked(KeyMask<kWords * kPerWord> mask) {
   constexpr int kVectors = kWords / kVectorWords, kColumns = kVectorWords * kPerWord;
-  const int first = Group<kLanes>::lane() * kVectors;  // vector of the row
+  const int first = Group<kLanes>::lane() * kVectors;  // vector index in the row
   const int shift = static_cast<int>(threadIdx.x % kLanes * kVectors / kLanes) * kColumns;
   KeyMask<kWords * kPerWord> result = 0;
 #pragma unroll
@@ -159,26 +157,28 @@ __device__ int lowest_bit(Mask mask) {
   return __ffs(low) - 1;
 }
 
-// Which of the columns that lie side by side are chosen. Columns past the row have key 0: they are
-// chosen by nobody, because they come after all others.
+// Mask of the selected columns, in blocked arrangement. Columns past the row have key 0 and are
+// never selected, because ties go to the lowest columns.
 template <typename T, int kLanes, int kWords>
-__device__ auto chosen_columns(const uint32_t (&words)[kWords], Choice choice) {
+__device__ auto selected_columns(const uint32_t (&words)[kWords], TopK top_k) {
   using Keys = RowKeys<T>;
-  // Above infinity there is nothing, NaN or not.
-  const bool infinite = choice.cut == Keys::kInfinity;
-  const uint32_t above_from = infinite ? 1u << Keys::kBits : static_cast<uint32_t>(choice.cut + 1);
+  // No key ranks above infinity, not even a NaN's.
+  const bool infinite = top_k.threshold == Keys::kInfinity;
+  const uint32_t above_from =
+      infinite ? 1u << Keys::kBits : static_cast<uint32_t>(top_k.threshold + 1);
   const auto above = Keys::reaching(words, above_from);
-  auto chosen = side_by_side<kLanes, kWords, Keys::kPerWord>(above);
-  if (__any_sync(kFullWarp, choice.ties > 0)) {
-    const auto equal = Keys::reaching(words, static_cast<uint32_t>(max(choice.cut, 0))) & ~above;
-    auto tied = side_by_side<kLanes, kWords, Keys::kPerWord>(equal);
+  auto selected = striped_to_blocked<kLanes, kWords, Keys::kPerWord>(above);
+  if (__any_sync(kFullWarp, top_k.ties > 0)) {
+    const auto equal =
+        Keys::reaching(words, static_cast<uint32_t>(max(top_k.threshold, 0))) & ~above;
+    auto tied = striped_to_blocked<kLanes, kWords, Keys::kPerWord>(equal);
     const int before = Group<kLanes>::sum_below(count_bits(tied));
-    for (int left = static_cast<int>(choice.ties) - before; left > 0 && tied != 0; --left) {
-      chosen |= tied & -tied;
+    for (int left = static_cast<int>(top_k.ties) - before; left > 0 && tied != 0; --left) {
+      selected |= tied & -tied;
       tied &= tied - 1;
     }
   }
-  return chosen;
+  return selected;
 }
 
 template <typename T, int kLanes, int kWords>
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(Policy::kThreads,
   const T* x = static_cast<const T*>(args.x) + (active ? row : 0) * args.width;
   uint32_t words[kWords];
   load_words<T, kLanes>(x, width, aligned, words);
-  auto chosen = chosen_columns<T, kLanes>(words, choose<T, kLanes>(words, k));
-  int slot = Group<kLanes>::sum_below(count_bits(chosen));
+  auto selected = selected_columns<T, kLanes>(words, select_top_k<T, kLanes>(words, k));
+  int slot = Group<kLanes>::sum_below(count_bits(selected));
   if (!active) return;
 
   const PackedRow packed(args, row);
@@ -201,11 +201,13 @@ __global__ void __launch_bounds__(Policy::kThreads,
   if (packed.has_bitmap()) {
 #pragma unroll
     for (int b = 0; b < kColumns; b += 8) {
-      if (first + b < width) packed.positions[(first + b) / 8] = static_cast<uint8_t>(chosen >> b);
+      if (first + b < width) {
+        packed.positions[(first + b) / 8] = static_cast<uint8_t>(selected >> b);
+      }
     }
   }
-  for (x += first; chosen != 0; chosen &= chosen - 1) {
-    const int column = lowest_bit(chosen);
+  for (x += first; selected != 0; selected &= selected - 1) {
+    const int column = lowest_bit(selected);
     packed.store(slot++, first + column, to_float(x[column]));
   }
 }
@@ -220,7 +222,7 @@ cudaError_t run_narrow(const RowPackArgs& args, cudaStream_t stream) {
                 Policy::kThreads, 0, stream, args, aligned);
 }
 
-// With 32 columns a lane what is done once a lane costs little, and a lane's choice is one word.
+// With 32 columns per lane, the cost per lane is small and a lane's mask is one word.
 template <typename T>
 cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
   constexpr int kWords = 32 / RowKeys<T>::kPerWord;

@@ -6,8 +6,8 @@
 
 namespace dct::cuda {
 
-// The k entries of largest magnitude of each row, in column order, and where they were. Exactly k:
-// of equal magnitudes the lower columns. One launch; none without rows.
+// Exact top-k of each row by magnitude, in column order, with positions; ties go to the lower
+// columns. One launch; none without rows.
 cudaError_t row_pack(const RowPackArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

@@ -1,8 +1,8 @@
-// row_quantize.cu -- rows as codes of few bits.
+// row_quantize.cu -- rows to codes of few bits.
 //
-// A narrow row is held in registers by 4, 8, 16 or 32 lanes. Its codes go to shared memory one a
-// byte, are packed there, and leave the block as one piece by vectors: rows are not aligned to
-// anything. A wide row is gone through by a block, from the cache after the first time.
+// A narrow row is held in registers by 4, 8, 16 or 32 lanes. Its codes are staged in shared memory,
+// one per byte, packed there, and copied out by vectors for the whole block, since rows have no
+// alignment. A wide row is read in several passes by a block, all but the first from the cache.
 #include "detail/launch.cuh"
 #include "detail/row_codes.cuh"
 #include "detail/row_quantize_wide.cuh"
@@ -15,15 +15,14 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  // Blocks a multiprocessor: with 16 columns a lane 64 registers are enough, with 32 they are not.
+  // Blocks per multiprocessor: 64 registers are enough for 16 columns per lane, not for 32.
   static constexpr int min_blocks(int columns) { return columns <= 16 ? 4 : 2; }
   static constexpr int kVectorBytes = 16;
 };
 
 template <typename T, int kLanes, int kVectors>
 struct Shape {
-  static constexpr int kElementsPerVector =
-      Policy::kVectorBytes / sizeof(T);  // columns of a vector
+  static constexpr int kElementsPerVector = Policy::kVectorBytes / sizeof(T);
   static constexpr int kRows = Policy::kThreads / kLanes;
   static constexpr int kColumns = kLanes * kVectors * kElementsPerVector;
   static_assert(kColumns <= kUnitsInWord, "sums fit 32 bits");
@@ -34,7 +33,7 @@ struct Shape {
   };
 };
 
-// Zeros past the width. All vectors are asked for before the first is used.
+// Zero past the width. All loads are issued before the first value is used.
 template <typename T, int kLanes, int kVectors, int kElementsPerVector>
 __device__ void load_row(const T* row, int width, int lane, bool aligned,
                          float (&x)[kVectors][kElementsPerVector]) {
@@ -61,16 +60,16 @@ __device__ void load_row(const T* row, int width, int lane, bool aligned,
   }
 }
 
-// The mean, in units, of the row's magnitudes: of all, or with a bound of those above it.
+// The mean magnitude of a row, in units; with kBound, of the magnitudes above `bound`.
 template <int kLanes, bool kBound, int kVectors, int kElementsPerVector>
 __device__ float mean_magnitude(const float (&x)[kVectors][kElementsPerVector], int width,
-                                float in_one, float bound) {
+                                float inverse_unit, float bound) {
   uint32_t total = 0, kept = 0;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
     for (int e = 0; e < kElementsPerVector; ++e) {
-      const float magnitude = fabsf(__fmul_rn(x[j][e], in_one));
+      const float magnitude = fabsf(__fmul_rn(x[j][e], inverse_unit));
       const bool keep = !kBound || magnitude > bound;
       total += keep ? whole_units(magnitude) : 0;
       kept += keep;
@@ -81,7 +80,7 @@ __device__ float mean_magnitude(const float (&x)[kVectors][kElementsPerVector], 
                  kBound ? reduce<kLanes>(kept, sum<uint32_t>) : static_cast<uint32_t>(width));
 }
 
-// By a group of lanes: a row's codes and scale, packed into `out`.
+// Quantizes a row: its codes and scale, packed into `out`. By a group of lanes.
 template <RowFormat kFormat, int kLanes, int kVectors, int kElementsPerVector>
 __device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int width, int lane,
                              uint8_t* codes, uint8_t* out) {
@@ -93,24 +92,24 @@ __device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int
   }
   top = reduce<kLanes>(top, larger);
   float mean = 0.0f, bound = 0.0f;
-  const float in_one = units_of(top).in_one;
+  const float inverse_unit = units_of(top).inverse_unit;
   if constexpr (kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign) {
-    mean = mean_magnitude<kLanes, false>(x, width, in_one, 0.0f);
+    mean = mean_magnitude<kLanes, false>(x, width, inverse_unit, 0.0f);
   }
   if constexpr (kFormat == RowFormat::kTernary) {
     bound = __fmul_rn(0.75f, mean);
-    mean = mean_magnitude<kLanes, true>(x, width, in_one, bound);
+    mean = mean_magnitude<kLanes, true>(x, width, inverse_unit, bound);
   }
-  const Coding coding(kFormat, top, mean, bound);
+  const RowQuantizer quantizer(kFormat, top, mean, bound);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
     for (int e = 0; e < kElementsPerVector; e += 4) {
       uint32_t word = 0;
 #pragma unroll
-      for (int i = 3; i >= 0; --i) word = word << 8 | coding.code<kFormat>(x[j][e + i]);
+      for (int i = 3; i >= 0; --i) word = word << 8 | quantizer.code<kFormat>(x[j][e + i]);
       const int column = (j * kLanes + lane) * kElementsPerVector + e;
-      *reinterpret_cast<uint32_t*>(codes + column) = coding.usable ? word : 0;
+      *reinterpret_cast<uint32_t*>(codes + column) = quantizer.usable ? word : 0;
     }
   }
   __syncwarp();
@@ -118,17 +117,18 @@ __device__ void quantize_row(const float (&x)[kVectors][kElementsPerVector], int
   constexpr int kCodesPerByte = codes_per_byte(kFormat);
   for (int i = lane; i < bytes; i += kLanes) {
     out[i] = pack_byte<kFormat>([&](int k) -> uint32_t {
-      // Only fives do not divide the columns there are room for.
+      // Only 5 codes per byte do not divide the padded columns.
       return kCodesPerByte != 5 || i * kCodesPerByte + k < width ? codes[i * kCodesPerByte + k] : 0;
     });
   }
   if (lane == 0) {
-    out[bytes] = static_cast<uint8_t>(coding.scale.bits);
-    out[bytes + 1] = static_cast<uint8_t>(coding.scale.bits >> 8);
+    out[bytes] = static_cast<uint8_t>(quantizer.scale.bits);
+    out[bytes + 1] = static_cast<uint8_t>(quantizer.scale.bits >> 8);
   }
 }
 
-// By a block: bytes from shared memory, where they lie as far past 16 bytes as at their target.
+// Copies bytes from shared to global memory; both must have the same alignment modulo 16. By a
+// block.
 __device__ void store_bytes(uint8_t* target, const uint8_t* shared, int count) {
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
   for (int i = thread_index() * 16; i < skip + count; i += Policy::kThreads * 16) {
@@ -150,19 +150,19 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::min_blocks(kVectors 
   __shared__ typename Shape::Shared shared;
   const int width = static_cast<int>(args.width);
   const int bytes = static_cast<int>(row_bytes(width, args.format));
-  const int lane = thread_index() % kLanes, own = thread_index() / kLanes;
+  const int lane = thread_index() % kLanes, group = thread_index() / kLanes;
   const int64_t first = int64_t{blockIdx.x} * Shape::kRows;
   const int64_t left = args.rows - first;
   const int rows = left < Shape::kRows ? static_cast<int>(left) : Shape::kRows;
-  const bool active = own < rows;
+  const bool active = group < rows;
 
   float x[kVectors][Shape::kElementsPerVector];
-  const T* row = static_cast<const T*>(args.x) + (first + (active ? own : 0)) * width;
+  const T* row = static_cast<const T*>(args.x) + (first + (active ? group : 0)) * width;
   load_row<T, kLanes>(row, active ? width : 0, lane, aligned, x);
   uint8_t* target = args.out + first * bytes;
   const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(target) % 16);
-  uint8_t* codes = shared.codes[own];
-  uint8_t* out = shared.out + skip + own * bytes;
+  uint8_t* codes = shared.codes[group];
+  uint8_t* out = shared.out + skip + group * bytes;
   switch (args.format) {
     case RowFormat::kInt8:
       quantize_row<RowFormat::kInt8, kLanes>(x, width, lane, codes, out);
@@ -193,7 +193,7 @@ cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
-  constexpr int kVectors = sizeof(T);  // of 16 bytes: 16 columns a lane
+  constexpr int kVectors = sizeof(T);  // 16 columns per lane
   if (args.width <= 64) return run_narrow<T, 4, kVectors>(args, stream);
   if (args.width <= 128) return run_narrow<T, 8, kVectors>(args, stream);
   if (args.width <= 256) return run_narrow<T, 16, kVectors>(args, stream);

@@ -6,8 +6,7 @@
 
 namespace dct::cuda {
 
-// Every row's entries as codes of few bits, with their scale. One launch;
-// none without rows.
+// Quantizes every row to codes of few bits and a scale. One launch; none without rows.
 cudaError_t row_quantize(const RowQuantizeArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

@@ -1,7 +1,7 @@
 // row_unpack.cu -- dense rows from packed ones.
 //
-// 8, 16 or 32 lanes build a narrow row in shared memory and write it out once. A block clears a
-// wide row in place and scatters into it: the row is still in the cache by then.
+// A narrow row is built in shared memory by 8, 16 or 32 lanes and written once. A wide row is
+// cleared in place by a block, which then scatters into it while it is still in the cache.
 #include "detail/launch.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
@@ -14,10 +14,10 @@ namespace {
 struct Policy {
   static constexpr int kThreads = 256;
   static constexpr int kVectorBytes = 16;
-  static constexpr int kLaneBytes = 128;  // of a narrow row: 32 KB of shared memory a block
+  static constexpr int kLaneBytes = 128;  // of a narrow row: 32 KB of shared memory per block
 };
 
-// Bytes of a row, in shared memory.
+// Bytes of a row in shared memory.
 __host__ __device__ int stage_bytes(int row_bytes) {
   return (row_bytes + Policy::kVectorBytes - 1) / Policy::kVectorBytes * Policy::kVectorBytes;
 }
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Policy::kThreads)
   extern __shared__ __align__(16) unsigned char stages[];
   const int group = thread_index() / kLanes, lane = thread_index() % kLanes;
   const int64_t row = int64_t{blockIdx.x} * (Policy::kThreads / kLanes) + group;
-  const bool active = row < args.rows;  // the others take part in what a warp does together
+  const bool active = row < args.rows;  // inactive lanes still take part in warp operations
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
   auto* stage = reinterpret_cast<Out*>(stages + group * stage_bytes(width * sizeof(Out)));
 #pragma unroll 1

@@ -6,8 +6,8 @@
 
 namespace dct::cuda {
 
-// Spreads each row's k values over a row of zeros; a value whose position is invalid is dropped.
-// One launch; none without rows. Whatever the positions hold, no access is out of bounds.
+// Scatters each row's k values into a row of zeros; a value whose position is not accepted is
+// dropped. One launch; none without rows. No access is out of bounds, whatever the positions are.
 cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream);
 
 }  // namespace dct::cuda

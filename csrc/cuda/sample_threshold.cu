@@ -1,12 +1,11 @@
-// sample_threshold.cu -- a radix select over the picks of every segment, three digits of the 31-bit
-// magnitude, the highest first.
+// sample_threshold.cu -- radix select over the picks of every segment: three digits of the 31-bit
+// magnitude, most significant first.
 //
-// Few picks: a block for each segment has their keys in registers and finds all three digits. As of
-// a step, so few that the block reads them itself: one kernel. Of more, a kernel before it notes
-// the keys, with all multiprocessors. No memory needs to be cleared. Many: each digit is a kernel.
-// The blocks of a segment count the digit of the picks whose higher digits are those found so far;
-// the last of them to finish finds the digit that the k-th largest has. Picks are read again in
-// each pass rather than kept: they are in the cache by then.
+// Few picks: one block per segment holds their keys in registers and finds all three digits. In the
+// smallest case it gathers the keys itself (one kernel), else a first kernel gathers them with the
+// whole device. Many picks: one kernel per digit. The blocks of a segment add to its histogram the
+// picks that match the digits found so far; the last block to finish selects the next digit. Each
+// pass gathers the picks again, from the cache, rather than store their keys.
 #include <algorithm>
 #include <cmath>
 
@@ -22,15 +21,15 @@ namespace {
 
 struct Policy {
   static constexpr int kThreads = 256, kMinBlocks = 4;
-  static constexpr int kInFlight = 4;  // picks that a thread reads before it counts them
-  // Blocks of a segment: one for so many picks, but not more than fill the device.
+  static constexpr int kInFlight = 4;  // picks per thread before the first is counted
+  // Blocks per segment: one for so many picks, but no more than fill the device.
   static constexpr int kPicks = kThreads * kInFlight;
   static constexpr int kMaxBlocks = 2048, kMinPerSegment = 8;
-  // Few: as many keys of a segment as a block's registers hold, and of all segments 4 MB. So few
-  // that a block reads them itself: 16 sectors a thread, all at once.
-  static constexpr int kFewThreads = 512, kThreadKeys = 32, kOwnKeys = 8;
+  // Few picks: a segment's keys fit the registers of one block, and all keys fit 4 MB. Direct: so
+  // few that the block gathers them itself, 16 sectors per thread in flight.
+  static constexpr int kFewThreads = 512, kThreadKeys = 32, kDirectKeys = 8;
   static constexpr int64_t kFewPicks = kFewThreads * kThreadKeys, kFewKeys = 1 << 20;
-  static constexpr int64_t kOwnPicks = kFewThreads * kOwnKeys;
+  static constexpr int64_t kDirectPicks = kFewThreads * kDirectKeys;
 };
 
 bool are_few(const SampleThresholdArgs& args) {
@@ -38,16 +37,18 @@ bool are_few(const SampleThresholdArgs& args) {
          args.num_segments <= Policy::kFewKeys / args.max_samples;
 }
 
-bool are_own(const SampleThresholdArgs& args) { return args.max_samples <= Policy::kOwnPicks; }
+bool are_direct(const SampleThresholdArgs& args) {
+  return args.max_samples <= Policy::kDirectPicks;
+}
 
 using MagnitudeDigits = Digits<31>;
 constexpr int kPasses = MagnitudeDigits::kPasses;
 
 struct SegmentState {
   uint32_t histogram[kBins];
-  uint32_t prefix;         // the digits found so far
-  uint32_t rank;           // the k-th largest is the rank-th largest of those with this prefix
-  unsigned done[kPasses];  // blocks that have counted
+  uint32_t prefix;         // digits found so far
+  uint32_t rank;           // rank of the k-th largest among keys with this prefix
+  unsigned done[kPasses];  // blocks that have counted, in each pass
 };
 
 struct Shared {
@@ -85,7 +86,7 @@ __device__ uint32_t first_rank(double density, int64_t picks) {
   return static_cast<uint32_t>(min(max(wanted, 1.0), static_cast<double>(picks)));
 }
 
-// A thread for each pick: the keys of segment s are noted from s * args.max_samples on.
+// Gathers the keys of segment s to keys[s * args.max_samples], one thread per pick.
 template <typename T>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     gather_keys_kernel(SampleThresholdArgs args, int64_t numel, int per_segment, uint32_t* keys) {
@@ -99,11 +100,11 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   keys[segment.index * args.max_samples + pick] = magnitude_key(acc);
 }
 
-// Writes the threshold of a segment, of which this block has the keys, zeros past the last one:
-// they come after all others.
+// Selects a segment's threshold from the keys in this block's registers. They are padded with
+// zeros, which rank last.
 template <int kKeys>
 __device__ void select_threshold(const SampleThresholdArgs& args, const Segment& segment,
-                                 const uint32_t (&own)[kKeys],
+                                 const uint32_t (&thread_keys)[kKeys],
                                  RadixSelectShared<Policy::kFewThreads>& shared) {
   const int picks = static_cast<int>(segment.picks);
   uint32_t key = kFloat32Infinity;
@@ -112,40 +113,41 @@ __device__ void select_threshold(const SampleThresholdArgs& args, const Segment&
 #pragma unroll
             for (int i = 0; i < kKeys; ++i) {
               if (i % 4 == 0 && i * Policy::kFewThreads >= picks) break;
-              visit(own[i]);
+              visit(thread_keys[i]);
             }
           }).digit;
   }
   if (thread_index() == 0) args.threshold[segment.index] = bits_to_float(key);
 }
 
-// All of a thread's keys are asked for before the first is used, here and below.
+// Selects from gathered keys. All loads of a thread are issued before the first key is used.
 __global__ void __launch_bounds__(Policy::kFewThreads)
     select_key_kernel(SampleThresholdArgs args, int64_t numel, const uint32_t* keys) {
   __shared__ RadixSelectShared<Policy::kFewThreads> shared;
   const Segment segment = find_segment(args, numel, blockIdx.x);
   keys += segment.index * args.max_samples;
-  uint32_t own[Policy::kThreadKeys];
+  uint32_t thread_keys[Policy::kThreadKeys];
 #pragma unroll
   for (int i = 0; i < Policy::kThreadKeys; ++i) {
     const int pick = i * Policy::kFewThreads + thread_index();
-    own[i] = pick < segment.picks ? keys[pick] : 0;
+    thread_keys[i] = pick < segment.picks ? keys[pick] : 0;
   }
-  select_threshold(args, segment, own, shared);
+  select_threshold(args, segment, thread_keys, shared);
 }
 
-// Past the end the last pick is read again, and counts as none.
+// Gathers the keys and selects from them. Threads past the end load the last pick again and discard
+// it.
 template <typename T>
 __global__ void __launch_bounds__(Policy::kFewThreads)
     select_pick_kernel(SampleThresholdArgs args, int64_t numel) {
   __shared__ RadixSelectShared<Policy::kFewThreads> shared;
   const Segment segment = find_segment(args, numel, blockIdx.x);
-  uint32_t own[Policy::kOwnKeys] = {};
+  uint32_t thread_keys[Policy::kDirectKeys] = {};
   if (segment.picks > 0) {
-    T x[Policy::kOwnKeys];
-    float residual[Policy::kOwnKeys] = {};
+    T x[Policy::kDirectKeys];
+    float residual[Policy::kDirectKeys] = {};
 #pragma unroll
-    for (int i = 0; i < Policy::kOwnKeys; ++i) {
+    for (int i = 0; i < Policy::kDirectKeys; ++i) {
       const int64_t pick = i * Policy::kFewThreads + thread_index();
       const int64_t place = place_of(args, segment, min(pick, segment.picks - 1));
       x[i] = static_cast<const T*>(args.x)[place];
@@ -153,16 +155,19 @@ __global__ void __launch_bounds__(Policy::kFewThreads)
     }
     const float scale = scale_of(args);
 #pragma unroll
-    for (int i = 0; i < Policy::kOwnKeys; ++i) {
+    for (int i = 0; i < Policy::kDirectKeys; ++i) {
       const int64_t pick = i * Policy::kFewThreads + thread_index();
-      if (pick < segment.picks) own[i] = magnitude_key(accumulate(residual[i], x[i], scale));
+      if (pick < segment.picks) {
+        thread_keys[i] = magnitude_key(accumulate(residual[i], x[i], scale));
+      }
     }
   }
-  select_threshold(args, segment, own, shared);
+  select_threshold(args, segment, thread_keys, shared);
 }
 
-// All places are known before the first is read, and all are read before the first key is made.
-// Past the end the last pick is read again.
+// Adds one digit of a block's picks to the histogram. All addresses are computed before the first
+// load, and all loads issued before the first key is computed. Past the end the last pick is loaded
+// again.
 template <typename T>
 __device__ void count(const SampleThresholdArgs& args, const Segment& segment, int64_t blocks,
                       int64_t block, Digit digit, uint32_t prefix, uint32_t* histogram) {
@@ -208,7 +213,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   }
   const Digit digit = MagnitudeDigits::at(pass);
   SegmentState& state = states[segment.index];
-  const uint32_t prefix = state.prefix;  // zero in the first pass, as cleared
+  const uint32_t prefix = state.prefix;  // cleared to 0 before the first pass
   const uint32_t rank = pass == 0 ? first_rank(args.density, segment.picks) : state.rank;
 
   for (int b = thread_index(); b < kBins; b += Policy::kThreads) shared.histogram[b] = 0;
@@ -236,7 +241,7 @@ template <typename T>
 cudaError_t run_few(const SampleThresholdArgs& args, int64_t numel, uint32_t* keys,
                     cudaStream_t stream) {
   const auto segments = static_cast<unsigned>(args.num_segments);
-  if (are_own(args)) {
+  if (are_direct(args)) {
     return launch(select_pick_kernel<T>, dim3(segments), Policy::kFewThreads, 0, stream, args,
                   numel);
   }
@@ -277,7 +282,7 @@ cudaError_t run_many(const SampleThresholdArgs& args, int64_t numel, SegmentStat
 
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args) {
   if (are_few(args)) {
-    if (are_own(args)) return 0;
+    if (are_direct(args)) return 0;
     return static_cast<int64_t>(sizeof(uint32_t)) * args.num_segments * args.max_samples;
   }
   return static_cast<int64_t>(sizeof(SegmentState)) * args.num_segments;

@@ -8,13 +8,12 @@
 
 namespace dct::cuda {
 
-// Bytes of device memory that sample_threshold needs to work in, aligned to 4 bytes.
+// Bytes of scratch memory that sample_threshold needs, aligned to 4 bytes.
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
-// A quantile of the magnitudes of each segment, exact or of a stratified sample, for all segments
-// together: one kernel or two where max_samples is few, else one memset and three kernels. Nothing
-// of `scratch` need survive the call or be cleared before it. `numel` is that of x: offsets in
-// `segments` that pass it are cut.
+// The k-th largest magnitude of each segment, exact or of a stratified sample: one or two kernels
+// if max_samples is small, else one memset and three kernels for all segments together. `scratch`
+// need not be cleared or kept. `numel` is that of x; offsets in `segments` are clamped to it.
 cudaError_t sample_threshold(const SampleThresholdArgs& args, int64_t numel, void* scratch,
                              cudaStream_t stream);
 

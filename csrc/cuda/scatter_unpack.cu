@@ -1,9 +1,9 @@
 // scatter_unpack.cu -- the sum of all ranks' payloads, scattered into a dense tensor.
 //
-// A thread block owns one payload block of the output, 16,384 elements, in shared memory; in it
-// each warp owns 2,048. It first checks what every rank sent for the block, and notes where the
-// entries of each warp begin. Then each warp, on its own, adds its entries rank after rank and
-// writes its part of the output once.
+// A thread block owns one payload block of the output, 16,384 elements in shared memory, and each
+// of its warps 2,048 of these. The block first validates every rank's entries for it and partitions
+// them among its warps. Then each warp, independently, adds its entries in rank order and writes
+// its elements once.
 #include "detail/launch.cuh"
 #include "detail/rank_block.cuh"
 #include "scatter_unpack.cuh"
@@ -18,14 +18,13 @@ struct Shared {
   RankBlock ranks[Policy::kRanks];
 };
 
-// By one warp, for its own elements: adds the ranks in order, 32 entries of one rank at a time.
-// Several times 32 are read before the first are added, because each read takes as long as hundreds
-// of additions; they are converted where they are added, because a conversion waits for what it
-// converts.
+// Adds the entries of a warp's elements in rank order, 32 entries of one rank at a time. Several
+// groups of 32 are loaded before the first is added, to hide latency; values are converted where
+// they are added, because a conversion waits for its load. By one warp.
 template <typename Value>
 __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
   const int warp = warp_index(), lane = lane_index();
-  int rank = 0, first = ranks[0].part[warp];
+  int rank = 0, first = ranks[0].warp_begin[warp];
   while (rank < num_ranks) {
     int position[Policy::kInFlight];
     Value value[Policy::kInFlight][1];
@@ -34,7 +33,7 @@ __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
       position[q] = -1;
       if (rank == num_ranks) continue;
       const RankBlock& from = ranks[rank];
-      const int entry = first + lane, end = from.part[warp + 1];
+      const int entry = first + lane, end = from.warp_begin[warp + 1];
       if (entry < end) {
         uint16_t read[1];
         stream_in(from.positions + entry, read);
@@ -42,7 +41,7 @@ __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
         position[q] = read[0];
       }
       first += kWarpSize;
-      if (first >= end && ++rank < num_ranks) first = ranks[rank].part[warp];
+      if (first >= end && ++rank < num_ranks) first = ranks[rank].warp_begin[warp];
     }
 #pragma unroll
     for (int q = 0; q < Policy::kInFlight; ++q) {
@@ -60,7 +59,7 @@ __device__ Out finish(float sum, Out base, bool accumulate, float factor) {
   return round_to<Out>(__fadd_rn(accumulate ? to_float(base) : 0.0f, __fmul_rn(factor, sum)));
 }
 
-// By one warp: writes its own elements, out[0, length).
+// Writes a warp's elements, out[0, length). By one warp.
 template <typename Out>
 __device__ void write(Out* out, int length, bool aligned, const float* sums, bool accumulate,
                       float factor) {
@@ -89,13 +88,13 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   const RangeTiles::Tile& block = shared.block;
   const int warp = warp_index(), lane = lane_index();
   if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x);
-  auto* own = reinterpret_cast<float4*>(sums + warp * kPart);
-  for (int i = lane; i < kPart / 4; i += kWarpSize) own[i] = make_float4(0, 0, 0, 0);
+  auto* warp_sums = reinterpret_cast<float4*>(sums + warp * kWarpElements);
+  for (int i = lane; i < kWarpElements / 4; i += kWarpSize) warp_sums[i] = make_float4(0, 0, 0, 0);
   __syncthreads();
   for (int64_t begin = 0; begin < args.ranks; begin += Policy::kRanks) {
     const int64_t left = args.ranks - begin;
     const int num_ranks = left < Policy::kRanks ? static_cast<int>(left) : Policy::kRanks;
-    if (begin > 0) __syncthreads();  // the ranks before are added
+    if (begin > 0) __syncthreads();  // until the previous ranks are added
     if (thread_index() < num_ranks) {
       const int64_t rank = begin + thread_index();
       const uint8_t* payload = args.payloads + (rank * args.ranges + block.range) * layout.nbytes;
@@ -105,21 +104,21 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
     __syncthreads();
     const int length = static_cast<int>(block.bounds.end - block.bounds.begin);
     for (int r = warp; r < num_ranks; r += kWarps) {
-      if (divide(ranks[r], length)) continue;
-      __syncwarp();  // what was noted of a bad block is forgotten
-      if (lane <= kWarps) ranks[r].part[lane] = 0;
+      if (partition_entries(ranks[r], length)) continue;
+      __syncwarp();  // a bad block has no entries
+      if (lane <= kWarps) ranks[r].warp_begin[lane] = 0;
       if (lane == 0) atomicOr(&args.status[begin + r], kStatusPositions);
     }
     __syncthreads();
     add<Value>(ranks, num_ranks, sums);
     for (int r = 0; thread_index() == 0 && r < num_ranks; ++r) {
-      if (ranks[r].poisons) sums[0] = bits_to_float(kFloat32Nan);
+      if (ranks[r].poisoned) sums[0] = bits_to_float(kFloat32Nan);
     }
     __syncwarp();
   }
-  const int offset = warp * kPart;
+  const int offset = warp * kWarpElements;
   const int64_t begin = block.bounds.begin + offset;
-  const int length = static_cast<int>(min(block.bounds.end - begin, int64_t{kPart}));
+  const int length = static_cast<int>(min(block.bounds.end - begin, int64_t{kWarpElements}));
   const float factor =
       args.out_scale != nullptr ? __fmul_rn(args.scale, *args.out_scale) : args.scale;
   auto* out = static_cast<Out*>(args.out) + begin;

@@ -1,7 +1,8 @@
 """The Triton backend: every op without a CUDA compiler, one op per file.
 
-Each file has its kernels, then the host function that checks and launches. A host function returns
-before its kernels have run, allocates only through torch, and keeps nothing between calls.
+Each file has its kernels, then the host function that launches them, on arguments that are already
+checked. A host function returns before its kernels have run, allocates only through torch, and
+keeps nothing between calls.
 """
 
 from ._launch import INTERPRETED

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract, layout
+from .. import layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import is_finite, load_accumulated, round_saturating, to_float
 
@@ -256,8 +256,6 @@ def mask_pack(
     inv_scale: Tensor | None = None,
     status: Tensor | None = None,
 ) -> None:
-    args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status)
     numel, num_segments, device = residual.numel(), seen.numel(), residual.device
     num_status = 0 if status is None else status.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
 from ..row_layout import position_encoding
 from . import _rows
 from ._launch import launch
@@ -51,7 +50,6 @@ def _list_kernel(
 
 
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
-    _contract.row_gather(x, positions, k, value_dtype)
     rows, width = x.shape
     values = x.new_empty(rows, k, dtype=value_dtype)
     column_bytes = _rows.COLUMN_BYTES[position_encoding(width, k)]

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
 from ..row_layout import Encoding, position_bytes, position_encoding
 from . import _rows
 from ._launch import launch
@@ -130,7 +129,6 @@ def _wide_kernel(
 
 
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
     encoding = position_encoding(width, k)
     values = x.new_empty(rows, k, dtype=value_dtype)

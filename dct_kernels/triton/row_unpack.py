@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
 from ..row_layout import position_encoding
 from . import _rows
 from ._launch import launch
@@ -51,7 +50,6 @@ def _list_kernel(
 
 
 def row_unpack(values: Tensor, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    _contract.row_unpack(values, positions, width, dtype)
     rows, k = values.shape
     out = values.new_empty(rows, width, dtype=dtype)
     column_bytes = _rows.COLUMN_BYTES[position_encoding(width, k)]

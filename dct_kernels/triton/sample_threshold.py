@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
 from ._launch import INTERPRETED, launch
 from ._numeric import hash32, load_accumulated, magnitude_key
 
@@ -122,7 +121,6 @@ def sample_threshold(
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
     numel, num_segments, device = x.numel(), segments.numel() - 1, x.device
     threshold = torch.empty(num_segments, dtype=torch.float32, device=device)
     histograms = torch.zeros(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract, layout
+from .. import layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import multiply_add, round_to, to_float
 
@@ -234,7 +234,6 @@ def scatter_unpack(
     accumulate: bool = False,
     out_scale: Tensor | None = None,
 ) -> Tensor:
-    _contract.scatter_unpack(payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
     numel, device = out.numel(), out.device
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1

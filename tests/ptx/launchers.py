@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from dct_kernels import _contract, checks, row_layout
+from dct_kernels import row_layout
+from dct_kernels._load import checked
 from dct_kernels._schemas import OPS
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -37,7 +38,6 @@ def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def sample_threshold(
     call, x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None
 ):
-    _contract.sample_threshold(x, residual, segments, density, max_samples, seed, inv_scale)
     threshold = poisoned(segments.numel() - 1, dtype=torch.float32)
     call(
         "sample_threshold",
@@ -69,8 +69,6 @@ def mask_pack(
     inv_scale=None,
     status=None,
 ):
-    args = (residual, grad, segments, threshold, payload, seen, capacity, value_dtype)
-    _contract.mask_pack(*args, inv_scale, status)
     call(
         "mask_pack",
         residual,
@@ -101,8 +99,6 @@ def scatter_unpack(
     accumulate=False,
     out_scale=None,
 ):
-    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
-    _contract.scatter_unpack(*args)
     status = poisoned(payloads.shape[0], dtype=torch.int32)
     call(
         "scatter_unpack",
@@ -123,7 +119,6 @@ def scatter_unpack(
 
 
 def row_pack(call, x, k, value_dtype):
-    _contract.row_pack(x, k, value_dtype)
     rows, width = x.shape
     values = poisoned(rows, k, dtype=value_dtype)
     positions = poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
@@ -132,14 +127,12 @@ def row_pack(call, x, k, value_dtype):
 
 
 def row_gather(call, x, positions, k, value_dtype):
-    _contract.row_gather(x, positions, k, value_dtype)
     values = poisoned(x.shape[0], k, dtype=value_dtype)
     call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
     return values
 
 
 def row_unpack(call, values, positions, width, dtype):
-    _contract.row_unpack(values, positions, width, dtype)
     rows, k = values.shape
     out = poisoned(rows, width, dtype=dtype)
     call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
@@ -150,8 +143,6 @@ _FORMATS = row_layout.FORMATS  # in the order of their codes
 
 
 def row_quantize(call, x, format):
-    _contract.row_quantize(x, format)
-    checks.require_choice("row_quantize", "format", format, _FORMATS)
     rows, width = x.shape
     out = poisoned(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
     call("row_quantize", x, x.dtype, rows, width, _FORMATS.index(format), out)
@@ -159,8 +150,6 @@ def row_quantize(call, x, format):
 
 
 def row_dequantize(call, rows, width, format, dtype):
-    _contract.row_dequantize(rows, width, format, dtype)
-    checks.require_choice("row_dequantize", "format", format, _FORMATS)
     out = poisoned(rows.shape[0], width, dtype=dtype)
     call("row_dequantize", rows, rows.shape[0], width, _FORMATS.index(format), out, dtype)
     return out
@@ -171,5 +160,5 @@ def launchers(call: Callable[..., None]) -> SimpleNamespace:
 
     Results are allocated here, poisoned.
     """
-    ops = {op: functools.partial(globals()[op], call) for op in OPS}
-    return SimpleNamespace(**ops, device="cpu")
+    ops = SimpleNamespace(**{op: functools.partial(globals()[op], call) for op in OPS})
+    return SimpleNamespace(**{op: checked(ops, op) for op in OPS}, device="cpu")

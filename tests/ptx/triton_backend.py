@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from dct_kernels import triton as ops
+from dct_kernels._load import checked
 from dct_kernels._schemas import OPS
 
 from .backend import executor
@@ -116,4 +117,4 @@ def backend() -> SimpleNamespace:
     """The ops. From now on Triton has no other GPU in this process."""
     triton.knobs.runtime.add_stages_inspection_hook = _stages
     triton.runtime.driver.set_active(_Driver())
-    return SimpleNamespace(**{name: getattr(ops, name) for name in OPS}, device="cpu")
+    return SimpleNamespace(**{name: checked(ops, name) for name in OPS}, device="cpu")

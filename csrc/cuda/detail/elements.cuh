@@ -1,7 +1,6 @@
 #pragma once
 
-// A gradient of any dtype, or none, on its way into the residual, and an entry on its way into the
-// payload.
+// Accumulation of a gradient of any dtype, or of none, and conversion of sums to payload values.
 
 #include "../../common/dtype.h"
 #include "../../common/rounding.h"
@@ -14,32 +13,32 @@ struct NoGrad {};
 template <int N>
 __device__ void stream_in(const NoGrad*, NoGrad (&)[N]) {}
 
-// residual + grad * scale, product and sum rounded apart: never a fused multiply-add.
+// residual + grad * scale; product and sum are rounded separately, never fused.
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
 }
 __device__ inline float accumulate(float residual, NoGrad, float) { return residual; }
 
-// What a payload takes of a sum, in its low bits, and what it leaves in the residual: value + left
-// is the sum. Whatever rounds values rounds them here. Exact: of float32 nothing is left, and the
-// sum less its bfloat16 has at most 16 significant bits, also where it saturates or is subnormal,
-// so that `restore` gives back every bit.
-struct Taken {
+// A sum, split into a payload value (in the low bits) and the remainder for the residual, so that
+// value + remainder == sum. This is exact: the remainder of float32 is 0, and that of bfloat16 has
+// at most 16 significant bits, also where the value saturates or is subnormal. So `restore`
+// recovers every bit.
+struct Split {
   uint32_t bits;
-  float left;
+  float remainder;
 };
 __device__ inline float payload_value(uint32_t bits, DType value_dtype) {
   return bits_to_float(value_dtype == DType::kBFloat16 ? bits << 16 : bits);
 }
-__device__ inline Taken take(float sum, DType value_dtype) {
+__device__ inline Split split(float sum, DType value_dtype) {
   const uint32_t bits = value_dtype == DType::kBFloat16
                             ? round_saturating<BFloat16>(sum).bits
                             : float_to_bits(round_saturating<float>(sum));
   return {bits, __fsub_rn(sum, payload_value(bits, value_dtype))};
 }
-__device__ inline float restore(float left, uint32_t bits, DType value_dtype) {
-  return __fadd_rn(left, payload_value(bits, value_dtype));
+__device__ inline float restore(float remainder, uint32_t bits, DType value_dtype) {
+  return __fadd_rn(remainder, payload_value(bits, value_dtype));
 }
 
 __device__ inline void store_value(uint8_t* values, uint32_t index, uint32_t bits,

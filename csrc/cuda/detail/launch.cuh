@@ -9,7 +9,7 @@ namespace dct::cuda {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
-// Launches a one-dimensional grid of at least one block and returns the launch's own error.
+// Launches a one-dimensional grid of at least one block and returns the launch error.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
                    cudaStream_t stream, Arguments&&... arguments) {

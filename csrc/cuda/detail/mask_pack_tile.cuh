@@ -1,7 +1,7 @@
 #pragma once
 
-// What the two kernels of mask_pack share: the scratch between them, the segments of a tile, and
-// the slow path, over elements that are not staged.
+// Shared by the two kernels of mask_pack: the scratch memory between them, lookup of a tile's
+// segments, and the slow path for elements that are not staged.
 
 #include <limits>
 
@@ -14,20 +14,20 @@ namespace dct::cuda {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kVectorElements = 4;
-constexpr int kRow = kWarpSize * kVectorElements;  // elements that a warp reads at once
+constexpr int kWarpVector = kWarpSize * kVectorElements;  // elements of one vector load by a warp
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kMostSeen = std::numeric_limits<int32_t>::max();
 template <typename Grad>
 constexpr bool kHasGrad = !std::is_same_v<Grad, NoGrad>;
 
-// Of a warp's tile. Rows that are not done are as they were.
+// Tile state of one warp. Elements after the staged vectors are unchanged.
 struct WarpCount {
-  uint32_t kept : 12;    // entries to pack
-  uint32_t staged : 12;  // the first of these, in the warp's slot
-  uint32_t rows : 8;     // done
+  uint32_t kept : 12;    // entries that pass
+  uint32_t staged : 12;  // of these, the first, in the warp's slot
+  uint32_t vectors : 8;  // warp-wide vectors that are staged
 };
 
-// Room for entries, in a slot or in the payload.
+// Output of compaction: a warp's slot, or a range of the payload.
 struct Entries {
   uint16_t* positions;
   uint8_t* values;
@@ -40,11 +40,11 @@ struct Entries {
   }
 };
 
-// The scratch. The first kernel writes all that the second reads: it need not be cleared.
+// Scratch memory. The first kernel writes all that the second reads, so it need not be cleared.
 struct Staging {
-  int warp_tile;      // elements; a block's tile is kWarps of them, and divides kBlock
-  uint32_t room;      // entries of a slot, a multiple of 8
-  uint32_t* totals;   // [tiles]: entries kept | whether one is not finite << 31
+  int warp_tile;      // elements per warp; kWarps of them are a block's tile, which divides kBlock
+  uint32_t room;      // entries per slot, a multiple of 8
+  uint32_t* totals;   // [tiles]: entries kept | any non-finite << 31
   WarpCount* counts;  // [tiles, kWarps]
   uint8_t* slots;     // [tiles, kWarps]: u16 positions[room], value[room]
 
@@ -54,15 +54,16 @@ struct Staging {
   }
 };
 
-// Segments [first, first + count) of args.segments, which share a part of the tensor.
+// Segments [first, first + count) of args.segments: those that overlap some elements.
 struct Segments {
   int first, count;
-  float tau;  // of the first; negative if there is none
+  float tau;  // threshold of the first; negative if there is none
   __device__ bool one() const { return count <= 1; }
 };
 
-// Negative thresholds skip. Zeros never pass: no float but zero is below the smallest subnormal. A
-// NaN threshold passes all others, and a NaN passes any threshold.
+// A segment with a negative threshold is skipped. Zeros never pass, because the threshold is at
+// least the smallest subnormal. A NaN passes any threshold, and any non-zero passes a NaN
+// threshold.
 __device__ inline float effective(float tau) {
   return tau < 0.0f ? tau : fmaxf(tau, bits_to_float(1));
 }
@@ -73,7 +74,7 @@ __device__ inline Segments all_segments(const MaskPackArgs& args) {
   return {0, count, count > 0 ? effective(args.threshold[0]) : -1.0f};
 }
 
-// The segments of [begin, end), which are among those `in`. By one warp.
+// The segments that overlap elements [begin, end), by a search within `in`. By one warp.
 __device__ inline Segments find_segments(const MaskPackArgs& args, const Segments& in,
                                          int64_t begin, int64_t end) {
   if (in.one()) return in;
@@ -86,7 +87,7 @@ __device__ inline Segments find_segments(const MaskPackArgs& args, const Segment
   return {in.first + first, more + 1, effective(args.threshold[in.first + first])};
 }
 
-// The segment of an element, among those `in`, and its threshold.
+// The segment of an element, by a search within `in`, and its threshold.
 __device__ inline int segment_of(const MaskPackArgs& args, const Segments& in, int64_t index) {
   return in.first + upper_bound(args.segments + 1 + in.first, in.count - 1, index);
 }
@@ -94,8 +95,8 @@ __device__ inline float threshold_of(const MaskPackArgs& args, const Segments& i
   return in.one() ? in.tau : effective(args.threshold[segment_of(args, in, index)]);
 }
 
-// Counts entries of a segment, up to the largest int32. An addition that overflows is followed by
-// the maximum, so the last operation on the count leaves the same in any order.
+// Saturating count of a segment's entries. An addition that overflows is followed by an exchange
+// with the maximum, so the result does not depend on the order of operations.
 __device__ inline void add_to_seen(const MaskPackArgs& args, int segment, uint32_t kept) {
   if (kept == 0) return;
   const auto added = static_cast<int32_t>(kept);
@@ -103,12 +104,12 @@ __device__ inline void add_to_seen(const MaskPackArgs& args, int segment, uint32
   if (before < 0 || before > kMostSeen - added) atomicExch(&args.seen[segment], kMostSeen);
 }
 
-// What the residual keeps if a sum is not finite.
+// What the residual keeps where the sum is not finite.
 __device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
 
-// By one warp, slowly: function(element, sum, owned, kept) for elements [first, end) from `begin`
-// on, one per lane, whatever their alignment and segments are. Lanes past the end, and those of
-// skipped segments, own nothing. Both kernels call it, and find the same kept.
+// The slow path, by one warp: calls function(element, sum, owned, kept) for elements [first, end)
+// relative to `begin`, one per lane, of any alignment and any segments. `owned` is false past the
+// end and in skipped segments. Both kernels call it and get the same `kept`.
 template <typename Grad, typename Function>
 __device__ void for_each_element(const MaskPackArgs& args, const Segments& in, int64_t begin,
                                  int first, int end, Function function) {
@@ -116,21 +117,21 @@ __device__ void for_each_element(const MaskPackArgs& args, const Segments& in, i
   const Segments segments = find_segments(args, in, begin + first, begin + end);
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
-  constexpr int kAhead = 8;
-  for (; first < end; first += kAhead * kWarpSize) {
-    const int own = first + lane_index();
-    float residual[kAhead] = {};
-    Grad gradient[kAhead] = {};
+  constexpr int kInFlight = 8;
+  for (; first < end; first += kInFlight * kWarpSize) {
+    const int offset = first + lane_index();
+    float residual[kInFlight] = {};
+    Grad gradient[kInFlight] = {};
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (own + a * kWarpSize >= end) continue;
-      residual[a] = args.residual[begin + own + a * kWarpSize];
-      if constexpr (kHasGrad<Grad>) gradient[a] = grad[begin + own + a * kWarpSize];
+    for (int a = 0; a < kInFlight; ++a) {
+      if (offset + a * kWarpSize >= end) continue;
+      residual[a] = args.residual[begin + offset + a * kWarpSize];
+      if constexpr (kHasGrad<Grad>) gradient[a] = grad[begin + offset + a * kWarpSize];
     }
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      const bool inside = own + a * kWarpSize < end;
-      const int64_t element = begin + own + a * kWarpSize;
+    for (int a = 0; a < kInFlight; ++a) {
+      const bool inside = offset + a * kWarpSize < end;
+      const int64_t element = begin + offset + a * kWarpSize;
       const float sum = accumulate(residual[a], gradient[a], scale);
       const float tau = inside ? threshold_of(args, segments, element) : -1.0f;
       function(element, sum, tau >= 0.0f, tau >= 0.0f && passes(sum, tau));

@@ -6,10 +6,10 @@
 
 namespace dct::cuda {
 
-using Word = unsigned long long;  // what CUDA's 64-bit atomics take
+using Word = unsigned long long;  // the type of CUDA's 64-bit atomics
 
-// After it, the caller sees all that was written before earlier calls on the same address; after a
-// barrier, so does its block.
+// Atomic add with acquire-release semantics at device scope. Writes that preceded earlier calls on
+// this address are visible to the calling thread, and after a barrier to its block.
 __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value) {
   unsigned old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"

@@ -1,26 +1,26 @@
 #pragma once
 
-// Reading a row's positions, which come from elsewhere and may hold anything.
+// Decoding of a row's positions, which are untrusted.
 
 #include "../../common/rows.h"
 #include "scan.cuh"
 
 namespace dct::cuda {
 
-// How the positions of all rows of a tensor are written, found once, by the host.
+// Encoding of a tensor's positions, computed once on the host.
 struct PositionFormat {
   PositionEncoding encoding;
-  int64_t bytes;  // of a row's positions
+  int64_t bytes;  // per row
 
   PositionFormat(int64_t width, int64_t k)
       : encoding(position_encoding(width, k)), bytes(position_bytes(width, k)) {}
 };
 
-// By a group of kThreads threads, and all groups of a warp, whose rows are alike: calls
-// visit(slot, column) once for every slot in [0, k), with column -1 where no column can be
-// accepted. A list's column is accepted if it is inside the row and above all accepted before it; a
-// bitmap's j-th set bit is slot j. Accepted columns are distinct. Index is an integer that holds
-// the width.
+// Calls visit(slot, column) once for every slot in [0, k), with column -1 where the position is not
+// accepted. A column of a list is accepted if it is inside the row and above all columns accepted
+// before it; slot j of a bitmap is its j-th set bit. Accepted columns are distinct. Index must hold
+// the width. By a group of kThreads threads; all groups of a warp must call it, with rows of the
+// same format.
 template <int kThreads, typename Index, typename Visit>
 __device__ void for_each_slot(const PositionFormat& format, const uint8_t* positions, Index width,
                               Index k, ScanStorage<kThreads>& storage, Visit visit) {
@@ -37,9 +37,9 @@ __device__ void for_each_slot(const PositionFormat& format, const uint8_t* posit
                      : positions[2 * slot] | positions[2 * slot + 1] << 8;
         if (column >= width) column = -1;
       }
-      const Scanned below = scan<kThreads>(column, Max{}, storage);
-      if (slot < k) visit(slot, column > max(highest, below.before) ? column : -1);
-      highest = max(highest, below.total);
+      const ScanResult below = scan<kThreads>(column, Max{}, storage);
+      if (slot < k) visit(slot, column > max(highest, below.exclusive) ? column : -1);
+      highest = max(highest, below.aggregate);
     }
     return;
   }
@@ -50,11 +50,11 @@ __device__ void for_each_slot(const PositionFormat& format, const uint8_t* posit
     const Index byte = begin + thread;
     unsigned bits = byte < bytes ? positions[byte] : 0;
     if (byte == bytes - 1) bits &= 0xffu >> (8 * bytes - width);
-    const Scanned set = scan<kThreads>(__popc(bits), Sum{}, storage);
-    for (Index slot = slots + set.before; bits != 0 && slot < k; bits &= bits - 1) {
+    const ScanResult set = scan<kThreads>(__popc(bits), Sum{}, storage);
+    for (Index slot = slots + set.exclusive; bits != 0 && slot < k; bits &= bits - 1) {
       visit(slot++, static_cast<int>(8 * byte) + __ffs(static_cast<int>(bits)) - 1);
     }
-    slots += set.total;
+    slots += set.aggregate;
   }
   for (Index slot = slots + thread; slot < k; slot += kThreads) visit(slot, -1);
 }

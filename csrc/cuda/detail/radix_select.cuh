@@ -1,7 +1,7 @@
 #pragma once
 
-// Radix select from the largest: one step, which digit the rank-th largest key has; and all steps
-// by one block.
+// Radix select, in descending order: one pass, which finds one digit of the rank-th largest key,
+// and all passes by one block.
 
 #include "warp.cuh"
 
@@ -13,7 +13,7 @@ struct Digit {
   int shift, bits;
 };
 
-// The digits of keys of kKeyBits, the highest first.
+// The digits of keys of kKeyBits bits, most significant first.
 template <int kKeyBits>
 struct Digits {
   static constexpr int kBits = 11, kPasses = (kKeyBits + kBits - 1) / kBits;
@@ -26,36 +26,36 @@ struct Digits {
 };
 
 struct Selected {
-  uint32_t digit;  // or the whole key
-  uint32_t rank;   // what is looked for is the rank-th largest of those that have it
+  uint32_t digit;  // or, after all passes, the key
+  uint32_t rank;   // the wanted key's rank among those with this digit
 };
 
 template <int kThreads>
 struct SelectStorage {
-  uint32_t warp_count[kThreads / kWarpSize];
+  uint32_t warp_counts[kThreads / kWarpSize];
 };
 
-// By a block: true in the one thread that finds the digit. Clears the histogram, [kBins], of which
-// each thread reads only what it clears.
+// One pass, by a block: returns true in the one thread that finds the digit. Clears the histogram,
+// [kBins]; each thread reads only the bins that it clears.
 template <int kThreads>
 __device__ bool select_digit(uint32_t* histogram, uint32_t rank, SelectStorage<kThreads>& storage,
                              Selected& selected) {
   constexpr int kThreadBins = kBins / kThreads;
-  // Thread 0 has the highest bins, so that ranks count from the largest.
+  // Thread 0 has the highest bins: ranks count from the largest key.
   const int highest = kBins - 1 - thread_index() * kThreadBins;
-  uint32_t bins[kThreadBins], own = 0;
+  uint32_t bins[kThreadBins], thread_count = 0;
 #pragma unroll
   for (int b = 0; b < kThreadBins; ++b) {
-    own += bins[b] = histogram[highest - b];
+    thread_count += bins[b] = histogram[highest - b];
     histogram[highest - b] = 0;
   }
-  const uint32_t up_to = warp_inclusive_sum(own);
-  if (lane_index() == kWarpSize - 1) storage.warp_count[warp_index()] = up_to;
+  const uint32_t inclusive = warp_inclusive_sum(thread_count);
+  if (lane_index() == kWarpSize - 1) storage.warp_counts[warp_index()] = inclusive;
   __syncthreads();
-  uint32_t before = up_to - own;
-  for (int w = 0; w < warp_index(); ++w) before += storage.warp_count[w];
-  if (rank <= before || rank > before + own) return false;
-  selected.rank = rank - before;
+  uint32_t exclusive = inclusive - thread_count;
+  for (int w = 0; w < warp_index(); ++w) exclusive += storage.warp_counts[w];
+  if (rank <= exclusive || rank > exclusive + thread_count) return false;
+  selected.rank = rank - exclusive;
 #pragma unroll
   for (int b = 0; b < kThreadBins; ++b) {
     selected.digit = static_cast<uint32_t>(highest - b);
@@ -72,8 +72,8 @@ struct RadixSelectShared {
   Selected selected;
 };
 
-// The rank-th largest of a block's keys, and its rank among those equal to it. each_key(visit)
-// calls visit(key) for every key of the thread, the same ones each time.
+// The rank-th largest of a block's keys, and its rank among equal keys. each_key(visit) calls
+// visit(key) for every key of the thread, the same keys in every pass.
 template <int kKeyBits, int kThreads, typename EachKey>
 __device__ Selected select_key(uint32_t rank, RadixSelectShared<kThreads>& shared,
                                EachKey each_key) {

@@ -5,22 +5,22 @@
 
 namespace dct::cuda {
 
-// Work numbers 0, 1, ... -> (range, tile of the range), for tensors cut into ranges and ranges cut
-// into tiles. Ranges begin at whole blocks, so a tile never spans two. An empty range has one empty
-// tile, because its header must still be written, or read.
+// Maps linear tile indices to (range, tile of the range), for a tensor split into ranges and ranges
+// split into tiles. Ranges begin at whole blocks, so a tile never spans two. An empty range has one
+// empty tile, because its header must still be written or read.
 struct RangeTiles {
   int64_t numel, tile;
-  int64_t range_length;     // elements of a range that is not cut short by the end of the tensor
-  unsigned full_ranges;     // such ranges
-  unsigned tiles_per_full;  // tiles in each of them
-  unsigned short_tiles;     // in the one range that is cut short, if any
+  int64_t range_length;     // elements of a full range
+  unsigned full_ranges;     // ranges not cut short by the end of the tensor
+  unsigned tiles_per_full;  // tiles in each full range
+  unsigned short_tiles;     // tiles in the range that is cut short, if any
   int64_t total;            // tiles in all ranges
 
   struct Tile {
-    int range, index;     // its range, and its number there
+    int range, index;     // the range, and the tile's index in it
     int64_t range_numel;  // elements of the range
     Range bounds;         // elements of the tile
-    bool last;            // of its range
+    bool last;            // whether it is the last tile of its range
   };
 
   RangeTiles(int64_t numel, int64_t ranges, int64_t tile)
@@ -34,7 +34,7 @@ struct RangeTiles {
     short_tiles = static_cast<unsigned>(in_short);
   }
 
-  // The first tile of a range, and how many it has.
+  // First tile and number of tiles of a range.
   __device__ unsigned first_of(unsigned range) const {
     if (range <= full_ranges) return range * tiles_per_full;
     return full_ranges * tiles_per_full + short_tiles + (range - full_ranges - (short_tiles > 0));
@@ -44,17 +44,17 @@ struct RangeTiles {
     return range == full_ranges && short_tiles > 0 ? short_tiles : 1;
   }
 
-  __device__ Tile locate(unsigned work) const {
+  __device__ Tile locate(unsigned tile_index) const {
     const unsigned in_full = full_ranges * tiles_per_full;
     unsigned range, index;
-    if (work < in_full) {
-      range = work / tiles_per_full;
-      index = work % tiles_per_full;
-    } else if (work - in_full < short_tiles) {
+    if (tile_index < in_full) {
+      range = tile_index / tiles_per_full;
+      index = tile_index % tiles_per_full;
+    } else if (tile_index - in_full < short_tiles) {
       range = full_ranges;
-      index = work - in_full;
+      index = tile_index - in_full;
     } else {
-      range = full_ranges + (short_tiles > 0) + (work - in_full - short_tiles);
+      range = full_ranges + (short_tiles > 0) + (tile_index - in_full - short_tiles);
       index = 0;
     }
     const int64_t range_begin = min(range * range_length, numel);

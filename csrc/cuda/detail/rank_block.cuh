@@ -1,6 +1,7 @@
 #pragma once
 
-// What a rank sent for a block of scatter_unpack: found, checked, and divided among warps.
+// One rank's entries for one block of scatter_unpack: located, validated and partitioned among
+// warps.
 
 #include "../../common/ops.h"
 #include "../../common/rounding.h"
@@ -12,39 +13,39 @@ namespace dct::cuda {
 
 struct Policy {
   static constexpr int kThreads = 256;
-  static constexpr int kMinBlocks = 3;  // of 67 KB of shared memory each
-  static constexpr int kRanks = 64;     // checked at a time
-  static constexpr int kInFlight = 8;   // times 32 entries that a warp reads before it uses them
+  static constexpr int kMinBlocks = 3;  // 67 KB of shared memory each
+  static constexpr int kRanks = 64;     // validated at a time
+  static constexpr int kInFlight = 8;   // warp-wide loads before the first is used
 };
 constexpr int kWarps = Policy::kThreads / kWarpSize;
-constexpr int kPart = kBlock / kWarps;  // elements a warp owns
+constexpr int kWarpElements = kBlock / kWarps;  // elements a warp owns
 
-// What one rank sent for this block.
+// One rank's entries for this block.
 struct RankBlock {
-  const uint16_t* positions;  // of its entries
+  const uint16_t* positions;
   const uint8_t* values;
   int entries;
-  bool poisons;               // non-finite entries were lost: the range's first element becomes NaN
-  uint16_t part[kWarps + 1];  // the first of the entries that each warp adds
+  bool poisoned;  // lost non-finite entries: the range's first element becomes NaN
+  uint16_t warp_begin[kWarps + 1];  // the first entry of each warp
 };
 
-// By one thread: finds a rank's entries for this block. Returns the status bits known so far.
+// Locates a rank's entries for this block. Returns the status bits known so far. By one thread.
 __device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const PayloadLayout& layout,
                                        const uint8_t* payload, const RangeTiles::Tile& block,
                                        RankBlock& found) {
   found.entries = 0;
-  found.poisons = false;
-  // Read along with the header, in one round trip to memory. An empty range has one start.
+  found.poisoned = false;
+  // Loaded along with the header, in one round trip to memory. An empty range has one start.
   const auto* starts = reinterpret_cast<const uint32_t*>(payload + layout.starts) + block.index;
   const uint32_t first = starts[0], end = starts[block.range_numel > 0 ? 1 : 0];
   const auto header = *reinterpret_cast<const PayloadHeader*>(payload);
   if (!header_ok(header, block.range_numel, args.capacity, args.value_dtype)) return kStatusHeader;
-  found.poisons = lost_non_finite(header) && block.index == 0 && block.range_numel > 0;
+  found.poisoned = lost_non_finite(header) && block.index == 0 && block.range_numel > 0;
   if (first > end || end > header.count || (block.index == 0 && first != 0) ||
       (block.last && end != header.count)) {
     return kStatusStarts;
   }
-  // More entries than elements cannot ascend: bad without looking.
+  // More entries than elements cannot ascend strictly: rejected unread.
   if (end - first > block.bounds.end - block.bounds.begin) return kStatusPositions;
   found.positions = reinterpret_cast<const uint16_t*>(payload + layout.positions) + first;
   found.values = payload + layout.values + first * itemsize(args.value_dtype);
@@ -52,10 +53,10 @@ __device__ inline int32_t find_entries(const ScatterUnpackArgs& args, const Payl
   return 0;
 }
 
-// By one warp: whether a rank's positions ascend strictly within the block; notes where each warp's
-// entries begin. Several rounds of positions, each with the one before it, are read before the
-// first is looked at; whoever has none reads the last again.
-__device__ inline bool divide(RankBlock& rank, int length) {
+// Returns whether a rank's positions ascend strictly within the block, and finds where each warp's
+// entries begin. Several rounds of positions and their predecessors are in flight before the first
+// is used; lanes past the end load the last position again. By one warp.
+__device__ inline bool partition_entries(RankBlock& rank, int length) {
   constexpr int kRounds = Policy::kInFlight;
   const int lane = lane_index(), last = rank.entries - 1;
   for (int begin = lane; begin - lane <= last; begin += kRounds * kWarpSize) {
@@ -76,13 +77,13 @@ __device__ inline bool divide(RankBlock& rank, int length) {
     for (int q = 0; q < kRounds; ++q) {
       const int i = begin + q * kWarpSize;
       if (i > last) break;
-      const int before = i == 0 ? -1 : below[q] / kPart;
-      const int part = position[q] / kPart;
-      for (int p = before + 1; p <= part; ++p) rank.part[p] = static_cast<uint16_t>(i);
+      const int previous = i == 0 ? -1 : below[q] / kWarpElements;
+      const int warp = position[q] / kWarpElements;
+      for (int w = previous + 1; w <= warp; ++w) rank.warp_begin[w] = static_cast<uint16_t>(i);
     }
   }
-  const int parts = last < 0 ? 0 : rank.positions[last] / kPart + 1;
-  if (parts + lane <= kWarps) rank.part[parts + lane] = static_cast<uint16_t>(last + 1);
+  const int next = last < 0 ? 0 : rank.positions[last] / kWarpElements + 1;
+  if (next + lane <= kWarps) rank.warp_begin[next + lane] = static_cast<uint16_t>(last + 1);
   return true;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Quantized rows: what a row's scale is, what one entry's code is, what bytes hold which codes.
-// Codes are bytes, two's complement; of a sign, 1 if it is negative.
+// Quantized rows: the scale of a row, the code of an entry, and packing of codes into bytes. Codes
+// are bytes in two's complement; a sign is 1 if negative.
 
 #include "../../common/row_formats.h"
 #include "platform.cuh"
@@ -10,7 +10,7 @@ namespace dct::cuda {
 
 __device__ inline int magnitude_bits(float x) { return float_to_bits(x) & 0x7fffffff; }
 
-// A magnitude in whole units. All sums are of these.
+// A magnitude in whole units. Sums are of whole units, so they do not depend on the order.
 __device__ inline uint32_t whole_units(float magnitude) {
   return static_cast<uint32_t>(static_cast<int32_t>(magnitude));
 }
@@ -20,15 +20,15 @@ __device__ float mean_of(Total total, Total count) {
   return __fdiv_rn(static_cast<float>(total), static_cast<float>(count > 0 ? count : 1));
 }
 
-// How a row's entries become codes.
-struct Coding {
-  float factor;  // of an entry, before it is rounded or compared
-  float bound;   // what passes it, is not 0: of ternary
+// Quantization parameters of one row.
+struct RowQuantizer {
+  float factor;  // an entry is multiplied by it, then rounded or compared
+  float bound;   // ternary: magnitudes up to it become 0
   BFloat16 scale;
-  bool usable;  // else all codes are 0
+  bool usable;  // if not, all codes are 0
 
-  // `mean`: of the magnitudes kept, in units; of the formats that have one.
-  __device__ Coding(RowFormat format, int top, float mean, float bound) : bound(bound) {
+  // `mean` is that of the kept magnitudes, in units; used by ternary and sign.
+  __device__ RowQuantizer(RowFormat format, int top, float mean, float bound) : bound(bound) {
     const bool finite = top < static_cast<int>(kFloat32Infinity);
     const bool integers = format == RowFormat::kInt8 || format == RowFormat::kInt4;
     const Units units = units_of(top);
@@ -36,7 +36,7 @@ struct Coding {
         integers ? __fdiv_rn(bits_to_float(top), levels(format)) : __fmul_rn(mean, units.unit);
     scale = finite ? row_scale(exact) : kNanScale;
     usable = finite && scale.bits != 0;
-    factor = integers ? __fdiv_rn(1.0f, usable ? to_float(scale) : 1.0f) : units.in_one;
+    factor = integers ? __fdiv_rn(1.0f, usable ? to_float(scale) : 1.0f) : units.inverse_unit;
   }
 
   template <RowFormat kFormat>
@@ -50,7 +50,7 @@ struct Coding {
   }
 };
 
-// Packs the codes of columns that one byte holds: code(i) is that of its i-th column.
+// Packs the codes of one byte; code(i) returns the code of its i-th column.
 template <RowFormat kFormat, typename Code>
 __device__ uint8_t pack_byte(Code code) {
   uint32_t byte = 0;
@@ -66,7 +66,7 @@ __device__ uint8_t pack_byte(Code code) {
   return static_cast<uint8_t>(byte);
 }
 
-// Calls store(i, code) for the codes of the columns that a byte holds, whatever the byte is.
+// Calls store(i, code) for the i-th code of any byte.
 template <RowFormat kFormat, typename Store>
 __device__ void unpack_byte(uint32_t byte, Store store) {
   if constexpr (kFormat == RowFormat::kInt8) store(0, byte);
@@ -79,7 +79,7 @@ __device__ void unpack_byte(uint32_t byte, Store store) {
     if constexpr (kFormat == RowFormat::kInt4) store(i, ((byte >> 4 * i & 15) ^ 8) - 8);
     if constexpr (kFormat == RowFormat::kSign) store(i, 1 - 2 * (byte >> i & 1));
     if constexpr (kFormat == RowFormat::kTernary) {
-      const uint32_t quotient = byte * 171 >> 9;  // byte / 3, of bytes
+      const uint32_t quotient = byte * 171 >> 9;  // byte / 3 for any byte
       store(i, byte - 3 * quotient - 1);
       byte = quotient;
     }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Elements of rows, of dtypes known only at run time: the same for all threads, so the branches
-// cost little, and there are few such accesses, k of them a row.
+// Element access for dtypes known only at run time. Branches are uniform, and there are few such
+// accesses, k per row.
 
 #include "../../common/dtype.h"
 #include "../../common/rounding.h"

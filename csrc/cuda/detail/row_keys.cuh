@@ -1,8 +1,8 @@
 #pragma once
 
-// Magnitudes of row elements as integers that order alike, in 32-bit words: one key of float32 in a
-// word, or two of a two-byte dtype, which are then compared together. A NaN has a key above that of
-// infinity; thresholds are no higher than infinity's, so that the two rank alike.
+// Magnitudes as integer keys of the same order, in 32-bit words: one float32 key per word, or two
+// keys of a 16-bit dtype, compared together. The key of a NaN is above infinity's; thresholds are
+// at most infinity's key, so the two rank alike.
 
 #include <type_traits>
 
@@ -15,13 +15,13 @@ namespace dct::cuda {
 template <typename T>
 struct RowKeys;
 
-constexpr int kKeyGroups = 8;  // into which a lane's keys can be parted
+constexpr int kKeyGroups = 8;  // of a lane's keys
 
-// A bit for each of N keys, the first in the lowest.
+// One bit per key, that of the first key lowest.
 template <int N>
 using KeyMask = std::conditional_t<(N > 32), uint64_t, uint32_t>;
 
-// The mask with its bits moved up by one, and the highest bit of x below them.
+// Shifts the mask left by one and appends the sign bit of x.
 __device__ inline uint32_t append_sign(uint32_t mask, uint32_t x) {
   return __funnelshift_l(x, mask, 1);
 }
@@ -32,7 +32,7 @@ struct RowKeys<float> {
   static constexpr int kBits = 31, kPerWord = 1, kInfinity = 0x7f800000;
 
   __device__ static uint32_t word(uint32_t bits) { return bits & 0x7fffffff; }
-  // The word of the column at `at`; with key 0 if no column is left in the row.
+  // The word at `at`; columns past the end of the row have key 0.
   __device__ static uint32_t load(const float* at, int left) {
     return word(left > 0 ? float_to_bits(*at) : 0);
   }
@@ -45,7 +45,7 @@ struct RowKeys<float> {
       group = j < kKeyGroups ? key(words[j], 0) : max(group, key(words[j], 0));
     }
   }
-  // How many keys are >= threshold, for 0 < threshold <= kInfinity.
+  // Number of keys >= threshold, for 0 < threshold <= kInfinity.
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
     int count = N;
@@ -53,7 +53,7 @@ struct RowKeys<float> {
     for (int j = 0; j < N; ++j) count += (static_cast<int>(words[j]) - threshold) >> 31;
     return count;
   }
-  // Which keys are >= threshold; none, if it is 1 << kBits.
+  // Mask of keys >= threshold; empty for 1 << kBits.
   template <int N>
   __device__ static KeyMask<N> reaching(const uint32_t (&words)[N], uint32_t threshold) {
     KeyMask<N> below = 0;
@@ -78,7 +78,7 @@ struct HalfKeys {
   __device__ static int key(uint32_t word, int element) {
     return static_cast<int>(word >> (16 * element) & 0x7fff);
   }
-  // The top bit of each half is set where the key is >= threshold. No half overflows into the
+  // Sets the top bit of each half where the key is >= threshold. Neither half carries into the
   // other.
   __device__ static uint32_t compared(uint32_t word, uint32_t threshold) {
     return word + (0x8000 - threshold) * kOnes;
@@ -88,7 +88,7 @@ struct HalfKeys {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     return compared(word, threshold) >> 15 & kOnes;
 #else
-    // One instruction for both: 1 + key - threshold, kept within 0 and 1.
+    // One instruction for both halves: 1 + key - threshold, clamped to [0, 1].
     return __viaddmin_s16x2_relu(word, ((1 - threshold) & 0xffff) * kOnes, kOnes);
 #endif
   }
@@ -109,7 +109,7 @@ struct HalfKeys {
   }
   template <int N>
   __device__ static int count(const uint32_t (&words)[N], int threshold) {
-    uint32_t counts = 0;  // 16 bits each
+    uint32_t counts = 0;  // two, of 16 bits each
 #pragma unroll
     for (int j = 0; j < N; ++j) counts += reached(words[j], static_cast<uint32_t>(threshold));
     return static_cast<int>((counts & 0xffff) + (counts >> 16));

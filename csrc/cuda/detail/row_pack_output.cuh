@@ -1,6 +1,6 @@
 #pragma once
 
-// Where row_pack writes one row: both kernels say in column order which columns they choose.
+// The output of row_pack for one row. Both kernels emit the selected columns in order.
 
 #include "../../common/ops.h"
 #include "../../common/rows.h"
@@ -21,8 +21,7 @@ struct PackedRow {
 
   __device__ bool has_bitmap() const { return encoding == PositionEncoding::kBitmap; }
 
-  // Column `column`, which holds x, is the slot-th that is chosen. A bitmap is written by the
-  // caller.
+  // Stores x and its column in a slot. A bitmap is written by the caller.
   template <typename Index>
   __device__ void store(Index slot, Index column, float x) const {
     store_element(values, slot, x, value_dtype);
@@ -35,9 +34,9 @@ struct PackedRow {
   }
 };
 
-// What is chosen: keys above `cut`, and the first `ties` of those equal to it.
-struct Choice {
-  int cut;
+// A row's selection: all keys above `threshold`, and the first `ties` keys equal to it.
+struct TopK {
+  int threshold;
   int64_t ties;
 };
 

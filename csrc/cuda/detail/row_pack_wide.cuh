@@ -1,7 +1,7 @@
 #pragma once
 
-// row_pack of rows too wide for a warp's registers, by a block each: a radix select that reads the
-// row once per digit, then a pass in column order. From the second on, the row comes from a cache.
+// row_pack for rows too wide for the registers of a warp, one block per row: a radix select that
+// reads the row once per digit, then a stable compaction. Only the first read is from memory.
 
 #include "radix_select.cuh"
 #include "row_keys.cuh"
@@ -17,7 +17,7 @@ struct RowPackWideShared {
   ScanStorage<kWideThreads> scan;
 };
 
-// The key of one column; of a NaN, that of infinity.
+// The key of one column; a NaN has that of infinity.
 template <typename T>
 __device__ int row_key(const T* row, int64_t column) {
   using Keys = RowKeys<T>;
@@ -25,8 +25,8 @@ __device__ int row_key(const T* row, int64_t column) {
 }
 
 template <typename T>
-__device__ Choice choose_wide(const T* row, int64_t width, int64_t k,
-                              RadixSelectShared<kWideThreads>& shared) {
+__device__ TopK select_top_k_wide(const T* row, int64_t width, int64_t k,
+                                  RadixSelectShared<kWideThreads>& shared) {
   const Selected selected =
       select_key<RowKeys<T>::kBits>(static_cast<uint32_t>(k), shared, [&](auto visit) {
         for (int64_t column = thread_index(); column < width; column += kWideThreads) {
@@ -42,29 +42,29 @@ __global__ void __launch_bounds__(kWideThreads) row_pack_wide_kernel(RowPackArgs
   const int64_t index = blockIdx.x;
   const T* row = static_cast<const T*>(args.x) + index * args.width;
   const PackedRow packed(args, index);
-  const Choice choice = choose_wide(row, args.width, args.k, shared.select);
+  const TopK top_k = select_top_k_wide(row, args.width, args.k, shared.select);
 
-  int64_t above = 0, equal = 0;  // in the columns before
+  int64_t above = 0, equal = 0;  // counts in the columns before
   for (int64_t begin = 0; begin < args.width; begin += kWideThreads) {
     const int64_t column = begin + thread_index();
     const int key = column < args.width ? row_key(row, column) : -1;
-    const bool is_above = key > choice.cut, is_equal = key == choice.cut;
-    // At most 256 of either: two counts in one scan.
-    const Scanned both = scan<kWideThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
-    const int64_t above_before = above + (both.before & 0xffff);
-    const int64_t equal_before = equal + (both.before >> 16);
-    const bool chosen = is_above || (is_equal && equal_before < choice.ties);
-    if (chosen) {
-      packed.store(above_before + min(equal_before, choice.ties), column, to_float(row[column]));
+    const bool is_above = key > top_k.threshold, is_equal = key == top_k.threshold;
+    // At most 256 of each: one scan of both counts.
+    const ScanResult both = scan<kWideThreads>(is_above | is_equal << 16, Sum{}, shared.scan);
+    const int64_t above_before = above + (both.exclusive & 0xffff);
+    const int64_t equal_before = equal + (both.exclusive >> 16);
+    const bool selected = is_above || (is_equal && equal_before < top_k.ties);
+    if (selected) {
+      packed.store(above_before + min(equal_before, top_k.ties), column, to_float(row[column]));
     }
     if (packed.has_bitmap()) {
-      const unsigned bits = __ballot_sync(kFullWarp, chosen);
+      const unsigned bits = __ballot_sync(kFullWarp, selected);
       if (lane_index() % 8 == 0 && column < args.width) {
         packed.positions[column / 8] = static_cast<uint8_t>(bits >> lane_index());
       }
     }
-    above += both.total & 0xffff;
-    equal += both.total >> 16;
+    above += both.aggregate & 0xffff;
+    equal += both.aggregate >> 16;
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// row_quantize of a wide row, by a block: its largest magnitude, its sums, its codes; after the
-// first time it comes from the cache.
+// row_quantize for wide rows, one block per row: passes for the largest magnitude, the sums and the
+// codes. Only the first reads from memory.
 
 #include "../../common/ops.h"
 #include "row_codes.cuh"
@@ -19,7 +19,7 @@ __device__ T sum(T a, T b) {
   return a + b;
 }
 
-// Over groups of kLanes lanes.
+// Reduction over groups of kLanes lanes.
 template <int kLanes, typename Value, typename Operation>
 __device__ Value reduce(Value value, Operation operation) {
 #pragma unroll
@@ -30,19 +30,19 @@ __device__ Value reduce(Value value, Operation operation) {
 }
 
 struct Partials {
-  Word of_warp[kWideWarps];
+  Word warp[kWideWarps];
 };
 
-// Over a block.
+// Reduction over a block.
 template <typename Value, typename Operation>
 __device__ Value reduce_block(Value value, Operation operation) {
   __shared__ Partials partials;
   value = reduce<kWarpSize>(value, operation);
-  if (lane_index() == 0) partials.of_warp[warp_index()] = static_cast<Word>(value);
+  if (lane_index() == 0) partials.warp[warp_index()] = static_cast<Word>(value);
   __syncthreads();
-  value = static_cast<Value>(partials.of_warp[0]);
+  value = static_cast<Value>(partials.warp[0]);
   for (int warp = 1; warp < kWideWarps; ++warp) {
-    value = operation(value, static_cast<Value>(partials.of_warp[warp]));
+    value = operation(value, static_cast<Value>(partials.warp[warp]));
   }
   __syncthreads();
   return value;
@@ -64,11 +64,11 @@ struct WideRow {
     return reduce_block(top, larger);
   }
 
-  // The mean, in units, of the magnitudes above the bound.
-  __device__ float mean_above(float in_one, float bound) const {
+  // The mean, in units, of the magnitudes above `bound`.
+  __device__ float mean_above(float inverse_unit, float bound) const {
     Word total = 0, kept = 0;
     for (int64_t c = thread_index(); c < args.width; c += kWideThreads) {
-      const float magnitude = fabsf(__fmul_rn((*this)[c], in_one));
+      const float magnitude = fabsf(__fmul_rn((*this)[c], inverse_unit));
       if (!(magnitude > bound)) continue;
       total += whole_units(magnitude);
       ++kept;
@@ -79,27 +79,28 @@ struct WideRow {
   template <RowFormat kFormat>
   __device__ void quantize() const {
     const int highest = top();
-    const float in_one = units_of(highest).in_one;
+    const float inverse_unit = units_of(highest).inverse_unit;
     float mean = 0.0f, bound = -1.0f;
     if constexpr (kFormat == RowFormat::kTernary) {
-      bound = __fmul_rn(0.75f, mean_above(in_one, bound));
+      bound = __fmul_rn(0.75f, mean_above(inverse_unit, bound));
     }
     if constexpr (kFormat == RowFormat::kTernary || kFormat == RowFormat::kSign) {
-      mean = mean_above(in_one, bound);
+      mean = mean_above(inverse_unit, bound);
     }
-    const Coding coding(kFormat, highest, mean, bound);
+    const RowQuantizer quantizer(kFormat, highest, mean, bound);
     constexpr int kCodesPerByte = codes_per_byte(kFormat);
     const int64_t bytes = code_bytes(args.width, kFormat);
     uint8_t* out = args.out + row * row_bytes(args.width, kFormat);
     for (int64_t i = thread_index(); i < bytes; i += kWideThreads) {
       const uint8_t byte = pack_byte<kFormat>([&](int k) -> uint32_t {
         const int64_t column = i * kCodesPerByte + k;
-        return column < args.width ? coding.code<kFormat>((*this)[column]) : 0;
+        return column < args.width ? quantizer.code<kFormat>((*this)[column]) : 0;
       });
-      out[i] = coding.usable ? byte : 0;
+      out[i] = quantizer.usable ? byte : 0;
     }
     if (thread_index() < kScaleBytes) {
-      out[bytes + thread_index()] = static_cast<uint8_t>(coding.scale.bits >> 8 * thread_index());
+      out[bytes + thread_index()] =
+          static_cast<uint8_t>(quantizer.scale.bits >> 8 * thread_index());
     }
   }
 };

@@ -1,20 +1,20 @@
 #pragma once
 
-// Scans over a group of kThreads threads: some of a warp's lanes, one warp, or a whole block.
+// Scans over a group of kThreads threads: part of a warp, a warp or a block.
 
 #include "warp.cuh"
 
 namespace dct::cuda {
 
-// What a block's scan needs in shared memory; that of a warp, or of a part of it, needs nothing.
+// Shared memory of a block's scan; a scan within a warp needs none.
 template <int kThreads>
 struct ScanStorage {
-  int warp_total[(kThreads + kWarpSize - 1) / kWarpSize];
+  int warp_aggregates[(kThreads + kWarpSize - 1) / kWarpSize];
 };
 
-struct Scanned {
-  int before;  // of the threads below this one
-  int total;   // of the group
+struct ScanResult {
+  int exclusive;  // over the threads below this one
+  int aggregate;  // over the group
 };
 
 struct Sum {
@@ -26,9 +26,10 @@ struct Max {
   __device__ int operator()(int a, int b) const { return a > b ? a : b; }
 };
 
-// By all threads of the group, and all groups of a warp. A block may call it again at once.
+// By all threads of the group; all groups of a warp must call it. A block may call it again without
+// a barrier.
 template <int kThreads, typename Operation>
-__device__ Scanned scan(int value, Operation operation, ScanStorage<kThreads>& storage) {
+__device__ ScanResult scan(int value, Operation operation, ScanStorage<kThreads>& storage) {
   constexpr int kLanes = kThreads < kWarpSize ? kThreads : kWarpSize;
   const int lane = thread_index() % kLanes;
 #pragma unroll
@@ -37,15 +38,15 @@ __device__ Scanned scan(int value, Operation operation, ScanStorage<kThreads>& s
     if (lane >= distance) value = operation(below, value);
   }
   const int previous = __shfl_up_sync(kFullWarp, value, 1);
-  Scanned result = {lane == 0 ? Operation::kIdentity : previous,
-                    __shfl_sync(kFullWarp, value, lane_index() | (kLanes - 1))};
+  ScanResult result = {lane == 0 ? Operation::kIdentity : previous,
+                       __shfl_sync(kFullWarp, value, lane_index() | (kLanes - 1))};
   if constexpr (kThreads > kWarpSize) {
-    if (lane == 0) storage.warp_total[warp_index()] = result.total;
+    if (lane == 0) storage.warp_aggregates[warp_index()] = result.aggregate;
     __syncthreads();
-    result.total = Operation::kIdentity;
+    result.aggregate = Operation::kIdentity;
     for (int w = 0; w < kThreads / kWarpSize; ++w) {
-      if (w == warp_index()) result.before = operation(result.total, result.before);
-      result.total = operation(result.total, storage.warp_total[w]);
+      if (w == warp_index()) result.exclusive = operation(result.aggregate, result.exclusive);
+      result.aggregate = operation(result.aggregate, storage.warp_aggregates[w]);
     }
     __syncthreads();
   }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Several elements by one instruction. What streams through is read or written once and not again
-// before far more than a cache has passed, so it is marked to be evicted first.
+// Vectorized loads and stores. Streamed data is used once and not again before it has left the
+// caches, so it is marked evict-first.
 
 #include <cstring>
 
@@ -28,7 +28,7 @@ struct VectorOfBytes<16> {
   using Type = uint4;
 };
 
-// N elements of T, up to 16 bytes, as the instruction moves them.
+// The vector type of N elements of T, up to 16 bytes.
 template <typename T, int N>
 using Vector = typename VectorOfBytes<sizeof(T) * N>::Type;
 
@@ -45,7 +45,7 @@ __device__ void stream_out(T* address, const T (&x)[N]) {
   __stcs(reinterpret_cast<Vector<T, N>*>(address), vector);
 }
 
-// Whether vectors of `bytes` may start at this address.
+// Whether vectors of `bytes` bytes may start at this address.
 inline bool is_aligned(const void* address, size_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }

@@ -11,7 +11,7 @@ __device__ inline int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / kWarpSize); }
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarpSize); }
 
-// Sum over all lanes, in each of them.
+// Sum over the warp, returned in every lane.
 template <typename T>
 __device__ T warp_sum(T value) {
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ T warp_sum(T value) {
   return value;
 }
 
-// Sum over this lane and those below it.
+// Inclusive prefix sum over the warp.
 template <typename T>
 __device__ T warp_inclusive_sum(T value) {
   const int lane = lane_index();
@@ -33,7 +33,7 @@ __device__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// How many of the ascending `values`, up to 2^30, are <= key. By one thread.
+// The number of ascending `values` (up to 2^30) that are <= key. By one thread.
 __device__ inline int upper_bound(const int64_t* values, int count, int64_t key) {
   int low = 0, high = count;
   while (low < high) {
@@ -47,9 +47,9 @@ __device__ inline int upper_bound(const int64_t* values, int count, int64_t key)
   return low;
 }
 
-// The same by a whole warp: up to 32 probes at a time, so that 1,000 values cost two round trips to
-// memory, and no more than leave 32 to the next. Whatever the values are, no access is out of
-// bounds.
+// The same by one warp, with up to 32 probes at a time, so that 1,000 values cost two round trips
+// to memory. The stride is at least 32 until one last step probes every value. No access is out of
+// bounds, whatever the values are.
 __device__ inline int warp_upper_bound(const int64_t* values, int count, int64_t key) {
   int low = 0, high = count;
   while (low < high) {
