@@ -84,8 +84,8 @@ def _sync_format(mode: str, options: argparse.Namespace) -> dict[str, object]:
         return {"format": "bfloat16"}
     if mode != "dct":
         return {}
-    if options.sync_dtype is not None:
-        return {"format": options.sync_dtype}
+    if options.sync_format is not None:
+        return {"format": options.sync_format}
     return {"density": options.sync_density, "format": "bfloat16"}
 
 

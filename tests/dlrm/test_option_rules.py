@@ -82,7 +82,7 @@ def test_what_would_be_ignored_is_refused(capsys, given, text):
         "--parallel hybrid --model dlrm --multi-hot 1 --row-format int8,int4 --dedup",
         "--parallel hybrid --modes dense --dedup --embedding-optimizer rowwise_adagrad",
         "--parallel hybrid --data x --data-format criteo --max-malformed 0",
-        f"--parallel 2d --embedding-optimizer {SCALED} --delayed-accumulator --sync-format bfloat16",
+        f"--parallel 2d --embedding-optimizer {SCALED} --delayed-accumulator --sync-format int8",
         "--parallel 2d --replicas 2 --sync-every 9 --row-density 0.1 --modes dense,dct",
         "--parallel des --model fm --embedding-dim 8 --dynamic-rows 99 --multi-hot 2",
         "--data x --data-format movielens --model deepfm --top 8 --embedding-dim 8",
