@@ -51,7 +51,7 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@touch $@
 
 train: $(VENV)/built
-	$(BIN)/dct-train --modes dense,dct --seeds 2 --out runs/train --overwrite
+	$(BIN)/python examples/train_dlrm.py --modes dense,dct --seeds 2 --out runs/train --overwrite
 
 # One worker more than cores: some wait for the ranks that they started.
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")

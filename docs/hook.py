@@ -34,7 +34,6 @@ PICTURE = re.compile(
     r'<picture><source [^>]*srcset="(?P<dark>[^"]*)">\n'
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)"></picture>'
 )
-MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
 
 
 def on_config(config):
@@ -90,14 +89,12 @@ def _link(link, origin, page):
 
 
 def _help(command):
-    """What the command prints, as a block."""
-    name, *arguments = shlex.split(command)
-    if name not in MODULES:
-        raise PluginError(f"no command {name}: {', '.join(MODULES)}")
+    """What a program of this checkout prints, as a block: `python FOLDER/NAME.py --help`."""
     done = subprocess.run(
-        [sys.executable, "-m", MODULES[name], *arguments],
+        [sys.executable, *shlex.split(command)[1:]],
         capture_output=True,
         text=True,
+        cwd=ROOT,
         env={**os.environ, "COLUMNS": "100"},
     )
     if done.returncode:

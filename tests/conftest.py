@@ -71,7 +71,7 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def one_origin_of_ranks(request):
-    """What `dct_dlrm.launch` starts is forked from where all ranks are, whoever comes first."""
+    """What `dlrm.launch` starts is forked from where all ranks are, whoever comes first."""
     if request.path.parent.name in ("dlrm", "bench_tools"):
         forked.start()
 

@@ -5,10 +5,10 @@ import re
 
 from programs import ROOT, blocks, run
 
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.models.dlrm import DLRM
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
+from dlrm.data.features import table_rows
+from dlrm.models.dlrm import DLRM
 
 README = ROOT / "README.md"
 

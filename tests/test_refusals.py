@@ -43,7 +43,7 @@ def _cases():
 
     def sync(**wrong):
         bags = _bags(mesh)
-        return ReplicaSync(bags, torch.optim.SGD([bags.weight], 0.1), **wrong)
+        return ReplicaSync(bags, optimizer=torch.optim.SGD([bags.weight], 0.1), **wrong)
 
     def dynamic(**wrong):
         return DynamicFeatureRows(**{"width": 1, "capacity": 5} | wrong)

@@ -2,29 +2,26 @@
 
 import json
 import re
-import sys
 
 import pytest
 from programs import ROOT
 from ptx import costs
 from ptx import report as counts
 
-from dct_bench import markdown
-from dct_bench.kernels import report as kernels
-from dct_bench.link import report as links
-from dct_dlrm.errors import UsageError
-
-sys.path.insert(0, str(ROOT / "bench"))
-import report
-import run_files
-from reports import blocks, experiments, figures, pages, pictures, trained
+import tables
+from dlrm.errors import UsageError
+from experiments import run_files
+from microbench import report as kernels
+from network import report as links
+from pages import __main__ as report
+from pages import blocks, experiments, figures, pictures, render, trained
 
 ALL = experiments.load()
 MADE = report.made()
 
 
 def test_pages_and_figures_are_as_they_are_made():
-    """After a change of results or of the report: python bench/report.py"""
+    """After a change of results or of the report: in bench/, python -m pages"""
     assert [path.name for path in report.differing(MADE)] == []
 
 
@@ -36,7 +33,7 @@ def test_counts_are_those_of_the_baseline():
 
 
 def test_a_wrong_figure_in_a_page_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "PAGES", tmp_path)
+    monkeypatch.setattr(render, "PAGES", tmp_path)
     texts = {tmp_path / path.name: text for path, text in MADE.items()}
     for path, text in texts.items():
         path.write_text(text)
@@ -49,8 +46,8 @@ def test_a_wrong_figure_in_a_page_is_caught(tmp_path, monkeypatch):
 
 
 def test_a_page_that_no_experiment_has_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "PAGES", tmp_path)
-    (tmp_path / "gone.md").write_text(f"{pages.MADE}\n# Gone\n")
+    monkeypatch.setattr(render, "PAGES", tmp_path)
+    (tmp_path / "gone.md").write_text(f"{render.MADE}\n# Gone\n")
     (tmp_path / "by_hand.md").write_text("# Ours\n")
     assert report.differing({}) == [tmp_path / "gone.md"]
 
@@ -182,7 +179,7 @@ def test_of_copy_is_the_copy_over_the_op():
 
 
 def test_runs_of_an_unknown_kind_are_shown_as_they_are():
-    assert pages.tables([{"a": 1, "b": 0.25, "c": [1]}]).splitlines()[2] == "| 1 | 0.25 |"
+    assert render.tables([{"a": 1, "b": 0.25, "c": [1]}]).splitlines()[2] == "| 1 | 0.25 |"
 
 
 def test_a_finished_folder_becomes_an_experiment(tmp_path):
@@ -200,7 +197,7 @@ def test_a_finished_folder_becomes_an_experiment(tmp_path):
     report.collect(report.parse(arguments))
     found = experiments.load(into.parent)["mine"]
     assert found.command == "this" and len(found.runs) == 3
-    assert "| int4 | 2 | 2 | 8.0x | 0.5000 ± 0.0000 |" in pages.tables(found.runs)
+    assert "| int4 | 2 | 2 | 8.0x | 0.5000 ± 0.0000 |" in render.tables(found.runs)
     with pytest.raises(UsageError, match=r"must have a new NAME, .*mine.json is there"):
         report.collect(report.parse(arguments))
     with pytest.raises(UsageError, match="must hold the files of finished runs"):
@@ -233,7 +230,7 @@ def test_no_path_of_a_machine_is_in_a_result():
 
 
 def test_every_page_is_in_the_index_and_its_links_lead_somewhere():
-    index = MADE[pages.PAGES / "README.md"]
+    index = MADE[render.PAGES / "README.md"]
     assert sorted(re.findall(r"\]\((\w+)\.md\)", index)) == sorted(ALL)
     for page, text in MADE.items():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
@@ -259,8 +256,8 @@ def test_pictures_are_drawn_and_every_one_that_is_named_is_there(tmp_path):
 
 
 def test_tables_are_aligned_for_a_terminal():
-    table = markdown.table(["", "ms"], [["dense", "541.2"], ["DCT", "9"]])
-    assert markdown.aligned(f"**2 ranks**\n\n{table}").splitlines() == [
+    table = tables.table(["", "ms"], [["dense", "541.2"], ["DCT", "9"]])
+    assert tables.aligned(f"**2 ranks**\n\n{table}").splitlines() == [
         "**2 ranks**",
         "",
         "|       | ms    |",

@@ -12,10 +12,10 @@ from conformance.arguments import OPS, arguments
 from torch import Tensor
 
 import dct_kernels
-from dct_bench.kernels import cases
-from dct_bench.kernels.cases import Case
-from dct_bench.kernels.command import results
 from dct_kernels.row_layout import FORMATS
+from microbench import cases
+from microbench.cases import Case
+from microbench.command import results
 
 ITERATIONS = 50
 SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued by then, and the streams do overlap

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from dct_bench.kernels import native
+from microbench import native
 
 
 def main() -> None:

@@ -92,7 +92,13 @@ examples:
 def environment() -> dict[str, str]:
     """Packages of this checkout and modules of its tests; tools beside this Python; CUDA's."""
     own = dict(os.environ)
-    modules = [str(ROOT), str(ROOT / "python"), str(ROOT / "tests"), own.get("PYTHONPATH", "")]
+    modules = [
+        str(ROOT),
+        str(ROOT / "python"),
+        str(ROOT / "bench"),
+        str(ROOT / "tests"),
+        own.get("PYTHONPATH", ""),
+    ]
     tools = [str(Path(sys.executable).parent), own["PATH"], "/usr/local/cuda/bin"]
     own["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
     own["PATH"] = os.pathsep.join(tools)

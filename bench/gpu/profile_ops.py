@@ -14,9 +14,9 @@ from common import BF16, F32, gpu_backends, report
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from dct_bench import provenance
-from dct_bench.kernels import cases
-from dct_bench.kernels.cases import Case
+import provenance
+from microbench import cases
+from microbench.cases import Case
 
 NUMEL, ROWS, CALLS = 2**26, 65536, 4
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_bench import provenance
+import provenance
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
 

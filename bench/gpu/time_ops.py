@@ -1,6 +1,6 @@
 """Time every op beside a copy of the same bytes and beside peers; compare with the targets.
 
-Cases and timing are those of `dct-bench kernels`, the most important first. Up to a bucket of 25 MB
+Cases and timing are those of bench/kernels.py, the most important first. Up to a bucket of 25 MB
 every case is timed twice: called, and replayed from a CUDA graph. time.json is written after every
 case; times and targets are printed.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
 
-from dct_bench import provenance
-from dct_bench.kernels import cases
-from dct_bench.kernels import command as kernels
-from dct_bench.kernels.arguments import ROUNDS
-from dct_bench.kernels.cases import Case
-from dct_bench.kernels.report import COPY, COPY_KERNEL, HEADER, row
-from dct_bench.markdown import line
+import provenance
 from dct_kernels.row_layout import FORMATS
+from microbench import cases
+from microbench import command as kernels
+from microbench.arguments import ROUNDS
+from microbench.cases import Case
+from microbench.report import COPY, COPY_KERNEL, HEADER, row
+from tables import line
 
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (None, F32), (F32, BF16))  # and the dtype of values

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from dct_bench import cli
-from dct_dlrm import arguments
-from dct_dlrm.errors import UsageError
-from dct_dlrm.option_rules import flag
-from dct_dlrm.train import _folder, main
+import cli
+from dlrm import arguments
+from dlrm.errors import UsageError
+from dlrm.option_rules import flag
+from dlrm.train import _folder, main
 
 COUNT = "must be an integer >= 1, got"
 FRACTION = "must be a number in (0, 1), got"
@@ -56,8 +56,8 @@ def test_a_wrong_argument(capsys, argument, value, rule):
         main([f"{argument}={value}"])
     assert exit_info.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"dct-train: error: argument {argument}: {rule}")
-    assert said.endswith("; see dct-train --help-all\n") and said.count("\n") == 1
+    assert said.startswith(f"train_dlrm.py: error: argument {argument}: {rule}")
+    assert said.endswith("; see train_dlrm.py --help-all\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_nodes_are_of_equal_size_and_for_dct(capsys, monkeypatch):
 def test_a_missing_file(tmp_path, capsys):
     assert main(["--data", str(tmp_path / "none.tsv"), "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
-        f"dct-train: {tmp_path / 'none.tsv'} must be a file, got nothing\n"
+        f"train_dlrm.py: {tmp_path / 'none.tsv'} must be a file, got nothing\n"
     )
 
 

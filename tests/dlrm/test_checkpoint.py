@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dct_dlrm import arguments
-from dct_dlrm.checkpoint import MANIFEST, Checkpoints
-from dct_dlrm.errors import UsageError
-from dct_dlrm.experiment import _going_on
-from dct_dlrm.train import main
+from dlrm import arguments
+from dlrm.checkpoint import MANIFEST, Checkpoints
+from dlrm.errors import UsageError
+from dlrm.experiment import _going_on
+from dlrm.train import main
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps

@@ -1,5 +1,6 @@
 """How commands begin and end: help without the extra, results kept, one line where it fails."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,16 +8,18 @@ import subprocess
 import sys
 
 import pytest
-from programs import started
+from programs import ROOT, started
 
-from dct_bench import cli
-from dct_dlrm import arguments, train
-from dct_dlrm.command_line import EXTRA, exit_status, results_folder
-from dct_dlrm.errors import UsageError
+import cli
+import dct_kernels
+from dlrm import arguments
+from dlrm.command_line import EXTRA, exit_status, results_folder
+from dlrm.errors import UsageError
 
 # Commands as they run where only torch is installed, one after the other.
 BARE = """
 import contextlib, importlib, io, json, sys
+sys.path[:0] = {path!r}
 for name in {missing!r}:
     sys.modules[name] = None
 ended = []
@@ -24,25 +27,26 @@ for module, arguments in {commands!r}:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = importlib.import_module(module).main(arguments)
+            status = importlib.import_module(module).main(*arguments)
         except SystemExit as end:
             status = end.code
     ended.append((status, out.getvalue(), err.getvalue()))
 print(json.dumps(ended))
 """
-MODULES = {"dct-train": "dct_dlrm.train", "dct-bench": "dct_bench.cli"}
-MAINS = {"dct-train": train.main, "dct-bench": cli.main}
-RUNS = [("dct-train",), *(("dct-bench", name) for name in cli.COMMANDS)]
+# {program: (module, arguments of its main function before those of the command line)}
+PROGRAMS = {"train_dlrm.py": ("dlrm.train", [])}
+PROGRAMS |= {f"{name}.py": ("cli", [name]) for name in cli.FOLDERS}
+PATH = [str(ROOT / "bench"), str(ROOT / "examples")]
 QUICK = ["--rows", "2000", "--hash-size", "50", "--bottom", "16", "--top", "16", "--seeds", "50"]
 
 
 def _bare(*given):
-    """[(run, its exit status, what it printed, and on stderr)] of every command."""
-    commands = [(MODULES[command], [*sub, *given]) for command, *sub in RUNS]
-    program = BARE.format(missing=list(EXTRA), commands=commands)
+    """[(program, its exit status, what it printed, and on stderr)] of every program."""
+    commands = [(module, [*first, given]) for module, first in PROGRAMS.values()]
+    program = BARE.format(path=PATH, missing=list(EXTRA), commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
     ended = json.loads(done.stdout)
-    return [(" ".join(run), *end) for run, end in zip(RUNS, ended, strict=True)]
+    return [(name, *end) for name, end in zip(PROGRAMS, ended, strict=True)]
 
 
 def test_help_needs_torch_alone():
@@ -63,15 +67,16 @@ def test_a_run_without_the_extra_says_what_to_install():
 
 def test_another_missing_module_is_not_the_users_fault():
     with pytest.raises(ModuleNotFoundError):
-        exit_status("dct-train", lambda: __import__("no_such_module"))
+        exit_status("train_dlrm.py", lambda: __import__("no_such_module"))
 
 
-@pytest.mark.parametrize("command", MAINS)
-def test_version(command, capsys):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_version(name, capsys):
+    module, first = PROGRAMS[name]
     with pytest.raises(SystemExit) as exit_info:
-        MAINS[command](["--version"])
+        importlib.import_module(module).main(*first, ["--version"])
     assert exit_info.value.code == 0
-    assert capsys.readouterr().out.startswith(f"{command} 0.2.0 (torch ")
+    assert capsys.readouterr().out.startswith(f"{name} {dct_kernels.__version__} (torch ")
 
 
 def _folder(*arguments_):
@@ -123,19 +128,26 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, launcher, number):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-u", *(torchrun if launcher == "torchrun" else [])]
     environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command += ["-m", "dct_dlrm.train", *QUICK, "--modes", "dense", "--out", str(tmp_path)]
+    command += [
+        str(ROOT / "examples" / "train_dlrm.py"),
+        *QUICK,
+        "--modes",
+        "dense",
+        "--out",
+        str(tmp_path),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, env=environment, **pipes) as process:
         while not (said := process.stdout.readline()).startswith("dense seed 1"):
             assert said, process.stderr.read()
         os.killpg(process.pid, number)
         _, errors = process.communicate(timeout=120)
-    line = f"dct-train: interrupted: finished runs are in {tmp_path}\n"
+    line = f"train_dlrm.py: interrupted: finished runs are in {tmp_path}\n"
     if launcher == "local":
         assert (process.returncode, errors) == (130, line)
     else:  # torchrun has words of its own
         assert errors.count(line) == 1
-        assert "dct_dlrm" not in errors.partition(line)[2]
+        assert "dlrm" not in errors.partition(line)[2]
     (runs,) = json.loads((tmp_path / "summary.json").read_text())["modes"].values()
     assert [run["seed"] for run in runs[:2]] == [0, 1] and len(runs) < 50
     assert not list(tmp_path.glob("*.part"))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from criteo_lines import INTS, line
-from dct_dlrm.data import criteo, synthetic
-from dct_dlrm.data.features import CARDINALITIES, Rows, table_rows
-from dct_dlrm.errors import UsageError
+from dlrm.data import criteo, synthetic
+from dlrm.data.features import CARDINALITIES, Rows, table_rows
+from dlrm.errors import UsageError
 
 ROWS = table_rows(100)
 

@@ -1,4 +1,4 @@
-"""dct-train --parallel des: the data-parallel training with other traffic; LR, FM, DeepFM, DLRM."""
+"""train_dlrm.py --parallel des: data-parallel training with other traffic; LR, FM, DeepFM, DLRM."""
 
 import json
 import random
@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dct_dlrm import arguments, loop
-from dct_dlrm.data import dataset
-from dct_dlrm.data.features import EMPTY, MISSING, name_values
-from dct_dlrm.launch import launch
-from dct_dlrm.train import main
+from dlrm import arguments, loop
+from dlrm.data import dataset
+from dlrm.data.features import EMPTY, MISSING, name_values
+from dlrm.launch import launch
+from dlrm.train import main
 
 BATCH, DIM, TABLES = 64, 8, 26
 PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
@@ -118,7 +118,7 @@ def test_too_few_rows_for_those_that_appear(tmp_path, capsys):
     said = capsys.readouterr().err
     op = "dct::EquivalentSubstitution"
     rule = f"{op}: capacity must be at least the number of features seen, got 300 for "
-    assert said.startswith(f"dct-train: --dynamic-rows must be enough for a rank: {rule}")
+    assert said.startswith(f"train_dlrm.py: --dynamic-rows must be enough for a rank: {rule}")
     assert said.count("\n") == 1
 
 

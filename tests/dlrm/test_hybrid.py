@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_dlrm import arguments, loop
-from dct_dlrm.data import dataset
-from dct_dlrm.launch import launch
-from dct_dlrm.models.dlrm import DLRM
-from dct_dlrm.models.row_exchange import EXCHANGES, rows_in
-from dct_dlrm.models.sharded import ShardedDLRM
-from dct_dlrm.parallel import describe
 from dct_embeddings import Shard, plan_shards
 from dct_parallel import RowFormat
+from dlrm import arguments, loop
+from dlrm.data import dataset
+from dlrm.launch import launch
+from dlrm.models.dlrm import DLRM
+from dlrm.models.row_exchange import EXCHANGES, rows_in
+from dlrm.models.sharded import ShardedDLRM
+from dlrm.parallel import describe
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32"]

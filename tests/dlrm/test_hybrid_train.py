@@ -1,4 +1,4 @@
-"""dct-train --parallel hybrid end to end: bytes of every purpose by formula, learning rates."""
+"""train_dlrm.py --parallel hybrid end to end: bytes of every purpose by formula, learning rates."""
 
 import dataclasses
 import io
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dct_dlrm import arguments, loop, report
-from dct_dlrm.data import dataset
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.launch import launch
-from dct_dlrm.models.dlrm import DLRM
-from dct_dlrm.train import main
+from dlrm import arguments, loop, report
+from dlrm.data import dataset
+from dlrm.data.features import table_rows
+from dlrm.launch import launch
+from dlrm.models.dlrm import DLRM
+from dlrm.train import main
 
 RANKS, BATCH, DIM, K = 2, 64, 8, 2  # density 0.25 of 8
 COUNTS = 40  # to the other rank: how many ids, in bags of what length; what must be the same

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from programs import started
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_dlrm.launch import WorkerError, launch
 from dct_parallel import DCTState, dct_hook
+from dlrm.launch import WorkerError, launch
 
 
 def _sum_of_ranks(path, threads):
@@ -79,8 +79,8 @@ def work(): pass
 """
 PROGRAM = """
 import sys, work
-from dct_dlrm.command_line import exit_status
-from dct_dlrm.launch import launch
+from dlrm.command_line import exit_status
+from dlrm.launch import launch
 sys.exit(exit_status("program", lambda: launch(work.work, 2)))
 """
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from criteo_lines import line
-from dct_dlrm import arguments, loop
-from dct_dlrm.data import dataset
-from dct_dlrm.errors import UsageError
-from dct_dlrm.launch import WorkerError, launch
-from dct_dlrm.modes import MODES
+from dlrm import arguments, loop
+from dlrm.data import dataset
+from dlrm.errors import UsageError
+from dlrm.launch import WorkerError, launch
+from dlrm.modes import MODES
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32"]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.models.dlrm import DLRM
+from dlrm.data.features import table_rows
+from dlrm.models.dlrm import DLRM
 
 
 def test_parameters_of_the_kaggle_setup():

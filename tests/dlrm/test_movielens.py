@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dct_dlrm.data import movielens
-from dct_dlrm.data.features import Rows
-from dct_dlrm.errors import UsageError
+from dlrm.data import movielens
+from dlrm.data.features import Rows
+from dlrm.errors import UsageError
 
 # user, item, rating, time; not in the order of time
 LINES = ["7 3 5 30", "7 4 2 10", "7 5 4 20", "2 3 4 25", "7 6 1 40", "2 9 5 50"]

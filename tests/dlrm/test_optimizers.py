@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_dlrm import arguments, loop
-from dct_dlrm.data import dataset
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.models.dlrm import DLRM
+from dlrm import arguments, loop
+from dlrm.data import dataset
+from dlrm.data.features import table_rows
+from dlrm.models.dlrm import DLRM
 
 SMALL = ["--rows", "600", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
 SMALL += ["--bottom", "8", "--top", "32", "--lr", "0.003", "--embedding-lr", "0.1"]

@@ -6,8 +6,8 @@ import shlex
 import pytest
 from programs import ROOT
 
-from dct_dlrm import arguments
-from dct_dlrm.option_rules import RULES, flag
+from dlrm import arguments
+from dlrm.option_rules import RULES, flag
 
 SCALED = "momentum_scaled_rowwise_adagrad"
 MP = "must come with --parallel hybrid or 2d, got"
@@ -69,7 +69,7 @@ def test_what_would_be_ignored_is_refused(capsys, given, text):
     with pytest.raises(SystemExit) as exit_info:
         arguments.parse(given.split())
     assert exit_info.value.code == 2
-    assert f"dct-train: error: {text}" in capsys.readouterr().err
+    assert f"train_dlrm.py: error: {text}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_values_are_those_given_or_the_defaults():
 
 
 def _commands():
-    """Every command line of dct-train in the documentation, and in its own help."""
+    """Every command line of train_dlrm.py in the documentation, and in its own help."""
     texts = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
     for text in [*texts, arguments.EPILOG, arguments.EPILOG_OF_MOST]:
         lines = text.replace("\\\n", " ").splitlines()
         for line in lines:
-            found = re.match(r"\s*(?:dct-train|.* -m dct_dlrm\.train)( .*)?$", line)
+            found = re.match(r"\s*(?:torchrun .* |python )examples/train_dlrm\.py( .*)?$", line)
             if found:
                 yield " ".join(shlex.split(found[1] or "", comments=True))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dct_dlrm import report
-from dct_dlrm.loop import Run
+from dlrm import report
+from dlrm.loop import Run
 
 RUN = Run(0, 0.7, 0.5, None, *4 * [np.ones(300)], "", [], {}, {})
 

@@ -12,11 +12,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from programs import ROOT
 
-from dct_dlrm import arguments, files
-from dct_dlrm.checkpoint import MANIFEST
-from dct_dlrm.experiment import compare
-from dct_dlrm.launch import WorkerError, launch
+from dlrm import arguments, files
+from dlrm.checkpoint import MANIFEST
+from dlrm.experiment import compare
+from dlrm.launch import WorkerError, launch
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--embedding-dim", "8", "--top", "64"]
 SMALL += ["--epochs", "2", "--density", "0.05"]  # 18 steps
@@ -142,7 +143,15 @@ TORCHRUN += ["--max-restarts", "1000"]
 
 def _start(folder, launcher, *given):
     environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, *launcher, "-m", "dct_dlrm.train", *LARGE, *given, "--out", folder]
+    command = [
+        sys.executable,
+        *launcher,
+        ROOT / "examples" / "train_dlrm.py",
+        *LARGE,
+        *given,
+        "--out",
+        folder,
+    ]
     with open(folder.with_suffix(".log"), "a") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True

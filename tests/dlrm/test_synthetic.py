@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dct_dlrm.data import hashing, synthetic
-from dct_dlrm.data.dataset import _generate
-from dct_dlrm.data.features import CARDINALITIES, EMPTY, MISSING, table_rows
-from dct_dlrm.loop import score
+from dlrm.data import hashing, synthetic
+from dlrm.data.dataset import _generate
+from dlrm.data.features import CARDINALITIES, EMPTY, MISSING, table_rows
+from dlrm.loop import score
 
 N = 60_000
 GENERATOR = synthetic.Generator(3)

@@ -1,12 +1,12 @@
-"""dct-train --tensorboard: the event files, across a restart too; and without the package."""
+"""train_dlrm.py --tensorboard: the event files, across a restart too; and without the package."""
 
 import sys
 
 import pytest
 
-from dct_dlrm import tensorboard
-from dct_dlrm.progress import Step
-from dct_dlrm.train import main
+from dlrm import tensorboard
+from dlrm.progress import Step
+from dlrm.train import main
 
 SMALL = ["--rows", "3000", "--batch-size", "32", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64", "--density", "0.05", "--ranks", "1"]
@@ -66,5 +66,5 @@ def test_without_the_package(tmp_path, monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     assert main([*SMALL, "--tensorboard", "--out", str(tmp_path / "new")]) == 1
     said = capsys.readouterr().err
-    assert said == "dct-train: tensorboard is not installed: pip install tensorboard\n"
+    assert said == "train_dlrm.py: tensorboard is not installed: pip install tensorboard\n"
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""dct-train end to end, as a user starts it: every mode, results, bytes by formula, failures."""
+"""train_dlrm.py end to end, as a user starts it: modes, results, bytes by formula, failures."""
 
 import contextlib
 import gzip
@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from programs import TORCHRUN, run_as_torchrun
+from programs import ROOT, TORCHRUN, run_as_torchrun
 
 from criteo_lines import line
-from dct_dlrm.data import synthetic
-from dct_dlrm.data.features import table_rows
-from dct_dlrm.train import main
 from dct_kernels import payload_layout
+from dlrm.data import synthetic
+from dlrm.data.features import table_rows
+from dlrm.train import main
 
 SMALL = ["--hash-size", "50", "--embedding-dim", "4", "--bottom", "16", "--top", "64"]
 DENSITY = 0.02
-DCT_TRAIN = ["-m", "dct_dlrm.train"]
+TRAIN = [str(ROOT / "examples" / "train_dlrm.py")]
 
 
 def _start(*arguments, launcher=()):
     # As if in a terminal of their own: not under a torchrun that may have started the tests.
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, *launcher, *DCT_TRAIN, *map(str, arguments)]
+    command = [sys.executable, *launcher, *TRAIN, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
@@ -217,7 +217,7 @@ def test_a_damaged_file_ends_the_command(start, tmp_path):
     path.write_bytes(gzip.compress(bytes(100_000))[:-20])
     done = start("--data", path, "--out", tmp_path, *SMALL)
     assert done.returncode == 1
-    assert f"dct-train: {path} must be readable to its end, got:" in done.stderr
+    assert f"train_dlrm.py: {path} must be readable to its end, got:" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""dct-train --parallel 2d end to end: against one group, bytes, replicas, refusals."""
+"""train_dlrm.py --parallel 2d end to end: against one group, bytes, replicas, refusals."""
 
 import json
 import subprocess
@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from programs import ROOT
 
-from dct_dlrm import arguments, loop
-from dct_dlrm.data import dataset
-from dct_dlrm.launch import launch
-from dct_dlrm.train import main
+from dlrm import arguments, loop
+from dlrm.data import dataset
+from dlrm.launch import launch
+from dlrm.train import main
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64"]
@@ -75,7 +76,9 @@ def test_a_command_of_all_modes(tmp_path):
     command = [*SMALL, "--parallel", "2d", "--modes", "dense,bf16,dct", "--dedup", *ADAGRAD]
     command += ["--sync-density", "0.05", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "dct_dlrm.train", *command], capture_output=True, text=True
+        [sys.executable, ROOT / "examples" / "train_dlrm.py", *command],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     modes = json.loads((tmp_path / "summary.json").read_text())["modes"]

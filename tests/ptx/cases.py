@@ -1,4 +1,4 @@
-"""What is counted: the calls that `dct-bench kernels` and bench/gpu/check.py time, but smaller.
+"""What is counted: the calls that bench/kernels.py and bench/gpu/check.py time, but smaller.
 
 What they cost an element does not change with the size, beyond what a launch costs.
 """
@@ -29,7 +29,7 @@ class Case:
     """`run(ops, executor)` is what is counted."""
 
     op: str
-    detail: str  # in the words of dct-bench
+    detail: str  # in the words of bench/kernels.py
     elements: int  # of what is executed: it costs so much for each of them
     bytes: float  # that must move, for one
     run: Callable[[SimpleNamespace, Executor], object]

@@ -41,7 +41,7 @@ def runs(counted: Iterable[Cost]) -> list[dict[str, str]]:
 def keep(counted: Iterable[Cost]) -> Path:
     """Put them in place of those in bench/results; the file's path."""
     sys.path.insert(0, str(BENCH))
-    from reports import experiments
+    from pages import experiments
 
     (path,) = experiments.RESULTS.glob("*/kernels_counted.json")
     content = json.loads(path.read_text())

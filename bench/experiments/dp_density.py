@@ -1,0 +1,378 @@
+"""Where the density of DCT matters: losses of data-parallel training, by optimizer and method.
+
+    python -m experiments.dp_density --problems text-adamw --methods dense dct:1% --rates 1e-3,4e-3
+    python -m experiments.dp_density --problems clicks-sgd --steps 3000 --methods dense bf16 dct:1%
+    python -m experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
+
+Problems: text-... train a transformer (--width 96, --layers 3, 8 x 64 characters a rank) on the
+characters of --text, which is generated if it is not there; text-muon has Muon on the matrices of
+its layers and AdamW on the rest. clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a
+rank), generated or --data: with SGD, or with row-wise AdaGrad on its tables and Adam on its MLPs,
+where the rate is Adam's, and the tables' is --table-lr.
+
+Schedules: the rate of text-... rises over the first 50 steps. Then it falls to 0 along a cosine;
+stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is constant.
+
+Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
+D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
+range of the gradient, and compresses its mean once more. Entries are sent in bfloat16;
+dct-float32:D%: in float32; int8, int4 and ternary: every entry in so few bits.
+
+local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
+by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
+few bits. They take settings after commas: decay=B (of the residual), overlap=N (steps that ranks go
+on while an exchange runs), and spaced=rate (as many exchanges, further apart where the rate is
+lower). They, and those of gradients, also take transport=reduce_scatter. Beside them:
+postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with
+its top-k, 2-bit values and decay.
+
+The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
+formula.
+
+1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
+   is that of the lowest loss on the validation part.
+2. At its best rate it is trained for --steps from seeds 0, 1, 2, ... and scored on the test part.
+
+Each finished run is a file in --out, and is not repeated: a command that was interrupted goes on
+where it was, and methods, rates and seeds may be added. In the end it prints a report on all runs
+in --out, and writes it there: report.md, and plots of the test loss against steps, and of how far
+it ends over dense's against bytes.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib import color_sequences
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import nn
+
+from dct_embeddings import RowWiseAdagrad
+from dlrm.argument_types import count, positive, several
+from dlrm.command_line import Formatter, Parser
+
+from . import dp_local, dp_methods, dp_ranks, dp_tasks
+from .run_files import spread, with_error, write
+
+RATE_SEED, RATE_STEPS = 0, 600
+WARMUP_STEPS = 50  # of the text tasks' rate
+CURVE_EVERY = 20  # steps
+TEST_POINTS = 20  # of a run's curve of the test loss
+
+
+class Problem(NamedTuple):
+    """A task and its optimizer."""
+
+    task: str
+    optimizers: Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]
+    warmup: int
+    rates: tuple[float, ...]  # tried, unless others are asked for
+
+    def rate_at(self, schedule: str, step: int, steps: int) -> float:
+        """The part of the full rate that step number `step` of so many is taken with."""
+        return SCHEDULES[schedule](step / steps) * min(1, (step + 1) / max(1, self.warmup))
+
+
+# Of the part of the steps that is behind: the part of the full rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "wsd": lambda part: min(1, 5 * (1 - part)),
+    "constant": lambda part: 1,
+}
+
+
+def _one(make: Callable) -> Callable:
+    return lambda model, rate, table_rate: [make(model.parameters(), lr=rate)]
+
+
+def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
+    mlps = [*model.bottom.parameters(), *model.top.parameters()]
+    tables = RowWiseAdagrad(model.tables.parameters(), lr=table_rate)
+    return [tables, torch.optim.Adam(mlps, lr=rate, fused=True)]
+
+
+def _muon_and_adamw(model: nn.Module, rate: float, table_rate: float) -> list:
+    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+    muon = torch.optim.Muon(hidden, lr=rate, adjust_lr_fn="match_rms_adamw")
+    return [muon, _adamw(others, lr=rate)]
+
+
+_sgd = partial(torch.optim.SGD, fused=True)
+_adamw = partial(torch.optim.AdamW, fused=True)
+PROBLEMS = {
+    "text-adamw": Problem("text", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
+    "text-muon": Problem("text", _muon_and_adamw, WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
+    "text-sgd": Problem("text", _one(_sgd), WARMUP_STEPS, (0.5, 1.0)),
+    "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
+    "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
+    "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
+}
+
+
+class Run(NamedTuple):
+    problem: str
+    schedule: str
+    method: str
+    rate: float
+    seed: int
+    steps: int
+
+    def path(self, folder: Path) -> Path:
+        name = re.sub("[:,=]", "-", self.method).replace("%", "percent")
+        rate = f"lr{self.rate:g}_seed{self.seed}_{self.steps}steps"
+        return folder / f"{self.problem}_{self.schedule}_{name}_{rate}.json"
+
+
+def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
+    """The record of one run."""
+    start = time.process_time()
+    model = task.model(run.seed)
+    batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
+    make = dp_methods.method(run.method)
+    if dp_methods.is_local(make):
+        models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
+        updates = [stepper(own, run, options) for own in models]
+        spaced = make.keywords.pop("spaced", None)
+        averaging = make(models)
+        if spaced == "rate":
+            rate_at = partial(PROBLEMS[run.problem].rate_at, run.schedule, steps=run.steps)
+            rates = [rate_at(step) for step in range(run.steps)]
+            averaging.due = dp_local.equal_progress(rates, averaging.period)
+        steps = dp_local.train(models, task.loss, batches, averaging, updates, run.steps)
+    else:
+        update = stepper(model, run, options)
+        steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
+    curve, recent, tested = [], [], []
+    record = run._asdict() | {"ranks": options.ranks, "data": task.description}
+    record |= {"curve": curve, "test_curve": tested}
+    if options.batch is not None:
+        record["batch"] = options.batch
+    if run.problem == "clicks-adam":
+        record["table_lr"] = options.table_lr
+    for step, (loss, counts) in enumerate(steps, start=1):
+        if not math.isfinite(loss):
+            return record | {"diverged": step}
+        recent.append(loss)
+        if step % CURVE_EVERY == 0:
+            curve.append([step, counts.sent, round(statistics.mean(recent), 5)])
+            recent.clear()
+        if step * TEST_POINTS % run.steps < TEST_POINTS:
+            tested.append([step, task.score(model, "test")["loss"]])
+    record |= {part: task.score(model, part) for part in ("validation", "test")}
+    if counts.payloads:
+        record["overflow"] = counts.overflowed / counts.payloads
+    record |= {
+        "bytes_per_step": counts.sent / run.steps,
+        "cpu_seconds": time.process_time() - start,
+    }
+    return record
+
+
+def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable[[int], None]:
+    """A function of the step's number that takes a step of the weights by their gradients."""
+    problem = PROBLEMS[run.problem]
+    optimizers = problem.optimizers(model, run.rate, options.table_lr)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    full = [group["lr"] for group in groups]
+
+    def update(step: int) -> None:
+        for group, rate in zip(groups, full, strict=True):
+            group["lr"] = rate * problem.rate_at(run.schedule, step, run.steps)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return update
+
+
+def load(folder: Path) -> list[dict]:
+    """All runs in the folder."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))]
+
+
+def best_rate(records: Sequence[dict], problem: str, schedule: str, name: str) -> float | None:
+    """The only one, or that of the lowest validation loss at 600 steps, from seed 0."""
+    runs = [
+        record
+        for record in records
+        if (record["problem"], record["schedule"], record["method"]) == (problem, schedule, name)
+        and "diverged" not in record
+    ]
+    rates = {record["rate"] for record in runs}
+    if len(rates) == 1:
+        return rates.pop()
+    tried = {
+        record["rate"]: record["validation"]["loss"]
+        for record in runs
+        if (record["seed"], record["steps"]) == (RATE_SEED, RATE_STEPS)
+    }
+    return min(tried, key=tried.get, default=None)
+
+
+def work(options: argparse.Namespace) -> None:
+    """All runs that are asked for and not there yet."""
+
+    @cache
+    def task(name: str) -> dp_tasks.Task:
+        batch = {} if options.batch is None else {"batch": options.batch}
+        if name == "text":
+            return dp_tasks.TextTask(options.text, options.width, options.layers, **batch)
+        return dp_tasks.ClicksTask(options.data, options.rows, **batch)
+
+    def finish(run: Run) -> None:
+        path = run.path(options.out)
+        if path.exists():
+            return
+        record = train(run, task(PROBLEMS[run.problem].task), options)
+        write(path, record)
+        said = record.get("validation") or f"diverged in step {record['diverged']}"
+        print(f"{path.stem}: {said}", flush=True)
+
+    for problem, name in itertools.product(options.problems, options.methods):
+        rates = options.rates or PROBLEMS[problem].rates
+        for rate in rates if len(rates) > 1 else ():
+            finish(Run(problem, options.schedule, name, rate, RATE_SEED, RATE_STEPS))
+    for seed, problem, name in itertools.product(
+        range(options.seeds), options.problems, options.methods
+    ):
+        rates = options.rates or PROBLEMS[problem].rates
+        rate = rates[0]
+        if len(rates) > 1:
+            rate = best_rate(load(options.out), problem, options.schedule, name)
+        if rate is not None:
+            finish(Run(problem, options.schedule, name, rate, seed, options.steps))
+
+
+def best_runs(records: Sequence[dict]) -> dict[tuple[str, str, int], dict[str, list[dict]]]:
+    """{(problem, schedule, steps): {method: its runs at its best rate, by seed}}."""
+    found: dict = {}
+    for record in sorted(records, key=lambda record: record["seed"]):
+        problem, schedule, name = record["problem"], record["schedule"], record["method"]
+        rate = best_rate(records, problem, schedule, name)
+        if "diverged" not in record and record["rate"] == rate:
+            runs = found.setdefault((problem, schedule, record["steps"]), {})
+            runs.setdefault(name, []).append(record)
+    return found
+
+
+def tables(records: Sequence[dict]) -> str:
+    """Markdown: the test part's scores, mean ± standard deviation over seeds; differences of its
+    loss from dense's by seed, mean ± standard error, and the largest."""
+    lines = []
+    for (problem, schedule, steps), methods in best_runs(records).items():
+        dense = next((runs for name, runs in methods.items() if name == "dense"), None)
+        scores = next(iter(methods.values()))[0]["test"]
+        headings = ["method", *scores, "worst seed's loss", "loss over dense's, by seed", "at most"]
+        headings += ["overflow", "bytes a step", "fewer by"]
+        headings += ["rate", "rates tried", "seeds"]
+        lines += [f"**{problem}, {schedule}, {steps:,} steps**", ""]
+        lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+        for name, runs in sorted(methods.items(), key=lambda item: -item[1][0]["bytes_per_step"]):
+            over, most, fewer = "", "", ""
+            if dense is not None:
+                pairs = paired(runs, dense)
+                over, most = with_error(pairs), f"{max(pairs, default=math.nan):+.4f}"
+                fewer = f"{dense[0]['bytes_per_step'] / runs[0]['bytes_per_step']:.1f}x"
+            tried = sorted(
+                {
+                    record["rate"]
+                    for record in records
+                    if (record["problem"], record["schedule"], record["method"])
+                    == (problem, schedule, name)
+                }
+            )
+            cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
+            cells += [f"{max(run['test']['loss'] for run in runs):.4f}", over, most]
+            late = [run["overflow"] for run in runs if "overflow" in run]
+            cells.append(f"{statistics.mean(late):.1%}" if late else "")
+            cells += [f"{runs[0]['bytes_per_step']:,.0f}", fewer, f"{runs[0]['rate']:g}"]
+            cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs))]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def paired(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
+    """Differences of the test loss, seed by seed."""
+    by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
+    return [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]
+
+
+def plot(folder: Path, records: Sequence[dict]) -> None:
+    """The test loss against steps, and at the end over dense's against bytes: means over seeds."""
+    for (problem, schedule, steps), methods in best_runs(records).items():
+        figure = Figure(figsize=(13, 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        colors = color_sequences["tab20"]
+        for number, (name, runs) in enumerate(methods.items()):
+            curves = torch.tensor([run["test_curve"] for run in runs]).mean(0)
+            late = curves[len(curves) // 3 :]  # the rest is steep
+            style = {"color": colors[number % len(colors)], "label": name}
+            left.plot(late[:, 0], late[:, 1], linewidth=1, **style)
+            pairs = paired(runs, methods.get("dense", []))
+            if pairs:
+                error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0
+                sent = runs[0]["bytes_per_step"]
+                right.errorbar([sent], [statistics.mean(pairs)], [error], fmt="o", **style)
+        left.set(xlabel="step", ylabel="test loss")
+        right.set(xlabel="bytes a rank sends a step", ylabel="test loss over dense", xscale="log")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        seeds = {len(runs) for runs in methods.values()}
+        figure.suptitle(f"{problem}, {schedule}, {steps:,} steps; means of {max(seeds)} seeds")
+        figure.savefig(folder / f"{problem}-{schedule}-{steps}.png", dpi=110)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=Formatter)
+    add = parser.add_argument
+    add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="P")
+    add(
+        "--methods",
+        nargs="+",
+        type=dp_methods.named,
+        default=["dense", "bf16", "dct:1%"],
+        metavar="M",
+    )
+    add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
+    add("--schedule", choices=SCHEDULES, default="cosine")
+    add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
+    add("--steps", type=count, default=RATE_STEPS)
+    add("--seeds", type=count, default=3)
+    add("--ranks", type=count, default=2)
+    add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
+    add("--width", type=count, default=96, help="of the transformer; needs its own --out")
+    add("--layers", type=count, default=3, help="of the transformer; needs its own --out")
+    add("--text", type=Path, default=Path("runs/text.txt"), help="generated if it is not there")
+    add("--data", type=Path, metavar="FILE", help="rows of clicks in Criteo's layout")
+    add("--rows", type=count, default=1_000_000, help="of clicks to generate without --data")
+    add("--out", type=Path, default=Path("runs/dp_density"))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    work(options)
+    records = load(options.out)
+    report = tables(records)
+    (options.out / "report.md").write_text(report)
+    plot(options.out, records)
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The methods of dp_density.py, by their names."""
+
+import argparse
+import inspect
+import re
+from functools import partial
+
+import torch
+
+from dct_parallel.exchange import quantized
+
+from . import dp_local, dp_ranks
+
+# What a method's name has after its colon: D, a percentage, and xH, a number.
+METHODS: dict[str, tuple[str, partial]] = {
+    "dense": ("", partial(dp_ranks.Dense, dtype=torch.float32)),
+    "bf16": ("", partial(dp_ranks.Dense, dtype=torch.bfloat16)),
+    "powersgd": ("", partial(dp_ranks.PowerSGD)),
+    "topk": ("D%", partial(dp_ranks.TopK)),
+    "dct": ("D%", partial(dp_ranks.DCT)),
+    "dct-float32": ("D%", partial(dp_ranks.DCT, format="float32")),
+    "reduce_scatter": ("D%", partial(dp_ranks.DCT, transport="reduce_scatter")),
+    "local": ("D%xH", partial(dp_local.Local)),
+    "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
+    "postlocal": ("xH", partial(dp_local.Dense)),
+    "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),
+}
+for _format in quantized.FORMATS:
+    METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
+for _format in ("float32", *quantized.FORMATS):
+    METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, format=_format))
+SETTINGS = {
+    "decay": float,
+    "overlap": int,
+    "spaced": ("rate",),
+    "transport": ("reduce_scatter",),
+}
+
+
+def method(name: str) -> partial:
+    """What makes the exchange of gradients, or the averaging of weights, from its name."""
+    found = re.fullmatch(r"([\w-]+)(?::(?:([\d.]+)%)?(?:x(\d+))?)?((?:,\w+=[\w.]+)*)", name)
+    kind, percent, number, settings = found.groups() if found else (name, None, None, "")
+    has = "D%" * (percent is not None) + "xH" * (number is not None)
+    if kind not in METHODS or METHODS[kind][0] != has:
+        known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {name!r}")
+    made = METHODS[kind][1]
+    if percent is not None:
+        made = partial(made, density=float(percent) / 100)
+        if not 0 < made.keywords["density"] <= 1:
+            raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
+        if made.keywords.get("format") in quantized.FORMATS and float(percent) < 100:
+            raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
+    if number is not None:
+        if int(number) < 1:
+            raise argparse.ArgumentTypeError(f"must have an H from 1 up, got {name!r}")
+        made = partial(made, period=int(number))
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        read = SETTINGS.get(key)
+        takes = key in inspect.signature(made.func).parameters
+        takes |= key == "spaced" and is_local(made)
+        if not takes or not read or (isinstance(read, tuple) and value not in read):
+            rule = f"without settings, or with those it takes of {', '.join(SETTINGS)}"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
+        made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
+    return made
+
+
+def is_local(made: partial) -> bool:
+    return isinstance(made.func, type) and issubclass(made.func, dp_local.Averaging)
+
+
+def named(name: str) -> str:
+    """An argparse type: the name of a method."""
+    method(name)
+    return name

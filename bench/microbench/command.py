@@ -1,0 +1,183 @@
+"""bench/kernels.py: every op against a copy of its bytes, and against what people use instead."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+import provenance
+from dlrm.errors import UsageError
+from tables import line
+
+from . import cases, native
+from .arguments import settle
+from .cases import Case
+from .peers import EXACT
+from .report import COPY, COPY_KERNEL, HEADER, OURS, row
+from .timing import take_turns
+
+SLOW_ROUNDS, SLOW_SETS = 1, 3  # of eager and the peers, which are tens of times slower
+DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
+FIRST_LOOK_SECONDS = 1  # after which no further round of a case begins
+UNIT = "A copy of as many bytes, in the same run, has speed 1: the larger, the better.\n"
+EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
+
+
+def run(options: argparse.Namespace) -> int:
+    is_first_look = settle(options)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device must be cpu where there is no GPU, got cuda")
+    if options.graphs and options.device != "cuda":
+        raise UsageError("--graphs must come with --device cuda, got cpu")
+    if options.json:
+        _check_writable(options.json)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    start, results = time.monotonic(), []
+    print(_heading(options))
+    print(_about_first_look(options.device) if is_first_look else HEADER, flush=True)
+    for case in cases.first_look(options.device) if is_first_look else _progress(options):
+        if options.seconds and time.monotonic() - start > options.seconds:
+            print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
+            break
+        result = measure(case, options, is_first_look)
+        results.append(result)
+        print(sentence(result) if is_first_look else line(row(result)), flush=True)
+        if options.json:  # after every case: what was measured is kept, whatever comes
+            _write(options, results)
+    return 0
+
+
+def _progress(options: argparse.Namespace) -> Iterator[Case]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("sizes", total=len(options.sizes))
+        for numel in options.sizes:
+            made = cases.cases(
+                options.device,
+                options.ops,
+                numel,
+                options.density,
+                options.row_widths,
+                not options.no_peers,
+            )
+            for case in made:
+                progress.update(task, description=f"{case.op} {case.numel:,}")
+                yield case
+            progress.advance(task)
+
+
+def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False) -> dict:
+    """Times of everything that is compared, once it is found right.
+
+    Of a first look eager is timed only where it is alone, and there are fewer rounds where the
+    machine is slow.
+    """
+    backends = cases.backends(options.device)
+    _check(case, backends)
+    calls: dict[str, Callable] = copies(case, options.device)
+    for name, ops in backends.items():
+        if name != "eager" or not is_first_look or len(backends) == 1:
+            calls[name] = lambda i, ops=ops: case.run(ops, i)
+    calls |= {name: peer.run for name, peer in case.peers.items()}
+    slow = {"eager", *case.peers} - {"bf16 cast", "cub::DeviceSelect", "rtopk", "FBGEMM"}
+    rounds = {name: SLOW_ROUNDS if name in slow else options.rounds for name in calls}
+    sets = {name: min(SLOW_SETS, case.sets) if name in slow else case.sets for name in calls}
+    fast = [name for name in (*backends, COPY) if name != "eager"] if options.graphs else []
+    seconds = FIRST_LOOK_SECONDS if is_first_look else math.inf
+    timing = take_turns(calls, case.reset, sets, rounds, options.device, fast, seconds)
+    return {
+        "op": case.op,
+        "case": case.detail,
+        "numel": case.numel,
+        "density": case.density,
+        "bytes": case.nbytes,
+        "ms": timing,
+    }
+
+
+def _check(case: Case, backends: dict) -> None:
+    expected = None
+    for name, ops in backends.items():
+        got = results(case, ops)
+        expected = expected or got
+        for ours, theirs in zip(got, expected, strict=True):
+            if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+                raise SystemExit(f"{case.op} ({case.detail}): {name} differs from eager, not timed")
+    for name, peer in case.peers.items():
+        case.reset(0)
+        try:
+            peer.check(0)
+        except ValueError as error:
+            raise SystemExit(f"{case.op} ({case.detail}): {name} is wrong: {error}") from None
+
+
+def results(case: Case, ops) -> list[Tensor]:
+    """Of a call on the first set of buffers, as it was made."""
+    case.reset(0)
+    return [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
+
+
+def copies(case: Case, device: str) -> dict[str, Callable]:
+    """Of as many bytes: torch's, and on a GPU a kernel of our own."""
+    nbytes = max(case.nbytes // 2 // 16 * 16, 16)
+    source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
+    target = [torch.empty_like(tensor) for tensor in source]
+    copies = {COPY: lambda i: target[i].copy_(source[i])}
+    if case.allocates and device == "cpu":
+        copies = {COPY: lambda i: source[i].clone()}
+    if native.missing() is None and device == "cuda":
+        copies[COPY_KERNEL] = lambda i: native.copy(target[i], source[i])
+    return copies
+
+
+def sentence(result: dict) -> str:
+    """How fast our best backend is, beside exact top-k where it was timed, and beside a copy."""
+    ms = {name: times["median"] for name, times in result["ms"].items()}
+    ours = ms[next(name for name in OURS if name in ms)]
+    said = [f"{ms[name] / ours:.3g}x as fast as exact top-k" for name in EXACT if name in ms]
+    said.append(f"{ms[COPY] / ours:.2g} of a copy")
+    of = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
+    return f"{of}: {', '.join(said)}."
+
+
+def _about_first_look(device: str) -> str:
+    return UNIT if len(cases.backends(device)) > 1 else f"{EAGER_ALONE}\n{UNIT}"
+
+
+def _heading(options: argparse.Namespace) -> str:
+    about = provenance.describe()
+    where = (
+        about["gpu"] if options.device == "cuda" else f"{about['cpu']}, threads: {options.threads}"
+    )
+    lines = [f"torch {about['torch']}, {where}, load {about['load_average']:.1f}\n"]
+    if options.device == "cuda" and native.missing() is not None:
+        lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
+    return "\n".join(lines)
+
+
+def _check_writable(path: Path) -> None:
+    """Say so before anything is measured, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--json must be a file that can be written, got {error}") from None
+
+
+def _write(options: argparse.Namespace, results: list[dict]) -> None:
+    content = {
+        "torch": torch.__version__,
+        "device": options.device,
+        "threads": options.threads,
+        "provenance": provenance.describe(),
+        "results": results,
+    }
+    options.json.write_text(json.dumps(content, indent=1))

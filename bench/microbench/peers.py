@@ -1,0 +1,168 @@
+"""What people use instead, in compact versions of our own, each checked before it is timed.
+
+A compaction takes residual and gradient, moves the entries it chooses out of the residual and
+returns (values, indices): with error feedback, as mask_pack does. A row selection returns each
+row's k entries of largest magnitude.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topk import take, take_largest
+
+from . import native
+
+EXACT = ("topk", "torch.topk")  # of mask_pack, of row_pack
+
+
+@dataclass
+class Peer:
+    """`run(i)` on buffer set i; `check(i)` runs it and raises ValueError if it is wrong."""
+
+    run: Callable[[int], object]
+    check: Callable[[int], None]
+
+
+def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k."""
+    residual += grad
+    return take_largest(residual, k)
+
+
+def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """k entries drawn with replacement, doubles sent as zeros."""
+    residual += grad
+    index = torch.randint(residual.numel(), (k,), device=residual.device).unique()
+    return take(residual, index)
+
+
+def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Deep Gradient Compression's sampled top-k with its adaptation loop.
+
+    After github.com/synxlin/deep-gradient-compression, dgc/compression.py, without its momentum
+    correction: a strided sample of 1 %, its top-k's smallest as threshold; up to 10 rounds lower it
+    by 0.8 while fewer than 0.8 k entries pass, and a second top-k, of what passes, follows where
+    more than 1.3 k do. Every round reads the tensor and asks the host.
+    """
+    residual += grad
+    importance = residual.abs()
+    numel = residual.numel()
+    sample_size = max(math.ceil(numel * 0.01), min(numel, 1000))
+    stride = max(math.ceil(numel / sample_size / 32) * 32 + 1, 1) if numel > sample_size else 1
+    start = int(torch.randint(stride, (1,)))
+    samples = importance[start::stride]
+    sample_k = max(math.ceil(k / numel * samples.numel()), 1)
+    threshold = torch.topk(samples, sample_k, sorted=False).values.min()
+    index = (importance >= threshold).nonzero().flatten()
+    for _ in range(10):
+        if index.numel() >= 0.8 * k:
+            break
+        threshold = threshold * 0.8
+        index = (importance >= threshold).nonzero().flatten()
+    if index.numel() > 1.3 * k:
+        index = index[torch.topk(importance[index], k, sorted=False).indices]
+    return take(residual, index)
+
+
+def compaction(
+    residual: list[Tensor], grad: list[Tensor], tau: Tensor, density: float
+) -> dict[str, Peer]:
+    """Peers of mask_pack on these buffers."""
+    k = max(1, round(density * residual[0].numel()))
+    peers = {
+        name: _compaction(lambda i, f=function: f(residual[i], grad[i], k), residual, grad)
+        for name, function in (("topk", topk), ("dgc", dgc), ("random-k", random_k))
+    }
+    peers["bf16 cast"] = Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)
+    if residual[0].is_cuda and native.missing() is None and residual[0].numel() % 4 == 0:
+        select = native.Select(residual[0].numel(), 2 * k + 1024)
+
+        def run(i: int) -> tuple[Tensor, Tensor]:
+            select(residual[i], grad[i], tau)
+            return select.values, select.indices
+
+        def run_and_cut(i: int) -> tuple[Tensor, Tensor]:
+            values, indices = run(i)
+            return values[: select.count], indices[: select.count].long()
+
+        peers["cub::DeviceSelect"] = Peer(run, _compaction(run_and_cut, residual, grad).check)
+    return peers
+
+
+def row_selection(x: list[Tensor], k: int) -> dict[str, Peer]:
+    """Peers of row_pack on these rows."""
+
+    def torch_topk(i: int) -> tuple[Tensor, Tensor]:
+        columns = torch.topk(x[i].abs(), k, dim=1, sorted=False).indices
+        return x[i].gather(1, columns), columns
+
+    peers = {"torch.topk": _selection(torch_topk, x, k)}
+    if x[0].is_cuda and native.missing() is None and x[0].shape[1] <= 4096:
+        peers["rtopk"] = _selection(lambda i: native.rtopk(x[i], k), x, k)
+    return peers
+
+
+# FBGEMM's rows of 8 and 4 bits, as torch has them; TorchRec quantizes with the same functions. A
+# row's offset stands beside its scale: 8 bytes of float32, or 4 of float16. {format: steps}
+_FBGEMM = {"int8": ("byte", 255), "int4": ("4bit", 15)}
+
+
+def row_quantization(x: list[Tensor], format: str) -> dict[str, Peer]:
+    """Peers of row_quantize on these rows."""
+    if x[0].is_cuda or format not in _FBGEMM:
+        return {}
+    pack, unpack, steps = _fbgemm(format)
+
+    def check(i: int) -> None:
+        step = (x[i].amax(1, keepdim=True) - x[i].amin(1, keepdim=True)) / steps
+        if ((unpack(pack(x[i])) - x[i]).abs() > 0.6 * step).any():
+            raise ValueError("an entry is more than half a step off")
+
+    return {"FBGEMM": Peer(lambda i: pack(x[i]), check)}
+
+
+def row_dequantization(x: list[Tensor], format: str) -> dict[str, Peer]:
+    """Peers of row_dequantize on rows that these are quantized to."""
+    if x[0].is_cuda or format not in _FBGEMM:
+        return {}
+    pack, unpack, _ = _fbgemm(format)
+    rows = [pack(tensor) for tensor in x]
+    return {"FBGEMM": Peer(lambda i: unpack(rows[i]), row_quantization(x, format)["FBGEMM"].check)}
+
+
+def _fbgemm(format: str) -> tuple[Callable, Callable, int]:
+    bits, steps = _FBGEMM[format]
+    ops = torch.ops.quantized
+    names = (f"embedding_bag_{bits}_{way}" for way in ("prepack", "unpack"))
+    return *(getattr(ops, name) for name in names), steps
+
+
+def _compaction(run: Callable, residual: list[Tensor], grad: list[Tensor]) -> Peer:
+    def check(i: int) -> None:
+        accumulated = residual[i] + grad[i]
+        values, index = run(i)
+        if index.numel() == 0 or index.unique().numel() != index.numel():
+            raise ValueError("an entry is taken twice, or none is")
+        rebuilt = residual[i].clone()
+        rebuilt[index] += values
+        if not torch.equal(rebuilt, accumulated):
+            raise ValueError("what is taken and what is left are not what was there")
+
+    return Peer(run, check)
+
+
+def _selection(run: Callable, x: list[Tensor], k: int) -> Peer:
+    def check(i: int) -> None:
+        values, columns = run(i)
+        expected = torch.topk(x[i].abs(), k, dim=1).values
+        got = values.abs().sort(1, descending=True).values
+        if not torch.equal(got, expected):
+            raise ValueError("these are not the k largest")
+        if not torch.equal(x[i].gather(1, columns.long()), values):
+            raise ValueError("values and columns do not belong together")
+
+    return Peer(run, check)

@@ -1,0 +1,79 @@
+"""Tables of bench/kernels.py, in Markdown: times beside a copy of the bytes that must move."""
+
+import re
+from collections.abc import Sequence
+
+from tables import header, number, table
+
+COPY, COPY_KERNEL = "copy", "copy kernel"
+OURS = ("cuda", "triton", "cpp", "eager")  # the first that was measured is the one to judge
+NOTE = (
+    "*Of copy*: the time of a copy of the bytes that must move, in the same run, over the time of "
+    "the op; the higher, the better. Peers: how many times longer they take. A time is a median, "
+    "with 20 to 80 %."
+)
+HEADINGS = ("op", "case", "kept", "elements", "MB", "ms", "of copy", "Triton, of copy", "eager")
+HEADINGS += ("peers",)
+HEADER = header(HEADINGS)
+
+
+def accepts(run: dict) -> bool:
+    return {"op", "case", "ms"} <= run.keys()
+
+
+def row(run: dict) -> list[str]:
+    """Of one case, under HEADINGS."""
+    ms, own = run["ms"], _own(run)
+    longer = {name: _times(ms[name]["median"] / ms[own]["median"]) for name in ms}
+    peers = [name for name in ms if name not in {COPY, COPY_KERNEL, *OURS}]
+    return [
+        *(f"`{run['op']}`", _case(run), _kept(run), number(run["numel"])),
+        f"{run['bytes'] / 1e6:,.1f}",
+        f"{ms[own]['median']:.3g} ({ms[own]['q20']:.3g}-{ms[own]['q80']:.3g})",
+        _of_copy(run, own),
+        _of_copy(run, "triton") if "triton" in ms and own != "triton" else "",
+        longer.get("eager", ""),
+        ", ".join(f"{name} {longer[name]}" for name in peers),
+    ]
+
+
+def render(runs: Sequence[dict]) -> str:
+    """Every op and case at the largest size that it was measured at, and over sizes."""
+    runs = [run for run in runs if not run.get("graphs")]
+    sizes = sorted({run["numel"] for run in runs})
+    cases: dict[tuple, dict[int, dict]] = {}
+    for run in runs:
+        case = (f"`{run['op']}`", _case(run), _kept(run))
+        cases.setdefault(case, {})[run["numel"]] = run
+    found = [table(HEADINGS, [row(of_size[max(of_size)]) for of_size in cases.values()])]
+    rows = [
+        [*case, *(_of_copy(of_size[n], _own(of_size[n])) if n in of_size else "" for n in sizes)]
+        for case, of_size in cases.items()
+        if len(of_size) > 1
+    ]
+    if rows:
+        headings = ["of copy, elements", "case", "kept", *map(number, sizes)]
+        found.append(table(headings, rows))
+    return "\n\n".join(found)
+
+
+def _own(run: dict) -> str:
+    return next(name for name in OURS if name in run["ms"])
+
+
+def _of_copy(run: dict, name: str) -> str:
+    return f"{100 * run['ms'][COPY]['median'] / run['ms'][name]['median']:.0f} %"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+
+
+def _case(run: dict) -> str:
+    """Without the number of rows or of samples that `numel` says."""
+    case = re.sub(r"^\d{6,} samples, ", "", run["case"])
+    return re.sub(r"^\[\d+, (\d+)\]", r"[B, \1]", case)
+
+
+def _kept(run: dict) -> str:
+    return "" if run["density"] is None else f"{100 * run['density']:g} %"

@@ -1,0 +1,247 @@
+"""Tables of figures from results, for blocks in other pages (blocks.py): small, a few columns."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan
+from network import report as links
+from tables import difference, mean, number, plain, table, times
+
+from . import trained
+from .experiments import Experiment
+
+Experiments = Mapping[str, Experiment]
+FIGURES: dict[str, tuple[Callable[[Experiments], str], tuple[str, ...]]] = {}
+
+
+def figure(*sources: str) -> Callable:
+    """Of a function of all experiments that makes a table: the pages that it is from."""
+
+    def add(make: Callable[[Experiments], str]) -> Callable:
+        FIGURES[make.__name__.replace("_", "-")] = make, sources
+        return make
+
+    return add
+
+
+@figure("link_one_threshold")
+def headline(experiments: Experiments) -> str:
+    """Bytes and time of a step over a slow link."""
+    (run,) = experiments["link_one_threshold"].runs
+    rows = []
+    for cell in run["cells"]:
+        name, ms = links.label(run, cell["mode"]), f"{cell['step_ms'][1]:.1f}"
+        if cell["mode"] == "dct":
+            name, ms = f"**{name}**", f"**{ms}**"
+        rows.append([name, number(cell["payload_bytes"]), _fewer(run, cell["mode"]), ms])
+    return table(["exchange", "bytes per step", "fewer by", "ms per step at 100 Mbit/s"], rows)
+
+
+def _fewer(run: dict, mode: str) -> str:
+    sent = {cell["mode"]: cell["payload_bytes"] for cell in run["cells"]}
+    return times(sent["dense"] / sent[mode]) if mode != "dense" else ""
+
+
+@figure("link_one_threshold", "thresholds", "value_formats", "text_3000", "mp_formats")
+def methods(experiments: Experiments) -> str:
+    """What to use, in one table."""
+    (run,) = experiments["link_one_threshold"].runs
+    criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
+    text, longer = cosine(experiments), cosine(experiments, 3000)
+    kaggle, generated = row_runs(experiments)
+    fewest, most = (
+        trained.factor(of["int4,int4+dedup"], of["float32"]) for of in (kaggle, generated)
+    )
+    aucs = trained.over(kaggle["int4,int4+dedup"], kaggle["float32"], "auc")
+    local = "local-ternary:100%x10"
+
+    def over_both(name: str) -> str:
+        return f"{_over(text, name)} after 600 steps, {_over(longer, name)} after 3,000"
+
+    rows = [
+        [
+            "SGD, a click model",
+            HOOK,
+            _fewer(run, "dct"),
+            f"{_over(criteo, 'dct:0.5%')} of log loss",
+        ],
+        ["Adam(W), a rate that decays", INT4, _times(text, "int4"), over_both("int4")],
+        ["the same, with fewer bytes", TERNARY, _times(text, local), over_both(local)],
+        ["embedding rows between ranks", ROWS, f"{fewest} to {most}", f"{difference(aucs)} of AUC"],
+    ]
+    guides = ("ddp", "transformers", "transformers", "rows")
+    for row, page in zip(rows, guides, strict=True):
+        row.append(f"[{page}](docs/guide/{page}.md)")
+    headings = ["you train with", "use", "fewer bytes than float32", "loss over float32's", "page"]
+    return table(headings, rows)
+
+
+HOOK = "`DCTState(ddp, density=0.005)`"
+INT4 = '`DCTState(ddp, format="int4")`'
+TERNARY = "`DCTAverager(model, period=10)`"
+ROWS = '`all_to_all_rows(x, splits, format="int4")`, distinct rows'
+
+
+def _over(methods: dict[str, list[dict]], name: str) -> str:
+    return difference(trained.over(methods[name], trained.baseline(methods)))
+
+
+def _times(methods: dict[str, list[dict]], name: str) -> str:
+    return trained.factor(methods[name], trained.baseline(methods))
+
+
+def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[dict]]:
+    of_problem = [run for run in runs if trained.problem(run) == problem]
+    return trained.best([run for run in of_problem if run["steps"] == steps], of_problem)
+
+
+COSINE = "text-adamw-cosine"
+TEXT = ("value_formats", "text_3000")
+
+
+def cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
+    """The transformer's methods under AdamW and cosine after so many steps."""
+    # The dense runs stand beside others more than once.
+    runs = [run for name in reversed(TEXT) for run in reversed(experiments[name].runs)]
+    once = {(r["method"], r["rate"], r["seed"], r["steps"], trained.problem(r)): r for r in runs}
+    return _methods(list(reversed(once.values())), COSINE, steps)
+
+
+@figure(*TEXT)
+def transformers(experiments: Experiments) -> str:
+    """What to use for so many bytes."""
+    text, longer = cosine(experiments), cosine(experiments, 3000)
+    rows = []
+    for use, name in (
+        ("DDP with torch's `bf16_compress_hook`", "bf16"),
+        (f"{INT4} and `dct_hook`", "int4"),
+        (TERNARY.replace("10", "2"), "local-ternary:100%x2"),
+        (TERNARY, "local-ternary:100%x10"),
+        ("the same with `period=30`", "local-ternary:100%x30"),
+        ("the same with `period=50`", "local-ternary:100%x50"),
+    ):
+        over = [_over(runs, name) if name in runs else "" for runs in (text, longer)]
+        rows.append([_times(text, name), use, *over])
+    return table(["fewer bytes by", "use", "loss, 600 steps", "loss, 3,000 steps"], rows)
+
+
+@figure("thresholds")
+def click_models(experiments: Experiments) -> str:
+    """DLRM, by optimizer and density; bytes once the hook's first steps are over."""
+    rows = []
+    for optimizer, part, task, percents in (
+        ("SGD", "criteo", "Criteo rows, 270 steps", ("0.5", "0.1")),
+        ("row-wise AdaGrad on tables, Adam on MLPs", "adam", "generated rows, 600 steps", ("0.5",)),
+    ):
+        methods = trained.best(experiments["thresholds"].of_part(part))
+        for percent in percents:
+            own = methods[f"dct:{percent}%"]
+            row = [optimizer, f"{percent} %", trained.steady(own, methods["dense"])]
+            losses = trained.over(own, methods["dense"])
+            row += [difference(losses), f"{max(losses):+.4f}"]
+            rows.append([*row, f"{task}, {len(own)} seeds"])
+    headings = ["optimizer", "density", "fewer bytes by", "log loss over float32's", "at most"]
+    return table([*headings, "measured on"], rows)
+
+
+def row_runs(experiments: Experiments) -> tuple[dict, dict]:
+    """{exchange: runs} on Kaggle's rows, and on generated ones."""
+    of_part = experiments["mp_formats"].of_part
+    return trained.best(of_part("kaggle")), trained.best(of_part("generated"))
+
+
+@figure("mp_formats")
+def rows(experiments: Experiments) -> str:
+    """Rows of a hybrid DLRM, on Kaggle's rows and on generated ones."""
+    found = []
+    for name, option in (
+        ("int4,int4+dedup", "--row-format int4 --dedup"),
+        ("int4,ternary+dedup", "--row-format int4,ternary --dedup"),
+        ("int4,sign+dedup", "--row-format int4,sign --dedup"),
+        ("7.5%+dedup", "--row-density 0.075 --dedup"),
+    ):
+        row = [f"`{option}`"]
+        for methods in row_runs(experiments):
+            if not (own := methods.get(name)):
+                row += ["", ""]
+                continue
+            dense = methods["float32"]
+            rate = own[0]["rate"] / dense[0]["rate"]
+            said = f", at {rate:g} times its rate" if rate != 1 else ""
+            row.append(f"{trained.factor(own, dense)} ({trained.of_distinct(own)})")
+            row.append(difference(trained.over(own, dense, "auc")) + said)
+        found.append(row)
+    headings = ["`train_dlrm.py --parallel hybrid` and", "fewer bytes by, Kaggle rows"]
+    headings += ["AUC over float32's", "generated rows", "AUC over float32's"]
+    return table(headings, found)
+
+
+@figure("torchrec_dlrm")
+def torchrec(experiments: Experiments) -> str:
+    """Codecs and the hook in TorchRec's DLRM."""
+    found = trained.best(experiments["torchrec_dlrm"].of_part("quality"))
+    dense = found["float32"]
+    rows = []
+    by_bytes = sorted(found.items(), key=lambda item: ("hook" in item[0], -trained.sent(item[1])))
+    for name, runs in by_bytes:
+        row = [trained.label(name) if name != "float32" else "no codec", number(trained.sent(runs))]
+        row += [trained.factor(runs, dense), mean([run["test"]["auc"] for run in runs])]
+        row.append("" if runs is dense else difference(trained.over(runs, dense, "auc")))
+        rows.append(row)
+    return table(["rows", "bytes of rows", "fewer by", "AUC", "over float32's"], rows)
+
+
+@figure("des_bytes")
+def substitution(experiments: Experiments) -> str:
+    """Bytes of DES beside a parameter server's, 256 samples a rank."""
+    rows = []
+    for run in experiments["des_bytes"].runs:
+        if run["batch a rank"] == "256":
+            saved, once = run["saved by DES"].rstrip(")").split(" (")
+            rows.append([run["model"], run["ids a sample"], saved, once])
+    return table(["model", "ids per sample", "saved by DES", "against distinct rows once"], rows)
+
+
+@figure("pipeline_lm")
+def pipeline(experiments: Experiments) -> str:
+    """A cut of a transformer, 1,000 steps."""
+    shown = ("all, dense", "every entry, `int4`", "25 %", "10 %")
+    runs = {run["of a row crosses"]: run for run in experiments["pipeline_lm"].of_part("1000")}
+    keys = ("fewer bytes by", "held-out loss, 1,000 steps")
+    rows = [[name, *(runs[name][key] for key in keys)] for name in shown]
+    return table(["of a row is sent", "fewer bytes by", "held-out loss"], rows)
+
+
+@figure("fully_sharded")
+def fsdp2(experiments: Experiments) -> str:
+    return plain(experiments["fully_sharded"].runs)
+
+
+@figure("bucket_sizes")
+def buckets(experiments: Experiments) -> str:
+    return plain(experiments["bucket_sizes"].runs)
+
+
+@figure()
+def bytes_by_density(experiments: Experiments) -> str:
+    """Computed: bytes of a step per element, headers left out."""
+    ranks = (2, 4, 8)
+    rows = [["float32 ring", *(f"{8 * (n - 1) / n:g}" for n in ranks)]]
+    for density in (0.01, 0.005, 0.001):
+        capacity = 1.25 * density  # of 4 bytes each
+        sent = [f"{4 * capacity * (n - 1):.4g}" for n in ranks]
+        rows.append([f"{100 * density:g} %", *sent])
+    return table(["density", *(f"{n} ranks" for n in ranks)], rows)
+
+
+@figure()
+def bytes_by_ranks(experiments: Experiments) -> str:
+    """Computed: times fewer bytes than a float32 ring, 2^22 elements at 0.5 %, headers and all."""
+    settings = Settings(0.005, "bfloat16")
+    ranks, rows = (2, 4, 8, 64), []
+    for name in ("all_gather", "reduce_scatter"):
+        plans = [BucketPlan(("x",), (2**22,), settings, name, ranks=n) for n in ranks]
+        ring = [8 * (n - 1) / n * 2**22 for n in ranks]
+        factors = zip(ring, plans, strict=True)
+        rows.append([f"`{name}`", *(f"{whole / plan.wire_bytes:.0f}x" for whole, plan in factors)])
+    return table(["ranks", *map(str, ranks)], rows)

@@ -1,0 +1,11 @@
+"""Trains DLRM, a click model, with several ways of exchanging gradients, and compares them.
+
+python examples/train_dlrm.py --help
+"""
+
+import sys
+
+from dlrm.train import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`dct-bench kernels`: every op against a copy of its bytes, and against peers."""

@@ -1,1 +1,0 @@
-"""`dct-bench link`: training over links of a known rate."""

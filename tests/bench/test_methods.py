@@ -1,0 +1,150 @@
+"""What the link benchmark adds to training: exact top-k, and the clock for phases."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import RowFormat
+from dlrm.launch import launch
+from dlrm.models.row_exchange import rows_in
+from network.methods import START_STEP, TopKState, topk_hook
+from network.phases import Phases
+
+NUMEL, STEPS = 200, 5
+
+
+def _gradient(step, rank):
+    # Multiples of 1/8 up to 16: sums and halves of them are exact in bfloat16's range of use here.
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(-128, 128, (NUMEL,), generator=generator) / 8
+
+
+def _run(density):
+    """(what the hook made of each step's gradients, its state), gradients chosen by us."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    model.forward = lambda gradient: (model.weight * gradient).sum()
+    ddp = DistributedDataParallel(model)
+    state = TopKState(density)
+    ddp.register_comm_hook(state, topk_hook)
+    means = []
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(_gradient(step, dist.get_rank())).backward()
+        means.append(model.weight.grad.clone())
+    return means, state
+
+
+def _check_all_sent():
+    means, state = _run(1.0)
+    for step in range(START_STEP, STEPS):
+        expected = (_gradient(step, 0) + _gradient(step, 1)) / 2
+        assert torch.equal(means[step], expected)
+    assert not state.residual.any()
+
+
+def _check_conserved():
+    means, state = _run(0.1)
+    both = state.residual.clone()
+    dist.all_reduce(both)
+    given = sum(_gradient(s, r) for s in range(START_STEP, STEPS) for r in range(2))
+    sent = 2 * sum(means[START_STEP:])
+    torch.testing.assert_close(sent + both, given, rtol=0, atol=1e-4)
+    # The first sparse step sends each rank's 20 largest, found here by a sort.
+    chosen = set()
+    for rank in range(2):
+        gradient = _gradient(START_STEP, rank).abs()
+        least = gradient.sort(descending=True).values[19]
+        assert means[START_STEP][gradient > least].ne(0).all()
+        chosen |= set(torch.nonzero(gradient >= least).flatten().tolist())
+    assert set(torch.nonzero(means[START_STEP]).flatten().tolist()) <= chosen
+
+
+def _check_topk():
+    _check_all_sent()
+    _check_conserved()
+
+
+def test_topk_at_density_one_is_the_mean_else_sends_the_largest_and_loses_nothing():
+    launch(_check_topk, 2)
+
+
+def _check_phases():
+    model = torch.nn.Linear(8, 8)
+    ddp = DistributedDataParallel(model)
+    nap = 0.05
+
+    def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        time.sleep(nap)  # packs
+        dist.all_reduce(bucket.buffer())
+        time.sleep(2 * nap)  # unpacks
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with Phases() as phases:
+        phases.watch(ddp)
+        ddp.register_comm_hook(None, hook)
+        start = time.perf_counter()
+        ddp(torch.ones(1, 8)).sum().backward()
+        seconds = time.perf_counter() - start
+        split = phases.take(seconds)
+        idle = phases.take(1.0)
+    assert split["pack"] >= nap and split["unpack"] >= 2 * nap
+    assert split["wire"] > 0
+    assert abs(sum(split.values()) - seconds) < 1e-9
+    assert idle == {"compute": 1.0, "pack": 0.0, "wire": 0.0, "unpack": 0.0}
+
+
+def test_phases_are_told_apart_and_add_up_to_the_step():
+    launch(_check_phases, 2)
+
+
+def test_phases_of_overlapping_and_separate_exchanges():
+    """Packs until its first collective, unpacks for the rest, and counts no moment twice."""
+    phases = Phases()
+    # Ids cross; rows: packed in 1, on the wire for 2, unpacked in 1; twice the gradients' exchange,
+    # the second while the first is on the wire; one without a collective.
+    phases._ended["wire"] = [(0.0, 1.0), (3.0, 5.0), (11.0, 14.0), (13.0, 15.0)]
+    phases._ended["exchange"] = [(2.0, 6.0), (10.0, 16.0), (12.0, 15.5), (18.0, 19.0)]
+    split = phases.take(20.0)
+    assert split == {
+        "compute": 20 - 1 - 4 - 6 - 1,
+        "pack": 1 + 1 + 1,
+        "wire": 1 + 2 + 4,
+        "unpack": 2,
+    }
+
+
+def _check_rows_phases():
+    """What an exchange of rows does around its collective, there and back, is not computing."""
+    exchange = rows_in(RowFormat(density=0.25))
+    rest = ([4, 4], [4, 4])
+    nap = 0.05
+
+    def slow(x, *rest, group):
+        time.sleep(nap)  # packs
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(nap))  # unpacks gradients
+        return exchange(x, *rest, group=group)
+
+    with Phases() as phases:
+        x = torch.randn(8, 16, requires_grad=True)
+        y = phases.timed(slow)(x * 2, *rest, group=dist.group.WORLD)
+        forward = phases.take(10.0)
+        y.sum().backward()
+        backward = phases.take(10.0)
+        with torch.no_grad():
+            assert not phases.timed(slow)(x, *rest, group=dist.group.WORLD).requires_grad
+        untrained = phases.take(10.0)
+    assert (x.grad != 0).sum() == 4 * 8
+    for split in (forward, untrained):
+        assert split["pack"] >= nap and min(split.values()) > 0
+    assert backward["unpack"] >= nap and min(backward.values()) > 0
+
+
+def test_phases_of_an_exchange_of_rows():
+    launch(_check_rows_phases, 2)

@@ -1,0 +1,31 @@
+"""The options of the programs in bench/: each is explained, and none is guessed."""
+
+import importlib
+
+import pytest
+
+import cli
+
+FOLDERS = cli.FOLDERS.values()
+
+
+def _parser(folder):
+    return importlib.import_module(f"{folder}.arguments").parser()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_option_says_what_it_is_for(folder):
+    options = [action for action in _parser(folder)._actions if action.option_strings]
+    assert [action.option_strings[0] for action in options if not action.help] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_default_is_shown_as_python(folder):
+    assert "(default: [" not in _parser(folder).format_help()
+
+
+@pytest.mark.parametrize(("name", "given"), [("kernels", "--siz"), ("scale", "--dens")])
+def test_no_option_is_guessed_from_its_beginning(name, given, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(name, [given, "0.1"])
+    assert f"unrecognized arguments: {given}" in capsys.readouterr().err
