@@ -214,12 +214,9 @@ def _refusals(rank):
         lambda: layer([[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]], two),
     )
     refused(r"plan\[1\] must have at least one shard", lambda: layer([[Shard(0, 0, 4)], []], two))
-    refused(
-        "mesh must have dimensions", lambda: layer(_plan(2), mesh=init_device_mesh("cpu", (2,)))
-    )
-    refused(
-        r"tables\[1\] must have width 3", lambda: layer(_plan(2), [tables[0], tables[1].float()])
-    )
+    flat, mixed = init_device_mesh("cpu", (2,)), [tables[0], tables[1].float()]
+    refused("mesh must have dimensions", lambda: layer(_plan(2), mesh=flat))
+    refused(r"tables\[1\] must have width 3", lambda: layer(_plan(2), mixed))
     own = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]
     refused(
         "plan must be the same on every rank, got .* on rank 0, .* on rank 1",
@@ -330,10 +327,8 @@ def _refusals(rank):
 
     sgd = torch.optim.SGD([bags.weight], LR)
     refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, optimizer=sgd, every=0))
-    refused(
-        "every must be the same on .* got 1 on rank 0, 2 on",
-        lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank),
-    )
+    text = "every must be the same on .* got 1 on rank 0, 2 on"
+    refused(text, lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank))
     adam = torch.optim.Adam([bags.weight])
     refused("be plain SGD, .* got Adam", lambda: ReplicaSync(bags, optimizer=adam), TypeError)
     for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
