@@ -82,7 +82,6 @@ class MeanOfChanges(Average):
     ) -> None:
         super().__init__(weight, group)
         self._settings, self._transport = settings, transport
-        self._syncs = 0  # since nothing was pending: the seed of the threshold's sample
         self._start_anew(weight)
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
@@ -111,7 +110,7 @@ class MeanOfChanges(Average):
         # Not views, which would keep all of the memory.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0
+        self._syncs = 0  # since then: the seed of the threshold's sample
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
         """Replace `moved` [numel] by its mean over replicas; returns what this one has not sent."""
