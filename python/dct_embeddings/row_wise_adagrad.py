@@ -125,8 +125,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
         """The divisor of gradients, for these rows' accumulators [n]."""
-        divisor: Tensor = accumulator.sqrt() + group["eps"]
-        return divisor
+        return accumulator.sqrt() + float(group["eps"])
 
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
@@ -207,5 +206,4 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         torch.optim.Optimizer.__init__(self, self._iterable(params), settings)
 
     def _divisor(self, accumulator: Tensor, group: dict[str, Any]) -> Tensor:
-        divisor: Tensor = (accumulator / group["scale"] + group["eps"]).sqrt()
-        return divisor
+        return (accumulator / float(group["scale"]) + float(group["eps"])).sqrt()

@@ -202,33 +202,21 @@ def _refusals(rank):
 
     two = [table[:4] for table in tables[:2]]
     owner = "dct::ShardedEmbeddingBags: "
-    refused(
-        owner + r"plan must have 2 elements, one for each rank of the .* got 4",
-        lambda: layer(_plan(4)),
-    )
-    refused(
-        owner + "plan must hold every row of table 1 once, got rows 2 to 3 on no rank",
-        lambda: layer([[Shard(0, 0, 4)], [Shard(1, 0, 2)]], two),
-    )
-    refused(
-        "row of table 1 once, got rows 0 to 3 on no rank",
-        lambda: layer([[Shard(0, 0, 3)], [Shard(0, 3, 4)]], two),
-    )
+    for text, shards in (
+        ("plan must hold every row of table 1 once, got rows 2 to 3 on no", [(0, 0, 4), (1, 0, 2)]),
+        ("row of table 1 once, got rows 0 to 3 on no rank", [(0, 0, 3), (0, 3, 4)]),
+        (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [(0, 0, 4), (1, 0, 5)]),
+    ):
+        refused(text, lambda shards=shards: layer([[shard] for shard in shards], two))
+    refused(owner + "plan must have 2 elements, one for each .* got 4", lambda: layer(_plan(4)))
     refused(
         "every row of table 0 once, got rows 1 to 2 on rank 0 and again on rank 1",
         lambda: layer([[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]], two),
     )
     refused(r"plan\[1\] must have at least one shard", lambda: layer([[Shard(0, 0, 4)], []], two))
-    refused(
-        r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5",
-        lambda: layer([[Shard(0, 0, 4)], [Shard(1, 0, 5)]], two),
-    )
-    refused(
-        "mesh must have dimensions", lambda: layer(_plan(2), mesh=init_device_mesh("cpu", (2,)))
-    )
-    refused(
-        r"tables\[1\] must have width 3", lambda: layer(_plan(2), [tables[0], tables[1].float()])
-    )
+    flat, mixed = init_device_mesh("cpu", (2,)), [tables[0], tables[1].float()]
+    refused("mesh must have dimensions", lambda: layer(_plan(2), mesh=flat))
+    refused(r"tables\[1\] must have width 3", lambda: layer(_plan(2), mixed))
     own = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]
     refused(
         "plan must be the same on every rank, got .* on rank 0, .* on rank 1",
@@ -298,26 +286,19 @@ def _refusals(rank):
     most = 2**63 - 1
     wraps = torch.tensor([[most, most], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
+    assert wraps.sum() == turns.sum() == len(ids)  # and 2 ** 64
+    more = torch.tensor([[4, 0], [0, 0]]).int()
+    negative = torch.tensor([[2, 2], [-1, 0]])
     for of_bags in (bags, once):
-        for long in (wraps, turns):
-            assert long.sum() == len(ids)  # and 2 ** 64
-            refused(
-                f"ids must have {int(long.double().sum())} elements like lengths, got 3",
-                lambda of_bags=of_bags, long=long: of_bags(ids, long),
-            )
+        for long in (wraps, turns, more):
+            text = f"ids must have {int(long.double().sum())} elements like lengths, got 3"
+            refused(text, lambda of_bags=of_bags, long=long: of_bags(ids, long))
+        text = "lengths must be at least 0, got -1"
+        refused(text, lambda of_bags=of_bags: of_bags(ids, negative))
+        text = "input accepted must be the same on every rank, got False on rank 0, True on"
         refused(
-            "ids must have 4 elements like lengths, got 3",
-            lambda of_bags=of_bags: of_bags(ids, torch.tensor([[4, 0], [0, 0]]).int()),
-        )
-        refused(
-            "lengths must be at least 0, got -1",
-            lambda of_bags=of_bags: of_bags(ids, torch.tensor([[2, 2], [-1, 0]])),
-        )
-        refused(
-            "ids must have 6 elements like lengths, got 3"
-            if rank == 0
-            else "input accepted must be the same on every rank, got False on rank 0, True on",
-            lambda of_bags=of_bags: of_bags(ids, lengths + 3 * (rank == 0) * (lengths == 1)),
+            text if rank else "ids must have 4 elements like lengths, got 3",
+            lambda of_bags=of_bags: of_bags(ids, lengths if rank else more),
         )
         assert of_bags(ids, lengths.int()).shape == (2, 2, WIDTH)
     embedding_bags.MOST_ROWS, kept = 3, embedding_bags.MOST_ROWS
@@ -346,16 +327,10 @@ def _refusals(rank):
 
     sgd = torch.optim.SGD([bags.weight], LR)
     refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, optimizer=sgd, every=0))
-    refused(
-        "every must be the same on .* got 1 on rank 0, 2 on",
-        lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank),
-    )
+    text = "every must be the same on .* got 1 on rank 0, 2 on"
+    refused(text, lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank))
     adam = torch.optim.Adam([bags.weight])
-    refused(
-        "optimizer must be plain SGD, .* got Adam",
-        lambda: ReplicaSync(bags, optimizer=adam),
-        TypeError,
-    )
+    refused("be plain SGD, .* got Adam", lambda: ReplicaSync(bags, optimizer=adam), TypeError)
     for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
         sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
         refused(

@@ -75,8 +75,7 @@ class EquivalentSubstitution(nn.Module):
             self._ids_group = GroupOfModule(_OP, ids_group)
         told = {"operators": operators, "aggregate": aggregate, "rows": type(rows).__name__}
         require_alike(_OP, told, rows.group, rows.weight.device)
-        rule = "a sequence of SubstituteOperators"
-        checks.require_type(_OP, "operators", operators, list, rule)
+        checks.require_type(_OP, "operators", operators, list, "a sequence of SubstituteOperators")
         if len(operators) == 0:
             checks.fail(_OP, "operators", "at least one", "none", verb="have")
         for index, operator in enumerate(operators):

@@ -177,8 +177,7 @@ class _Weights:
 
     def _go_on_from(self, states: dict[str, SegmentState]) -> None:
         self._base = self._flat()
-        step, device = self.ledger.step, self._base.device
-        self._bucket = Bucket(self._plan, self._group, device, step, states)
+        self._bucket = Bucket(self._plan, self._group, self._base.device, self.ledger.step, states)
 
     def sync(self, everything: bool) -> None:
         """Set the weights to the base plus the mean of all messages."""

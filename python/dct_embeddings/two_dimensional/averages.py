@@ -17,6 +17,7 @@ from dct_parallel.exchange.selection import transport_for
 from .touched_rows import TouchedRows
 
 _OP = "ReplicaSync"
+_Rows = tuple[Tensor, Tensor]  # as `TouchedRows.take` gives them
 
 
 class Average:
@@ -39,17 +40,15 @@ class Average:
             state: of the optimizer [rows], averaged as it is.
             everything: whether to leave no residual.
         """
-        rows, base = self.touched.take(weight)
-        changed = _union(rows, self._group)
-        self._average(weight, changed, rows, base, everything)
+        touched = self.touched.take(weight)
+        changed = _union(touched[0], self._group)
+        self._average(weight, changed, touched, everything)
         if state is not None:
             state[changed] = dense_mean(state[changed], state.dtype, self._group)
         return changed
 
-    def _average(
-        self, weight: Tensor, changed: Tensor, rows: Tensor, base: Tensor, everything: bool
-    ) -> None:
-        """Average the rows `changed`, of which this replica changed `rows`, `base` before."""
+    def _average(self, weight: Tensor, changed: Tensor, touched: _Rows, everything: bool) -> None:
+        """Average the rows `changed`, of which this replica changed those of `touched`."""
         weight[changed] = dense_mean(weight[changed], weight.dtype, self._group)
 
 
@@ -83,16 +82,14 @@ class MeanOfChanges(Average):
     ) -> None:
         super().__init__(weight, group)
         self._settings, self._transport = settings, transport
-        self._syncs = 0  # since nothing was pending: the seed of the threshold's sample
         self._start_anew(weight)
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
         self._require_intact()
         return super().sync(weight, state, everything)
 
-    def _average(
-        self, weight: Tensor, changed: Tensor, rows: Tensor, base: Tensor, everything: bool
-    ) -> None:
+    def _average(self, weight: Tensor, changed: Tensor, touched: _Rows, everything: bool) -> None:
+        rows, base = touched
         union = torch.cat([self.rows, changed]).unique()
         moved = weight.new_zeros(len(union), weight.shape[1])
         moved[torch.searchsorted(union, self.rows)] = self.residual
@@ -113,7 +110,7 @@ class MeanOfChanges(Average):
         # Not views, which would keep all of the memory.
         self.rows = torch.empty(0, dtype=torch.int32, device=weight.device)
         self.residual = weight.new_empty(0, weight.shape[1])
-        self._syncs = 0
+        self._syncs = 0  # since then: the seed of the threshold's sample
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
         """Replace `moved` [numel] by its mean over replicas; returns what this one has not sent."""

@@ -74,9 +74,7 @@ class ShardedEmbeddingBags(nn.Module):
     """
 
     _first: Tensor
-    _start: Tensor
-    _place: Tensor
-    _shift: Tensor
+    _shards: Tensor
 
     def __init__(
         self,
@@ -162,13 +160,13 @@ class ShardedEmbeddingBags(nn.Module):
         lengths_here, wanted_here = exchange_bags(_OP, lengths, wanted, alike, asked, self._group)
         pooled = _sum_of_bags(self._look_up(wanted_here), lengths_here)
         arrived = self.exchange(pooled, [own_bags] * len(asked), bags_of, group=self._group)
-        sums = arrived.view(len(self._shift), batch, self.weight.shape[1])
+        sums = arrived.view(self._shards.shape[1], batch, self.weight.shape[1])
         of_tables = [reduce(torch.add, [sums[place] for place in of]) for of in self._places]
         return torch.stack(of_tables, dim=1)
 
     def _distinct(self, place: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
         """Owners send each distinct row of this rank's bags once, and this rank adds them up."""
-        wanted, inverse, of_shards = distinct(rows, place, len(self._shift))
+        wanted, inverse, of_shards = distinct(rows, place, self._shards.shape[1])
         of_ranks = of_shards.split([len(own) for own in self.plan])
         counts = torch.stack([own.sum() for own in of_ranks]).tolist()
         told = self._counted([(count, -1) for count in counts], lengths.shape[1])
@@ -188,8 +186,7 @@ class ShardedEmbeddingBags(nn.Module):
     def _counted(self, told: _Pairs, batch: int, usable: bool = True) -> _Pairs:
         """Exchange, with each rank, the number of ids to send and the common length of their bags
         or -1; raise unless all ranks can send."""
-        gradients = torch.is_grad_enabled()
-        same = {"input accepted": usable, "batch": batch, "gradients": gradients}
+        same = {"input accepted": usable, "batch": batch, "gradients": torch.is_grad_enabled()}
         heard = exchange_numbers(_OP, told, same, self.weight.device, self._group)
         return [(count, alike) for count, alike in heard]
 
@@ -208,32 +205,31 @@ class ShardedEmbeddingBags(nn.Module):
             rule = f"in [0, {self._rows[number] - 1}], the rows of table {number}"
             checks.fail(_OP, f"ids[{worst}]", rule, int(ids[worst]))
         row = ids + self._first[table]
-        shard = torch.searchsorted(self._start, row, right=True) - 1
-        return bag, self._place[shard], (row + self._shift[shard]).int()
+        start, place, inside = self._shards
+        shard = torch.searchsorted(start, row, right=True) - 1
+        return bag, place[shard], (row - start[shard] + inside[shard]).int()
 
     def _number_rows(self, rows: list[int]) -> None:
         """The buffers that find an id's owner: rows of all tables as one sequence, cut into shards.
 
-        A shard's place is its index in the plan, rank by rank.
+        Per shard, by its start there: start, place (its index in the plan, rank by rank), and start
+        in its owner's weight. `_places` are those of every table, in row order.
         """
         self._rows, first = rows, [0, *accumulate(rows)]
         shards = [shard for own in self.plan for shard in own]
         starts = [first[shard.table] + shard.first for shard in shards]
         inside = [rows_of(own[:index]) for own in self.plan for index in range(len(own))]
-        order = sorted(range(len(shards)), key=starts.__getitem__)
-        start, at = torch.tensor(starts)[order], torch.tensor(inside)[order]
-        numbers = torch.tensor(first), start, torch.tensor(order), at - start
-        for name, values in zip(("first", "start", "place", "shift"), numbers, strict=True):
-            self.register_buffer(f"_{name}", values.to(self.weight.device), persistent=False)
-        of_tables = range(len(rows))  # of every table, in row order
-        self._places = [[p for p in order if shards[p].table == table] for table in of_tables]
+        found = sorted(zip(starts, range(len(shards)), inside, strict=True))
+        self._places = [[p for _, p, _ in found if shards[p].table == t] for t in range(len(rows))]
+        by_row = torch.tensor(found, device=self.weight.device).t().contiguous()
+        self.register_buffer("_first", by_row.new_tensor(first), persistent=False)
+        self.register_buffer("_shards", by_row, persistent=False)
 
     def _require_bags(self, ids: Tensor, lengths: Tensor) -> None:
         require_bags(_OP, ids, lengths, self.weight)
         for arg, tensor in (("ids", ids), ("lengths", lengths)):  # counts are sent in 32 bits
             if tensor.numel() > MOST_ROWS:
-                rule = f"at most {MOST_ROWS} elements"
-                checks.fail(_OP, arg, rule, tensor.numel(), verb="have")
+                checks.fail(_OP, arg, f"at most {MOST_ROWS} elements", tensor.numel(), verb="have")
         if len(lengths) != len(self._rows):
             rule = f"{len(self._rows)} rows (one per table)"
             checks.fail(_OP, "lengths", rule, len(lengths), verb="have")

@@ -142,15 +142,10 @@ class ReplicaSync:
 
     @torch.no_grad()
     def _note(self) -> None:
-        weight = self._bags.weight
-        if weight.grad is not None:
-            self._average.touched.add(_rows_of(weight.grad), weight)
-
-
-def _rows_of(grad: Tensor) -> Tensor:
-    """The rows that are not all zero, int32 [n]; for a sparse one its indices, maybe repeated."""
-    rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
-    return rows.int()
+        weight, grad = self._bags.weight, self._bags.weight.grad
+        if grad is not None:  # the rows that are not all zero; of a sparse one its indices
+            rows = grad._indices()[0] if grad.is_sparse else grad.any(1).nonzero().squeeze(1)
+            self._average.touched.add(rows.int(), weight)
 
 
 def _require_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
