@@ -20,7 +20,7 @@ from .ops import (  # noqa: E402
     scatter_unpack,
 )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "PayloadInfo",
