@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_parallel import WireMeter, all_gather_rows
+from dct_parallel import all_gather_rows
+from wire_meter import WireMeter
 
 INPUTS, HIDDEN, BATCH = 32, 256, 64
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, RowFormat, WireMeter, all_to_all_rows, dct_hook
+from dct_parallel import DCTState, RowFormat, all_to_all_rows, dct_hook
+from wire_meter import WireMeter
 
 RANKS, IDS, WIDTH, BATCH = 2, 100, 32, 64  # one table a rank; samples a rank
 

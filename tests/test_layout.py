@@ -26,7 +26,7 @@ PUBLIC = {
         *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },
     "dct_parallel": {
-        *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager", "WireMeter"),
+        *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager"),
         *("dct_fully_shard_hook", "node_mesh"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack_rows", "unpack_rows"),
         *("RowFormat", "all_to_all_rows", "all_gather_rows"),

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from dct_embeddings import FeatureRows, SubstituteOperator
 from dct_embeddings.substitution.operators import Bags
-from dct_parallel import WireMeter
 from dct_parallel.collectives import all_to_all
 from dct_parallel.rows.all_to_all import whole_rows
 from dlrm import arguments
@@ -39,6 +38,7 @@ from dlrm.data.features import Rows
 from dlrm.launch import launch
 from dlrm.models.factorised import FACTORISED, FeatureModel
 from dlrm.models.substituted import SubstitutedModel
+from wire_meter import WireMeter
 
 STEPS = 3
 DES, PS, ONCE = "DES", "PS", "PS once"

@@ -29,10 +29,10 @@ from dct_parallel import (
     RowPack,
     RowQuantize,
     RowUnpack,
-    WireMeter,
 )
 from dct_parallel.rows.counts import ROW_FORMATS
 from dlrm.argument_types import several
+from wire_meter import WireMeter
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 HELD_OUT = 0.1  # of the text, its end

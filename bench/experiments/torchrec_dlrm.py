@@ -54,7 +54,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
-from dct_parallel import DCTState, RowFormat, WireMeter
+from dct_parallel import DCTState, RowFormat
 from dct_parallel.rows.counts import ROW_FORMATS
 from dlrm import loop
 from dlrm.command_line import Formatter, Parser, exit_status
@@ -67,6 +67,7 @@ from dlrm.progress import Step
 from network.namespaces import Namespaces
 from pages import trained
 from rates import parse_rate
+from wire_meter import WireMeter
 
 from .run_files import (
     Run,

@@ -5,7 +5,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch import nn
 
-from dct_parallel import WireMeter
+from wire_meter import WireMeter
 
 from .models.sharded import ShardedDLRM
 from .models.substituted import SubstitutedModel

@@ -31,8 +31,8 @@ Or every entry of every row, in few bits.
 A folder holds one idea: exchange (a flat tensor into its mean over ranks), and three entry points
 that use it: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded (those of
 FSDP2) and local_steps (weights); rows (activations at a cut of a model). All use the modules here:
-formats, compressor (one tensor, no network), agreement, collectives, groups, mesh, and wire, which
-counts bytes. Embedding tables are in dct_embeddings, which uses this package.
+formats, compressor (one tensor, no network), agreement, collectives, groups, mesh and wire (bytes).
+Embedding tables are in dct_embeddings, which uses this package.
 """
 
 from .compressor import Compressor
@@ -46,7 +46,6 @@ from .rows.all_to_all import all_to_all_rows, all_to_all_rows_async
 from .rows.packing import RowPack, RowUnpack, pack_rows, unpack_rows
 from .rows.quantizing import RowDequantize, RowQuantize
 from .rows.row_format import RowFormat
-from .wire import WireMeter
 
 __all__ = [
     "Compressor",
@@ -57,7 +56,6 @@ __all__ = [
     "RowPack",
     "RowQuantize",
     "RowUnpack",
-    "WireMeter",
     "all_gather_rows",
     "all_gather_rows_async",
     "all_to_all_rows",

@@ -1,7 +1,7 @@
 """The collectives that packages here share.
 
-They are called as `torch.distributed.<name>`, so that a `WireMeter` sees them, and block their
-caller (gloo) or the current stream (NCCL) until they are done.
+They are called as `torch.distributed.<name>`, so that who counts bytes there sees them, and block
+their caller (gloo) or the current stream (NCCL) until they are done.
 """
 
 from collections.abc import Sequence

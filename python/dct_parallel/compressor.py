@@ -123,12 +123,9 @@ class Compressor:
             _, largest = range_bounds(numel, ranges, 0)
             capacity = default_capacity(largest, density)
 
-        self.density = density
-        self.refresh_every = refresh_every
-        self.policy = policy
-        self.value_dtype = value_dtype
-        self.capacity = capacity
-        self.max_samples = max_samples
+        self.density, self.value_dtype = density, value_dtype
+        self.policy, self.refresh_every = policy, refresh_every
+        self.capacity, self.max_samples = capacity, max_samples
         self.step = 0
         self.segments = torch.tensor(bounds, dtype=torch.int64, device=device)
         start = 0.0 if density == 1 else math.inf

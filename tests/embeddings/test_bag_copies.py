@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 from dct_embeddings import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, plan_shards
-from dct_parallel import WireMeter
 from ranks import assert_same, gathered, run_ranks
+from wire_meter import WireMeter
 
 ROWS, WIDTH = 20, 4
 

@@ -21,8 +21,8 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from dct_parallel import WireMeter
 from ranks import assert_same, run_ranks
+from wire_meter import WireMeter
 
 ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5
 OPTIMIZERS = {

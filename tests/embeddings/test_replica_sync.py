@@ -21,9 +21,9 @@ from dct_embeddings import (
 )
 from dct_kernels import payload_layout
 from dct_kernels.row_layout import row_bytes
-from dct_parallel import WireMeter
 from dct_parallel.exchange import all_gather, reduce_scatter
 from ranks import assert_same, gathered, run_ranks
+from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1
 DENSITY = 0.1

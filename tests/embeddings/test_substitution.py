@@ -19,8 +19,8 @@ from dct_embeddings import (
     SubstituteOperator,
     SumPooledEmbedding,
 )
-from dct_parallel import WireMeter
 from ranks import run_ranks
+from wire_meter import WireMeter
 
 ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples of a step, of all ranks
 STEPS, LR = 40, 0.1

@@ -20,8 +20,9 @@ from dct_embeddings import (
     plan_shards,
 )
 from dct_embeddings.two_dimensional import embedding_bags
-from dct_parallel import WireMeter, all_to_all_rows
+from dct_parallel import all_to_all_rows
 from ranks import run_ranks
+from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
 ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each

@@ -6,10 +6,11 @@ from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTAverager, WireMeter
+from dct_parallel import DCTAverager
 from dct_parallel.wire import all_reduce_bytes
 from local_steps import adamw, train, uneven
 from ranks import assert_same, batch, entry, gathered, run_ranks, train_step, weights
+from wire_meter import WireMeter
 
 PERIOD = 3
 

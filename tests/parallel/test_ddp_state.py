@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_info
-from dct_parallel import DCTState, WireMeter, dct_hook
+from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.recent_stats import RecentStats
 from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from wire_meter import WireMeter
 
 SIZES = (2000, 30, 5000)
 

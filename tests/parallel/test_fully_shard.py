@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
+from dct_parallel import DCTAverager, dct_fully_shard_hook
 from ranks import Dictated, assert_same, batch, gathered, mlp, run_ranks, train_step
+from wire_meter import WireMeter
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))

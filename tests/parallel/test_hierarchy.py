@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, WireMeter, dct_hook, node_mesh
+from dct_parallel import DCTState, dct_hook, node_mesh
 from dct_parallel.data_parallel.node import Node
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
@@ -37,6 +37,7 @@ from ranks import (
     train_step,
     weights,
 )
+from wire_meter import WireMeter
 
 
 def _density_one(rank):

@@ -12,9 +12,10 @@ from programs import ROOT
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from dct_parallel import RowPack, RowUnpack, WireMeter, pack_rows, unpack_rows
+from dct_parallel import RowPack, RowUnpack, pack_rows, unpack_rows
 from dct_parallel.rows.packing import row_k
 from ranks import run_ranks, weights
+from wire_meter import WireMeter
 
 pytestmark = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.13",

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_info, row_dequantize, row_quantize
 from dct_kernels.row_layout import row_bytes
-from dct_parallel import DCTAverager, DCTState, WireMeter, dct_fully_shard_hook, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.quantized import FORMATS, ROW, QuantizedRows, payload_bytes
 from nodes import TRANSPORTS, meshed_model, owed_by_all, same_step
 from ranks import assert_same, batch, entry, mlp, run_ranks, weights
+from wire_meter import WireMeter
 
 CPU = torch.device("cpu")
 BLOCK = 16_384

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTState, WireMeter, dct_hook, merge_states
+from dct_parallel import DCTState, dct_hook, merge_states
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
@@ -22,6 +22,7 @@ from ranks import (
     train_step,
     weights,
 )
+from wire_meter import WireMeter
 
 BLOCK = 16_384
 # In DDP's order p.2 comes first. 4 blocks, the last of 948 elements: on 2 ranks the second range is

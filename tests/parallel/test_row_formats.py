@@ -16,7 +16,6 @@ from dct_parallel import (
     RowDequantize,
     RowFormat,
     RowQuantize,
-    WireMeter,
     all_gather_rows,
     all_gather_rows_async,
     all_to_all_rows,
@@ -24,6 +23,7 @@ from dct_parallel import (
 )
 from dct_parallel.rows import codecs
 from ranks import run_ranks
+from wire_meter import WireMeter
 
 WIDTH = 37
 TABLE_BYTES = 40  # to every other rank: how many rows, and four settings

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_parallel import DCTState, WireMeter, dct_hook
+from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
 from ranks import Dictated, entry, gathered, run_ranks
+from wire_meter import WireMeter
 
 BLOCK = 16_384
 LARGEST_ENTRIES = Settings(0.005, "bfloat16")

@@ -42,8 +42,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs, replica_sync
-from dct_parallel import RowFormat, WireMeter
+from dct_parallel import RowFormat
 from dct_parallel.exchange import all_gather
+from wire_meter import WireMeter
 
 TABLES, ROWS, WIDTH, BATCH, BAG = 4, 300, 64, 16, 2
 STEPS = 8

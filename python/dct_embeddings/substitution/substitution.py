@@ -48,8 +48,8 @@ class EquivalentSubstitution(nn.Module):
         aggregate: "reduce_scatter": every rank gives the bags of its own samples and gets their
             results. "all_reduce", the paper's form: all give the same global batch and get all
             results.
-        ids_group: a process group of the same ranks for ids and counts, so that a `WireMeter` can
-            tell their bytes apart; default that of `rows`.
+        ids_group: a process group of the same ranks for ids and counts, so that their bytes can be
+            told apart; default that of `rows`.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.

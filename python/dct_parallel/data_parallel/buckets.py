@@ -40,11 +40,9 @@ class Buckets:
         topology: Topology,
         device: torch.device,
     ) -> None:
-        self._names = names
-        self._settings = settings
-        self._transport = transport
+        self._names, self._device = names, device
+        self._settings, self._transport = settings, transport
         self._node, self._group = topology.node, topology.between
-        self._device = device
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}

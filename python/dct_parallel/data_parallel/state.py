@@ -74,7 +74,7 @@ class DCTState:
 
     Attributes:
         step: steps taken.
-        node_group: the group inside a node of a mesh, for a `WireMeter`; or None.
+        node_group: the group inside a node of a mesh, for one who counts bytes; or None.
         copied: whether this is a copy (deepcopy and pickle of the DDP reach this state), which has
             the settings only and cannot be used.
 

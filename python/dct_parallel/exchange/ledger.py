@@ -78,8 +78,7 @@ class StepLedger:
         self._go_on_at(0)
 
     def _go_on_at(self, step: int) -> None:
-        self.step = self._number = step
-        self.non_finite = False
+        self.step, self._number, self.non_finite = step, step, False
         self._sent: dict[int, Bucket] = {}  # of the last step, until taken back
         self._compared = False  # whether ranks know that they go on from the same step
 

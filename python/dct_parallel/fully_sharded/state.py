@@ -46,17 +46,14 @@ class FullyShardState:
         loss_scale: LossScale,
         start_step: int,
     ) -> None:
-        self.settings = settings
-        self.start_step = start_step
-        self._units = units
+        self.settings, self.start_step = settings, start_step
+        self._units, self._device = units, units[0].device
         self._pieces = [piece for unit in units for piece in unit.pieces]
-        self._device = units[0].device
         self._transport = transport
         self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
-        self._open = True
-        self._in_step = False  # a backward pass goes on
+        self._open, self._in_step = True, False  # whether a backward pass goes on
         self._order: list[int] = []  # units of the last step, until that is finished
 
         world = groups.require_group(OP, None)

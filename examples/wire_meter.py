@@ -1,0 +1,123 @@
+"""Counts the bytes that this rank sends, where a collective is called: copy it if it helps you.
+
+with WireMeter() as meter:
+    step()
+    bytes_of_first_step = meter.take()
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
+
+
+def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a ring reduce-scatter of `nbytes`."""
+    return (world_size - 1) * nbytes // world_size
+
+
+def broadcast_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes per rank in a broadcast of `nbytes`, averaged over ranks: all but one receive."""
+    return (world_size - 1) * nbytes // world_size
+
+
+def _all_to_all_bytes(call: Mapping[str, Any], world_size: int) -> int:
+    """Bytes that go to other ranks: all but this rank's own split."""
+    sent: Tensor = call["input"]
+    splits: list[int] | None = call["input_split_sizes"]
+    if not splits:
+        return (world_size - 1) * sent.nbytes // world_size
+    own = splits[dist.get_rank(call["group"])]
+    return (sum(splits) - own) * (sent.nbytes // sent.shape[0] if sent.shape[0] else 0)
+
+
+_Counter = Callable[[Mapping[str, Any], int], int]
+
+# {function of torch.distributed: bytes of one call, from its arguments and the world size}. Those
+# that a torch version lacks are left out.
+_COUNTERS: dict[str, _Counter] = {
+    "all_reduce": lambda call, p: all_reduce_bytes(call["tensor"].nbytes, p),
+    "all_gather": lambda call, p: all_gather_bytes(call["tensor"].nbytes, p),
+    "all_gather_into_tensor": lambda call, p: all_gather_bytes(call["input_tensor"].nbytes, p),
+    "all_gather_single": lambda call, p: all_gather_bytes(call["input_tensor"].nbytes, p),
+    "reduce_scatter_tensor": lambda call, p: reduce_scatter_bytes(call["input"].nbytes, p),
+    "reduce_scatter_single": lambda call, p: reduce_scatter_bytes(call["input"].nbytes, p),
+    "all_to_all_single": _all_to_all_bytes,
+    "broadcast": lambda call, p: broadcast_bytes(call["tensor"].nbytes, p),
+    "isend": lambda call, p: call["tensor"].nbytes,
+}
+
+
+class WireMeter:
+    """Counts the bytes that this rank sends through `torch.distributed`, whatever the method.
+
+    While active, the module's collectives are replaced by wrappers that count and call on. So it
+    sees every call written `torch.distributed.<name>(...)`, on any thread: this package's and the
+    hooks of torch.distributed.algorithms.ddp_comm_hooks; and all point-to-point messages, those of
+    torch.distributed.pipelining included. Names: all_reduce, all_gather, all_gather_into_tensor,
+    all_gather_single, reduce_scatter_tensor, reduce_scatter_single, all_to_all_single, broadcast,
+    send, isend and batch_isend_irecv; no others. It does not see DDP's built-in all-reduce, which
+    is issued in C++: register `default_hooks.allreduce_hook` to count it. Ring algorithms are
+    assumed. Meters nest; leave them in reverse order.
+
+    Args:
+        group: count only calls with this process group; default all.
+
+    Raises:
+        TypeError: `group` is neither a process group nor None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
+        self._group = group
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def take(self) -> int:
+        """Bytes sent since the meter started or was last read, and start again from 0."""
+        with self._lock:
+            taken, self._bytes = self._bytes, 0
+        return taken
+
+    def __enter__(self) -> "WireMeter":
+        for name, count in _COUNTERS.items():
+            if hasattr(dist, name):
+                self._originals[name] = getattr(dist, name)
+                _replace(name, self._counting(self._originals[name], count))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, original in self._originals.items():
+            _replace(name, original)
+        self._originals.clear()
+
+    def _counting(self, collective: Callable[..., Any], count: _Counter) -> Callable[..., Any]:
+        signature = inspect.signature(collective)
+
+        @functools.wraps(collective)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            group = bound.arguments["group"]
+            counted = self._group is None or group is self._group
+            ranks = dist.get_world_size(group)
+            if counted and ranks > 0:  # else this rank is not of that group: the call does nothing
+                with self._lock:
+                    self._bytes += count(bound.arguments, ranks)
+            return collective(*args, **kwargs)
+
+        return counting
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    setattr(dist, name, function)
+    if name == "isend":  # `send` calls it where it is defined, and a P2POp compares with that
+        dist.distributed_c10d.isend = function
