@@ -1,6 +1,5 @@
 """kernels.py: all that is asked for is measured; what is wrong is not timed."""
 
-import argparse
 import json
 
 import pytest
@@ -20,10 +19,10 @@ def few_buffers(monkeypatch):
 
 @pytest.mark.large
 def test_all_ops_and_peers(tmp_path, capsys):
-    command = ["kernels", "--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
+    command = ["--device", "cpu", "--sizes", "8192", "--density", "0.01,0.1"]
     command += ["--row-widths", "64", "--rounds", "1", "--threads", "1"]
     command += ["--json", str(tmp_path / "k.json")]
-    assert cli.main(command) == 0
+    assert cli.main("kernels", command) == 0
     results = json.loads((tmp_path / "k.json").read_text())["results"]
     assert {result["op"] for result in results} == set(TIMED)
     assert {result["density"] for result in results if result["op"] == "mask_pack"} == {0.01, 0.1}
@@ -56,8 +55,8 @@ def small_first_look(monkeypatch):
 
 
 def test_the_first_look_is_three_cases_in_a_sentence_each(tmp_path, capsys, small_first_look):
-    command = ["kernels", "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "k.json")]
-    assert cli.main(command) == 0
+    command = ["--device", "cpu", "--threads", "1", "--json", str(tmp_path / "k.json")]
+    assert cli.main("kernels", command) == 0
     results = json.loads((tmp_path / "k.json").read_text())["results"]
     assert [result["op"] for result in results] == ["mask_pack", "scatter_unpack", "row_pack"]
     fast = ["cpp"] if len(cases.backends("cpu")) > 1 else ["eager"]
@@ -94,12 +93,11 @@ TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs", "--seconds=9"]
 
 @pytest.mark.parametrize("given", TABLE_OPTIONS)
 def test_any_option_of_the_tables_makes_them(given):
-    parser = argparse.ArgumentParser()
-    arguments.add_parser(parser.add_subparsers(), "kernels")
-    first_look = parser.parse_args(["kernels"])
+    parser = arguments.parser()
+    first_look = parser.parse_args([])
     assert arguments.settle(first_look) and first_look.threads == 1
-    assert arguments.settle(parser.parse_args(["kernels", "--threads=3"]))
-    options = parser.parse_args(["kernels", given])
+    assert arguments.settle(parser.parse_args(["--threads=3"]))
+    options = parser.parse_args([given])
     assert not arguments.settle(options) and options.threads == torch.get_num_threads()
     name = given.removeprefix("--").partition("=")[0]
     defaults = {"sizes": (2**24,), "density": (0.01,), "row_widths": (64, 256, 1024), "rounds": 5}
@@ -214,9 +212,9 @@ def test_graphs_need_a_gpu(capsys):
 @pytest.mark.parametrize("place", ["", "a file/k.json"], ids=["a folder", "below a file"])
 def test_where_no_json_can_be_is_said_before_measuring(tmp_path, capsys, place):
     (tmp_path / "a file").touch()
-    arguments = ["kernels", "--device", "cpu", "--sizes", "64", "--row-widths", "8", "--no-peers"]
+    arguments = ["--device", "cpu", "--sizes", "64", "--row-widths", "8", "--no-peers"]
     arguments += ["--ops", "row_unpack", "--rounds", "1", "--threads", "1"]
-    assert cli.main([*arguments, "--json", str(tmp_path / place)]) == 1
+    assert cli.main("kernels", [*arguments, "--json", str(tmp_path / place)]) == 1
     said = capsys.readouterr()
     assert "--json must be a file that can be written, got [Errno" in said.err
     assert said.err.count("\n") == 1 and not said.out

@@ -103,8 +103,8 @@ def test_validation_on_the_command_line(tmp_path, capsys):
 
 
 def test_prediction(tmp_path, capsys):
-    arguments = ["scale", "--ranks", "2,64", "--rates", "1gbit,100gbit", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+    arguments = ["--ranks", "2,64", "--rates", "1gbit,100gbit", "--out", str(tmp_path)]
+    assert cli.main("scale", arguments) == 0
     shown = capsys.readouterr().out
     assert "compute: 5 ms, assumed, not measured" in shown
     assert "NVIDIA H100 80GB HBM3 (bench/scaling/h100.json)" in shown
@@ -170,8 +170,8 @@ def test_the_answer_is_a_sentence(tmp_path, monkeypatch, capsys):
     """1,000,000 parameters: 4 MB, 2 MB and 25,344 bytes at 125 MB/s, local steps
     20,230."""
     monkeypatch.chdir(tmp_path)
-    command = ["scale", "--parameters", "1000000", "--compute-ms", "50", "--ranks", "2"]
-    assert cli.main([*command, "--rates", "1gbit"]) == 0
+    command = ["--parameters", "1000000", "--compute-ms", "50", "--ranks", "2"]
+    assert cli.main("scale", [*command, "--rates", "1gbit"]) == 0
     said = capsys.readouterr().out
     assert (
         "\nIt helps: on 2 ranks at 1 Gbit/s a step with local steps, ternary, every 10 takes 50.2 "
@@ -181,7 +181,7 @@ def test_the_answer_is_a_sentence(tmp_path, monkeypatch, capsys):
     ) in said
     assert re.search(r"DCT, all-gather, 0.5 % +50.2 ms +1.63x +25.3 kB *\n", said)
     assert "PowerSGD, rank" not in said
-    assert cli.main([*command, "--rates", "400gbit"]) == 0
+    assert cli.main("scale", [*command, "--rates", "400gbit"]) == 0
     assert "It does not help: on 2 ranks at 400 Gbit/s a step with dense" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -229,11 +229,11 @@ def test_a_slower_way_of_ours_is_named_beside_what_is_faster():
 
 def test_results_are_replaced_only_if_asked(tmp_path, capsys):
     (tmp_path / "scale.json").write_text("precious")
-    command = ["scale", "--ranks", "2", "--rates", "1gbit", "--out", str(tmp_path)]
-    assert cli.main(command) == 1
+    command = ["--ranks", "2", "--rates", "1gbit", "--out", str(tmp_path)]
+    assert cli.main("scale", command) == 1
     assert "--out must be without a scale.json" in capsys.readouterr().err
     assert (tmp_path / "scale.json").read_text() == "precious"
-    assert cli.main([*command, "--overwrite"]) == 0
+    assert cli.main("scale", [*command, "--overwrite"]) == 0
     assert json.loads((tmp_path / "scale.json").read_text())["options"]["ranks"] == [2]
 
 

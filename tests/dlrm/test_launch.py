@@ -88,9 +88,12 @@ sys.exit(exit_status("program", lambda: launch(work.work, 2)))
 def test_an_interrupt_does_not_wait_for_what_ranks_import(tmp_path):
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with (
         open(tmp_path / "errors", "w") as errors,
-        started([sys.executable, "program.py"], cwd=tmp_path, stderr=errors) as process,
+        started(
+            [sys.executable, "program.py"], cwd=tmp_path, stderr=errors, env=environment
+        ) as process,
     ):
         while not (tmp_path / "importing").exists():
             assert process.poll() is None

@@ -101,7 +101,7 @@ def test_a_command_of_all_modes(tmp_path):
         (["--sync-format", "fp8"], "argument --sync-format: invalid choice: 'fp8'"),
         (
             ["--sync-format", "bfloat16", "--sync-density", "1"],
-            "not allowed with argument --sync-dt",
+            "not allowed with argument --sync-f",
         ),
         (SCALED, "momentum_scaled_rowwise_adagrad must come with --parallel 2d, got data"),
         (
