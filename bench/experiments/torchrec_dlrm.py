@@ -68,15 +68,7 @@ from network.namespaces import Namespaces
 from pages import trained
 from rates import parse_rate
 
-from .run_files import (
-    Run,
-    add_rates,
-    parse,
-    scored,
-    settings_of,
-    train_by_rates,
-    write_report,
-)
+from .run_files import Run, add_rates, parse, scored, settings_of, train_by_rates, write_report
 
 CPU = torch.device("cpu")
 NAMES = ("float32", "fp16", "int8", "mx4", "int4,int4", "int4,ternary", "int4,sign")

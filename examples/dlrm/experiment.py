@@ -78,11 +78,7 @@ def compare(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _told(
-    console: Console | None,
-    title: str,
-    steps: int,
-    done: int,
-    curves: Path | None,
+    console: Console | None, title: str, steps: int, done: int, curves: Path | None
 ) -> Iterator[Callable[[Step], None]]:
     """A function to be called after every step, for the bar and for TensorBoard."""
     with contextlib.ExitStack() as stack:
