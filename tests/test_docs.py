@@ -180,7 +180,7 @@ def _bench_commands():
         if page.parent.name == "results":  # as it was run then
             continue
         text = page.read_text().replace("\\\n", " ")
-        yield from re.findall(r"^(?:sudo )?\S*python\S* bench/(\w+)\.py (.*)$", text, re.M)
+        yield from re.findall(r"^(?:sudo )?\S*(?:which )?python\S* bench/(\w+)\.py (.*)$", text, re.M)
 
 
 def test_commands_of_bench():
