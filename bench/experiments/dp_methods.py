@@ -29,12 +29,7 @@ for _format in quantized.FORMATS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
 for _format in ("float32", *quantized.FORMATS):
     METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, format=_format))
-SETTINGS = {
-    "decay": float,
-    "overlap": int,
-    "spaced": ("rate",),
-    "transport": ("reduce_scatter",),
-}
+SETTINGS = {"decay": float, "overlap": int, "spaced": ("rate",), "transport": ("reduce_scatter",)}
 
 
 def method(name: str) -> partial:

@@ -35,15 +35,7 @@ from dlrm.modes import MODES
 from pages import experiments, trained
 
 from . import mxfp4
-from .run_files import (
-    Run,
-    add_rates,
-    parse,
-    rated,
-    settings_of,
-    train_by_rates,
-    write_report,
-)
+from .run_files import Run, add_rates, parse, rated, settings_of, train_by_rates, write_report
 
 FORMATS = (mxfp4.NAME, "int8", "int4,int4", "int4,ternary", "int4,sign", "7.5%")
 NAMES = [f"{format}{dedup}" for dedup in ("", "+dedup") for format in ("float32", *FORMATS)]

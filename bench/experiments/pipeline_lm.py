@@ -24,12 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from dct_parallel import (
-    RowDequantize,
-    RowPack,
-    RowQuantize,
-    RowUnpack,
-)
+from dct_parallel import RowDequantize, RowPack, RowQuantize, RowUnpack
 from dct_parallel.rows.counts import ROW_FORMATS
 from dlrm.argument_types import several
 from wire_meter import WireMeter

@@ -63,21 +63,12 @@ from dlrm.data.features import INTS
 from dlrm.errors import UsageError
 from dlrm.launch import is_first, under_torchrun
 from dlrm.modes import MODES, START_STEP
-from dlrm.progress import Step
 from network.namespaces import Namespaces
 from pages import trained
 from rates import parse_rate
 from wire_meter import WireMeter
 
-from .run_files import (
-    Run,
-    add_rates,
-    parse,
-    scored,
-    settings_of,
-    train_by_rates,
-    write_report,
-)
+from .run_files import Run, add_rates, parse, scored, settings_of, train_by_rates, write_report
 
 CPU = torch.device("cpu")
 NAMES = ("float32", "fp16", "int8", "mx4", "int4,int4", "int4,ternary", "int4,sign")
@@ -217,10 +208,8 @@ def train(
     optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)
     times = []
     with Sent() as sent:
-        batches = loop.batches_of(
-            data.train, run.seed, data.description["steps_per_epoch"], options
-        )
-        for number, batch in enumerate(batches, start=1):
+        steps = data.description["steps_per_epoch"]
+        for batch in loop.batches_of(data.train, run.seed, steps, options):
             start = time.perf_counter()
             optimizer.zero_grad()
             logits = model(batch.ints, batch.ids)
@@ -232,7 +221,7 @@ def train(
             sent.step_done()
             if not math.isfinite(loss.item()):
                 raise UsageError(f"--rates must be so small that the loss stays finite: {run}")
-            on_step(Step(number, loss.item(), sum(sent.steps[-1].values()), state))
+            on_step(loss.item())
     if state is not None:
         state.close()
     usual = sent.steps[START_STEP:]

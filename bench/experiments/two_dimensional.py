@@ -34,15 +34,7 @@ from dlrm.modes import MODES
 from pages import trained
 
 from .mp_formats import SETTINGS
-from .run_files import (
-    Run,
-    add_rates,
-    parse,
-    rated,
-    settings_of,
-    train_by_rates,
-    write_report,
-)
+from .run_files import Run, add_rates, parse, rated, settings_of, train_by_rates, write_report
 
 FULL = "mp"  # one group of all ranks
 OPTIMIZERS = {

@@ -215,12 +215,7 @@ def row_pack(
 
 
 def row_unpack(
-    device: str,
-    rows: int,
-    width: int,
-    density: float,
-    with_peers: bool,
-    dtype: torch.dtype = F32,
+    device: str, rows: int, width: int, density: float, with_peers: bool, dtype: torch.dtype = F32
 ) -> Case:
     k = max(1, math.ceil(density * width))
     moved = rows * (dtype.itemsize * (width + k) + position_bytes(width, k))

@@ -25,11 +25,7 @@ NAMES = {
     "e3m0": "hook, e3m0",
     "mp": "one group of all ranks",
 }
-OTHERS = {
-    "postlocal": "float32 weights averaged",
-    "diloco": "DiLoCo",
-    "sparseloco": "SparseLoCo",
-}
+OTHERS = {"postlocal": "float32 weights averaged", "diloco": "DiLoCo", "sparseloco": "SparseLoCo"}
 WITH = {"": "", "dedup": ", distinct rows", "hook": ", and the hook"}
 PROBLEMS = {
     "text-adamw": "Transformer, AdamW, constant rate",

@@ -337,12 +337,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
 
     add_out(parser, FOLDER, RESULT)
-    parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="curves in DIR/tensorboard while runs go on: rank 0's loss and bytes of a step, DCT's "
-        "density and overflow, also of each parameter; scores in the end",
-    )
     given, options = _given(parser, arguments)
     if options.test_fraction + options.validation_fraction >= 1:
         parser.error(

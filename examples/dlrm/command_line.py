@@ -19,7 +19,6 @@ from .errors import UsageError, WorkerError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The extra `examples`: what the programs need beside torch, {module: its package}.
 EXTRA = {"numpy": "numpy", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
-OPTIONAL = ("tensorboard",)  # an extra each, for one option alone
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -177,10 +176,9 @@ def exit_status(command: str, work: Callable[[], int | None]) -> int:
         text, status = str(error), 1
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRA and missing not in OPTIONAL:
+        if missing not in EXTRA:
             raise
-        packages = EXTRA.values() if missing in EXTRA else [missing]
-        text = f"{missing} is not installed: pip install {' '.join(packages)}"
+        text = f"{missing} is not installed: pip install {' '.join(EXTRA.values())}"
         status = 1
     except KeyboardInterrupt as interrupt:
         text = ": ".join(["interrupted", *interrupt.args])

@@ -1,25 +1,21 @@
 """All runs of a comparison, on one rank."""
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from . import plot, progress, report, tensorboard
+from . import plot, progress, report
 from .checkpoint import Checkpoints
 from .data.dataset import Dataset, load
 from .loop import Run, gather_rows, run, score
 from .parallel import describe, plan_tables
-from .progress import Step
 from .ranks import from_all_ranks
 
 # Options with which a command may go on that differ from those it was started with.
-NOT_IN_CHECKPOINTS = ("out", "overwrite", "checkpoint_every", "resume", "tensorboard", "ranks")
+NOT_IN_CHECKPOINTS = ("out", "overwrite", "checkpoint_every", "resume", "ranks")
 PLAIN_WIDTH = 100  # of the output where there is no terminal to fit
 
 
@@ -55,41 +51,20 @@ def compare(options: argparse.Namespace) -> None:
                 continue
             steps = options.epochs * data.description["steps_per_epoch"]
             done = len(training["noted"]["losses"]) if training else 0
-            curves = None
-            if options.tensorboard and console is not None:
-                curves = options.out / "tensorboard" / f"{mode}-seed{seed}"
             title = f"{mode} seed {seed}"
-            with _told(console, title, steps, done, curves) as on_step:
+            with progress.bar(console, title, steps, done) as on_step:
                 result = run(mode, seed, data, options, on_step, training, save if saving else None)
             training = None
             runs.setdefault(mode, []).append(result)
             if saving:
                 finished.append((mode, result.saved()))
                 save(None)
-            if curves is not None:
-                tensorboard.write_scores(curves, result)
             if console is not None:
                 _write(options, data, runs, bayes)
                 console.print(report.line(mode, result), markup=False, highlight=False)
     if console is not None:
         report.print_table(console, runs, bayes, options.local_size)
         console.print(f"in {options.out}: summary.json, history.json, curves.png", style="dim")
-
-
-@contextlib.contextmanager
-def _told(
-    console: Console | None,
-    title: str,
-    steps: int,
-    done: int,
-    curves: Path | None,
-) -> Iterator[Callable[[Step], None]]:
-    """A function to be called after every step, for the bar and for TensorBoard."""
-    with contextlib.ExitStack() as stack:
-        told = [stack.enter_context(progress.bar(console, title, steps, done))]
-        if curves is not None:
-            told.append(stack.enter_context(tensorboard.curves(curves, done)))
-        yield lambda step: [tell(step) for tell in told]
 
 
 def _write(

@@ -27,7 +27,6 @@ from .models.factorised import FACTORISED
 from .modes import FIXED_DENSITY, MODES, START_STEP
 from .optimizers import make_optimizers
 from .parallel import distribute, make_sync
-from .progress import Step
 from .ranks import from_all_ranks
 from .traffic import Traffic
 
@@ -127,7 +126,7 @@ def run(
     seed: int,
     data: Dataset,
     options: argparse.Namespace,
-    on_step: Callable[[Step], None],
+    on_step: Callable[[float], None],
     saved: dict | None = None,
     save: Save | None = None,
 ) -> Run:
@@ -147,7 +146,7 @@ def train(
     seed: int,
     data: Dataset,
     options: argparse.Namespace,
-    on_step: Callable[[Step], None],
+    on_step: Callable[[float], None],
     saved: dict | None = None,
     save: Save | None = None,
 ) -> tuple[nn.Module, Run]:
@@ -157,7 +156,7 @@ def train(
     parallelism.
 
     Args:
-        on_step: called after every step.
+        on_step: called with this rank's loss after every step.
         saved: what this rank gave to `save`; the run goes on from there, to the same end.
         save: called every `options.checkpoint_every` steps with all that this rank needs for that.
 
@@ -215,7 +214,7 @@ def train(
                     f"{which} must be so small that the loss stays finite, got {got}: "
                     f"{losses[step]} at step {step}, {mode}, seed {seed}"
                 )
-            on_step(Step(step + 1, losses[step], traffic.wire[step], dct))
+            on_step(losses[step])
             if saves:
                 save(checkpoint.capture(parts, noted))
     _check_equal(ddp)

@@ -68,11 +68,6 @@ def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
 
 # Each registers its hook and returns its state, if it has one.
 Mode = Callable[[DistributedDataParallel, argparse.Namespace], DCTState | PowerSGD | None]
-MODES: dict[str, Mode] = {
-    "dense": _dense,
-    "bf16": _bf16,
-    "powersgd": _powersgd,
-    "dct": _dct,
-}
+MODES: dict[str, Mode] = {"dense": _dense, "bf16": _bf16, "powersgd": _powersgd, "dct": _dct}
 # Fraction of entries sent, where a mode sends a fixed one (PowerSGD sends no entries).
 FIXED_DENSITY: dict[str, float] = {"dense": 1.0, "bf16": 1.0}

@@ -24,10 +24,7 @@ EMBEDDING_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params, lr, options: SGD(params, lr, fused=options.parallel != "des"),
     "rowwise_adagrad": lambda params, lr, options: RowWiseAdagrad(params, lr),
     SCALED: lambda params, lr, options: MomentumScaledRowWiseAdagrad(
-        params,
-        lr,
-        scale=options.replicas,
-        delayed=options.delayed_accumulator,
+        params, lr, scale=options.replicas, delayed=options.delayed_accumulator
     ),
 }
 

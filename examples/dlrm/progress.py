@@ -1,44 +1,26 @@
-"""Progress of a run: what a step tells; on the terminal a bar, or nothing but a line at the end."""
+"""Progress of a run: on the terminal a bar, or nothing but a line at the end."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dct_parallel import DCTState
-
 _SMOOTHING = 0.98
-
-
-class Step(NamedTuple):
-    """What a rank tells of a step it took.
-
-    Attributes:
-        number: of steps that the run has taken, this one included.
-        loss, wire_bytes: this rank's.
-        dct: its state, where the mode has one.
-    """
-
-    number: int
-    loss: float
-    wire_bytes: int
-    dct: DCTState | None
 
 
 @contextlib.contextmanager
 def bar(
     console: Console | None, title: str, steps: int, done: int = 0
-) -> Iterator[Callable[[Step], None]]:
-    """A function to be called after every step; it moves a bar on a terminal.
+) -> Iterator[Callable[[float], None]]:
+    """A function to be called with the loss after every step; it moves a bar on a terminal.
 
     Args:
         console: None on ranks that are to be silent.
         done: of the `steps`, before this.
     """
     if console is None or not console.is_terminal:
-        yield lambda step: None
+        yield lambda loss: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -51,11 +33,11 @@ def bar(
         task = progress.add_task(title, total=steps, completed=done, loss=float("nan"))
         smooth = None
 
-        def on_step(step: Step) -> None:
+        def on_step(loss: float) -> None:
             nonlocal smooth
             if smooth is None:
-                smooth = step.loss
-            smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * step.loss
+                smooth = loss
+            smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * loss
             progress.update(task, advance=1, loss=smooth)
 
         yield on_step

@@ -21,9 +21,6 @@ def _train(arguments: Sequence[str] | None) -> None:
 
     options = parse(arguments)
 
-    if options.tensorboard:
-        import torch.utils.tensorboard  # noqa: F401  (says now if it is not installed)
-
     from . import progress
     from .data import criteo
     from .experiment import compare

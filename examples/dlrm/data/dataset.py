@@ -143,11 +143,7 @@ def _check(
             f"a run must take more than {START_STEP} steps, got {options.epochs * steps_per_epoch}:"
             " raise --epochs or lower --batch-size"
         )
-    return {
-        "train_rows": sum(train_counts),
-        **held_out,
-        "steps_per_epoch": steps_per_epoch,
-    }
+    return {"train_rows": sum(train_counts), **held_out, "steps_per_epoch": steps_per_epoch}
 
 
 def _held_out(name: str, rows: Rows) -> dict[str, object]:
