@@ -13,11 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # A package stands on those before it.
-FOLDERS = {
-    "dct_kernels": ROOT,
-    "dct_parallel": ROOT / "python",
-    "dct_embeddings": ROOT / "python",
-}
+FOLDERS = {"dct_kernels": ROOT, "dct_parallel": ROOT / "python", "dct_embeddings": ROOT / "python"}
 PACKAGES = tuple(FOLDERS)
 PUBLIC = {
     "dct_kernels": {

@@ -127,10 +127,7 @@ def test_forward_mode_is_refused(entry, op):
     raises(derivative, {}, op, MOVED[op], ValueError)
 
 
-WRITTEN = {
-    "mask_pack": {"residual", "payload", "seen"},
-    "scatter_unpack": {"out"},
-}
+WRITTEN = {"mask_pack": {"residual", "payload", "seen"}, "scatter_unpack": {"out"}}
 
 
 @pytest.mark.parametrize("op", OPS)

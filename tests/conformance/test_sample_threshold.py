@@ -137,8 +137,7 @@ def test_nan_ranks_as_infinity(backend):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [[0.0, -0.0], [1.0, -1.0, 1.0], [1e-45, -1e-45, 0.0, 3e-45], [1e-38, -1.2e-38, 1e-39]],
+    "values", [[0.0, -0.0], [1.0, -1.0, 1.0], [1e-45, -1e-45, 0.0, 3e-45], [1e-38, -1.2e-38, 1e-39]]
 )
 def test_ties_zeros_and_subnormals(backend, values):
     x = torch.tensor(values * 100)

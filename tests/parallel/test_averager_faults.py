@@ -184,8 +184,7 @@ def _killed(rank, folder, overlap, decay, transport):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "decay", "transport"),
-    [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")],
+    ("overlap", "decay", "transport"), [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")]
 )
 def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
     overlap, decay, transport, tmp_path

@@ -149,10 +149,7 @@ def _state(rank, world_size=2, numel=3, **changes):
     parameters = {"p.0": {"residual": own}}
     numbers = {"run_id": "a", "world_size": world_size, "local_size": 1, "step": 5}
     numbers |= {"density": 0.1, "owners": 0}
-    return {
-        "version": 6,
-        "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}},
-    }
+    return {"version": 6, "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}}}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

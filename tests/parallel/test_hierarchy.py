@@ -226,11 +226,7 @@ FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last
 
 @pytest.mark.parametrize(
     "transport, poisoned",
-    [
-        ("all_gather", FIRST_PART),
-        ("all_gather", LAST_PART),
-        ("reduce_scatter", LAST_PART),
-    ],
+    [("all_gather", FIRST_PART), ("all_gather", LAST_PART), ("reduce_scatter", LAST_PART)],
 )
 def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(transport, poisoned):
     assert run_ranks(_skipped, 4, transport, poisoned) == [32.0] * 4

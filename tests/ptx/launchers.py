@@ -90,14 +90,7 @@ def mask_pack(
 
 
 def scatter_unpack(
-    call,
-    payloads,
-    out,
-    capacity,
-    value_dtype,
-    scale=1.0,
-    accumulate=False,
-    out_scale=None,
+    call, payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
 ):
     status = poisoned(payloads.shape[0], dtype=torch.int32)
     call(

@@ -55,8 +55,7 @@ def scatter_unpack(backend):
         payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         residual, segments = samples.normal(numel, seed=seed), torch.tensor([0, numel])
         reference.mask_pack(
-            *(residual, None, segments, torch.tensor([1.5]), payload, seen, capacity),
-            torch.float32,
+            *(residual, None, segments, torch.tensor([1.5]), payload, seen, capacity), torch.float32
         )
         payloads.append(payload)
     out = torch.zeros(numel)

@@ -33,12 +33,7 @@ class Promise:
 SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.EXCH.STRONG.GPU")
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
-LAST_BLOCK = (
-    "RED.E.ADD.STRONG.GPU",
-    "MEMBAR.ALL.GPU",
-    "ATOMG.E.ADD.STRONG.GPU",
-    "CCTL.IVALL",
-)
+LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
 
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
