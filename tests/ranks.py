@@ -1,6 +1,9 @@
 """Runs a function on several gloo ranks: every test here is a few processes that must agree."""
 
+import functools
 import gc
+import importlib
+import inspect
 import tempfile
 import warnings
 from datetime import timedelta
@@ -20,6 +23,35 @@ def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
     with tempfile.TemporaryDirectory() as folder:
         calls = [(rank, world_size, backend, folder, function, args) for rank in range(world_size)]
         return run_forked(_rank, calls, timeout)
+
+
+def on_ranks(world_size, **options):
+    """Decorates a test(rank, ...) that every one of `world_size` ranks is to pass.
+
+    A string is the name of the test's argument that says how many ranks.
+    """
+
+    def decorated(function):
+        _, *own = inspect.signature(function).parameters.values()
+        names = [parameter.name for parameter in own]
+        body = functools.partial(_body, function.__module__, function.__name__)
+
+        @functools.wraps(function)
+        def test(**given):
+            count = given[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(body, count, *(given[name] for name in names), **options)
+
+        if isinstance(world_size, str) and world_size not in names:
+            own.append(inspect.Parameter(world_size, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        test.__signature__ = inspect.Signature(own)
+        return test
+
+    return decorated
+
+
+def _body(module, name, *arguments):
+    """What ranks run: pickle knows functions by name, and the name is the decorated test's."""
+    return getattr(importlib.import_module(module), name).__wrapped__(*arguments)
 
 
 def _rank(rank, world_size, backend, folder, function, args):

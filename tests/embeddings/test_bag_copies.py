@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dct_embeddings import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, plan_shards
 from dct_parallel import WireMeter
-from ranks import assert_same, gathered, run_ranks
+from ranks import assert_same, gathered, on_ranks
 
 ROWS, WIDTH = 20, 4
 
@@ -30,7 +30,8 @@ def _pickled(bags):
     return torch.load(file, weights_only=False)
 
 
-def _copies(rank):
+@on_ranks(2)
+def test_bags_that_are_averaged_can_be_copied(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     table = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(3) + 3 * rank
@@ -85,7 +86,3 @@ def _copies(rank):
     mean.update_parameters(bags)
     assert torch.allclose(mean.module.weight, (first + bags.weight) / 2, rtol=0, atol=1e-6)
     assert_same(mean.module.weight)
-
-
-def test_bags_that_are_averaged_can_be_copied():
-    run_ranks(_copies, 2)

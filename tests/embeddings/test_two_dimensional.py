@@ -21,7 +21,7 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import WireMeter, all_to_all_rows
-from ranks import run_ranks
+from ranks import on_ranks
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
 ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each
@@ -123,7 +123,8 @@ def _replica_rank(bags, tensor):
     return parts
 
 
-def _same_training(rank):
+@on_ranks(4)
+def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync(rank):
     grid, one_group = _mesh(2, 2), _mesh(1, 4)
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         ends = [_whole(_trained(rank, mesh, _sgd, 20, dtype)[0]) for mesh in (grid, one_group)]
@@ -144,11 +145,8 @@ def _same_training(rank):
         assert torch.equal(*(of_end(bags, optimizer) for bags, optimizer, _ in ends))
 
 
-def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync():
-    run_ranks(_same_training, 4)
-
-
-def _replicas_meet(rank):
+@on_ranks(4)
+def test_replicas_are_bitwise_equal_after_a_sync(rank):
     mesh = _mesh(2, 2)
     scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
@@ -186,11 +184,8 @@ def _replicas_meet(rank):
     assert torch.equal(*replicas)
 
 
-def test_replicas_are_bitwise_equal_after_a_sync():
-    run_ranks(_replicas_meet, 4)
-
-
-def _refusals(rank):
+@on_ranks(2)
+def test_what_is_refused(rank):
     mesh, tables = _mesh(1, 2), _tables()
 
     def refused(text, make, error=ValueError):
@@ -348,11 +343,8 @@ def _refusals(rank):
     )
 
 
-def test_what_is_refused():
-    run_ranks(_refusals, 2)
-
-
-def _state_of_another_shard(rank):
+@on_ranks(2)
+def test_a_state_of_other_shards_is_refused(rank):
     """Shards of one size: it would fit, and give every id another's row."""
     bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), _mesh(1, 2))
     states = [None] * 2
@@ -364,10 +356,6 @@ def _state_of_another_shard(rank):
         bags.load_state_dict(states[1 - rank])
     assert torch.equal(bags.weight, before)
     bags.load_state_dict(states[rank])
-
-
-def test_a_state_of_other_shards_is_refused():
-    run_ranks(_state_of_another_shard, 2)
 
 
 @pytest.mark.parametrize("row_wise", [[], [3, 7]])

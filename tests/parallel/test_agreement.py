@@ -20,7 +20,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, 
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
-from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
+from ranks import batch, ddp, entry, mlp, on_ranks, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
 
@@ -142,7 +142,9 @@ def _sharded():
     return state, step
 
 
-def _loads_alone(rank, make):
+@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
+@on_ranks(2)
+def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, make):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
     set_timeout(4)
     state, step = make()
@@ -155,11 +157,6 @@ def _loads_alone(rank, make):
         text = r"(?i)timed? ?out|closed by peer|reset by peer"
     with pytest.raises(RuntimeError, match=text):
         step()
-
-
-@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
-def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(make):
-    run_ranks(_loads_alone, 2, make)
 
 
 def _loads_late(rank):
@@ -181,7 +178,25 @@ def test_a_rank_that_loads_late_is_waited_for():
     assert run_ranks(_loads_late, 2) == [5, 5]
 
 
-def _stalls(rank, how, mesh):
+def _mesh_of_nodes():
+    return node_mesh(2, "cpu")
+
+
+def _mesh_by_hand():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+
+
+@pytest.mark.parametrize(
+    "how, mesh, ranks",
+    [
+        ("stalled", None, 2),
+        ("stopped", None, 2),
+        ("stalled", _mesh_of_nodes, 4),
+        ("stalled", _mesh_by_hand, 4),
+    ],
+)
+@on_ranks("ranks")
+def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(rank, how, mesh):
     """Rank 1 stalls, or is stopped, before its last step."""
     set_timeout(4)
     model = ddp(mlp())
@@ -203,27 +218,6 @@ def _stalls(rank, how, mesh):
     store.wait([f"{other} gave up" for other in others])
     if how == "stopped" and rank == 0:
         os.kill(int(store.get("pid")), signal.SIGCONT)
-
-
-def _mesh_of_nodes():
-    return node_mesh(2, "cpu")
-
-
-def _mesh_by_hand():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-
-
-@pytest.mark.parametrize(
-    "how, mesh, ranks",
-    [
-        ("stalled", None, 2),
-        ("stopped", None, 2),
-        ("stalled", _mesh_of_nodes, 4),
-        ("stalled", _mesh_by_hand, 4),
-    ],
-)
-def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(how, mesh, ranks):
-    run_ranks(_stalls, ranks, how, mesh)
 
 
 # What the ranks of a group tell each other, and what becomes of it if one of them fails.
@@ -259,7 +253,8 @@ def _none_agree(reason):
 REFUSAL = "dct::a test: every rank must take part, got ValueError from rank 1: wrong here"
 
 
-def _refused(rank):
+@on_ranks(3)
+def test_a_refusal_is_heard_at_once_and_a_retry_is_refused(rank):
     """Rank 1 refuses. Rank 2 comes after all others have heard of it."""
     _all_agree("before")
     if rank == 1:
@@ -273,11 +268,8 @@ def _refused(rank):
     _none_agree(REFUSAL)
 
 
-def test_a_refusal_is_heard_at_once_and_a_retry_is_refused():
-    run_ranks(_refused, 3)
-
-
-def _refused_by_two(rank):
+@on_ranks(3)
+def test_where_not_all_refuse_a_retry_is_refused(rank):
     if rank != 0:
         _refuse("wrong here")
     else:
@@ -286,11 +278,8 @@ def _refused_by_two(rank):
     _none_agree(r"got ValueError from rank [12]: wrong here")
 
 
-def test_where_not_all_refuse_a_retry_is_refused():
-    run_ranks(_refused_by_two, 3)
-
-
-def _refused_by_all(rank):
+@on_ranks(3)
+def test_where_all_fail_alike_the_next_attempt_succeeds(rank):
     """A wrong argument in a notebook: nobody waits, and the next attempt is as if it were first."""
     for attempt in range(3):
         _refuse("wrong here")
@@ -299,11 +288,8 @@ def _refused_by_all(rank):
             _agree({}, op=("this", "that", "that")[rank])
 
 
-def test_where_all_fail_alike_the_next_attempt_succeeds():
-    run_ranks(_refused_by_all, 3)
-
-
-def _silent(rank):
+@on_ranks(3)
+def test_a_rank_that_the_others_gave_up_is_told_so(rank):
     """Rank 1 fails without a word, and comes when the others gave up."""
     reason = "every rank must do the same within 1 s, got nothing from rank 1: see the output there"
     if rank == 1:
@@ -315,11 +301,8 @@ def _silent(rank):
     _none_agree(reason)
 
 
-def test_a_rank_that_the_others_gave_up_is_told_so():
-    run_ranks(_silent, 3)
-
-
-def _interrupted(rank):
+@on_ranks(3)
+def test_an_interrupted_wait_ends_the_others_waits(rank):
     """Nobody waits half an hour for a rank that is known to be lost: they press Ctrl-C."""
     reason = "every rank must take part, got KeyboardInterrupt from rank 0"
     if rank == 0:
@@ -335,10 +318,6 @@ def _interrupted(rank):
     else:
         _store().wait(["heard"])
     _none_agree(reason)
-
-
-def test_an_interrupted_wait_ends_the_others_waits():
-    run_ranks(_interrupted, 3)
 
 
 def _at_random(rank, seed):
@@ -371,7 +350,8 @@ def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
     assert any(told for _, told in every[0]) or seed
 
 
-def _counted_late(rank):
+@on_ranks(2)
+def test_a_rank_that_told_its_values_is_not_missing(rank):
     """Rank 1 has told its values and is stopped before it counts itself: nobody is missing."""
     if rank == 1:
         told = _Round(dist.group.WORLD)
@@ -381,7 +361,3 @@ def _counted_late(rank):
     heard = _agree({"from": 0}, seconds=1)
     assert heard == {0: {"from": 0}, 1: {"from": 1}}
     _store().set("0 agreed", "")
-
-
-def test_a_rank_that_told_its_values_is_not_missing():
-    run_ranks(_counted_late, 2)

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, WireMeter, collectives, dct_hook
 from dct_parallel.data_parallel.executors import ThreadExecutor
-from ranks import Dictated, mlp, run_ranks
+from ranks import Dictated, mlp, on_ranks, run_ranks
 
 
-def _both_names(rank):
+@on_ranks(2)
+def test_all_gather_under_its_old_and_its_new_name(rank):
     expected = torch.arange(6, dtype=torch.float32).view(2, 3)
     for names in (("all_gather_single", "all_gather_into_tensor"), ("all_gather_into_tensor",)):
         if "all_gather_single" not in names and hasattr(dist, "all_gather_single"):
@@ -27,10 +28,6 @@ def _both_names(rank):
         output = torch.zeros(2, 3)
         collectives.all_gather(output, expected[rank].clone(), dist.group.WORLD)
         assert torch.equal(output, expected), names
-
-
-def test_all_gather_under_its_old_and_its_new_name():
-    run_ranks(_both_names, 2)
 
 
 def _means(rank):
@@ -80,7 +77,9 @@ def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
     assert threading.active_count() == before
 
 
-def _metered(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_the_meter_counts_what_a_rank_sends(rank):
     """Bytes of every collective that this torch has, against the formulas, 840 bytes each."""
     ranks = dist.get_world_size()
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
@@ -124,11 +123,6 @@ def _metered(rank):
         dist.all_reduce(torch.ones(100), group=few)
         assert meter.take() == (400 if dist.get_rank() in (0, 1) else 0)
     assert {name: getattr(dist, name, None) for name in calls} == originals
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_meter_counts_what_a_rank_sends(world_size):
-    run_ranks(_metered, world_size)
 
 
 BOTTOM, TOP = (13, 512, 256, 64, 16), (367, 512, 256, 1)

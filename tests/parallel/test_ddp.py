@@ -22,6 +22,7 @@ from ranks import (
     entry,
     gathered,
     mlp,
+    on_ranks,
     run_ranks,
     train_step,
     weights,
@@ -55,7 +56,9 @@ def _train(rank, make_state, hook, steps):
     return weights(model)
 
 
-def _density_one(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
     def lossless(model):
         return DCTState(model, density=1, format=torch.float32)
 
@@ -65,12 +68,12 @@ def _density_one(rank):
     assert not torch.equal(dct, weights(mlp())), "nothing was trained"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_density_one_in_float32_trains_bit_equal_to_dense(world_size):
-    run_ranks(_density_one, world_size)
-
-
-def _sleepy(rank, steps, transport):
+@pytest.mark.parametrize(
+    "world_size, steps, transport",
+    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
+)
+@on_ranks("world_size")
+def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
     """Every rank dawdles at other moments, on both sides of every collective."""
     dice = random.Random(rank)
     model = ddp(mlp(depth=6))
@@ -97,14 +100,6 @@ def _sleepy(rank, steps, transport):
     assert max(indices) >= 2, "fewer than 3 buckets"
     assert_same(weights(model))
     assert weights(model).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "world_size, steps, transport",
-    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
-)
-def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps, transport):
-    run_ranks(_sleepy, world_size, steps, transport)
 
 
 SIZES = (2000, 30, 5000, 255, 256, 70)
@@ -207,7 +202,9 @@ def test_one_rank_alone_trains_and_sends_nothing():
     assert "fewer bytes" not in plan
 
 
-def _halves(rank, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_half_precision_models(rank, dtype):
     """Small integers are exact in every dtype, and so is a density of 1."""
     model = ddp(Dictated(SIZES).to(dtype))
     model.register_comm_hook(DCTState(model, density=1), dct_hook)
@@ -220,12 +217,8 @@ def _halves(rank, dtype):
             assert torch.equal(parameter.grad, ((every[0][index] + every[1][index]) / 2).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_models(dtype):
-    run_ranks(_halves, 2, dtype)
-
-
-def _subgroups(rank):
+@on_ranks(4)
+def test_process_group_limits_the_averaging(rank):
     """Two groups of two ranks, each with its own DDP and state: nothing crosses between them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
@@ -240,10 +233,6 @@ def _subgroups(rank):
         for parameter in model.module.p:
             mean = 0.5 if rank < 2 else 2.5
             assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
-
-
-def test_process_group_limits_the_averaging():
-    run_ranks(_subgroups, 4)
 
 
 def _non_finite(rank):
@@ -273,7 +262,8 @@ def test_a_nan_is_passed_on_but_not_kept():
     assert run_ranks(_non_finite, 2) == [([[], [], [11], [], [], []], True)] * 2
 
 
-def _compiled(rank):
+@on_ranks(2)
+def test_a_compiled_model_trains_like_an_eager_one(rank):
     results = []
     for wrap in (torch.compile, lambda model, backend: model):
         model = DistributedDataParallel(mlp())
@@ -287,11 +277,9 @@ def _compiled(rank):
     assert not torch.equal(results[0], weights(mlp())), "nothing was trained"
 
 
-def test_a_compiled_model_trains_like_an_eager_one():
-    run_ranks(_compiled, 2)
-
-
-def _beside(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_exchanges_run_beside_the_backward_pass(rank, transport):
     """No exchange ends before the backward pass has come to the last bucket."""
     model = ddp(mlp(depth=6))
     state = DCTState(model, density=0.1, transport=transport)
@@ -317,8 +305,3 @@ def _beside(rank, transport):
         came.clear()
         model(batch(step, rank)[0]).sum().backward()
     assert len(exchanged) == 2 * len(state._buckets.in_order()) >= 6 and all(exchanged)
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_exchanges_run_beside_the_backward_pass(transport):
-    run_ranks(_beside, 2, transport)

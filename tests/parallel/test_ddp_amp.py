@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, assert_same, batch, ddp, entry, mlp, run_ranks, weights
+from ranks import Dictated, assert_same, batch, ddp, entry, mlp, on_ranks, run_ranks, weights
 
 SIZES = (2000, 30, 5000)
 NAMES = {f"p.{index}": index for index in range(len(SIZES))}
@@ -119,7 +119,8 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(no_sync, bad_mic
     assert run_ranks(_accumulated, 2, no_sync, bad_micro) == [2, 2]
 
 
-def _autocast(rank):
+@on_ranks(2)
+def test_float16_autocast_trains_through_overflowing_first_steps(rank):
     """float16 autocast whose first scales overflow: several steps in a row are skipped."""
     model = ddp(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
@@ -145,7 +146,3 @@ def _autocast(rank):
     for residual in _residuals(state).values():
         assert residual.isfinite().all()
         assert residual.abs().max() < 10  # in units of the gradient, not of the scale
-
-
-def test_float16_autocast_trains_through_overflowing_first_steps():
-    run_ranks(_autocast, 2)

@@ -8,7 +8,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dct_parallel import DCTState, dct_hook, merge_states
-from ranks import Dictated, assert_same, batch, ddp, entry, mlp, run_ranks, train_step, weights
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    mlp,
+    on_ranks,
+    run_ranks,
+    train_step,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 
@@ -41,7 +52,9 @@ def _assert_equal(ours, theirs):
     return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())
 
 
-def _resume(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_checkpoint_goes_on_bit_equal(rank, transport):
     model, state, optimizer = _make(density=0.02, transport=transport)
     for step in range(12):
         if step == 7:
@@ -59,11 +72,6 @@ def _resume(rank, transport):
         train_step(resumed, resumed_optimizer, *batch(step, rank))
     assert torch.equal(weights(model), weights(resumed))
     assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_checkpoint_goes_on_bit_equal(transport):
-    run_ranks(_resume, 2, transport)
 
 
 def _through_dcp(rank, folder, steps, transport):
@@ -187,7 +195,8 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
             merge_states(states)
 
 
-def _misfits(rank):
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank):
     model, state, optimizer = _make()
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank))
@@ -215,7 +224,3 @@ def _misfits(rank):
     for step in range(4, 6):
         train_step(model, optimizer, *batch(step, rank))
     assert_same(weights(model))
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused():
-    run_ranks(_misfits, 2)

@@ -13,7 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_kernels import payload_info
 from dct_parallel import DCTState, WireMeter, dct_hook
 from dct_parallel.exchange.recent_stats import RecentStats
-from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
+from ranks import (
+    Dictated,
+    batch,
+    ddp,
+    entry,
+    gathered,
+    mlp,
+    on_ranks,
+    run_ranks,
+    train_step,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 
@@ -64,7 +75,8 @@ def test_plan_and_stats_tell_what_a_step_costs():
         assert 0 <= stats["overflow"] <= 1
 
 
-def _parameter_stats(rank):
+@on_ranks(2)
+def test_parameter_stats_tell_what_each_parameter_does(rank):
     model, state, optimizer = _make(density=0.05)
     assert state.parameter_stats() == {}
     for step in range(8):
@@ -90,10 +102,6 @@ def _parameter_stats(rank):
     assert stats.keys() == residuals.keys()
 
 
-def test_parameter_stats_tell_what_each_parameter_does():
-    run_ranks(_parameter_stats, 2)
-
-
 def test_overflow_as_a_rule_warns_once():
     history = RecentStats()
     for _ in range(300):
@@ -107,7 +115,8 @@ def test_overflow_as_a_rule_warns_once():
     assert history.density == pytest.approx(0.01)
 
 
-def _mistakes(rank):
+@on_ranks(1)
+def test_mistakes_are_explained(rank):
     model = ddp(Dictated(SIZES))
     for kwargs, error, text in [
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
@@ -125,22 +134,16 @@ def _mistakes(rank):
             DCTState(**{"ddp": model, **kwargs})
 
 
-def test_mistakes_are_explained():
-    run_ranks(_mistakes, 1)
-
-
-def _wrong_model(rank):
+@on_ranks(2)
+def test_a_state_of_another_model_is_refused_at_once(rank):
     model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
     other.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(ValueError, match="state must be made from the DDP that the hook is"):
         other(*_gradients(0, rank)).backward()
 
 
-def test_a_state_of_another_model_is_refused_at_once():
-    run_ranks(_wrong_model, 2)
-
-
-def _not_a_state(rank):
+@on_ranks(1)
+def test_a_hook_without_a_state_says_what_to_pass(rank):
     for wrong, name in ((None, "NoneType"), ({"step": 0}, "dict")):
         model = ddp(Dictated(SIZES))
         model.register_comm_hook(wrong, dct_hook)
@@ -149,11 +152,8 @@ def _not_a_state(rank):
             model(*_gradients(0, rank)).backward()
 
 
-def test_a_hook_without_a_state_says_what_to_pass():
-    run_ranks(_not_a_state, 1)
-
-
-def _never_registered(rank):
+@on_ranks(1)
+def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model)
     assert state.stats()["step"] == 0  # nobody has trained yet: no warning
@@ -166,11 +166,8 @@ def _never_registered(rank):
     late.state_dict()
 
 
-def test_a_state_that_was_not_registered_warns_once_there_are_gradients():
-    run_ranks(_never_registered, 1)
-
-
-def _on_a_copy(rank):
+@on_ranks(1)
+def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
     model = ddp(Dictated(SIZES))
     model.register_comm_hook(DCTState(model), dct_hook)
     copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
@@ -180,19 +177,12 @@ def _on_a_copy(rank):
         state.stats()
 
 
-def test_a_copy_of_a_ddp_does_not_count_as_registered():
-    run_ranks(_on_a_copy, 1)
-
-
-def _sparse(rank):
+@on_ranks(2)
+def test_sparse_gradients_are_refused(rank):
     model = DistributedDataParallel(nn.EmbeddingBag(100, 16, sparse=True))
     model.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(ValueError, match="gradient must be dense, got a sparse one"):
         model(torch.tensor([[1, 2]])).sum().backward()
-
-
-def test_sparse_gradients_are_refused():
-    run_ranks(_sparse, 2)
 
 
 def _decisions(rank, steps):

@@ -22,6 +22,7 @@ from ranks import (
     entry,
     gathered,
     mlp,
+    on_ranks,
     owed,
     run_ranks,
     train_step,
@@ -109,7 +110,8 @@ class Squares(Dictated):
         return (self.p[0] * x).square().sum() / 2
 
 
-def _create_graph(rank):
+@on_ranks(2)
+def test_backward_with_create_graph(rank):
     """DDP takes models of one parameter then, and averages first derivatives alone."""
     warnings.filterwarnings("ignore", "Using backward.. with create_graph")
     model = ddp(Squares([300]))
@@ -130,10 +132,6 @@ def _create_graph(rank):
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)
     assert left.count_nonzero() and applied.count_nonzero()
-
-
-def test_backward_with_create_graph():
-    run_ranks(_create_graph, 2)
 
 
 def _left_out(rank, unused):
@@ -179,7 +177,12 @@ def test_buckets_that_ddp_leaves_out(unused):
     assert run_ranks(_left_out, 2, unused) == [expected] * 2
 
 
-def _two_densities(rank):
+def _residuals_of(state):
+    return [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
+
+
+@on_ranks(2)
+def test_parts_of_a_model_may_have_densities_of_their_own(rank):
     """Two parts of a model, each a DDP with a state of its own: one sends everything it has."""
     model = nn.Sequential(ddp(mlp(depth=1)), ddp(nn.Linear(1, 1)))
     states = [
@@ -195,15 +198,8 @@ def _two_densities(rank):
     assert owed[0] > 1000 and states[1].stats()["density"] == 1.0
 
 
-def _residuals_of(state):
-    return [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
-
-
-def test_parts_of_a_model_may_have_densities_of_their_own():
-    run_ranks(_two_densities, 2)
-
-
-def _disabled(rank):
+@on_ranks(2)
+def test_a_disabled_scaler_is_no_scaler(rank):
     """GradScaler(enabled=False), so that one script serves with and without AMP."""
     results = []
     for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
@@ -223,11 +219,9 @@ def _disabled(rank):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_disabled_scaler_is_no_scaler():
-    run_ranks(_disabled, 2)
-
-
-def _copied(rank, how):
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average", "with a scaler"])
+@on_ranks(2)
+def test_a_copy_has_the_settings_only(rank, how):
     """The original goes on as if nobody had copied it; a copy says what to do."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "with a scaler")
     model, twin = ddp(mlp()), ddp(mlp())
@@ -266,12 +260,9 @@ def _copied(rank, how):
     assert torch.equal(weights(twin), weights(model))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average", "with a scaler"])
-def test_a_copy_has_the_settings_only(how):
-    run_ranks(_copied, 2, how)
-
-
-def _in_any_memory_format(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_checkpoint_is_for_any_memory_format(rank, transport):
     """What was sent and what waits is every gradient, in a checkpoint for any memory format."""
     shape = (16, 32, 3, 3)
     grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
@@ -295,12 +286,8 @@ def _in_any_memory_format(rank, transport):
     assert sent.count_nonzero() < sent.numel()
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_checkpoint_is_for_any_memory_format(transport):
-    run_ranks(_in_any_memory_format, 2, transport)
-
-
-def _wrapped(rank):
+@on_ranks(1)
+def test_wrappers_do_not_enter_names(rank):
     """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
     plain = DCTState(DistributedDataParallel(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
@@ -321,11 +308,8 @@ def _wrapped(rank):
     assert list(entry(state.state_dict())["parameters"]) == names[1:]
 
 
-def test_wrappers_do_not_enter_names():
-    run_ranks(_wrapped, 1)
-
-
-def _late(rank):
+@on_ranks(2)
+def test_a_state_made_before_its_ddp(rank):
     """The state is handed over first, as Lightning's DDPStrategy does."""
     state = DCTState(density=0.8)
     for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
@@ -351,11 +335,8 @@ def _late(rank):
         assert saved["residual"].count_nonzero() > 0
 
 
-def test_a_state_made_before_its_ddp():
-    run_ranks(_late, 2)
-
-
-def _never_bound(rank):
+@on_ranks(1)
+def test_a_state_that_was_not_bound_says_so(rank):
     model = ddp(mlp())
     model.register_comm_hook(DCTState(density=0.8), dct_hook)
     with pytest.raises(
@@ -364,11 +345,8 @@ def _never_bound(rank):
         model(torch.ones(1, 64)).sum().backward()
 
 
-def test_a_state_that_was_not_bound_says_so():
-    run_ranks(_never_bound, 1)
-
-
-def _odd_dtypes(rank):
+@on_ranks(1)
+def test_a_parameter_that_cannot_be_compressed_is_named_at_once(rank):
     for dtype in (torch.float64, torch.complex64):
         last = nn.Linear(4, 4, dtype=dtype)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), last))
@@ -379,17 +357,10 @@ def _odd_dtypes(rank):
     DCTState(DistributedDataParallel(model.module))  # it is not exchanged
 
 
-def test_a_parameter_that_cannot_be_compressed_is_named_at_once():
-    run_ranks(_odd_dtypes, 1)
-
-
-def _python_reducer(rank):
+@on_ranks(1)
+def test_dynamos_python_reducer_is_refused(rank):
     torch._dynamo.config.optimize_ddp = "python_reducer"
     model = DistributedDataParallel(mlp())
     model.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
         model(torch.ones(1, 64)).sum().backward()
-
-
-def test_dynamos_python_reducer_is_refused():
-    run_ranks(_python_reducer, 1)

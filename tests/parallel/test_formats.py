@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
-from ranks import Dictated, owed, run_ranks
+from ranks import Dictated, on_ranks, owed
 
 
 def _ddp(density, format, numel):
@@ -18,7 +18,8 @@ def _ddp(density, format, numel):
     return model, state
 
 
-def _changed(rank):
+@on_ranks(2)
+def test_a_state_loads_into_a_run_of_another_dtype(rank):
     """A run that saves with one dtype and goes on with the other loses nothing."""
     numel, total = 5000, torch.zeros(5000)
     saved, applied = None, torch.zeros(5000)
@@ -38,10 +39,6 @@ def _changed(rank):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(applied * dist.get_world_size() + left, total)
-
-
-def test_a_state_loads_into_a_run_of_another_dtype():
-    run_ranks(_changed, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
-from ranks import Dictated, assert_same, batch, gathered, mlp, run_ranks, train_step
+from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, run_ranks, train_step
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
@@ -183,7 +183,8 @@ def test_what_is_not_delivered_waits(transport, format):
             assert came[name].count_nonzero() > 0.02 * came[name].numel()
 
 
-def _train(rank):
+@on_ranks(4)
+def test_replicas_stay_bitwise_equal(rank):
     mesh = _mesh()
     model = _wrap(mlp(), mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
@@ -213,11 +214,8 @@ def _train(rank):
         train_step(model, optimizer, *batch(0, rank))
 
 
-def test_replicas_stay_bitwise_equal():
-    run_ranks(_train, 4)
-
-
-def _accumulate(rank):
+@on_ranks(2)
+def test_accumulation_that_would_stop_nothing_is_refused(rank):
     mesh = _mesh(2, 1)
     model = _wrap(mlp(), mesh)
     dct_fully_shard_hook(model, mesh=mesh, density=0.05)
@@ -227,11 +225,8 @@ def _accumulate(rank):
         (model(x) - y).square().mean().backward()
 
 
-def test_accumulation_that_would_stop_nothing_is_refused():
-    run_ranks(_accumulate, 2)
-
-
-def _local_steps(rank):
+@on_ranks(4)
+def test_local_steps_of_replicas(rank):
     """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
     mesh = _mesh()
     model = _wrap(mlp(depth=2), mesh)
@@ -244,7 +239,3 @@ def _local_steps(rank):
         averager.average_parameters()
         same = [torch.equal(_weights(model), other) for other in gathered(_weights(model))]
         assert all(same) if step % 4 == 3 else sum(same) == 2  # the ranks of this replica
-
-
-def test_local_steps_of_replicas():
-    run_ranks(_local_steps, 4)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import dct_fully_shard_hook
-from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
+from ranks import Dictated, batch, gathered, mlp, on_ranks, run_ranks, train_step
 
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))  # a row for two shards, and rows that do not divide
 
@@ -269,7 +269,8 @@ def test_states_that_do_not_fit_are_refused_by_name(tmp_path):
     run_ranks(_refused, 2, tmp_path / "dcp")
 
 
-def _another_shard(rank):
+@on_ranks(2)
+def test_the_file_of_another_shard_is_refused(rank):
     mesh = _mesh(1, 2)
     _, state = _dictated(mesh)
     own = state.state_dict()
@@ -281,7 +282,3 @@ def _another_shard(rank):
     with pytest.raises(ValueError, match=r"of p.0 must be .*, its local part|that of shard"):
         state.load_state_dict(other)
     state.load_state_dict(own)
-
-
-def test_the_file_of_another_shard_is_refused():
-    run_ranks(_another_shard, 2)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
 from dct_parallel.exchange import all_gather as by_all_gather
-from ranks import Dictated, batch, gathered, mlp, run_ranks, set_timeout
+from ranks import Dictated, batch, gathered, mlp, on_ranks, set_timeout
 
 SIZES = (3000, 40, 5001)
 STEP = 4  # the one that is damaged, or overflows
@@ -41,7 +41,9 @@ def _step(model, step, rank):
     model(*_gradients(step, rank)).backward()
 
 
-def _damaged(rank, ask):
+@pytest.mark.parametrize("ask", ["the next step", "state_dict", "stats", "parameter_stats"])
+@on_ranks(4)
+def test_damage_raises_where_it_is_received(rank, ask):
     model, state = _dictated(_mesh())
     all_gather, step = by_all_gather.all_gather, 0
 
@@ -69,12 +71,9 @@ def _damaged(rank, ask):
             call()
 
 
-@pytest.mark.parametrize("ask", ["the next step", "state_dict", "stats", "parameter_stats"])
-def test_damage_raises_where_it_is_received(ask):
-    run_ranks(_damaged, 4, ask)
-
-
-def _skipped(rank, scaled):
+@pytest.mark.parametrize("scaled", [True, False], ids=["by a scaler", "by the user"])
+@on_ranks(4)
+def test_what_a_skipped_step_sent_is_taken_back_on_every_shard(rank, scaled):
     """One shard of one replica overflows: all ranks skip the step, and take back what they sent."""
     mesh = _mesh()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100, enabled=scaled)
@@ -109,11 +108,6 @@ def _skipped(rank, scaled):
     assert not all(torch.equal(r, residual) for r in gathered(residual)[::2])
 
 
-@pytest.mark.parametrize("scaled", [True, False], ids=["by a scaler", "by the user"])
-def test_what_a_skipped_step_sent_is_taken_back_on_every_shard(scaled):
-    run_ranks(_skipped, 4, scaled)
-
-
 class Twice(nn.Module):
     """Two layers of one size, in one order or the other."""
 
@@ -126,7 +120,8 @@ class Twice(nn.Module):
         return self.a(self.b(x)) if flipped else self.b(self.a(x))
 
 
-def _other_order(rank):
+@on_ranks(2)
+def test_ranks_that_go_through_modules_in_another_order_are_told(rank):
     mesh = _mesh(2, 1)
     model = Twice(mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=0)
@@ -138,11 +133,8 @@ def _other_order(rank):
         model(x, flipped=False).sum().backward()
 
 
-def test_ranks_that_go_through_modules_in_another_order_are_told():
-    run_ranks(_other_order, 2)
-
-
-def _twice_in_a_pass(rank):
+@on_ranks(2)
+def test_a_module_used_twice(rank):
     """A layer that is used twice is exchanged twice, and both add up."""
     mesh = _mesh(2, 1)
     layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
@@ -153,10 +145,6 @@ def _twice_in_a_pass(rank):
     grad = layer.weight.grad.full_tensor()
     torch.testing.assert_close(grad, expected.expand(32, 32), rtol=1e-5, atol=1e-5)
     assert state.stats()["step"] >= 1
-
-
-def test_a_module_used_twice():
-    run_ranks(_twice_in_a_pass, 2)
 
 
 class Checkpointed(nn.Module):
@@ -176,7 +164,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def _checkpointed(rank, save):
+@pytest.mark.parametrize("save", [False, True])
+@on_ranks(2)
+def test_a_backward_pass_within_one_is_no_step_of_its_own(rank, save):
     mesh = _mesh(2, 1)
     results = []
     for use_reentrant in (False, True):
@@ -192,16 +182,12 @@ def _checkpointed(rank, save):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("save", [False, True])
-def test_a_backward_pass_within_one_is_no_step_of_its_own(save):
-    run_ranks(_checkpointed, 2, save)
-
-
 def _wrapped(mesh):
     return fully_shard(mlp(depth=1), mesh=mesh["shard"])
 
 
-def _refused(rank):
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(rank):
     mesh = _mesh(2, 1)
 
     def refuses(error, text, model, given=mesh, **options):
@@ -259,7 +245,3 @@ def _refused(rank):
     with pytest.raises(ValueError, match=text):
         model(torch.ones(1, 64)).sum().backward()
     state.close()
-
-
-def test_what_cannot_be_is_refused_by_name():
-    run_ranks(_refused, 2)

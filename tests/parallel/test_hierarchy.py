@@ -32,6 +32,7 @@ from ranks import (
     batch,
     entry,
     mlp,
+    on_ranks,
     run_ranks,
     set_timeout,
     train_step,
@@ -39,7 +40,8 @@ from ranks import (
 )
 
 
-def _density_one(rank):
+@on_ranks(4)
+def test_at_density_one_it_is_the_mean(rank):
     for transport, sizes in itertools.product(("all_gather", "reduce_scatter"), ALL_SIZES):
         model, _ = meshed_model(sizes, 2, transport=transport, density=1, format=torch.float32)
         for step in range(4):
@@ -53,11 +55,10 @@ def _density_one(rank):
                 assert ((mean - sum_of_all(own) / 4).abs() <= bound).all(), (transport, sizes)
 
 
-def test_at_density_one_it_is_the_mean():
-    run_ranks(_density_one, 4)
-
-
-def _conservation(rank, transport, format):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(4)
+def test_what_was_applied_and_what_is_owed_is_every_gradient(rank, transport, format):
     """Integer gradients: sums, and means over a power of two, are exact."""
     ranks = dist.get_world_size()
     shapes = [(sizes, 2) for sizes in ALL_SIZES] + [(SIZES, 1), (SIZES, 4), (SIZES, None)]
@@ -79,12 +80,6 @@ def _conservation(rank, transport, format):
         state.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("format", [torch.bfloat16, torch.float32], ids=str)
-def test_what_was_applied_and_what_is_owed_is_every_gradient(transport, format):
-    run_ranks(_conservation, 4, transport, format)
-
-
 def _moved(rank, transport):
     """DDP deals its buckets anew after the first step, which was compressed already."""
     model, state = meshed_model(SIZES, 2, 0.02, transport=transport, start_step=0)
@@ -103,7 +98,9 @@ def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(transport):
     assert run_ranks(_moved, 4, transport) == [2] * 4
 
 
-def _flat_and_nodes_of_one(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
     flat, state = meshed_model(SIZES, None, transport=transport)
     nodes, parted = meshed_model(SIZES, 1, transport=transport)
     for step in range(8):
@@ -117,11 +114,6 @@ def _flat_and_nodes_of_one(rank, transport):
         for key, value in parts.items():
             assert torch.equal(value, entry(theirs)["parameters"][name][key]), (name, key)
     assert state.plan() == parted.plan()
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(transport):
-    run_ranks(_flat_and_nodes_of_one, 2, transport)
 
 
 def _learning(rank):
@@ -248,7 +240,12 @@ def _damage(module, name, is_victim, now):
     setattr(module, name, in_flight)
 
 
-def _damaged(rank, transport, victims):
+@pytest.mark.parametrize(
+    "transport, victims",
+    [("all_gather", (0,)), ("all_gather", (0, 3)), ("result", (3,)), ("sum", (0,))],
+)
+@on_ranks(4)
+def test_damage_between_nodes_raises_where_it_is_received(rank, transport, victims):
     """Whether this rank received damage: it raises; its node does not know, nor the other one."""
     set_timeout(4)
     step = 0
@@ -274,14 +271,6 @@ def _damaged(rank, transport, victims):
                 ask()
 
 
-@pytest.mark.parametrize(
-    "transport, victims",
-    [("all_gather", (0,)), ("all_gather", (0, 3)), ("result", (3,)), ("sum", (0,))],
-)
-def test_damage_between_nodes_raises_where_it_is_received(transport, victims):
-    run_ranks(_damaged, 4, transport, victims)
-
-
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_parts_are_aligned_and_together_everything(numel, size):
@@ -298,7 +287,8 @@ def test_parts_are_aligned_and_together_everything(numel, size):
     assert covered == [list(range(n)) for n in sizes]
 
 
-def _errors(rank):
+@on_ranks(2)
+def test_wrong_meshes_and_states_are_named(rank):
     model = DistributedDataParallel(Dictated(SIZES))
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
@@ -336,11 +326,8 @@ def _errors(rank):
         state.load_state_dict(flat_saved)
 
 
-def test_wrong_meshes_and_states_are_named():
-    run_ranks(_errors, 2)
-
-
-def _other_nodes(rank):
+@on_ranks(4)
+def test_nodes_are_of_the_same_ranks_for_all(rank):
     """Meshes of one shape, of which some have other ranks in a node."""
     model, mesh = DistributedDataParallel(Dictated(SIZES)), node_mesh(2, "cpu")
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=mesh.mesh_dim_names)
@@ -353,11 +340,8 @@ def _other_nodes(rank):
         DCTState(model, mesh=turned)
 
 
-def test_nodes_are_of_the_same_ranks_for_all():
-    run_ranks(_other_nodes, 4)
-
-
-def _timeouts(rank):
+@on_ranks(4)
+def test_waits_end_at_the_shortest_timeout(rank):
     cpu, short = torch.device("cpu"), timedelta(seconds=50)
 
     def of(mesh):
@@ -376,14 +360,7 @@ def _timeouts(rank):
     assert of(by_hand) == [of_torch, short, short, short]
 
 
-def test_waits_end_at_the_shortest_timeout():
-    run_ranks(_timeouts, 4)
-
-
-def _uneven_nodes(rank):
+@on_ranks(3)
+def test_nodes_must_be_of_equal_size(rank):
     with pytest.raises(ValueError, match="local_size must be a divisor of the number of ranks, 3"):
         node_mesh(2, "cpu")
-
-
-def test_nodes_must_be_of_equal_size():
-    run_ranks(_uneven_nodes, 3)

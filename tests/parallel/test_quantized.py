@@ -16,7 +16,7 @@ from dct_kernels.row_layout import row_bytes
 from dct_parallel import DCTAverager, DCTState, WireMeter, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.quantized import FORMATS, ROW, QuantizedRows, payload_bytes
 from nodes import TRANSPORTS, meshed_model, owed_by_all, same_step
-from ranks import assert_same, batch, entry, mlp, run_ranks, weights
+from ranks import assert_same, batch, entry, mlp, on_ranks, run_ranks, weights
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -179,7 +179,9 @@ def test_nodes_lose_nothing():
     run_ranks(_conserved, 4, "reduce_scatter", 2, "int4")
 
 
-def _resumed(rank, transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_run_goes_on_bit_for_bit(rank, transport):
     """A state goes on bit for bit."""
 
     def make():
@@ -198,12 +200,9 @@ def _resumed(rank, transport):
         assert torch.equal(same_step(model, grads), same_step(other, grads)), step
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_run_goes_on_bit_for_bit(transport):
-    run_ranks(_resumed, 2, transport)
-
-
-def _bytes(rank):
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_bytes(rank):
     sizes = [1 << 20]
     for format, factor in (("int8", 3.98), ("int4", 7.93), ("ternary", 19.6)):
         model, state = meshed_model(sizes, None, density=1, format=format, start_step=0)
@@ -220,11 +219,6 @@ def _bytes(rank):
             assert sent == math.ceil(expected / 16) * 16
         assert ("reduce_scatter" in state.plan()) == (ranks > 2)
         state.close()
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes(ranks):
-    run_ranks(_bytes, ranks)
 
 
 def _learns(rank, format):
@@ -248,7 +242,8 @@ def test_a_model_learns(format):
     assert max(run_ranks(_learns, 2, format)) < 0.01
 
 
-def _averaged(rank):
+@on_ranks(2)
+def test_local_steps_lose_nothing(rank):
     """Local steps: what all have moved by is in the base, or waits."""
     model = nn.ParameterList([torch.zeros(40_000), torch.zeros(100)])
     averager = DCTAverager(model, density=1, period=2, format="int4")
@@ -275,10 +270,6 @@ def _averaged(rank):
             :40_100
         ]
     ).all()
-
-
-def test_local_steps_lose_nothing():
-    run_ranks(_averaged, 2)
 
 
 def _sharded(rank):

@@ -17,6 +17,7 @@ from ranks import (
     entry,
     gathered,
     mlp,
+    on_ranks,
     owed,
     run_ranks,
     train_step,
@@ -53,7 +54,11 @@ def _bits(tensors):
     return torch.cat(tensors).view(torch.int32)
 
 
-def _density_one(rank, sizes):
+@pytest.mark.parametrize(
+    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
+)
+@on_ranks("world_size")
+def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(rank, sizes):
     ranks = dist.get_world_size()
     lossless = {"density": 1, "format": torch.float32}
     sharded, _ = _model(sizes, **lossless)
@@ -69,13 +74,6 @@ def _density_one(rank, sizes):
                 for part in gathered(grad):
                     total = total + part
                 assert torch.equal(own, total * torch.tensor(1 / ranks, dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
-)
-def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(world_size, sizes):
-    run_ranks(_density_one, world_size, sizes)
 
 
 def _conservation(rank, sizes, start_step):
@@ -180,7 +178,9 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
     )
 
 
-def _resume(rank, sizes):
+@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
+@on_ranks("world_size")
+def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
     model, state = _model(sizes, density=0.02)
     for step in range(9):
         if step == 6:
@@ -197,11 +197,6 @@ def _resume(rank, sizes):
         assert parts.keys() == theirs[name].keys()
         for part, value in parts.items():
             assert torch.equal(value, theirs[name][part]), (name, part)
-
-
-@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
-def test_a_checkpoint_goes_on_bit_equal(world_size, sizes):
-    run_ranks(_resume, world_size, sizes)
 
 
 def _run(rank, steps, saved, silent, transport):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_parallel import DCTState, WireMeter, dct_hook
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
-from ranks import Dictated, entry, gathered, run_ranks
+from ranks import Dictated, entry, gathered, on_ranks
 
 BLOCK = 16_384
 LARGEST_ENTRIES = Settings(0.005, "bfloat16")
@@ -77,7 +77,8 @@ def _owed(state):
     return total
 
 
-def _mixed(rank):
+@on_ranks(2)
+def test_buckets_of_one_model_go_different_ways(rank):
     model, state = _model()
     applied, total = 0, 0
     with WireMeter() as meter:
@@ -109,11 +110,8 @@ def _mixed(rank):
     torch.testing.assert_close(sent + left / 2, owed)
 
 
-def test_buckets_of_one_model_go_different_ways():
-    run_ranks(_mixed, 2)
-
-
-def _left_out(rank):
+@on_ranks(2)
+def test_a_state_half_of_which_has_owners_loads_again(rank):
     """DDP leaves out a bucket that nobody used: what it is to keep waits in the form it came in."""
     sizes = (9 * BLOCK, 1000, 500)
 
@@ -140,11 +138,8 @@ def _left_out(rank):
     torch.testing.assert_close(left[9 * BLOCK :] + mean, owed[9 * BLOCK :] + 1)
 
 
-def test_a_state_half_of_which_has_owners_loads_again():
-    run_ranks(_left_out, 2)
-
-
-def _empty(rank):
+@on_ranks(2)
+def test_an_empty_parameter_may_have_a_bucket_of_its_own(rank):
     """A bucket of an empty parameter alone."""
     sizes = (0, 2000)
     for transport in ("all_gather", "reduce_scatter"):
@@ -157,7 +152,3 @@ def _empty(rank):
             assert torch.equal(model.module.p[1].grad, torch.full((2000,), 1.5)), transport
         assert "buckets: 2" in state.plan()
         state.close()
-
-
-def test_an_empty_parameter_may_have_a_bucket_of_its_own():
-    run_ranks(_empty, 2)
