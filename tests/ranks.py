@@ -14,6 +14,8 @@ from forked import run_forked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_parallel import DCTState, dct_hook
+
 
 def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
     """[function(rank, *args) on rank 0, 1, ...]; warnings are errors there.
@@ -89,6 +91,13 @@ class Dictated(nn.Module):
 def ddp(module, **kwargs):
     """DDP with buckets of a few thousand elements."""
     return DistributedDataParallel(module, bucket_cap_mb=0.02, **kwargs)
+
+
+def hooked(model, **options):
+    """(a DDP that exchanges by `dct_hook`, its state with these options)."""
+    state = DCTState(model, **options)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
 
 
 def gathered(tensor):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_embeddings import (
     EquivalentSubstitution,
@@ -157,7 +157,7 @@ def _together(kind, dtype, rank, aggregate):
     layer, dense = _layer(kind, dtype, aggregate=aggregate), _dense(kind, dtype)
     share = slice(None)
     if aggregate == "reduce_scatter":
-        dense = DistributedDataParallel(dense)
+        dense = DDP(dense)
         share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     parameters = [*layer.parameters(), *dense.parameters()]
     optimizer, losses = torch.optim.SGD(parameters, LR), []
@@ -227,7 +227,7 @@ def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
     ranks = dist.get_world_size()
     groups = [dist.new_group() for _ in range(2)]
     layer = _layer(kind, torch.float64, ids_group=groups[0])
-    dense = DistributedDataParallel(_dense(kind, torch.float64), process_group=groups[1])
+    dense = DDP(_dense(kind, torch.float64), process_group=groups[1])
     dense.register_comm_hook(groups[1], default_hooks.allreduce_hook)
     with (
         WireMeter(groups[0]) as ids_meter,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
@@ -85,7 +85,7 @@ def _trained(
 ):
     """Bags, their optimizer and sync after some steps of them and a dense part under DDP."""
     bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh, **settings)
-    dense = DistributedDataParallel(_dense(dtype))
+    dense = DDP(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     of_dense = torch.optim.SGD(dense.parameters(), LR)
     sync = ReplicaSync(bags, optimizer=optimizer, every=every)

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, node_mesh
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
-from ranks import batch, ddp, entry, mlp, on_ranks, run_ranks, set_timeout, train_step
+from ranks import batch, ddp, entry, hooked, mlp, on_ranks, run_ranks, set_timeout, train_step
 
 MUST = "must be the same on every rank, got"
 
@@ -49,8 +49,7 @@ def _disagreeing(rank):
     with pytest.raises(ValueError) as error:
         DCTState(ddp(nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})))
     texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
-    model = ddp(mlp())
-    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+    model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank))
@@ -77,9 +76,7 @@ def test_settings_that_differ_are_named_by_every_rank():
 
 
 def _trained(rank, steps, group=None):
-    model = ddp(mlp())
-    state = DCTState(model, density=0.1, process_group=group)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=0.1, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
         train_step(model, optimizer, *batch(step, rank))
@@ -159,7 +156,8 @@ def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, make):
         step()
 
 
-def _loads_late(rank):
+@on_ranks(2)
+def test_a_rank_that_loads_late_is_waited_for(rank):
     """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
     set_timeout(100)
     state, step = _hooked()
@@ -171,11 +169,7 @@ def _loads_late(rank):
         agreement_module.time.monotonic = lambda: 50 * clock()
     state.load_state_dict(saved)
     step()
-    return entry(state.state_dict())["step"]
-
-
-def test_a_rank_that_loads_late_is_waited_for():
-    assert run_ranks(_loads_late, 2) == [5, 5]
+    assert entry(state.state_dict())["step"] == 5
 
 
 def _mesh_of_nodes():
@@ -199,9 +193,7 @@ def _mesh_by_hand():
 def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(rank, how, mesh):
     """Rank 1 stalls, or is stopped, before its last step."""
     set_timeout(4)
-    model = ddp(mlp())
-    state = DCTState(model, density=0.1, mesh=mesh and mesh())
-    model.register_comm_hook(state, dct_hook)
+    model, _ = hooked(ddp(mlp()), density=0.1, mesh=mesh and mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank))

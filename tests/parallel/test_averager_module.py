@@ -10,7 +10,7 @@ from torch import nn
 
 from dct_parallel import DCTAverager
 from local_steps import train, uneven
-from ranks import assert_same, batch, entry, on_ranks, run_ranks, train_step, weights
+from ranks import assert_same, batch, entry, on_ranks, train_step, weights
 
 
 @on_ranks(2)
@@ -105,7 +105,8 @@ class _Mixed(nn.Module):
         self.register_buffer("own", torch.randn(3))
 
 
-def _frozen(rank):
+@on_ranks(2)
+def test_all_parameters_are_those_of_the_first_rank_at_the_start(rank):
     torch.manual_seed(rank)
     model = _Mixed()
     strides = [p.stride() for p in model.parameters()]
@@ -118,11 +119,7 @@ def _frozen(rank):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
         assert parameter.requires_grad == (name in ("first", "last"))
-    return len(expected)
-
-
-def test_all_parameters_are_those_of_the_first_rank_at_the_start():
-    assert run_ranks(_frozen, 2) == [12, 12]
+    assert len(expected) == 12
 
 
 @on_ranks(2)

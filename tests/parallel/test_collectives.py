@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, WireMeter, collectives, dct_hook
 from dct_parallel.data_parallel.executors import ThreadExecutor
@@ -30,14 +30,11 @@ def test_all_gather_under_its_old_and_its_new_name(rank):
         assert torch.equal(output, expected), names
 
 
-def _means(rank):
+@on_ranks(2)
+def test_dense_mean(rank):
     mean = collectives.dense_mean(torch.tensor([1.0, 6.0]) + rank, torch.bfloat16, dist.group.WORLD)
     assert mean.dtype == torch.bfloat16
-    return mean.tolist()
-
-
-def test_dense_mean():
-    assert run_ranks(_means, 2) == [[1.5, 6.5]] * 2
+    assert mean.tolist() == [1.5, 6.5]
 
 
 def test_a_worker_keeps_the_order_and_hands_on_errors():
@@ -136,7 +133,7 @@ TABLES = [20_000 * 16, 3_000 * 16, 24 * 16]
 
 
 def _bytes_of_one_step(rank, sizes, compressed):
-    model = DistributedDataParallel(Dictated(sizes))
+    model = DDP(Dictated(sizes))
     if compressed:
         state = DCTState(model)  # density 0.5 %, bfloat16
         model.register_comm_hook(state, dct_hook)
@@ -178,7 +175,7 @@ def test_the_meter_leaves_ddp_as_it_found_it():
 def _unmetered(rank):
     with WireMeter():
         pass
-    model = DistributedDataParallel(mlp())
+    model = DDP(mlp())
     model(torch.ones(2, 64)).sum().backward()
     return True
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange import all_gather as by_all_gather
@@ -21,6 +21,7 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
     mlp,
     on_ranks,
     run_ranks,
@@ -112,9 +113,7 @@ def _integers(step, rank, limit):
 
 def _conservation(rank, start_step):
     """All gradients are integers, so that every sum and mean below is exact."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, start_step=start_step)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=start_step)
     applied = [torch.zeros(n) for n in SIZES]
     total = [torch.zeros(n) for n in SIZES]
     layouts = set()
@@ -150,9 +149,9 @@ def _residuals(state):
 
 def _together(rank, transport):
     """What every payload sends of integer gradients is what is largest in all of it."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, transport=transport, format=torch.float32)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        ddp(Dictated(SIZES)), density=0.05, transport=transport, format=torch.float32
+    )
     for step in range(4):
         model.zero_grad()
         before = {
@@ -187,9 +186,7 @@ def test_a_payload_sends_what_is_largest_in_all_of_it(transport):
 
 
 def _alone(rank):
-    model = ddp(mlp())
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = [train_step(model, optimizer, *batch(step % 4, rank)).item() for step in range(60)]
     return losses[0], sum(losses[-4:]) / 4, state.stats()["wire_bytes"], state.plan()
@@ -206,8 +203,7 @@ def test_one_rank_alone_trains_and_sends_nothing():
 @on_ranks(2)
 def test_half_precision_models(rank, dtype):
     """Small integers are exact in every dtype, and so is a density of 1."""
-    model = ddp(Dictated(SIZES).to(dtype))
-    model.register_comm_hook(DCTState(model, density=1), dct_hook)
+    model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1)
     for step in range(4):
         model.zero_grad()
         every = [_integers(step, r, limit=16) for r in range(2)]
@@ -235,11 +231,10 @@ def test_process_group_limits_the_averaging(rank):
             assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
 
 
-def _non_finite(rank):
+@on_ranks(2)
+def test_a_nan_is_passed_on_but_not_kept(rank):
     """Without a GradScaler a NaN reaches the weights' gradients, as it would without the hook."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05)
     total, applied = torch.zeros(SIZES[0]), torch.zeros(SIZES[0])
     for step in range(4):
         model.zero_grad()
@@ -255,19 +250,14 @@ def _non_finite(rank):
     assert torch.equal(2 * applied + left, total)  # what was sent counts: nothing skipped the step
     bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
     residual = torch.cat([s["residual"] for s in entry(state.state_dict())["parameters"].values()])
-    return bad, residual.isfinite().all().item()
-
-
-def test_a_nan_is_passed_on_but_not_kept():
-    assert run_ranks(_non_finite, 2) == [([[], [], [11], [], [], []], True)] * 2
+    assert bad == [[], [], [11], [], [], []] and residual.isfinite().all()
 
 
 @on_ranks(2)
 def test_a_compiled_model_trains_like_an_eager_one(rank):
     results = []
     for wrap in (torch.compile, lambda model, backend: model):
-        model = DistributedDataParallel(mlp())
-        model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+        model, _ = hooked(DDP(mlp()), density=0.1)
         wrapped = wrap(model, backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(6):

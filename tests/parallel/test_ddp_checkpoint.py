@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dct_parallel import DCTState, dct_hook, merge_states
+from dct_parallel import merge_states
 from ranks import (
     Dictated,
     assert_same,
     batch,
     ddp,
     entry,
+    hooked,
     mlp,
     on_ranks,
     run_ranks,
@@ -33,9 +34,7 @@ def _through_a_file(state):
 
 def _make(density=0.8, **kwargs):
     # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
-    model = ddp(mlp())
-    state = DCTState(model, density=density, **kwargs)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -117,9 +116,7 @@ def _gradients(step, rank):
 def _run(rank, steps, saved, silent, folder=None):
     """The mean gradient applied over `steps`, in all, and this rank's state after them."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05)
     if saved is not None:
         state.load_state_dict(saved)
     applied = [torch.zeros(n) for n in SIZES]

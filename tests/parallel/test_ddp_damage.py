@@ -6,7 +6,7 @@ It tells nobody. The other ranks end as if it were gone, at the group's timeout 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, collectives, dct_hook
@@ -35,7 +35,7 @@ class Run:
     def __init__(self, rank, victims, byte=0, bucket_cap_mb=25, **options):
         set_timeout(4)
         self.rank, self.victims, self.byte = rank, victims, byte
-        self.model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=bucket_cap_mb)
+        self.model = DDP(Dictated(SIZES), bucket_cap_mb=bucket_cap_mb)
         self.state = DCTState(self.model, density=0.05, **options)
         self.model.register_comm_hook(self.state, dct_hook)
         self.step = 0

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info
 from dct_parallel import DCTState, WireMeter, dct_hook
@@ -19,6 +19,7 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
     mlp,
     on_ranks,
     run_ranks,
@@ -31,9 +32,7 @@ SIZES = (2000, 30, 5000)
 
 def _make(density=0.8, **kwargs):
     # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
-    model = ddp(mlp())
-    state = DCTState(model, density=density, **kwargs)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -168,8 +167,7 @@ def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
 
 @on_ranks(1)
 def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
-    model = ddp(Dictated(SIZES))
-    model.register_comm_hook(DCTState(model), dct_hook)
+    model, _ = hooked(ddp(Dictated(SIZES)))
     copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
     state = DCTState(copy)
     copy(*_gradients(0, rank)).backward()
@@ -179,8 +177,7 @@ def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
 
 @on_ranks(2)
 def test_sparse_gradients_are_refused(rank):
-    model = DistributedDataParallel(nn.EmbeddingBag(100, 16, sparse=True))
-    model.register_comm_hook(DCTState(model), dct_hook)
+    model, _ = hooked(DDP(nn.EmbeddingBag(100, 16, sparse=True)))
     with pytest.raises(ValueError, match="gradient must be dense, got a sparse one"):
         model(torch.tensor([[1, 2]])).sum().backward()
 
@@ -188,9 +185,7 @@ def test_sparse_gradients_are_refused(rank):
 def _decisions(rank, steps):
     """The bytes of every step, and the steps in which thresholds were sampled, which is seldom."""
     warnings.filterwarnings("ignore", message=r"DCT: \d+% of the payloads")
-    model = ddp(mlp(16, 3))
-    state = DCTState(model, density=0.1, refresh_every=700, policy="fixed")
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp(16, 3)), density=0.1, refresh_every=700, policy="fixed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     decided, sampled, before = [], [], {}
     with WireMeter() as meter:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
 from ranks import (
@@ -21,6 +21,7 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
     mlp,
     on_ranks,
     owed,
@@ -53,10 +54,13 @@ def _assert_conserved(model, state, total):
         assert applied.count_nonzero() > 0
 
 
-def _accumulating(rank, no_sync, view):
-    model = ddp(Dictated(SIZES), gradient_as_bucket_view=view)
-    state = DCTState(model, density=0.05, start_step=0)
-    model.register_comm_hook(state, dct_hook)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("no_sync", [False, True])
+@on_ranks(2)
+def test_accumulation_loses_nothing(rank, no_sync, view):
+    model, state = hooked(
+        ddp(Dictated(SIZES), gradient_as_bucket_view=view), density=0.05, start_step=0
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = [torch.zeros(n) for n in SIZES]
     for step in range(8):
@@ -69,20 +73,13 @@ def _accumulating(rank, no_sync, view):
                 model(*grads).backward()
         optimizer.step()
     _assert_conserved(model, state, total)
-    return state.step
+    assert state.step == (8 if no_sync else 24)
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_accumulation_loses_nothing(no_sync, view):
-    assert run_ranks(_accumulating, 2, no_sync, view) == [8 if no_sync else 24] * 2
-
-
-def _joined(rank):
+@on_ranks(2)
+def test_uneven_inputs_under_join(rank):
     """Rank 0 has 8 batches, rank 1 has 12."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, start_step=0)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = [torch.zeros(n) for n in SIZES]
     with model.join():
@@ -96,11 +93,7 @@ def _joined(rank):
     # A rank that has joined takes the others' weights as they end.
     assert_same(weights(model))
     _assert_conserved(model, state, total)
-    return state.step
-
-
-def test_uneven_inputs_under_join():
-    assert run_ranks(_joined, 2) == [12, 12]
+    assert state.step == 12
 
 
 class Squares(Dictated):
@@ -114,9 +107,7 @@ class Squares(Dictated):
 def test_backward_with_create_graph(rank):
     """DDP takes models of one parameter then, and averages first derivatives alone."""
     warnings.filterwarnings("ignore", "Using backward.. with create_graph")
-    model = ddp(Squares([300]))
-    state = DCTState(model, density=0.05, start_step=1)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Squares([300])), density=0.05, start_step=1)
     parameter = model.module.p[0]
     parameter.data.copy_(torch.arange(300) % 3)
     applied, total = torch.zeros(300), torch.zeros(300)
@@ -203,9 +194,7 @@ def test_a_disabled_scaler_is_no_scaler(rank):
     """GradScaler(enabled=False), so that one script serves with and without AMP."""
     results = []
     for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
-        model = ddp(Dictated(SIZES))
-        state = DCTState(model, density=0.05, grad_scaler=scaler)
-        model.register_comm_hook(state, dct_hook)
+        model, state = hooked(ddp(Dictated(SIZES)), density=0.05, grad_scaler=scaler)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for step in range(6):
             optimizer.zero_grad()
@@ -254,8 +243,7 @@ def test_a_copy_has_the_settings_only(rank, how):
             for call, arguments in calls:
                 with pytest.raises(ValueError, match=text):
                     call(*arguments)
-        copied = ddp(copied.module)  # torch registers no hook with a copy
-        copied.register_comm_hook(DCTState(copied, density=0.8), dct_hook)
+        copied, _ = hooked(ddp(copied.module), density=0.8)  # torch registers no hook with a copy
         copied(batch(0, rank)[0]).sum().backward()
     assert torch.equal(weights(twin), weights(model))
 
@@ -271,7 +259,7 @@ def test_a_checkpoint_is_for_any_memory_format(rank, transport):
     for step, memory_format in enumerate(formats):
         model = Dictated([shape])
         model.p[0] = nn.Parameter(torch.zeros(shape).to(memory_format=memory_format))
-        model = DistributedDataParallel(model)
+        model = DDP(model)
         state = DCTState(
             model, density=0.1, start_step=0, format=torch.float32, transport=transport
         )
@@ -289,7 +277,7 @@ def test_a_checkpoint_is_for_any_memory_format(rank, transport):
 @on_ranks(1)
 def test_wrappers_do_not_enter_names(rank):
     """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
-    plain = DCTState(DistributedDataParallel(mlp()), density=0.8)
+    plain = DCTState(DDP(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
     assert names == [f"{n}.{part}" for n in layers for part in ("weight", "bias")]
@@ -297,14 +285,14 @@ def test_wrappers_do_not_enter_names(rank):
     inner[2] = checkpoint_wrapper(inner[2])
     inner[4] = torch.compile(inner[4], backend="eager")
     for module in (torch.compile(mlp(), backend="eager"), inner):
-        state = DCTState(DistributedDataParallel(module), density=0.8)
+        state = DCTState(DDP(module), density=0.8)
         assert list(entry(state.state_dict())["parameters"]) == names
         state.load_state_dict(plain.state_dict())
     ignoring = mlp()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+    DDP._set_params_and_buffers_to_ignore_for_model(
         compiled := torch.compile(ignoring, backend="eager"), ["_orig_mod.0.weight"]
     )
-    state = DCTState(DistributedDataParallel(compiled), density=0.8)
+    state = DCTState(DDP(compiled), density=0.8)
     assert list(entry(state.state_dict())["parameters"]) == names[1:]
 
 
@@ -349,18 +337,17 @@ def test_a_state_that_was_not_bound_says_so(rank):
 def test_a_parameter_that_cannot_be_compressed_is_named_at_once(rank):
     for dtype in (torch.float64, torch.complex64):
         last = nn.Linear(4, 4, dtype=dtype)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), last))
+        model = DDP(nn.Sequential(nn.Linear(4, 4), last))
         text = f"dct::DCTState: parameter 1.weight must be float32, .*, got {str(dtype)[6:]}"
         with pytest.raises(TypeError, match=text):
             DCTState(model)
     model.module[1].requires_grad_(False)
-    DCTState(DistributedDataParallel(model.module))  # it is not exchanged
+    DCTState(DDP(model.module))  # it is not exchanged
 
 
 @on_ranks(1)
 def test_dynamos_python_reducer_is_refused(rank):
     torch._dynamo.config.optimize_ddp = "python_reducer"
-    model = DistributedDataParallel(mlp())
-    model.register_comm_hook(DCTState(model), dct_hook)
+    model, _ = hooked(DDP(mlp()))
     with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
         model(torch.ones(1, 64)).sum().backward()

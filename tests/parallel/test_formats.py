@@ -5,17 +5,14 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
-from ranks import Dictated, on_ranks, owed
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
+from ranks import Dictated, hooked, on_ranks, owed
 
 
 def _ddp(density, format, numel):
-    model = DistributedDataParallel(Dictated([numel]))
-    state = DCTState(model, density=density, format=format, start_step=0)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
+    return hooked(DDP(Dictated([numel])), density=density, format=format, start_step=0)
 
 
 @on_ranks(2)

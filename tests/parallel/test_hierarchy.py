@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, WireMeter, dct_hook, node_mesh
+from dct_parallel import DCTState, WireMeter, node_mesh
 from dct_parallel.data_parallel.node import Node
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
@@ -31,6 +31,7 @@ from ranks import (
     assert_same,
     batch,
     entry,
+    hooked,
     mlp,
     on_ranks,
     run_ranks,
@@ -80,7 +81,9 @@ def test_what_was_applied_and_what_is_owed_is_every_gradient(rank, transport, fo
         state.close()
 
 
-def _moved(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(4)
+def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(rank, transport):
     """DDP deals its buckets anew after the first step, which was compressed already."""
     model, state = meshed_model(SIZES, 2, 0.02, transport=transport, start_step=0)
     layouts, applied, total = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
@@ -90,12 +93,7 @@ def _moved(rank, transport):
         total += torch.cat(grads)
         layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
     assert torch.equal(applied + owed_by_all(state.state_dict()), sum_of_all(total) / 4)
-    return len(layouts)
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(transport):
-    assert run_ranks(_moved, 4, transport) == [2] * 4
+    assert len(layouts) == 2
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
@@ -117,9 +115,9 @@ def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
 
 
 def _learning(rank):
-    model = DistributedDataParallel(mlp(width=96), bucket_cap_mb=0.05)
-    state = DCTState(model, density=0.01, mesh=node_mesh(2, "cpu"))
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        DDP(mlp(width=96), bucket_cap_mb=0.05), density=0.01, mesh=node_mesh(2, "cpu")
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
     for step in range(60):
@@ -135,7 +133,8 @@ def test_ranks_stay_bitwise_equal_and_learn():
         assert last < first
 
 
-def _uneven(rank):
+@on_ranks(4)
+def test_uneven_inputs_and_accumulation(rank):
     """Ranks have 3 to 6 batches, of two passes each, of which only the second is exchanged."""
     model, state = meshed_model(SIZES, 2, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -151,11 +150,7 @@ def _uneven(rank):
             total += torch.cat(first) + torch.cat(second)
     assert_same(weights(model))
     assert torch.equal(owed_by_all(state.state_dict()) - weights(model), sum_of_all(total) / 4)
-    return state.step
-
-
-def test_uneven_inputs_and_accumulation():
-    assert run_ranks(_uneven, 4) == [6] * 4
+    assert state.step == 6
 
 
 def _counted(rank):
@@ -170,7 +165,7 @@ def _counted(rank):
     plan = state.plan()
     assert f"of part {rank % 2} of 2 of every bucket" in plan
     assert f"this rank sends {inside.take():,} bytes" in plan
-    flat = DCTState(DistributedDataParallel(Dictated(SIZES)), density=0.05)
+    flat = DCTState(DDP(Dictated(SIZES)), density=0.05)
     return counted, flat.stats()["wire_bytes"]
 
 
@@ -180,7 +175,17 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh():
         assert parted == pytest.approx(flat / 6, rel=0.05)
 
 
-def _skipped(rank, transport, poisoned):
+FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on
+
+
+@pytest.mark.parametrize(
+    "transport, poisoned",
+    [("all_gather", FIRST_PART), ("all_gather", LAST_PART), ("reduce_scatter", LAST_PART)],
+)
+@on_ranks(4)
+def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(
+    rank, transport, poisoned
+):
     """A GradScaler skips a step on all ranks, which take back what they sent."""
     scaler = torch.amp.GradScaler("cpu", 64.0)
     model, state = meshed_model(SIZES, 2, grad_scaler=scaler, transport=transport)
@@ -210,18 +215,7 @@ def _skipped(rank, transport, poisoned):
         assert torch.equal(left - weights(model), sum_of_all(total) / 4)
     else:  # an owner takes back to rounding
         assert (left - weights(model) - sum_of_all(total) / 4).abs().max() < 1e-3
-    return scaler.get_scale()
-
-
-FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on
-
-
-@pytest.mark.parametrize(
-    "transport, poisoned",
-    [("all_gather", FIRST_PART), ("all_gather", LAST_PART), ("reduce_scatter", LAST_PART)],
-)
-def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(transport, poisoned):
-    assert run_ranks(_skipped, 4, transport, poisoned) == [32.0] * 4
+    assert scaler.get_scale() == 32.0
 
 
 STEP = 4  # the one that is damaged
@@ -289,7 +283,7 @@ def test_parts_are_aligned_and_together_everything(numel, size):
 
 @on_ranks(2)
 def test_wrong_meshes_and_states_are_named(rank):
-    model = DistributedDataParallel(Dictated(SIZES))
+    model = DDP(Dictated(SIZES))
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -303,7 +297,7 @@ def test_wrong_meshes_and_states_are_named(rank):
     with pytest.raises(ValueError, match=r"mesh must be the same on every rank, got \[\[0, 1\]\]"):
         DCTState(model, mesh=mesh if rank == 0 else None)
     group = dist.new_group([rank], use_local_synchronization=True)
-    alone = DistributedDataParallel(Dictated(SIZES), process_group=group)
+    alone = DDP(Dictated(SIZES), process_group=group)
     with pytest.raises(ValueError, match=r"mesh must have the ranks of ddp, \[\d\], got \[0, 1\]"):
         DCTState(alone, mesh=mesh)
 
@@ -329,7 +323,7 @@ def test_wrong_meshes_and_states_are_named(rank):
 @on_ranks(4)
 def test_nodes_are_of_the_same_ranks_for_all(rank):
     """Meshes of one shape, of which some have other ranks in a node."""
-    model, mesh = DistributedDataParallel(Dictated(SIZES)), node_mesh(2, "cpu")
+    model, mesh = DDP(Dictated(SIZES)), node_mesh(2, "cpu")
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=mesh.mesh_dim_names)
     text = re.escape("got [[0, 1], [2, 3]] on rank 0, [[0, 2], [1, 3]] on rank 1")
     with pytest.raises(ValueError, match=text):
@@ -346,7 +340,7 @@ def test_waits_end_at_the_shortest_timeout(rank):
 
     def of(mesh):
         """Of the groups of a mesh, and of those that a state makes from it."""
-        state = DCTState(DistributedDataParallel(Dictated(SIZES)), mesh=mesh)
+        state = DCTState(DDP(Dictated(SIZES)), mesh=mesh)
         groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]
 

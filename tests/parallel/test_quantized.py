@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info, row_dequantize, row_quantize
 from dct_kernels.row_layout import row_bytes
-from dct_parallel import DCTAverager, DCTState, WireMeter, dct_fully_shard_hook, dct_hook
+from dct_parallel import DCTAverager, DCTState, WireMeter, dct_fully_shard_hook
 from dct_parallel.exchange.quantized import FORMATS, ROW, QuantizedRows, payload_bytes
 from nodes import TRANSPORTS, meshed_model, owed_by_all, same_step
-from ranks import assert_same, batch, entry, mlp, on_ranks, run_ranks, weights
+from ranks import assert_same, batch, entry, hooked, mlp, on_ranks, run_ranks, weights
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -223,9 +223,7 @@ def test_bytes(rank):
 
 def _learns(rank, format):
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    state = DCTState(model, density=1, format=format)
-    model.register_comm_hook(state, dct_hook)
+    model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format=format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(300):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))

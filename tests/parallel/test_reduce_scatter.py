@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTState, WireMeter, dct_hook, merge_states
+from dct_parallel import WireMeter, merge_states
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
@@ -16,6 +16,7 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
     mlp,
     on_ranks,
     owed,
@@ -33,10 +34,9 @@ THREE_OF_FOUR = (40_000,)  # blocks: on 4 ranks the last owns nothing
 
 
 def _model(sizes, **options):
-    model = DistributedDataParallel(Dictated(sizes))
-    state = DCTState(model, **{"density": 0.05, "transport": "reduce_scatter"} | options)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
+    return hooked(
+        DDP(Dictated(sizes)), **{"density": 0.05, "transport": "reduce_scatter"} | options
+    )
 
 
 def _integers(sizes, step, rank, limit=60):
@@ -110,11 +110,12 @@ def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(
     assert [owner > 100 for owner in kept] == [rank < owners for rank in range(world_size)]
 
 
-def _moved(rank):
+@on_ranks(2)
+def test_what_owners_owe_is_not_lost_when_buckets_change(rank):
     """DDP deals its buckets anew after the first step, which was compressed already."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, transport="reduce_scatter", start_step=0)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        ddp(Dictated(SIZES)), density=0.05, transport="reduce_scatter", start_step=0
+    )
     layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
     for step in range(6):
         grads = _integers(SIZES, step, rank)
@@ -125,11 +126,7 @@ def _moved(rank):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)
-    return len(layouts)
-
-
-def test_what_owners_owe_is_not_lost_when_buckets_change():
-    assert run_ranks(_moved, 2) == [2, 2]
+    assert len(layouts) == 2
 
 
 def _counted(rank, sizes, density):
@@ -251,7 +248,15 @@ def test_a_state_that_lost_what_owners_keep_is_refused():
         merge_states([{"version": 6, "ranks": {"0": entry}}])
 
 
-def _skipped(rank, poison):
+def _state_parts(state):
+    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
+    parameters = entry(state.state_dict())["parameters"].values()
+    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
+
+
+@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
+@on_ranks(2)
+def test_a_skipped_step_is_taken_back_from_both_residuals(rank, poison):
     """A GradScaler skips a step: both residuals are as if its payloads had come back."""
     model, state = _model(SIZES, grad_scaler=(scaler := torch.amp.GradScaler("cpu", 64.0)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -277,24 +282,13 @@ def _skipped(rank, poison):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(left - 2 * weights(model), total)
-    return scaler.get_scale()
-
-
-def _state_parts(state):
-    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
-    parameters = entry(state.state_dict())["parameters"].values()
-    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
-
-
-@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
-def test_a_skipped_step_is_taken_back_from_both_residuals(poison):
-    assert run_ranks(_skipped, 2, poison) == [32.0, 32.0]
+    assert scaler.get_scale() == 32.0
 
 
 def _long(rank, steps):
-    model = DistributedDataParallel(mlp(width=160), bucket_cap_mb=0.2)
-    state = DCTState(model, density=0.01, transport="reduce_scatter")
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        DDP(mlp(width=160), bucket_cap_mb=0.2), density=0.01, transport="reduce_scatter"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = [
         train_step(model, optimizer, *batch(step % 50, rank, width=160)).item()

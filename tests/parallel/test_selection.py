@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, WireMeter, dct_hook
+from dct_parallel import DCTState, WireMeter
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
-from ranks import Dictated, entry, gathered, on_ranks
+from ranks import Dictated, entry, gathered, hooked, on_ranks
 
 BLOCK = 16_384
 LARGEST_ENTRIES = Settings(0.005, "bfloat16")
@@ -49,10 +49,7 @@ def test_what_is_no_transport_is_named(wrong):
 
 def _model(**options):
     selection.GATHER_RANKS = 1  # as if two were many
-    model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=0.1)
-    state = DCTState(model, density=0.05, **options)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
+    return hooked(DDP(Dictated(SIZES), bucket_cap_mb=0.1), density=0.05, **options)
 
 
 def _integers(step, rank):
@@ -116,10 +113,12 @@ def test_a_state_half_of_which_has_owners_loads_again(rank):
     sizes = (9 * BLOCK, 1000, 500)
 
     def made(transport, **options):
-        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.1, **options)
-        state = DCTState(model, density=0.05, start_step=0, transport=transport)
-        model.register_comm_hook(state, dct_hook)
-        return model, state
+        return hooked(
+            DDP(Dictated(sizes), bucket_cap_mb=0.1, **options),
+            density=0.05,
+            start_step=0,
+            transport=transport,
+        )
 
     model, state = made("reduce_scatter")
     for _ in range(2):
@@ -143,9 +142,9 @@ def test_an_empty_parameter_may_have_a_bucket_of_its_own(rank):
     """A bucket of an empty parameter alone."""
     sizes = (0, 2000)
     for transport in ("all_gather", "reduce_scatter"):
-        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.001)
-        state = DCTState(model, density=1, start_step=0, transport=transport)
-        model.register_comm_hook(state, dct_hook)
+        model, state = hooked(
+            DDP(Dictated(sizes), bucket_cap_mb=0.001), density=1, start_step=0, transport=transport
+        )
         for _ in range(3):
             model.zero_grad()
             model(*[torch.ones(n) + rank for n in sizes]).backward()

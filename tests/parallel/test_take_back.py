@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from dct_parallel import DCTState, dct_hook, node_mesh
-from ranks import Dictated, ddp, gathered, on_ranks, owed, weights
+from dct_parallel import DCTState, node_mesh
+from ranks import Dictated, ddp, gathered, hooked, on_ranks, owed, weights
 
 SIZES = (2000, 30, 5000, 20_000)  # the last one is longer than a block: "shard" has two owners
 BAD_STEP = 6
@@ -19,9 +19,7 @@ def _gradients(step, rank):
 
 
 def _make(**kwargs):
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, **{"start_step": 0, **kwargs})
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, **{"start_step": 0, **kwargs})
     return model, state, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
