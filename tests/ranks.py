@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import tempfile
 import warnings
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from forked import run_forked
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook
@@ -136,12 +138,35 @@ def batch(step, rank, width=64, rows=16):
     return x, x.sum(1, keepdim=True).sin()
 
 
+def integers(sizes, step, rank, limit=60):
+    """Gradients of which sums are exact, that differ between steps and ranks."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
+
+
 def train_step(model, optimizer, x, y):
     optimizer.zero_grad()
     loss = (model(x) - y).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        train_step(model, optimizer, *batch(step, rank))
+
+
+def through_a_file(saved, weights_only=True):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def shard_mesh(replicas=2, shards=2):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def entry(state_dict):
@@ -162,3 +187,17 @@ def owed(state_dict):
 
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def assert_same_state(ours, theirs):
+    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
+    ours, theirs = entry(ours), entry(theirs)
+    assert ours.keys() == theirs.keys()
+    for key in ours.keys() - {"parameters"}:
+        assert ours[key] == theirs[key], key
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, parts in ours["parameters"].items():
+        assert parts.keys() == theirs["parameters"][name].keys()
+        for key, value in parts.items():
+            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
+    return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())

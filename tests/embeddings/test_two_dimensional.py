@@ -21,15 +21,11 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import WireMeter, all_to_all_rows
-from ranks import on_ranks
+from ranks import on_ranks, shard_mesh
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
 ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each
 LR = 0.5
-
-
-def _mesh(replicas, shards):
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _tables(dtype=torch.float64):
@@ -125,7 +121,7 @@ def _replica_rank(bags, tensor):
 
 @on_ranks(4)
 def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync(rank):
-    grid, one_group = _mesh(2, 2), _mesh(1, 4)
+    grid, one_group = shard_mesh(2, 2), shard_mesh(1, 4)
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         ends = [_whole(_trained(rank, mesh, _sgd, 20, dtype)[0]) for mesh in (grid, one_group)]
         assert (ends[0] - torch.cat(_tables(dtype))).abs().max() > 0.1  # it did train
@@ -147,7 +143,7 @@ def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync(rank):
 
 @on_ranks(4)
 def test_replicas_are_bitwise_equal_after_a_sync(rank):
-    mesh = _mesh(2, 2)
+    mesh = shard_mesh(2, 2)
     scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
         bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
@@ -186,7 +182,7 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
 
 @on_ranks(2)
 def test_what_is_refused(rank):
-    mesh, tables = _mesh(1, 2), _tables()
+    mesh, tables = shard_mesh(1, 2), _tables()
 
     def refused(text, make, error=ValueError):
         with pytest.raises(error, match=text):
@@ -346,7 +342,7 @@ def test_what_is_refused(rank):
 @on_ranks(2)
 def test_a_state_of_other_shards_is_refused(rank):
     """Shards of one size: it would fit, and give every id another's row."""
-    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), _mesh(1, 2))
+    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), shard_mesh(1, 2))
     states = [None] * 2
     dist.all_gather_object(states, bags.state_dict())
     before = bags.weight.detach().clone()

@@ -21,11 +21,6 @@ def meshed_model(sizes, local_size, bucket_cap_mb=25, **options):
     return model, state
 
 
-def integers(sizes, step, rank, limit=60):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
-
-
 def same_step(model, grads):
     """The mean gradient, flat, once it is known to be the same on all ranks."""
     model.zero_grad()

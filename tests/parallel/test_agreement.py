@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-import warnings
 from datetime import timedelta
 
 import pytest
@@ -20,7 +19,19 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, node_mesh
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
-from ranks import batch, ddp, entry, hooked, mlp, on_ranks, run_ranks, set_timeout, train_step
+from ranks import (
+    batch,
+    ddp,
+    entry,
+    hooked,
+    mlp,
+    on_ranks,
+    run_ranks,
+    set_timeout,
+    shard_mesh,
+    train,
+    train_step,
+)
 
 MUST = "must be the same on every rank, got"
 
@@ -51,8 +62,7 @@ def _disagreeing(rank):
     texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
     model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(4))
     return texts
 
 
@@ -78,8 +88,7 @@ def test_settings_that_differ_are_named_by_every_rank():
 def _trained(rank, steps, group=None):
     model, state = hooked(ddp(mlp()), density=0.1, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
     return model, state, lambda: train_step(model, optimizer, *batch(steps, rank))
 
 
@@ -127,8 +136,7 @@ def _averaged():
 
 
 def _sharded():
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = shard_mesh(2, 1)
     model = fully_shard(mlp(), mesh=mesh["shard"])
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)
 
@@ -195,8 +203,7 @@ def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(rank, how
     set_timeout(4)
     model, _ = hooked(ddp(mlp()), density=0.1, mesh=mesh and mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(4))
     store, others = _store(), [r for r in range(dist.get_world_size()) if r != 1]
     if rank == 1:
         store.set("pid", str(os.getpid()))

@@ -1,6 +1,5 @@
 """DCTAverager: its states, and that a run goes on where it was."""
 
-import io
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from dct_parallel import DCTAverager, DCTState, merge_states
 from local_steps import adamw, train, uneven
 from ranks import (
     assert_same,
+    assert_same_state,
     batch,
     ddp,
     entry,
@@ -20,6 +20,7 @@ from ranks import (
     on_ranks,
     run_ranks,
     set_timeout,
+    through_a_file,
     train_step,
     weights,
 )
@@ -41,19 +42,6 @@ def test_a_flush_after_different_loads_is_refused(rank):
     averager.load_state_dict(states[rank])
     with pytest.raises(ValueError, match="step must be the same on every rank, got 1 on rank 0, 2"):
         averager.flush()
-
-
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def _require_same_state(state, other):
-    for name, parts in entry(state)["parameters"].items():
-        for key, value in parts.items():
-            assert torch.equal(value, entry(other)["parameters"][name][key]), (name, key)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype,
     for number in range(4 * PERIOD):
         step(number, *undisturbed)
         step(number, *saving)
-        saved.append(_through_a_file([part.state_dict() for part in saving]))
+        saved.append(through_a_file([part.state_dict() for part in saving]))
         after.append(weights(undisturbed[0]))
         assert torch.equal(weights(saving[0]), after[-1])
     resumed = make(5)
@@ -101,11 +89,11 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype,
         averager = resumed[2]
         assert averager.step == stop
         assert averager.stats()["under_way"] == (stop % PERIOD < overlap)
-        _require_same_state(averager.state_dict(), saved[stop - 1][2])
+        assert_same_state(averager.state_dict(), saved[stop - 1][2])
         for number in range(stop, 4 * PERIOD):  # ends within an exchange: the next load forgets it
             step(number, *resumed)
             assert torch.equal(weights(resumed[0]), after[number]), (stop, number)
-        _require_same_state(averager.state_dict(), saved[-1][2])
+        assert_same_state(averager.state_dict(), saved[-1][2])
 
 
 def _by_the_other_transport(rank, transport, other):

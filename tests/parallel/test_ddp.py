@@ -22,9 +22,11 @@ from ranks import (
     entry,
     gathered,
     hooked,
+    integers,
     mlp,
     on_ranks,
     run_ranks,
+    train,
     train_step,
     weights,
 )
@@ -52,8 +54,7 @@ def _train(rank, make_state, hook, steps):
     model = ddp(mlp())
     model.register_comm_hook(make_state(model), hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
     return weights(model)
 
 
@@ -106,11 +107,6 @@ def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
 SIZES = (2000, 30, 5000, 255, 256, 70)
 
 
-def _integers(step, rank, limit):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in SIZES]
-
-
 def _conservation(rank, start_step):
     """All gradients are integers, so that every sum and mean below is exact."""
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=start_step)
@@ -119,7 +115,7 @@ def _conservation(rank, start_step):
     layouts = set()
     for step in range(25):
         model.zero_grad()
-        grads = _integers(step, rank, limit=60)
+        grads = integers(SIZES, step, rank, limit=60)
         model(*grads).backward()
         for index, parameter in enumerate(model.module.p):
             applied[index] += parameter.grad
@@ -157,7 +153,7 @@ def _together(rank, transport):
         before = {
             name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()
         }
-        grads = [5.0**index * g for index, g in enumerate(_integers(step, rank, limit=60))]
+        grads = [5.0**index * g for index, g in enumerate(integers(SIZES, step, rank, limit=60))]
         model(*grads).backward()
         if step < 2:
             continue
@@ -206,7 +202,7 @@ def test_half_precision_models(rank, dtype):
     model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1)
     for step in range(4):
         model.zero_grad()
-        every = [_integers(step, r, limit=16) for r in range(2)]
+        every = [integers(SIZES, step, r, limit=16) for r in range(2)]
         model(*(g.to(dtype) for g in every[rank])).backward()
         for index, parameter in enumerate(model.module.p):
             assert parameter.grad.dtype == dtype
@@ -238,7 +234,7 @@ def test_a_nan_is_passed_on_but_not_kept(rank):
     total, applied = torch.zeros(SIZES[0]), torch.zeros(SIZES[0])
     for step in range(4):
         model.zero_grad()
-        grads = _integers(step, rank, limit=60)
+        grads = integers(SIZES, step, rank, limit=60)
         if step == 3 and rank == 0:
             grads[2][11] = torch.nan
         model(*grads).backward()
@@ -260,8 +256,7 @@ def test_a_compiled_model_trains_like_an_eager_one(rank):
         model, _ = hooked(DDP(mlp()), density=0.1)
         wrapped = wrap(model, backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(6):
-            train_step(wrapped, optimizer, *batch(step, rank))
+        train(wrapped, optimizer, rank, range(6))
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1])
     assert not torch.equal(results[0], weights(mlp())), "nothing was trained"

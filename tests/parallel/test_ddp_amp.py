@@ -8,15 +8,21 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, assert_same, batch, ddp, entry, mlp, on_ranks, run_ranks, weights
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    integers,
+    mlp,
+    on_ranks,
+    run_ranks,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 NAMES = {f"p.{index}": index for index in range(len(SIZES))}
-
-
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
 
 
 def _residuals(state):
@@ -35,7 +41,7 @@ def _skipped(rank, poison):
     for step in range(last):
         before = weights(model)
         residuals, scale = _residuals(state), scaler.get_scale()
-        grads = _gradients(step, rank)
+        grads = integers(SIZES, step, rank)
         if step == bad_step and rank == 0:
             for parameter, index in poison:
                 grads[parameter][index] = torch.inf
@@ -91,7 +97,7 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
     for step in range(9):
         optimizer.zero_grad()
         for micro in range(2):
-            grads = _gradients(10 * step + micro, rank)
+            grads = integers(SIZES, 10 * step + micro, rank)
             for own, grad in zip(total, grads, strict=True):
                 own += grad
             if (step, micro) in ((5, bad_micro), (6, bad_micro)) and rank == 0:

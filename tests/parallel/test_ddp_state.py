@@ -20,9 +20,11 @@ from ranks import (
     entry,
     gathered,
     hooked,
+    integers,
     mlp,
     on_ranks,
     run_ranks,
+    train,
     train_step,
     weights,
 )
@@ -36,16 +38,10 @@ def _make(density=0.8, **kwargs):
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
-
-
 def _plan(rank):
     model, state, optimizer = _make(density=0.01)
     before = state.plan()
-    for step in range(6):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(6))
     return before, state.plan(), state.stats()
 
 
@@ -78,8 +74,7 @@ def test_plan_and_stats_tell_what_a_step_costs():
 def test_parameter_stats_tell_what_each_parameter_does(rank):
     model, state, optimizer = _make(density=0.05)
     assert state.parameter_stats() == {}
-    for step in range(8):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(8))
     stats = state.parameter_stats()
     residuals = {name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()}
     capacities = [plan.capacity for plan in state._buckets.plans()]
@@ -138,7 +133,7 @@ def test_a_state_of_another_model_is_refused_at_once(rank):
     model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
     other.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(ValueError, match="state must be made from the DDP that the hook is"):
-        other(*_gradients(0, rank)).backward()
+        other(*integers(SIZES, 0, rank)).backward()
 
 
 @on_ranks(1)
@@ -148,15 +143,15 @@ def test_a_hook_without_a_state_says_what_to_pass(rank):
         model.register_comm_hook(wrong, dct_hook)
         text = rf"state must be a DCTState, as in ddp.register_comm_hook\(.*\), got {name}$"
         with pytest.raises(TypeError, match=text):
-            model(*_gradients(0, rank)).backward()
+            model(*integers(SIZES, 0, rank)).backward()
 
 
 @on_ranks(1)
-def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
+def test_a_state_that_was_not_registered_warns_once_there_areintegers(SIZES, rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model)
     assert state.stats()["step"] == 0  # nobody has trained yet: no warning
-    model(*_gradients(0, rank)).backward()
+    model(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
     state.stats()  # once
@@ -170,7 +165,7 @@ def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
     model, _ = hooked(ddp(Dictated(SIZES)))
     copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
     state = DCTState(copy)
-    copy(*_gradients(0, rank)).backward()
+    copy(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 import pickle
 import warnings
 
@@ -26,6 +25,8 @@ from ranks import (
     on_ranks,
     owed,
     run_ranks,
+    through_a_file,
+    train,
     train_step,
     weights,
 )
@@ -182,8 +183,7 @@ def test_parts_of_a_model_may_have_densities_of_their_own(rank):
     for part, state in zip(model, states, strict=True):
         part.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(6):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(6))
     owed = [sum(int(p.count_nonzero()) for p in _residuals_of(state)) for state in states]
     assert_same(weights(model))
     assert owed[0] > 1000 and states[1].stats()["density"] == 1.0
@@ -224,10 +224,7 @@ def test_a_copy_has_the_settings_only(rank, how):
         if step != 3:
             continue
         if how == "pickle":
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            copied = torch.load(file, weights_only=False)
+            copied = through_a_file(model, weights_only=False)
         elif how == "average":
             copied = torch.optim.swa_utils.AveragedModel(model).module
         else:
@@ -313,8 +310,7 @@ def test_a_state_made_before_its_ddp(rank):
     for ddp_model, its in ((model, state), (other, early)):
         ddp_model.register_comm_hook(its, dct_hook)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
-        for step in range(6):
-            train_step(ddp_model, optimizer, *batch(step, rank))
+        train(ddp_model, optimizer, rank, range(6))
     assert torch.equal(weights(model), weights(other))
     ours, theirs = entry(state.state_dict()), entry(early.state_dict())
     assert ours["parameters"].keys() == theirs["parameters"].keys()

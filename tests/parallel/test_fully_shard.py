@@ -3,25 +3,27 @@
 Meshes are 2 replicas of 2 shards, on 4 ranks: rank r holds shard r % 2 of replica r // 2.
 """
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, WireMeter, dct_fully_shard_hook
-from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, run_ranks, train_step
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    gathered,
+    mlp,
+    on_ranks,
+    run_ranks,
+    shard_mesh,
+    train_step,
+)
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
-
-
-def _mesh(replicas=2, shards=2):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _wrap(model, mesh, **options):
@@ -58,7 +60,7 @@ VARIANTS = {
 
 
 def _density_one(rank):
-    mesh, largest = _mesh(), {}
+    mesh, largest = shard_mesh(), {}
     for variant, (dtype, passes, factor, dim) in VARIANTS.items():
         model = _wrap(
             _uneven(),
@@ -131,7 +133,7 @@ def _owed(state, mesh):
 
 def _ledger(rank, transport, format):
     """Over some steps, of every parameter: what went in, and what came out or waits."""
-    mesh, steps = _mesh(), 9
+    mesh, steps = shard_mesh(), 9
     model = _two_modules(mesh)
     state = dct_fully_shard_hook(
         model, mesh=mesh, density=0.05, format=format, transport=transport, start_step=0
@@ -185,7 +187,7 @@ def test_what_is_not_delivered_waits(transport, format):
 
 @on_ranks(4)
 def test_replicas_stay_bitwise_equal(rank):
-    mesh = _mesh()
+    mesh = shard_mesh()
     model = _wrap(mlp(), mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -216,7 +218,7 @@ def test_replicas_stay_bitwise_equal(rank):
 
 @on_ranks(2)
 def test_accumulation_that_would_stop_nothing_is_refused(rank):
-    mesh = _mesh(2, 1)
+    mesh = shard_mesh(2, 1)
     model = _wrap(mlp(), mesh)
     dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     model.set_requires_all_reduce(False)
@@ -228,7 +230,7 @@ def test_accumulation_that_would_stop_nothing_is_refused(rank):
 @on_ranks(4)
 def test_local_steps_of_replicas(rank):
     """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
-    mesh = _mesh()
+    mesh = shard_mesh()
     model = _wrap(mlp(depth=2), mesh)
     shards = nn.ParameterList(nn.Parameter(p.to_local()) for p in model.parameters())
     group = mesh["replicate"].get_group()

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import assert_same, batch, ddp, entry, mlp, on_ranks, train_step, weights
+from ranks import assert_same, ddp, entry, mlp, on_ranks, train, weights
 
 
 def _train(rank, model, state, steps=4):
     model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
 
 
 @on_ranks(3)

@@ -16,22 +16,14 @@ from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange.plan import Slice
 from dct_parallel.groups import timeout_of
-from nodes import (
-    ALL_SIZES,
-    SIZES,
-    TRANSPORTS,
-    integers,
-    meshed_model,
-    owed_by_all,
-    same_step,
-    sum_of_all,
-)
+from nodes import ALL_SIZES, SIZES, TRANSPORTS, meshed_model, owed_by_all, same_step, sum_of_all
 from ranks import (
     Dictated,
     assert_same,
     batch,
     entry,
     hooked,
+    integers,
     mlp,
     on_ranks,
     run_ranks,

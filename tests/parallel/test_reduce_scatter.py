@@ -12,11 +12,13 @@ from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
     Dictated,
     assert_same,
+    assert_same_state,
     batch,
     ddp,
     entry,
     gathered,
     hooked,
+    integers,
     mlp,
     on_ranks,
     owed,
@@ -37,11 +39,6 @@ def _model(sizes, **options):
     return hooked(
         DDP(Dictated(sizes)), **{"density": 0.05, "transport": "reduce_scatter"} | options
     )
-
-
-def _integers(sizes, step, rank, limit=60):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
 
 
 def _step(model, grads):
@@ -84,7 +81,7 @@ def _conservation(rank, sizes, start_step):
     total = [torch.zeros(n) for n in sizes]
     kept = 0
     for step in range(12):
-        grads = _integers(sizes, step, rank)
+        grads = integers(sizes, step, rank)
         for index, mean in enumerate(_step(model, grads)):
             assert_same(mean)
             applied[index] += mean
@@ -118,7 +115,7 @@ def test_what_owners_owe_is_not_lost_when_buckets_change(rank):
     )
     layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
     for step in range(6):
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         applied += torch.cat(_step(model, grads))
         total += torch.cat(grads)
         layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
@@ -135,7 +132,7 @@ def _counted(rank, sizes, density):
     with WireMeter() as meter:
         for step in range(4):
             meter.take()
-            _step(model, _integers(sizes, step, rank))
+            _step(model, integers(sizes, step, rank))
         state.stats()
         return meter.take(), state.stats()["wire_bytes"]
 
@@ -182,18 +179,14 @@ def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
     for step in range(9):
         if step == 6:
             saved = state.state_dict()
-        expected = _step(model, _integers(sizes, step, rank))
+        expected = _step(model, integers(sizes, step, rank))
     resumed, again = _model(sizes, density=0.02)
-    _step(resumed, _integers(sizes, 0, rank))  # DDP's buckets get their final order
+    _step(resumed, integers(sizes, 0, rank))  # DDP's buckets get their final order
     again.load_state_dict(saved)
     for step in range(6, 9):
-        got = _step(resumed, _integers(sizes, step, rank))
+        got = _step(resumed, integers(sizes, step, rank))
     assert torch.equal(_bits(got), _bits(expected))
-    ours, theirs = (entry(s.state_dict())["parameters"] for s in (state, again))
-    for name, parts in ours.items():
-        assert parts.keys() == theirs[name].keys()
-        for part, value in parts.items():
-            assert torch.equal(value, theirs[name][part]), (name, part)
+    assert_same_state(state.state_dict(), again.state_dict())
 
 
 def _run(rank, steps, saved, silent, transport):
@@ -203,7 +196,7 @@ def _run(rank, steps, saved, silent, transport):
         state.load_state_dict(saved)
     applied = torch.zeros(sum(SIZES))
     for step in range(steps):
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         applied += torch.cat(_step(model, [0 * g if silent else g for g in grads]))
     return applied, state.state_dict()
 
@@ -215,7 +208,7 @@ def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
     assert entry(merged)["owners"] == 0  # they begin anew: what they owed is in every residual
     later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
     left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
-    every = [_integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
+    every = [integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
     total = sum(torch.cat(grads) for grads in every) / world_size
     assert torch.equal(results[0][0] + later[0][0] + left, total)
     assert later[0][0].count_nonzero() > 1000
@@ -229,7 +222,7 @@ def test_what_is_owed_carries_over_to_another_transport():
         results = run_ranks(_load_own, 2, states, transport)
         lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
         applied.append(results[0][0])
-    every = [_integers(SIZES, s, r) for s in range(6) for r in range(2)]
+    every = [integers(SIZES, s, r) for s in range(6) for r in range(2)]
     total = sum(torch.cat(grads) for grads in every)
     assert torch.equal(2 * (applied[0] + applied[2]) + lefts[0], total)
     assert torch.equal(2 * (applied[0] + applied[2] + applied[3]) + lefts[1], total)
@@ -263,7 +256,7 @@ def test_a_skipped_step_is_taken_back_from_both_residuals(rank, poison):
     total = torch.zeros(sum(SIZES))
     for step in range(9):
         before, parts = weights(model), _state_parts(state)
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         if step == 6 and rank == 0:
             for index in poison:
                 grads[2][index] = torch.inf

@@ -1,17 +1,15 @@
 """States that are broken: refused by name on every door, and then nothing has changed."""
 
 import math
-import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, merge_states
-from ranks import assert_same, batch, ddp, mlp, on_ranks, run_ranks, train_step
+from ranks import assert_same, batch, ddp, mlp, on_ranks, run_ranks, shard_mesh, train_step
 
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
@@ -197,11 +195,6 @@ def test_the_averager(rank):
     _refuses_and_goes_on(rank, make, flaws)
 
 
-def _mesh():
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-
-
 def _sharded(mesh):
     model = fully_shard(mlp(32, 2), mesh=mesh["shard"])
     return model, dct_fully_shard_hook(model, mesh=mesh, density=0.5), _sgd(model), lambda: None
@@ -209,7 +202,7 @@ def _sharded(mesh):
 
 @on_ranks(2)
 def test_the_sharded_hooks_state(rank):
-    mesh = _mesh()
+    mesh = shard_mesh(2, 1)
 
     def flaws(entry):
         saved = dict(entry["parameters"][WEIGHT])
@@ -227,7 +220,7 @@ def test_the_sharded_hooks_state(rank):
 
 
 def _merged_with_a_nan(rank, folder):
-    model, state, optimizer, _ = _sharded(_mesh())
+    model, state, optimizer, _ = _sharded(shard_mesh(2, 1))
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank, 32))
     good = state.state_dict()

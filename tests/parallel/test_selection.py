@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dct_parallel import DCTState, WireMeter
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
-from ranks import Dictated, entry, gathered, hooked, on_ranks
+from ranks import Dictated, entry, gathered, hooked, integers, on_ranks
 
 BLOCK = 16_384
 LARGEST_ENTRIES = Settings(0.005, "bfloat16")
@@ -52,11 +52,6 @@ def _model(**options):
     return hooked(DDP(Dictated(SIZES), bucket_cap_mb=0.1), density=0.05, **options)
 
 
-def _integers(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
-
-
 def _step(model, grads):
     model.zero_grad()
     model(*grads).backward()
@@ -81,11 +76,11 @@ def test_buckets_of_one_model_go_different_ways(rank):
     with WireMeter() as meter:
         for step in range(6):
             meter.take()
-            mean = _step(model, _integers(step, rank))
+            mean = _step(model, integers(SIZES, step, rank))
             sent = meter.take()
             assert torch.equal(*gathered(mean))
             applied = applied + mean
-            total = total + torch.cat(_integers(step, rank))
+            total = total + torch.cat(integers(SIZES, step, rank))
         assert state.stats()["wire_bytes"] == sent
     dist.all_reduce(total)
     torch.testing.assert_close(applied + _owed(state), total / 2)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
-from ranks import Dictated, batch, ddp, hooked, mlp, run_ranks, train_step
+from ranks import Dictated, batch, ddp, hooked, mlp, run_ranks, train, train_step
 
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
 # say. Views and allocations launch nothing.
@@ -124,8 +124,7 @@ def _spans(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
-        for step in range(5):
-            train_step(model, optimizer, *batch(step, rank))
+        train(model, optimizer, rank, range(5))
     buckets = len(model._comm_hooks[0][1]._buckets.in_order())
     averages = {event.key: event.count for event in profiler.key_averages()}
     return {name: n for name, n in averages.items() if name.startswith("dct::")}, buckets
