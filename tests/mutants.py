@@ -77,10 +77,7 @@ MUTANTS = {
         "(sum >> 16 & 255) > kWarps",
     ),
     "entries past the capacity": Mutant(
-        "mask_pack",
-        "detail/mask_pack_place.cuh",
-        "at < min(last, payload.room)",
-        "at < last",
+        "mask_pack", "detail/mask_pack_place.cuh", "at < min(last, payload.room)", "at < last"
     ),
     "a mask that differs between lanes": Mutant(
         "scatter_unpack",
@@ -107,10 +104,7 @@ MUTANTS = {
         "const int64_t rank = begin + num_ranks - 1 - thread_index();",
     ),
     "no bar.warp.sync between one rank's entries and the next's": Mutant(
-        "scatter_unpack",
-        "scatter_unpack.cu",
-        "      }\n      __syncwarp();\n",
-        "      }\n",
+        "scatter_unpack", "scatter_unpack.cu", "      }\n      __syncwarp();\n", "      }\n"
     ),
     "half of the sums not cleared": Mutant(
         "scatter_unpack", "scatter_unpack.cu", "i < kWarpElements / 4;", "i < kWarpElements / 8;"

@@ -1,6 +1,10 @@
 """Runs a function on several gloo ranks: every test here is a few processes that must agree."""
 
+import functools
 import gc
+import importlib
+import inspect
+import io
 import tempfile
 import warnings
 from datetime import timedelta
@@ -9,7 +13,10 @@ import torch
 import torch.distributed as dist
 from forked import run_forked
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook
 
 
 def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
@@ -20,6 +27,35 @@ def run_ranks(function, world_size, *args, timeout=120, backend="gloo"):
     with tempfile.TemporaryDirectory() as folder:
         calls = [(rank, world_size, backend, folder, function, args) for rank in range(world_size)]
         return run_forked(_rank, calls, timeout)
+
+
+def on_ranks(world_size, **options):
+    """Decorates a test(rank, ...) that every one of `world_size` ranks is to pass.
+
+    A string is the name of the test's argument that says how many ranks.
+    """
+
+    def decorated(function):
+        _, *own = inspect.signature(function).parameters.values()
+        names = [parameter.name for parameter in own]
+        body = functools.partial(_body, function.__module__, function.__name__)
+
+        @functools.wraps(function)
+        def test(**given):
+            count = given[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(body, count, *(given[name] for name in names), **options)
+
+        if isinstance(world_size, str) and world_size not in names:
+            own.append(inspect.Parameter(world_size, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        test.__signature__ = inspect.Signature(own)
+        return test
+
+    return decorated
+
+
+def _body(module, name, *arguments):
+    """What ranks run: pickle knows functions by name, and the name is the decorated test's."""
+    return getattr(importlib.import_module(module), name).__wrapped__(*arguments)
 
 
 def _rank(rank, world_size, backend, folder, function, args):
@@ -59,6 +95,13 @@ def ddp(module, **kwargs):
     return DistributedDataParallel(module, bucket_cap_mb=0.02, **kwargs)
 
 
+def hooked(model, **options):
+    """(a DDP that exchanges by `dct_hook`, its state with these options)."""
+    state = DCTState(model, **options)
+    model.register_comm_hook(state, dct_hook)
+    return model, state
+
+
 def gathered(tensor):
     """Every rank's `tensor`, in rank order."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -95,12 +138,35 @@ def batch(step, rank, width=64, rows=16):
     return x, x.sum(1, keepdim=True).sin()
 
 
+def integers(sizes, step, rank, limit=60):
+    """Gradients of which sums are exact, that differ between steps and ranks."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
+
+
 def train_step(model, optimizer, x, y):
     optimizer.zero_grad()
     loss = (model(x) - y).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        train_step(model, optimizer, *batch(step, rank))
+
+
+def through_a_file(saved, weights_only=True):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def shard_mesh(replicas=2, shards=2):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def entry(state_dict):
@@ -121,3 +187,17 @@ def owed(state_dict):
 
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def assert_same_state(ours, theirs):
+    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
+    ours, theirs = entry(ours), entry(theirs)
+    assert ours.keys() == theirs.keys()
+    for key in ours.keys() - {"parameters"}:
+        assert ours[key] == theirs[key], key
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, parts in ours["parameters"].items():
+        assert parts.keys() == theirs["parameters"][name].keys()
+        for key, value in parts.items():
+            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
+    return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTAverager, DCTState, dct_hook
 from dlrm.launch import launch
@@ -47,7 +47,7 @@ def _real(text, width, folder, names):
         if name in AVERAGERS:
             average = DCTAverager(model, period=2, **AVERAGERS[name]).average_parameters
         else:
-            model = DistributedDataParallel(module, bucket_cap_mb=1024)
+            model = DDP(module, bucket_cap_mb=1024)
             model.register_comm_hook(*_hook(name, model))
         optimizer = _optimizer(model)
         for batch in itertools.islice(task.batches(0, rank, ranks), STEPS):

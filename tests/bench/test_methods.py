@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import RowFormat
 from dlrm.launch import launch
@@ -26,7 +26,7 @@ def _run(density):
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(NUMEL))
     model.forward = lambda gradient: (model.weight * gradient).sum()
-    ddp = DistributedDataParallel(model)
+    ddp = DDP(model)
     state = TopKState(density)
     ddp.register_comm_hook(state, topk_hook)
     means = []
@@ -73,7 +73,7 @@ def test_topk_at_density_one_is_the_mean_else_sends_the_largest_and_loses_nothin
 
 def _check_phases():
     model = torch.nn.Linear(8, 8)
-    ddp = DistributedDataParallel(model)
+    ddp = DDP(model)
     nap = 0.05
 
     def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

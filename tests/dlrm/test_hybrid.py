@@ -82,9 +82,7 @@ def _against_one_process(folder):
         torch.testing.assert_close(model.tables.weight.grad, own)
         for layers, replicated in ((whole.bottom, "bottom"), (whole.top, "top")):
             for expected, weight in zip(
-                layers.parameters(),
-                getattr(model.mlps.model, replicated).parameters(),
-                strict=True,
+                layers.parameters(), getattr(model.mlps.model, replicated).parameters(), strict=True
             ):
                 dist.all_reduce(weight.grad)  # what DDP does
                 torch.testing.assert_close(weight.grad / ranks, expected.grad)

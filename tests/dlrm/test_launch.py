@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import started
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
 from dlrm.launch import WorkerError, launch
@@ -36,7 +36,7 @@ def _die_on_rank_one():
 
 
 def _leave_a_thread_at_work():
-    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    ddp = DDP(torch.nn.Linear(64, 64))
     state = DCTState(ddp, start_step=1)
     ddp.cycle = [ddp]
     ddp.register_comm_hook(state, dct_hook)

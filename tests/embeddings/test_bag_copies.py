@@ -1,8 +1,8 @@
 """Copies of bags that are averaged: for moving averages of weights, or to keep a model as it is."""
 
 import copy
-import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 from dct_embeddings import ReplicaSync, RowWiseAdagrad, ShardedEmbeddingBags, plan_shards
-from ranks import assert_same, gathered, run_ranks
+from ranks import assert_same, gathered, on_ranks, through_a_file
 from wire_meter import WireMeter
 
 ROWS, WIDTH = 20, 4
@@ -23,19 +23,17 @@ def _train(bags, optimizer, ids):
     optimizer.step()
 
 
-def _pickled(bags):
-    file = io.BytesIO()
-    torch.save(bags, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def _copies(rank):
+@on_ranks(2)
+def test_bags_that_are_averaged_can_be_copied(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     table = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(3) + 3 * rank
     one = torch.ones(1, 3, dtype=torch.int64)
-    for copied in (copy.deepcopy, _pickled, lambda bags: AveragedModel(bags).module):
+    for copied in (
+        copy.deepcopy,
+        partial(through_a_file, weights_only=False),
+        lambda bags: AveragedModel(bags).module,
+    ):
         bags = ShardedEmbeddingBags([table], plan_shards([ROWS], 1), mesh)
         optimizer = RowWiseAdagrad([bags.weight], lr=0.1)
         sync = ReplicaSync(bags, optimizer=optimizer)
@@ -85,7 +83,3 @@ def _copies(rank):
     mean.update_parameters(bags)
     assert torch.allclose(mean.module.weight, (first + bags.weight) / 2, rtol=0, atol=1e-6)
     assert_same(mean.module.weight)
-
-
-def test_bags_that_are_averaged_can_be_copied():
-    run_ranks(_copies, 2)

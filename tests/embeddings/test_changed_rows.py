@@ -21,7 +21,7 @@ from dct_embeddings import (
     ShardedEmbeddingBags,
     plan_shards,
 )
-from ranks import assert_same, run_ranks
+from ranks import assert_same, on_ranks
 from wire_meter import WireMeter
 
 ROWS, WIDTH, IDS, LR = 12, 2, 3, 0.5
@@ -209,16 +209,13 @@ def _skipped_steps(replica):
         replica.step()
 
 
-def _loop(rank, loop):
+@pytest.mark.parametrize("loop", [_flush_while_accumulating, _prefetch, _skipped_steps])
+@on_ranks(2)
+def test_rows_that_change_after_a_sync_take_part_in_the_next(rank, loop):
     for name, settings in product(OPTIMIZERS, FORMATS):
         replica = _Replica(rank, name, settings)
         loop(replica)
         replica.check()
-
-
-@pytest.mark.parametrize("loop", [_flush_while_accumulating, _prefetch, _skipped_steps])
-def test_rows_that_change_after_a_sync_take_part_in_the_next(loop):
-    run_ranks(_loop, 2, loop)
 
 
 CALLS = ["forward", "backward", "step", "zero_grad", "skip", "sync", "flush", "look", "give_up"]
@@ -228,7 +225,9 @@ KINDS = [
 ]
 
 
-def _any_sequence(rank, examples):
+@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.large)])
+@on_ranks(2)
+def test_after_any_sequence_of_calls_replicas_are_equal(rank, examples):
     """Every rank draws the same: what decides whether an example fails is the same on all."""
     replicas = {}
 
@@ -256,12 +255,8 @@ def _any_sequence(rank, examples):
     holds()
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.large)])
-def test_after_any_sequence_of_calls_replicas_are_equal(examples):
-    run_ranks(_any_sequence, 2, examples)
-
-
-def _other_steps(rank):
+@on_ranks(2)
+def test_steps_with_a_closure_and_gradients_from_elsewhere(rank):
     for settings in FORMATS:
         replica = _Replica(rank, "sgd", settings)
 
@@ -302,7 +297,3 @@ def _other_steps(rank):
         with pytest.raises(TypeError, match=r"must be plain SGD, .* got SGD with momentum 0\.9"):
             sgd.step()
         assert torch.equal(replica.bags.weight, before)
-
-
-def test_steps_with_a_closure_and_gradients_from_elsewhere():
-    run_ranks(_other_steps, 2)

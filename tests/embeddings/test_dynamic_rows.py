@@ -18,7 +18,7 @@ from dct_embeddings import (
     SumPooledEmbedding,
     merge_feature_rows,
 )
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 WIDTH, FIELDS, BATCH, STEPS, LR = 4, 2, 4, 40, 0.5
 F64 = torch.float64
@@ -199,7 +199,8 @@ def test_checkpoints_and_two_ranks_made_four():
     run_ranks(_rehashed, 4, states, merged)
 
 
-def _resumed(rank):
+@on_ranks(1)
+def test_what_is_attached_is_what_the_optimizer_has(rank):
     """In either order of loads, and of states of before there was an optimizer to be named."""
     seen = {7: 0.0, 2**62: 0.0, 5: 0.0}  # {id: its accumulator, by the rule}
 
@@ -253,11 +254,8 @@ def _resumed(rank):
         assert rows.ids().tolist() == [5, 2**62]
 
 
-def test_what_is_attached_is_what_the_optimizer_has():
-    run_ranks(_resumed, 1)
-
-
-def _faults(rank):
+@on_ranks(1)
+def test_what_is_refused_leaves_what_was_there(rank):
     def refused(text, call, error=ValueError):
         with pytest.raises(error, match=re.escape(text)):
             call()
@@ -377,7 +375,3 @@ def _faults(rank):
         text = f"{op}[1]['{name}'] must be torch.float32 {got}"
         wrong = [ranks[0], ranks[1] | {name: value}]
         refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
-
-
-def test_what_is_refused_leaves_what_was_there():
-    run_ranks(_faults, 1)

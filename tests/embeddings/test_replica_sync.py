@@ -22,8 +22,7 @@ from dct_embeddings import (
 from dct_kernels import payload_layout
 from dct_kernels.row_layout import row_bytes
 from dct_parallel.exchange import all_gather, reduce_scatter
-from ranks import assert_same, gathered, run_ranks
-from wire_meter import WireMeter
+from ranks import assert_same, gathered, on_ranks, run_ranks
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1
 DENSITY = 0.1
@@ -116,7 +115,10 @@ def _payload_bytes(settings, numel):
     return -(-(64 + -(-numel // 1024) * row_bytes(1024, settings["format"])) // 16) * 16
 
 
-def _changes(rank, replicas, transport, many):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(("replicas", "many"), [(2, False), (3, True)])
+@on_ranks("replicas")
+def test_compressed_changes_are_delivered_and_the_rest_waits(rank, replicas, transport, many):
     rows, batch = ([9000, 25], 1200) if many else (ROWS, BATCH)  # or else less than a block
     for (name, make), settings in zip(cycle(OPTIMIZERS.items()), COMPRESSED, strict=False):
         settings = settings | {"transport": transport}
@@ -193,12 +195,6 @@ def _changes(rank, replicas, transport, many):
         assert torch.equal(bags.weight, before)
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize(("replicas", "many"), [(2, False), (3, True)])
-def test_compressed_changes_are_delivered_and_the_rest_waits(replicas, transport, many):
-    run_ranks(_changes, replicas, replicas, transport, many)
-
-
 class _Sizes(TorchDispatchMode):
     """The largest tensor that is made; writing into `known` makes none."""
 
@@ -215,7 +211,8 @@ class _Sizes(TorchDispatchMode):
         return out
 
 
-def _costs_what_changed(rank):
+@on_ranks(2)
+def test_a_sync_reads_and_writes_only_rows_that_were_looked_up(rank):
     rows = [50000, 3]
     for settings in FORMATS:
         bags = _bags(rows)
@@ -241,11 +238,8 @@ def _costs_what_changed(rank):
         assert torch.equal(*_everyones(bags.weight[union]))
 
 
-def test_a_sync_reads_and_writes_only_rows_that_were_looked_up():
-    run_ranks(_costs_what_changed, 2)
-
-
-def _other_formats(rank):
+@on_ranks(2)
+def test_rows_as_they_are_and_rounded_changes(rank):
     for format in ("float32", torch.bfloat16):
         bags = _bags()
         optimizer = OPTIMIZERS["rowwise"]([bags.weight])
@@ -277,10 +271,6 @@ def _other_formats(rank):
         assert torch.allclose(bags.weight.double(), mean, rtol=0, atol=2e-7)
         assert not torch.equal(bags.weight, synced)
         assert torch.equal(*_everyones(bags.weight))
-
-
-def test_rows_as_they_are_and_rounded_changes():
-    run_ranks(_other_formats, 2)
 
 
 def _saved_run(rank):
@@ -327,7 +317,8 @@ def test_what_a_replica_saved_goes_on_with_one_replica():
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
-def _refusals(rank):
+@on_ranks(2)
+def test_what_is_refused(rank):
     bags, wide = _bags(), _bags(dtype=torch.float64)
     optimizer, of_wide = (OPTIMIZERS["sgd"]([own.weight]) for own in (bags, wide))
     few = "weight of bags, with a density or in few bits, must be float32, got float64"
@@ -354,11 +345,10 @@ def _refusals(rank):
             ReplicaSync(wide, optimizer=of_wide, **settings)
 
 
-def test_what_is_refused():
-    run_ranks(_refusals, 2)
-
-
-def _damaged(rank, transport, sender, settings):
+@pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
+@pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
+@on_ranks(2)
+def test_a_damaged_payload_is_not_added(rank, transport, sender, settings):
     """On its way, the payload of `sender` to everybody."""
     module = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[transport]
     gather = module.all_gather
@@ -380,12 +370,6 @@ def _damaged(rank, transport, sender, settings):
     for call in (sync.sync, sync.flush):  # in later calls as well
         with pytest.raises(RuntimeError, match=f"from rank {sender}"):
             call()
-
-
-@pytest.mark.parametrize("settings", [COMPRESSED[0], {"format": "int4"}])
-@pytest.mark.parametrize(("transport", "sender"), [("all_gather", 1), ("reduce_scatter", 0)])
-def test_a_damaged_payload_is_not_added(transport, sender, settings):
-    run_ranks(_damaged, 2, transport, sender, settings)
 
 
 def _dies(rank):

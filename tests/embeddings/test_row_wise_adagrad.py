@@ -140,8 +140,7 @@ def _sync(weights, optimizers):
 def test_delayed_replicas_average_to_a_step_by_the_averaged_gradient():
     """Whatever they do between two syncs: lr * mean(sum of gradients) / root of the synced v."""
     weights, optimizers = _replicas(
-        3,
-        lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True),
+        3, lambda w: MomentumScaledRowWiseAdagrad([w], LR, scale=3, delayed=True)
     )
     generator = torch.Generator().manual_seed(7)
 

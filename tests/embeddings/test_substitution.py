@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_embeddings import (
     EquivalentSubstitution,
@@ -19,7 +19,7 @@ from dct_embeddings import (
     SubstituteOperator,
     SumPooledEmbedding,
 )
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from wire_meter import WireMeter
 
 ROWS, FIELDS, WIDTH, BATCH, HIDDEN = 61, 3, 4, 4, 5  # BATCH: samples of a step, of all ranks
@@ -157,7 +157,7 @@ def _together(kind, dtype, rank, aggregate):
     layer, dense = _layer(kind, dtype, aggregate=aggregate), _dense(kind, dtype)
     share = slice(None)
     if aggregate == "reduce_scatter":
-        dense = DistributedDataParallel(dense)
+        dense = DDP(dense)
         share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     parameters = [*layer.parameters(), *dense.parameters()]
     optimizer, losses = torch.optim.SGD(parameters, LR), []
@@ -220,12 +220,14 @@ def test_training_is_that_of_one_process(ranks, kinds, aggregates):
     run_ranks(_trains_alike, ranks, {run: _expected(*run) for run in runs}, aggregates)
 
 
-def _sends(rank, kind):
+@pytest.mark.parametrize("kind", ["FM", "DeepFM", "first layer"])
+@on_ranks(2)
+def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(rank, kind):
     """Bytes of ids, partial results forward and backward, dense gradients: as computed."""
     ranks = dist.get_world_size()
     groups = [dist.new_group() for _ in range(2)]
     layer = _layer(kind, torch.float64, ids_group=groups[0])
-    dense = DistributedDataParallel(_dense(kind, torch.float64), process_group=groups[1])
+    dense = DDP(_dense(kind, torch.float64), process_group=groups[1])
     dense.register_comm_hook(groups[1], default_hooks.allreduce_hook)
     with (
         WireMeter(groups[0]) as ids_meter,
@@ -261,11 +263,6 @@ def _sends(rank, kind):
         assert partials_meter.take() == 2 * others * of_operators // ranks
 
 
-@pytest.mark.parametrize("kind", ["FM", "DeepFM", "first layer"])
-def test_bytes_by_formula_which_are_the_same_for_twice_the_ids(kind):
-    run_ranks(_sends, 2, kind)
-
-
 class Scaled(SubstituteOperator):
     """Pooled rows times a parameter: its gradient of their sum is the sum of all pooled rows."""
 
@@ -280,7 +277,9 @@ class Scaled(SubstituteOperator):
         return total
 
 
-def _frozen(rank, aggregate):
+@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
+@on_ranks(2)
+def test_frozen_parameters(rank, aggregate):
     """Frozen parameters get no gradients; once thawed, or replaced, those of all ranks."""
     operator = Scaled()
     layer = EquivalentSubstitution(FeatureRows(_weight(torch.float64)), [operator], aggregate)
@@ -319,12 +318,8 @@ def _frozen(rank, aggregate):
         layer(ids, lengths)
 
 
-@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
-def test_frozen_parameters(aggregate):
-    run_ranks(_frozen, 2, aggregate)
-
-
-def _owners(rank):
+@on_ranks(2)
+def test_owners(rank):
     """Every row on one rank, shares even to one row; of rows in steps of the world size, too."""
     for rows in (2, 3, 64, 1000, 2**20 + 7):
         owned = FeatureRows(torch.arange(rows).double().view(-1, 1))
@@ -340,7 +335,3 @@ def _owners(rank):
             for start, step in ((0, 1), (0, 2), (1, 2), (0, 16)):
                 some = torch.arange(start, rows, step)
                 assert 0.3 < owned.owners(some)[0].double().mean() < 0.7, (rows, start, step)
-
-
-def test_owners():
-    run_ranks(_owners, 2)

@@ -18,7 +18,7 @@ from dct_embeddings import (
     LinearTerms,
     RowWiseAdagrad,
 )
-from ranks import run_ranks
+from ranks import on_ranks, through_a_file
 
 F64 = torch.float64
 WEIGHT = torch.arange(30, dtype=F64).view(10, 3) / 7
@@ -68,7 +68,8 @@ def _alone(steps):
     return weight.detach(), first.detach()
 
 
-def _copied(rank):
+@on_ranks(2)
+def test_a_copy_trains_apart(rank):
     layer = _layer(ids_group=dist.new_group())
     apart = nn.Sequential(layer)
     apart = copy.deepcopy(apart)[0]
@@ -88,11 +89,8 @@ def _copied(rank):
     layer.rows.load_state_dict(state)
 
 
-def test_a_copy_trains_apart():
-    run_ranks(_copied, 2)
-
-
-def _averaged(rank):
+@on_ranks(2)
+def test_averaged_model(rank):
     layer = _layer()
     mean = AveragedModel(layer)
     optimizer = torch.optim.SGD(layer.parameters(), 0.01)
@@ -106,11 +104,14 @@ def _averaged(rank):
         _same(mean(_ids(rank), LENGTHS), _expected(*weights, rank))
 
 
-def test_averaged_model():
-    run_ranks(_averaged, 2)
+def _gathered(ids):
+    parts = [None] * 2
+    dist.all_gather_object(parts, ids.tolist())
+    return sorted(id_ for part in parts for id_ in part)
 
 
-def _dynamic(rank):
+@on_ranks(2)
+def test_copies_of_dynamic_rows(rank):
     """A copy has the features of then; later ones are each one's own, and so is the optimizer."""
     rows = DynamicFeatureRows(1, 20, bound=1.0, dtype=F64)
     optimizer = RowWiseAdagrad([rows.weight])
@@ -143,17 +144,8 @@ def _dynamic(rank):
     torch.testing.assert_close(known[:3], before - (moved[0] + 2 * moved[1]) / 3)
 
 
-def _gathered(ids):
-    parts = [None] * 2
-    dist.all_gather_object(parts, ids.tolist())
-    return sorted(id_ for part in parts for id_ in part)
-
-
-def test_copies_of_dynamic_rows():
-    run_ranks(_dynamic, 2)
-
-
-def _saved(rank):
+@on_ranks(1)
+def test_whole_modules_are_not_saved(rank):
     """Whole modules are refused, before a file could be read in a process without the group."""
     layer = _layer()
     for module, name in (
@@ -165,11 +157,4 @@ def _saved(rank):
         text = f"dct::{name}: the saved object must be a state_dict(), got the module itself, "
         with pytest.raises(TypeError, match=re.escape(text)):
             torch.save(module, io.BytesIO())
-        buffer = io.BytesIO()
-        torch.save(module.state_dict(), buffer)
-        buffer.seek(0)
-        copy.deepcopy(module).load_state_dict(torch.load(buffer, weights_only=True))
-
-
-def test_whole_modules_are_not_saved():
-    run_ranks(_saved, 1)
+        copy.deepcopy(module).load_state_dict(through_a_file(module.state_dict()))

@@ -19,7 +19,7 @@ from dct_embeddings import (
     SumPooledEmbedding,
 )
 from dct_embeddings.substitution import substitution
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 OWNER = "dct::EquivalentSubstitution: "
 
@@ -34,7 +34,39 @@ def _refused(text, call, error=ValueError):
         call()
 
 
-def _wrong_arguments(rank):
+class Odd(SubstituteOperator):
+    def __init__(self, of):
+        super().__init__(3)
+        self.of = of
+
+    def partial(self, rows, bags):
+        return self.of(bags.sums(rows))
+
+    def combine(self, total):
+        return total
+
+
+@on_ranks(1)
+def test_partial_results_have_a_row_for_each_sample(rank):
+    """Of operators that users write."""
+    ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
+    for of, got in (
+        (lambda pooled: pooled.sum((1, 2)), "(2,)"),
+        (lambda pooled: pooled, "(2, 2, 3)"),
+        (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
+        (lambda pooled: None, "()"),
+    ):
+        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
+        text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
+        _refused(text, lambda layer=layer: layer(ids, lengths))
+
+
+def _of(rows, operators=(), aggregate="reduce_scatter"):
+    return EquivalentSubstitution(rows, operators, aggregate)
+
+
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
     rows = FeatureRows(torch.randn(10, 3))
 
     rule = "operators[0] must be a SubstituteOperator, whose partial results add up (docs/guide/des"
@@ -83,45 +115,8 @@ def _wrong_arguments(rank):
     _refused("lengths must have at least 1 field, got none", lambda: layer(ids[:0], lengths[:0]))
 
 
-class Odd(SubstituteOperator):
-    def __init__(self, of):
-        super().__init__(3)
-        self.of = of
-
-    def partial(self, rows, bags):
-        return self.of(bags.sums(rows))
-
-    def combine(self, total):
-        return total
-
-
-def _odd_results(rank):
-    """Of operators that users write."""
-    ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
-    for of, got in (
-        (lambda pooled: pooled.sum((1, 2)), "(2,)"),
-        (lambda pooled: pooled, "(2, 2, 3)"),
-        (lambda pooled: pooled[:1].flatten(1), "(1, 6)"),
-        (lambda pooled: None, "()"),
-    ):
-        layer = _of(FeatureRows(torch.randn(10, 3)), [Odd(of)])
-        text = f"{OWNER}Odd.partial must return a tensor [2, m], got {got}"
-        _refused(text, lambda layer=layer: layer(ids, lengths))
-
-
-def test_partial_results_have_a_row_for_each_sample():
-    run_ranks(_odd_results, 1)
-
-
-def _of(rows, operators=(), aggregate="reduce_scatter"):
-    return EquivalentSubstitution(rows, operators, aggregate)
-
-
-def test_errors_name_the_argument():
-    run_ranks(_wrong_arguments, 1)
-
-
-def _nothing_in_the_bags(rank):
+@on_ranks(2)
+def test_empty_bags(rank):
     """Bags without ids, samples on no rank: zeros, and a step that is one for all ranks."""
     for settings in ({}, {"aggregate": "all_reduce"}):
         layer = _layer(**settings)
@@ -136,21 +131,15 @@ def _nothing_in_the_bags(rank):
         assert torch.equal(layer.rows.weight, before)
 
 
-def test_empty_bags():
-    run_ranks(_nothing_in_the_bags, 2)
-
-
-def _other_tables(rank):
+@on_ranks(2)
+def test_ranks_have_tables_of_one_size(rank):
     """With another number of rows ids have other owners, and would find others' rows there."""
     text = "dct::FeatureRows: rows must be the same on every rank, got 10 on rank 0, 11 on rank 1"
     _refused(text, lambda: FeatureRows(torch.zeros(10 + rank, 3)))
 
 
-def test_ranks_have_tables_of_one_size():
-    run_ranks(_other_tables, 2)
-
-
-def _other_operators(rank):
+@on_ranks(2)
+def test_ranks_have_operators_and_rows_alike(rank):
     """Results of other sizes would hang, or abort, in the exchange of partial results."""
     rows, pair = FeatureRows(torch.randn(10, 7)), [LinearTerms(), SumPooledEmbedding(2, first=1)]
     same = " must be the same on every rank, got "
@@ -196,11 +185,9 @@ def _other_operators(rank):
     _of(DynamicFeatureRows(7, 5 + rank), pair)  # capacities are each rank's own
 
 
-def test_ranks_have_operators_and_rows_alike():
-    run_ranks(_other_operators, 2)
-
-
-def _too_many_features(rank, aggregate):
+@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
+@on_ranks(2)
+def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(rank, aggregate):
     """For the capacity of rank 0: on all ranks, before anything is made; smaller batches go on."""
     rows = DynamicFeatureRows(3, 4 if rank == 0 else 50)
     layer = EquivalentSubstitution(rows, [LinearTerms()], aggregate)
@@ -231,12 +218,8 @@ def _too_many_features(rank, aggregate):
     assert len(rows) == (4, 9)[rank]
 
 
-@pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce"])
-def test_a_capacity_that_one_rank_exceeds_ends_no_rank_alone(aggregate):
-    run_ranks(_too_many_features, 2, aggregate)
-
-
-def _state_of_another_rank(rank):
+@on_ranks(2)
+def test_a_state_of_another_rank_is_refused(rank):
     """Both have five rows: it would fit, and give every feature another's row."""
     rows = FeatureRows(torch.randn(10, 3))
     states = [None] * 2
@@ -252,21 +235,15 @@ def _state_of_another_rank(rank):
     rows.load_state_dict(states[rank])
 
 
-def test_a_state_of_another_rank_is_refused():
-    run_ranks(_state_of_another_rank, 2)
-
-
-def _other_ranks_for_ids(rank):
+@on_ranks(2)
+def test_ids_go_to_the_ranks_that_have_the_rows(rank):
     alone = [dist.new_group([r]) for r in range(2)][rank]
     text = f"ids_group must have ranks [0, 1] like rows, got [{rank}]"
     _refused(OWNER + text, lambda: _layer(ids_group=alone))
 
 
-def test_ids_go_to_the_ranks_that_have_the_rows():
-    run_ranks(_other_ranks_for_ids, 2)
-
-
-def _disagreeing(rank):
+@on_ranks(2)
+def test_ranks_that_disagree_all_fail(rank):
     """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
     ids, lengths = torch.tensor([3, 9]), torch.tensor([[1, 0], [0, 1]])
     layer, together = _layer(), _layer(aggregate="all_reduce")
@@ -292,11 +269,8 @@ def _disagreeing(rank):
     sum(result.sum() for result in layer(ids, lengths)).backward()
 
 
-def test_ranks_that_disagree_all_fail():
-    run_ranks(_disagreeing, 2)
-
-
-def _counts_that_wrap_around(rank):
+@on_ranks(2)
+def test_lengths_that_wrap_around_are_refused(rank):
     """Lengths whose sum is that of the ids in int64, on one rank, and from others."""
     ids, lengths = torch.tensor([3, 9, 1]), torch.tensor([[1, 1, 1]])
     told = "input accepted must be the same on every rank, got True on rank 0, False on rank 1"
@@ -326,11 +300,8 @@ def _counts_that_wrap_around(rank):
     layer(ids, lengths)
 
 
-def test_lengths_that_wrap_around_are_refused():
-    run_ranks(_counts_that_wrap_around, 2)
-
-
-def _other_modes(rank):
+@on_ranks(2)
+def test_ranks_train_or_evaluate_together(rank):
     """A rank that evaluates would leave new features of a training step without rows."""
     layer = _of(DynamicFeatureRows(3, 50), [LinearTerms()])
     ids, lengths = torch.arange(40), torch.full((1, 40), 1)
@@ -343,11 +314,8 @@ def _other_modes(rank):
     assert result.all() and 0 < len(layer.rows) < 40
 
 
-def test_ranks_train_or_evaluate_together():
-    run_ranks(_other_modes, 2)
-
-
-def _first_layers_that_do_not_fit(rank):
+@on_ranks(2)
+def test_first_layers_fit_rows_and_fields(rank):
     """Rows of another dtype, other fields than it was made for: before any row is made."""
     rows = DynamicFeatureRows(3, 50, dtype=torch.float64)
     layer = _of(rows, [LinearTerms(), FirstLayer(2, 3, 4)])
@@ -365,10 +333,6 @@ def _first_layers_that_do_not_fit(rank):
     made = torch.tensor(len(rows))
     dist.all_reduce(made)
     assert made == 2
-
-
-def test_first_layers_fit_rows_and_fields():
-    run_ranks(_first_layers_that_do_not_fit, 2)
 
 
 def _dies(rank, when):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_embeddings import (
     MomentumScaledRowWiseAdagrad,
@@ -21,16 +21,12 @@ from dct_embeddings import (
 )
 from dct_embeddings.two_dimensional import embedding_bags
 from dct_parallel import all_to_all_rows
-from ranks import run_ranks
+from ranks import on_ranks, shard_mesh
 from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
 ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each
 LR = 0.5
-
-
-def _mesh(replicas, shards):
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _tables(dtype=torch.float64):
@@ -86,7 +82,7 @@ def _trained(
 ):
     """Bags, their optimizer and sync after some steps of them and a dense part under DDP."""
     bags = ShardedEmbeddingBags(_tables(dtype), _plan(mesh["shard"].size()), mesh, **settings)
-    dense = DistributedDataParallel(_dense(dtype))
+    dense = DDP(_dense(dtype))
     optimizer = optimizer_of([bags.weight])
     of_dense = torch.optim.SGD(dense.parameters(), LR)
     sync = ReplicaSync(bags, optimizer=optimizer, every=every)
@@ -124,8 +120,9 @@ def _replica_rank(bags, tensor):
     return parts
 
 
-def _same_training(rank):
-    grid, one_group = _mesh(2, 2), _mesh(1, 4)
+@on_ranks(4)
+def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync(rank):
+    grid, one_group = shard_mesh(2, 2), shard_mesh(1, 4)
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         ends = [_whole(_trained(rank, mesh, _sgd, 20, dtype)[0]) for mesh in (grid, one_group)]
         assert (ends[0] - torch.cat(_tables(dtype))).abs().max() > 0.1  # it did train
@@ -145,12 +142,9 @@ def _same_training(rank):
         assert torch.equal(*(of_end(bags, optimizer) for bags, optimizer, _ in ends))
 
 
-def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync():
-    run_ranks(_same_training, 4)
-
-
-def _replicas_meet(rank):
-    mesh = _mesh(2, 2)
+@on_ranks(4)
+def test_replicas_are_bitwise_equal_after_a_sync(rank):
+    mesh = shard_mesh(2, 2)
     scaled = partial(MomentumScaledRowWiseAdagrad, scale=2, delayed=True)
     for optimizer_of in (RowWiseAdagrad, scaled):
         bags, optimizer, sync = _trained(rank, mesh, optimizer_of, 5, every=3)  # synced after 3
@@ -187,12 +181,9 @@ def _replicas_meet(rank):
     assert torch.equal(*replicas)
 
 
-def test_replicas_are_bitwise_equal_after_a_sync():
-    run_ranks(_replicas_meet, 4)
-
-
-def _refusals(rank):
-    mesh, tables = _mesh(1, 2), _tables()
+@on_ranks(2)
+def test_what_is_refused(rank):
+    mesh, tables = shard_mesh(1, 2), _tables()
 
     def refused(text, make, error=ValueError):
         with pytest.raises(error, match=text):
@@ -349,13 +340,10 @@ def _refusals(rank):
     )
 
 
-def test_what_is_refused():
-    run_ranks(_refusals, 2)
-
-
-def _state_of_another_shard(rank):
+@on_ranks(2)
+def test_a_state_of_other_shards_is_refused(rank):
     """Shards of one size: it would fit, and give every id another's row."""
-    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), _mesh(1, 2))
+    bags = ShardedEmbeddingBags([torch.randn(8, 3)], plan_shards([8], 2, [0]), shard_mesh(1, 2))
     states = [None] * 2
     dist.all_gather_object(states, bags.state_dict())
     before = bags.weight.detach().clone()
@@ -365,10 +353,6 @@ def _state_of_another_shard(rank):
         bags.load_state_dict(states[1 - rank])
     assert torch.equal(bags.weight, before)
     bags.load_state_dict(states[rank])
-
-
-def test_a_state_of_other_shards_is_refused():
-    run_ranks(_state_of_another_shard, 2)
 
 
 @pytest.mark.parametrize("row_wise", [[], [3, 7]])

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_embeddings import ShardedEmbeddingBags, plan_shards
-from ranks import run_ranks
+from ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
 
 
-def _as_documented(rank):
+@on_ranks(4)
+def test_groups_have_the_timeout_that_they_are_given(rank):
     section = PAGE.read_text().split("## Timeouts\n")[1]
     (block,) = re.findall(r"```\n(.*?)```\n", section.split("\n#")[0], re.DOTALL)
     names = {"torch": torch, "dist": dist, "replicas": 2}
@@ -29,11 +30,8 @@ def _as_documented(rank):
     assert out.tolist() == [[[2.0 * rank, 2.0 * rank + 1]], [[0.0, 1.0]]]
 
 
-def test_groups_have_the_timeout_that_they_are_given():
-    run_ranks(_as_documented, 4)
-
-
-def _tables_on_the_cpu(rank):
+@on_ranks(2, backend="cuda:gloo")
+def test_tables_on_a_device_for_which_the_world_has_no_backend(rank):
     all_ranks, *own = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [0], [1]))
     grid = torch.arange(2).view(2, 1)
     names = ("replicate", "shard")
@@ -42,7 +40,3 @@ def _tables_on_the_cpu(rank):
     assert bags(torch.tensor([rank]), torch.tensor([[1]])).tolist() == [
         [[2.0 * rank, 2 * rank + 1]]
     ]
-
-
-def test_tables_on_a_device_for_which_the_world_has_no_backend():
-    run_ranks(_tables_on_the_cpu, 2, backend="cuda:gloo")

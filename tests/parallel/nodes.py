@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook, node_mesh
 from ranks import Dictated, assert_same, entry
@@ -14,16 +14,11 @@ TRANSPORTS = ("all_gather", "reduce_scatter")
 
 
 def meshed_model(sizes, local_size, bucket_cap_mb=25, **options):
-    model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
+    model = DDP(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
     mesh = None if local_size is None else node_mesh(local_size, "cpu")
     state = DCTState(model, **{"density": 0.05, "mesh": mesh} | options)
     model.register_comm_hook(state, dct_hook)
     return model, state
-
-
-def integers(sizes, step, rank, limit=60):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
 
 
 def same_step(model, grads):

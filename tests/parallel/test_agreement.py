@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-import warnings
 from datetime import timedelta
 
 import pytest
@@ -16,11 +15,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, node_mesh
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, node_mesh
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
-from ranks import batch, ddp, entry, mlp, run_ranks, set_timeout, train_step
+from ranks import (
+    batch,
+    ddp,
+    entry,
+    hooked,
+    mlp,
+    on_ranks,
+    run_ranks,
+    set_timeout,
+    shard_mesh,
+    train,
+    train_step,
+)
 
 MUST = "must be the same on every rank, got"
 
@@ -49,11 +60,9 @@ def _disagreeing(rank):
     with pytest.raises(ValueError) as error:
         DCTState(ddp(nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})))
     texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
-    model = ddp(mlp())
-    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+    model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(4))
     return texts
 
 
@@ -77,12 +86,9 @@ def test_settings_that_differ_are_named_by_every_rank():
 
 
 def _trained(rank, steps, group=None):
-    model = ddp(mlp())
-    state = DCTState(model, density=0.1, process_group=group)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=0.1, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
     return model, state, lambda: train_step(model, optimizer, *batch(steps, rank))
 
 
@@ -130,8 +136,7 @@ def _averaged():
 
 
 def _sharded():
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = shard_mesh(2, 1)
     model = fully_shard(mlp(), mesh=mesh["shard"])
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)
 
@@ -142,7 +147,9 @@ def _sharded():
     return state, step
 
 
-def _loads_alone(rank, make):
+@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
+@on_ranks(2)
+def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, make):
     """In the middle of training only rank 0 loads: rank 1 is in a collective by then."""
     set_timeout(4)
     state, step = make()
@@ -157,12 +164,8 @@ def _loads_alone(rank, make):
         step()
 
 
-@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
-def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(make):
-    run_ranks(_loads_alone, 2, make)
-
-
-def _loads_late(rank):
+@on_ranks(2)
+def test_a_rank_that_loads_late_is_waited_for(rank):
     """One rank's file takes long to read: not as long as the timeout, by the others' clock."""
     set_timeout(100)
     state, step = _hooked()
@@ -174,35 +177,7 @@ def _loads_late(rank):
         agreement_module.time.monotonic = lambda: 50 * clock()
     state.load_state_dict(saved)
     step()
-    return entry(state.state_dict())["step"]
-
-
-def test_a_rank_that_loads_late_is_waited_for():
-    assert run_ranks(_loads_late, 2) == [5, 5]
-
-
-def _stalls(rank, how, mesh):
-    """Rank 1 stalls, or is stopped, before its last step."""
-    set_timeout(4)
-    model = ddp(mlp())
-    state = DCTState(model, density=0.1, mesh=mesh and mesh())
-    model.register_comm_hook(state, dct_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
-    store, others = _store(), [r for r in range(dist.get_world_size()) if r != 1]
-    if rank == 1:
-        store.set("pid", str(os.getpid()))
-        if how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        store.wait([f"{other} gave up" for other in others])
-        return
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed by peer|reset by peer"):
-        train_step(model, optimizer, *batch(4, rank))
-    store.set(f"{rank} gave up", "")
-    store.wait([f"{other} gave up" for other in others])
-    if how == "stopped" and rank == 0:
-        os.kill(int(store.get("pid")), signal.SIGCONT)
+    assert entry(state.state_dict())["step"] == 5
 
 
 def _mesh_of_nodes():
@@ -222,8 +197,26 @@ def _mesh_by_hand():
         ("stalled", _mesh_by_hand, 4),
     ],
 )
-def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(how, mesh, ranks):
-    run_ranks(_stalls, ranks, how, mesh)
+@on_ranks("ranks")
+def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(rank, how, mesh):
+    """Rank 1 stalls, or is stopped, before its last step."""
+    set_timeout(4)
+    model, _ = hooked(ddp(mlp()), density=0.1, mesh=mesh and mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train(model, optimizer, rank, range(4))
+    store, others = _store(), [r for r in range(dist.get_world_size()) if r != 1]
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        store.wait([f"{other} gave up" for other in others])
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed by peer|reset by peer"):
+        train_step(model, optimizer, *batch(4, rank))
+    store.set(f"{rank} gave up", "")
+    store.wait([f"{other} gave up" for other in others])
+    if how == "stopped" and rank == 0:
+        os.kill(int(store.get("pid")), signal.SIGCONT)
 
 
 # What the ranks of a group tell each other, and what becomes of it if one of them fails.
@@ -259,7 +252,8 @@ def _none_agree(reason):
 REFUSAL = "dct::a test: every rank must take part, got ValueError from rank 1: wrong here"
 
 
-def _refused(rank):
+@on_ranks(3)
+def test_a_refusal_is_heard_at_once_and_a_retry_is_refused(rank):
     """Rank 1 refuses. Rank 2 comes after all others have heard of it."""
     _all_agree("before")
     if rank == 1:
@@ -273,11 +267,8 @@ def _refused(rank):
     _none_agree(REFUSAL)
 
 
-def test_a_refusal_is_heard_at_once_and_a_retry_is_refused():
-    run_ranks(_refused, 3)
-
-
-def _refused_by_two(rank):
+@on_ranks(3)
+def test_where_not_all_refuse_a_retry_is_refused(rank):
     if rank != 0:
         _refuse("wrong here")
     else:
@@ -286,11 +277,8 @@ def _refused_by_two(rank):
     _none_agree(r"got ValueError from rank [12]: wrong here")
 
 
-def test_where_not_all_refuse_a_retry_is_refused():
-    run_ranks(_refused_by_two, 3)
-
-
-def _refused_by_all(rank):
+@on_ranks(3)
+def test_where_all_fail_alike_the_next_attempt_succeeds(rank):
     """A wrong argument in a notebook: nobody waits, and the next attempt is as if it were first."""
     for attempt in range(3):
         _refuse("wrong here")
@@ -299,11 +287,8 @@ def _refused_by_all(rank):
             _agree({}, op=("this", "that", "that")[rank])
 
 
-def test_where_all_fail_alike_the_next_attempt_succeeds():
-    run_ranks(_refused_by_all, 3)
-
-
-def _silent(rank):
+@on_ranks(3)
+def test_a_rank_that_the_others_gave_up_is_told_so(rank):
     """Rank 1 fails without a word, and comes when the others gave up."""
     reason = "every rank must do the same within 1 s, got nothing from rank 1: see the output there"
     if rank == 1:
@@ -315,11 +300,8 @@ def _silent(rank):
     _none_agree(reason)
 
 
-def test_a_rank_that_the_others_gave_up_is_told_so():
-    run_ranks(_silent, 3)
-
-
-def _interrupted(rank):
+@on_ranks(3)
+def test_an_interrupted_wait_ends_the_others_waits(rank):
     """Nobody waits half an hour for a rank that is known to be lost: they press Ctrl-C."""
     reason = "every rank must take part, got KeyboardInterrupt from rank 0"
     if rank == 0:
@@ -335,10 +317,6 @@ def _interrupted(rank):
     else:
         _store().wait(["heard"])
     _none_agree(reason)
-
-
-def test_an_interrupted_wait_ends_the_others_waits():
-    run_ranks(_interrupted, 3)
 
 
 def _at_random(rank, seed):
@@ -371,7 +349,8 @@ def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
     assert any(told for _, told in every[0]) or seed
 
 
-def _counted_late(rank):
+@on_ranks(2)
+def test_a_rank_that_told_its_values_is_not_missing(rank):
     """Rank 1 has told its values and is stopped before it counts itself: nobody is missing."""
     if rank == 1:
         told = _Round(dist.group.WORLD)
@@ -381,7 +360,3 @@ def _counted_late(rank):
     heard = _agree({"from": 0}, seconds=1)
     assert heard == {0: {"from": 0}, 1: {"from": 1}}
     _store().set("0 agreed", "")
-
-
-def test_a_rank_that_told_its_values_is_not_missing():
-    run_ranks(_counted_late, 2)

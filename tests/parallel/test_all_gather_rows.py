@@ -11,8 +11,7 @@ from torch import nn
 
 from dct_parallel import RowFormat, all_gather_rows
 from dct_parallel.rows.packing import row_k
-from ranks import run_ranks
-from wire_meter import WireMeter
+from ranks import on_ranks, run_ranks
 
 ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)
@@ -105,18 +104,16 @@ def _trained(rank, gather):
     return torch.cat([p.detach().flatten() for p in (*first.parameters(), *second.parameters())])
 
 
-def _same_training(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_at_density_1_training_is_the_same_bit_for_bit(rank):
     dense = _trained(rank, _Dense.apply)
     assert torch.equal(_trained(rank, lambda x: all_gather_rows(x, format=ALL)), dense)
     assert not torch.equal(_trained(rank, lambda x: all_gather_rows(x, format=TENTH)), dense)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_at_density_1_training_is_the_same_bit_for_bit(world_size):
-    run_ranks(_same_training, world_size)
-
-
-def _corners(rank):
+@on_ranks(2)
+def test_corners(rank):
     none = torch.zeros(0, 8, requires_grad=True)
     y = all_gather_rows(none, format=HALF)
     y.sum().backward()
@@ -127,10 +124,6 @@ def _corners(rank):
     alone = dist.new_group([1])
     if rank == 1:
         assert torch.equal(all_gather_rows(x, format=ALL, group=alone), x)
-
-
-def test_corners():
-    run_ranks(_corners, 2)
 
 
 def _faults(rank):
@@ -169,7 +162,8 @@ def test_ranks_that_disagree_all_fail_and_name_all_values():
     ]
 
 
-def _wrong_arguments(rank):
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
     x = torch.randn(4, 8)
     for call, error, text in [
         (lambda: all_gather_rows(x, [9], format=ALL), ValueError, "x must have width 9 like"),
@@ -180,7 +174,3 @@ def _wrong_arguments(rank):
     ]:
         with pytest.raises(error, match=re.escape(text)):
             call()
-
-
-def test_errors_name_the_argument():
-    run_ranks(_wrong_arguments, 1)

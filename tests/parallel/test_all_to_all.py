@@ -9,8 +9,7 @@ from torch import nn
 
 from dct_parallel import RowFormat, all_to_all_rows
 from dct_parallel.rows.packing import row_k
-from ranks import run_ranks
-from wire_meter import WireMeter
+from ranks import on_ranks
 
 ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)
@@ -58,7 +57,9 @@ def _to_everyone(parts_of, rank, ranks):
     return torch.cat([parts_of(r).split(into[r])[rank] for r in range(ranks)])
 
 
-def _against_the_oracle(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_values_gradients_and_bytes(rank):
     ranks = dist.get_world_size()
     splits = _splits(rank, ranks)
     output_splits = [_splits(source, ranks)[rank] for source in range(ranks)]
@@ -86,12 +87,8 @@ def _against_the_oracle(rank):
             assert backward == elsewhere[1] * 4 * k  # values alone
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_values_gradients_and_bytes(world_size):
-    run_ranks(_against_the_oracle, world_size)
-
-
-def _narrow(rank):
+@on_ranks(2)
+def test_format(rank):
     """bfloat16 on the wire, both ways; the rows and their gradients stay float32."""
     x = (torch.randn(6, WIDTH) + rank).requires_grad_()
     with WireMeter() as meter:
@@ -102,10 +99,6 @@ def _narrow(rank):
     assert y.dtype == x.grad.dtype == torch.float32
     assert torch.equal(y, y.bfloat16().float()) and not torch.equal(y, torch.zeros_like(y))
     assert set(x.grad.unique().tolist()) == {0.0, torch.tensor(1 / 3).bfloat16().item()}
-
-
-def test_format():
-    run_ranks(_narrow, 2)
 
 
 class _Dense(torch.autograd.Function):
@@ -143,7 +136,9 @@ def _trained(rank, exchange, dtype):
     return torch.cat([p.detach().flatten() for p in (*table.parameters(), *head.parameters())])
 
 
-def _same_training(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_at_density_1_training_is_the_same_bit_for_bit(rank):
     for dtype in (torch.float32, torch.bfloat16):
         dense = _trained(rank, _Dense.apply, dtype)
         packed = _trained(rank, lambda x, s, o: all_to_all_rows(x, s, o, format=ALL), dtype)
@@ -152,12 +147,8 @@ def _same_training(rank):
         assert few.isfinite().all()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_at_density_1_training_is_the_same_bit_for_bit(world_size):
-    run_ranks(_same_training, world_size)
-
-
-def _corners(rank):
+@on_ranks(2)
+def test_corners(rank):
     one = all_to_all_rows(torch.tensor([[5.0 + rank], [7.0 + rank]]), [1, 1], format=HALF)
     assert one.tolist() == [[5.0 + rank * 2], [6.0 + rank * 2]]  # d = 1
     none = torch.zeros(0, 8, requires_grad=True)
@@ -174,7 +165,3 @@ def _corners(rank):
     if rank == 1:
         alone = torch.randn(3, 8)
         assert torch.equal(all_to_all_rows(alone, [3], format=ALL, group=reversed_group), alone)
-
-
-def test_corners():
-    run_ranks(_corners, 2)

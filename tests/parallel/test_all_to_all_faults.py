@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)
@@ -60,7 +60,8 @@ def test_ranks_that_disagree_all_fail_and_name_all_values(world_size):
         assert text == f"{start}{name} must be the same on every rank, got {', '.join(got)}"
 
 
-def _wrong_arguments(rank):
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
     x = torch.randn(4, 8)
     for call, error, text in [
         (lambda: all_to_all_rows(x, [2, 2], format=ALL), ValueError, "splits must have 1 elements"),
@@ -90,10 +91,6 @@ def _wrong_arguments(rank):
             call()
 
 
-def test_errors_name_the_argument():
-    run_ranks(_wrong_arguments, 1)
-
-
 def _dies(rank, when):
     x = torch.randn(2, 8, requires_grad=True)
     dist.barrier()  # who dies earlier is missed while the ranks still connect to each other
@@ -114,7 +111,9 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(when):
         run_ranks(_dies, 2, when)
 
 
-def _outlives_its_group(rank):
+@on_ranks(1)
+def test_a_graph_does_not_keep_its_group(rank):
+    """Kept until the process exits, its threads would make that an abort."""
     group = dist.new_group([0])
     x = torch.randn(3, 8, requires_grad=True)
     for exchange in (
@@ -131,12 +130,8 @@ def _outlives_its_group(rank):
         y.sum().backward()
 
 
-def test_a_graph_does_not_keep_its_group():
-    """Kept until the process exits, its threads would make that an abort."""
-    run_ranks(_outlives_its_group, 1)
-
-
-def _stalls(rank):
+@on_ranks(2)
+def test_a_rank_that_stalls_ends_the_others_at_the_timeout_of_the_group(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -145,7 +140,3 @@ def _stalls(rank):
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
         all_to_all_rows(torch.randn(2, 8), [1, 1], format=HALF, group=group)
     store.set("given up", "")
-
-
-def test_a_rank_that_stalls_ends_the_others_at_the_timeout_of_the_group():
-    run_ranks(_stalls, 2)

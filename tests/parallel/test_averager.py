@@ -9,8 +9,7 @@ from dct_kernels import payload_layout
 from dct_parallel import DCTAverager
 from dct_parallel.wire import all_reduce_bytes
 from local_steps import adamw, train, uneven
-from ranks import assert_same, batch, entry, gathered, run_ranks, train_step, weights
-from wire_meter import WireMeter
+from ranks import assert_same, batch, entry, gathered, on_ranks, run_ranks, train_step, weights
 
 PERIOD = 3
 
@@ -37,7 +36,8 @@ def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit():
     assert torch.equal(first, second)
 
 
-def _low_precision(rank):
+@on_ranks(2)
+def test_weights_of_few_bits_have_a_base_in_float32(rank):
     """Half of an ulp of bfloat16 is averaged at a time: weights move at every second one."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
@@ -55,11 +55,8 @@ def _low_precision(rank):
     assert all(torch.equal(state["base"], base) for state in saved)
 
 
-def test_weights_of_few_bits_have_a_base_in_float32():
-    run_ranks(_low_precision, 2)
-
-
-def _flushed(rank):
+@on_ranks(2)
+def test_a_flush_sends_all_that_waits(rank):
     """Moves are exact; what waits arrives at once, in whichever step."""
     dtypes = torch.float32, torch.bfloat16
     model = nn.ParameterList([torch.zeros(3000, dtype=dtype) for dtype in dtypes])
@@ -91,10 +88,6 @@ def _flushed(rank):
     with pytest.raises(RuntimeError, match="dct::flush: weights must be finite on every rank"):
         averager.flush()
     assert torch.equal(entry(before)["parameters"]["0"]["base"], averager._base[:3000])
-
-
-def test_a_flush_sends_all_that_waits():
-    run_ranks(_flushed, 2)
 
 
 def _told(rank):
@@ -145,7 +138,8 @@ def test_ranks_agree_over_ten_thousand_steps():
     assert first == second == list(range(40, 10_001, 40))
 
 
-def _bytes(rank):
+@on_ranks(2)
+def test_bytes_are_counted(rank):
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(30)])
     averager = DCTAverager(model, density=0.02, period=2)
     with WireMeter() as meter:
@@ -156,11 +150,8 @@ def _bytes(rank):
     assert averager.wire_bytes == payload_layout(5030, 126, torch.bfloat16).nbytes
 
 
-def test_bytes_are_counted():
-    run_ranks(_bytes, 2)
-
-
-def _under_post_local_sgd(rank):
+@on_ranks(2)
+def test_torchs_post_local_sgd_takes_it(rank):
     model, plain = uneven(), uneven()
     averager, other = (DCTAverager(m, density=0.1, period=2) for m in (model, plain))
     wrapped, optimizer = PostLocalSGDOptimizer(adamw(model), averager), adamw(plain)
@@ -170,11 +161,8 @@ def _under_post_local_sgd(rank):
     assert torch.equal(weights(model), weights(plain))
 
 
-def test_torchs_post_local_sgd_takes_it():
-    run_ranks(_under_post_local_sgd, 2)
-
-
-def _skipped_on_one_rank(rank):
+@on_ranks(2)
+def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in(rank):
     model = nn.Linear(300, 1, bias=False)
     averager = DCTAverager(model, density=1, period=1, format=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
@@ -189,7 +177,3 @@ def _skipped_on_one_rank(rank):
     assert torch.equal(weights(model), before + ((before - 1) - before) / 2)
     (saved,) = entry(averager.state_dict())["parameters"].values()
     assert not saved["residual"].any()
-
-
-def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in():
-    run_ranks(_skipped_on_one_rank, 2)

@@ -1,6 +1,5 @@
 """DCTAverager: its states, and that a run goes on where it was."""
 
-import io
 import time
 
 import pytest
@@ -12,13 +11,16 @@ from dct_parallel import DCTAverager, DCTState, merge_states
 from local_steps import adamw, train, uneven
 from ranks import (
     assert_same,
+    assert_same_state,
     batch,
     ddp,
     entry,
     gathered,
     mlp,
+    on_ranks,
     run_ranks,
     set_timeout,
+    through_a_file,
     train_step,
     weights,
 )
@@ -26,7 +28,8 @@ from ranks import (
 PERIOD = 3
 
 
-def _flushed_after_a_load(rank):
+@on_ranks(2)
+def test_a_flush_after_different_loads_is_refused(rank):
     """Rank 0 goes back to an earlier state, rank 1 to a later one."""
     model = nn.ParameterList([torch.zeros(300)])
     averager = DCTAverager(model, density=0.1, period=1)
@@ -41,18 +44,17 @@ def _flushed_after_a_load(rank):
         averager.flush()
 
 
-def test_a_flush_after_different_loads_is_refused():
-    run_ranks(_flushed_after_a_load, 2)
-
-
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def _resumed(rank, overlap, dtype, transport):
+@pytest.mark.parametrize(
+    ("overlap", "dtype", "transport"),
+    [
+        (0, torch.float32, None),
+        (1, torch.bfloat16, None),
+        (PERIOD - 1, torch.float32, None),
+        (0, torch.float32, "reduce_scatter"),
+    ],
+)
+@on_ranks(2)
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype, transport):
     """A run that saves after each step, and those that go on from there, against one that does
     not."""
 
@@ -77,7 +79,7 @@ def _resumed(rank, overlap, dtype, transport):
     for number in range(4 * PERIOD):
         step(number, *undisturbed)
         step(number, *saving)
-        saved.append(_through_a_file([part.state_dict() for part in saving]))
+        saved.append(through_a_file([part.state_dict() for part in saving]))
         after.append(weights(undisturbed[0]))
         assert torch.equal(weights(saving[0]), after[-1])
     resumed = make(5)
@@ -87,30 +89,11 @@ def _resumed(rank, overlap, dtype, transport):
         averager = resumed[2]
         assert averager.step == stop
         assert averager.stats()["under_way"] == (stop % PERIOD < overlap)
-        _require_same_state(averager.state_dict(), saved[stop - 1][2])
+        assert_same_state(averager.state_dict(), saved[stop - 1][2])
         for number in range(stop, 4 * PERIOD):  # ends within an exchange: the next load forgets it
             step(number, *resumed)
             assert torch.equal(weights(resumed[0]), after[number]), (stop, number)
-        _require_same_state(averager.state_dict(), saved[-1][2])
-
-
-def _require_same_state(state, other):
-    for name, parts in entry(state)["parameters"].items():
-        for key, value in parts.items():
-            assert torch.equal(value, entry(other)["parameters"][name][key]), (name, key)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "dtype", "transport"),
-    [
-        (0, torch.float32, None),
-        (1, torch.bfloat16, None),
-        (PERIOD - 1, torch.float32, None),
-        (0, torch.float32, "reduce_scatter"),
-    ],
-)
-def test_resumed_after_any_step_is_undisturbed_bit_for_bit(overlap, dtype, transport):
-    run_ranks(_resumed, 2, overlap, dtype, transport)
+        assert_same_state(averager.state_dict(), saved[-1][2])
 
 
 def _by_the_other_transport(rank, transport, other):
@@ -142,7 +125,8 @@ def test_a_state_is_loaded_into_the_other_transport(transport):
     run_ranks(_by_the_other_transport, 2, transport, other)
 
 
-def _wrapped(rank):
+@on_ranks(1)
+def test_a_state_of_a_compiled_module_is_loaded_without_compilation(rank):
     """As torch.compile wraps a module; of the largest period."""
     model = nn.Linear(30, 30)
     averager = DCTAverager(nn.ModuleDict({"_orig_mod": model}), period=2**31 - 1)
@@ -153,11 +137,8 @@ def _wrapped(rank):
     assert list(entry(averager.state_dict())["parameters"]) == ["weight", "bias"]
 
 
-def test_a_state_of_a_compiled_module_is_loaded_without_compilation():
-    run_ranks(_wrapped, 1)
-
-
-def _merged(rank):
+@on_ranks(2)
+def test_merged_states_are_loaded(rank):
     """Both ranks go on from the mean of their residuals, with the base and the period of before."""
     model = uneven()
     averager, optimizer = DCTAverager(model, density=0.1, period=PERIOD), adamw(model)
@@ -177,11 +158,8 @@ def _merged(rank):
         assert torch.equal(parts["residual"], ((ours.double() + theirs.double()) / 2).float())
 
 
-def test_merged_states_are_loaded():
-    run_ranks(_merged, 2)
-
-
-def _late(rank):
+@on_ranks(2)
+def test_ranks_may_be_apart_after_a_load(rank):
     """Local steps after a load may take ranks as long as they do."""
     averager = DCTAverager(uneven(), period=1)
     averager.average_parameters()
@@ -190,11 +168,8 @@ def _late(rank):
     averager.average_parameters()
 
 
-def test_ranks_may_be_apart_after_a_load():
-    run_ranks(_late, 2)
-
-
-def _refuses_other_states(rank):
+@on_ranks(2)
+def test_other_states_are_refused(rank):
     model = uneven()
     averager = DCTAverager(model, density=0.1)
     other = DCTState(ddp(uneven()), density=0.1)
@@ -212,11 +187,9 @@ def _refuses_other_states(rank):
     other.close()
 
 
-def test_other_states_are_refused():
-    run_ranks(_refuses_other_states, 2)
-
-
-def _loads_apart(rank, steps):
+@pytest.mark.parametrize("steps", [(4, 6), (5, 4), (7, 6), (4, 9)])
+@on_ranks(2)
+def test_ranks_that_load_different_steps_are_told(rank, steps):
     """The ranks load states of different steps, maybe within an exchange: every rank is told."""
     set_timeout(20)
     saved = {}
@@ -233,8 +206,3 @@ def _loads_apart(rank, steps):
             for step in range(1, 10):
                 averager.average_parameters()
                 saved[step] = averager.state_dict()
-
-
-@pytest.mark.parametrize("steps", [(4, 6), (5, 4), (7, 6), (4, 9)])
-def test_ranks_that_load_different_steps_are_told(steps):
-    run_ranks(_loads_apart, 2, steps)

@@ -14,7 +14,7 @@ from dct_parallel import DCTAverager
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from local_steps import uneven
-from ranks import assert_same, entry, gathered, run_ranks, weights
+from ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 
 class _Damaging:
@@ -122,7 +122,8 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_rece
     assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
-def _apart(rank):
+@on_ranks(2)
+def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout(rank):
     """Rank 1 is gone before it begins the second exchange."""
     group, store = dist.new_group(timeout=timedelta(seconds=5)), dist.group.WORLD.get_group_store()
     averager = DCTAverager(uneven(), period=3, overlap=2, process_group=group)
@@ -138,10 +139,6 @@ def _apart(rank):
     with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
         averager.average_parameters()
     store.set("rank 0 gave up", "")
-
-
-def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout():
-    run_ranks(_apart, 2)
 
 
 def _killed(rank, folder, overlap, decay, transport):
@@ -184,8 +181,7 @@ def _killed(rank, folder, overlap, decay, transport):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "decay", "transport"),
-    [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")],
+    ("overlap", "decay", "transport"), [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")]
 )
 def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
     overlap, decay, transport, tmp_path

@@ -10,19 +10,16 @@ from torch import nn
 
 from dct_parallel import DCTAverager
 from local_steps import train, uneven
-from ranks import assert_same, batch, entry, run_ranks, train_step, weights
+from ranks import assert_same, batch, entry, on_ranks, train_step, weights
 
 
-def _settings_that_differ(rank):
+@on_ranks(2)
+def test_ranks_with_other_settings_raise(rank):
     settings = {"period": (2, 3), "residual_decay": (1.0, 0.5), "overlap": (0, 1)}
     for name, values in settings.items():
         got = "got {} on rank 0, {} on rank 1".format(*values)
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
             DCTAverager(uneven(), **{name: values[rank]})
-
-
-def test_ranks_with_other_settings_raise():
-    run_ranks(_settings_that_differ, 2)
 
 
 @pytest.fixture
@@ -108,7 +105,8 @@ class _Mixed(nn.Module):
         self.register_buffer("own", torch.randn(3))
 
 
-def _frozen(rank):
+@on_ranks(2)
+def test_all_parameters_are_those_of_the_first_rank_at_the_start(rank):
     torch.manual_seed(rank)
     model = _Mixed()
     strides = [p.stride() for p in model.parameters()]
@@ -121,14 +119,11 @@ def _frozen(rank):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
         assert parameter.requires_grad == (name in ("first", "last"))
-    return len(expected)
+    assert len(expected) == 12
 
 
-def test_all_parameters_are_those_of_the_first_rank_at_the_start():
-    assert run_ranks(_frozen, 2) == [12, 12]
-
-
-def _frozen_on_one_rank(rank):
+@on_ranks(2)
+def test_ranks_with_other_frozen_parameters_raise(rank):
     model = uneven()
     model[0].bias.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="model must be the same on every rank, got 6 parameters"):
@@ -137,29 +132,6 @@ def _frozen_on_one_rank(rank):
     model[1].requires_grad_(False)
     with pytest.raises(ValueError, match="frozen must be the same on every rank, got 2 parameters"):
         DCTAverager(model)
-
-
-def test_ranks_with_other_frozen_parameters_raise():
-    run_ranks(_frozen_on_one_rank, 2)
-
-
-def _unfrozen(rank):
-    """Raises at the averaging, changes nothing, and once it is frozen again goes on as a twin."""
-    models = []
-    for disturbed in (False, True):
-        model = uneven(rank)
-        model[0].bias.requires_grad_(False)
-        averager = DCTAverager(model, density=0.5, period=2)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        train(model, optimizer, averager, rank, [0, 1, 2])
-        train_step(model, optimizer, *batch(3, rank, 32))
-        if disturbed:
-            _changes_of_parameters(model, averager)
-        averager.average_parameters()
-        assert averager.step == 4
-        assert_same(weights(model))
-        models.append(model)
-    assert torch.equal(*map(weights, models))
 
 
 def _changes_of_parameters(model, averager):
@@ -187,8 +159,24 @@ def _changes_of_parameters(model, averager):
     model[0].weight = whole
 
 
-def test_parameters_that_are_unfrozen_or_added_later_are_an_error():
-    run_ranks(_unfrozen, 2)
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_or_added_later_are_an_error(rank):
+    """Raises at the averaging, changes nothing, and once it is frozen again goes on as a twin."""
+    models = []
+    for disturbed in (False, True):
+        model = uneven(rank)
+        model[0].bias.requires_grad_(False)
+        averager = DCTAverager(model, density=0.5, period=2)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, averager, rank, [0, 1, 2])
+        train_step(model, optimizer, *batch(3, rank, 32))
+        if disturbed:
+            _changes_of_parameters(model, averager)
+        averager.average_parameters()
+        assert averager.step == 4
+        assert_same(weights(model))
+        models.append(model)
+    assert torch.equal(*map(weights, models))
 
 
 def test_a_weight_that_is_not_trained_stays_out(one_rank):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dct_parallel import DCTAverager
-from ranks import assert_same, entry, gathered, run_ranks, weights
+from ranks import assert_same, entry, gathered, on_ranks, weights
 
 SIZES = (3000, 40, 3500)
 BAD = 3  # the averaging at which a weight of the last rank is NaN
@@ -52,7 +52,19 @@ def _saved(averager, key):
     return torch.cat([parts[key] for parts in parameters.values()]).double().numpy()
 
 
-def _follows_the_rule(rank, ranks, period, overlap, decay, bad):
+@pytest.mark.parametrize(
+    ("ranks", "period", "overlap", "decay", "bad"),
+    [
+        (2, 2, 0, 1.0, False),
+        (3, 1, 0, 0.5, False),
+        (2, 2, 0, 0.5, True),
+        (3, 3, 1, 0.5, False),
+        (2, 3, 2, 1.0, False),
+        (2, 3, 2, 0.5, True),
+    ],
+)
+@on_ranks("ranks")
+def test_it_follows_the_rule(rank, ranks, period, overlap, decay, bad):
     model = nn.ParameterList(map(torch.zeros, SIZES))
     averager = DCTAverager(
         model,
@@ -96,22 +108,9 @@ def _follows_the_rule(rank, ranks, period, overlap, decay, bad):
     assert np.count_nonzero(rule.base) > 1000 and np.count_nonzero(rule.residual) > 1000
 
 
-@pytest.mark.parametrize(
-    ("ranks", "period", "overlap", "decay", "bad"),
-    [
-        (2, 2, 0, 1.0, False),
-        (3, 1, 0, 0.5, False),
-        (2, 2, 0, 0.5, True),
-        (3, 3, 1, 0.5, False),
-        (2, 3, 2, 1.0, False),
-        (2, 3, 2, 0.5, True),
-    ],
-)
-def test_it_follows_the_rule(ranks, period, overlap, decay, bad):
-    run_ranks(_follows_the_rule, ranks, ranks, period, overlap, decay, bad)
-
-
-def _conserves(rank, overlap):
+@pytest.mark.parametrize("overlap", [0, 2])
+@on_ranks(2)
+def test_nothing_is_lost_in_few_bits(rank, overlap):
     """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
@@ -138,12 +137,12 @@ def _conserves(rank, overlap):
         assert torch.equal(parameter, part.to(parameter.dtype))
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_nothing_is_lost_in_few_bits(overlap):
-    run_ranks(_conserves, 2, overlap)
-
-
-def _in_rows(rank, ranks, numel, overlap, transport):
+@pytest.mark.parametrize(
+    ("ranks", "numel", "overlap", "transport"),
+    [(2, 5000, 1, None), (3, 50_000, 0, "reduce_scatter"), (3, 200_000, 0, None)],
+)
+@on_ranks("ranks")
+def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, overlap, transport):
     """Every entry in few bits."""
     model = nn.ParameterList([torch.zeros(numel)])
     averager = DCTAverager(
@@ -163,11 +162,3 @@ def _in_rows(rank, ranks, numel, overlap, transport):
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "numel", "overlap", "transport"),
-    [(2, 5000, 1, None), (3, 50_000, 0, "reduce_scatter"), (3, 200_000, 0, None)],
-)
-def test_nothing_is_lost_of_entries_in_few_bits(ranks, numel, overlap, transport):
-    run_ranks(_in_rows, ranks, ranks, numel, overlap, transport)

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, collectives, dct_hook
 from dct_parallel.data_parallel.executors import ThreadExecutor
-from ranks import Dictated, mlp, run_ranks
-from wire_meter import WireMeter
+from ranks import Dictated, mlp, on_ranks, run_ranks
 
 
-def _both_names(rank):
+@on_ranks(2)
+def test_all_gather_under_its_old_and_its_new_name(rank):
     expected = torch.arange(6, dtype=torch.float32).view(2, 3)
     for names in (("all_gather_single", "all_gather_into_tensor"), ("all_gather_into_tensor",)):
         if "all_gather_single" not in names and hasattr(dist, "all_gather_single"):
@@ -30,18 +30,11 @@ def _both_names(rank):
         assert torch.equal(output, expected), names
 
 
-def test_all_gather_under_its_old_and_its_new_name():
-    run_ranks(_both_names, 2)
-
-
-def _means(rank):
+@on_ranks(2)
+def test_dense_mean(rank):
     mean = collectives.dense_mean(torch.tensor([1.0, 6.0]) + rank, torch.bfloat16, dist.group.WORLD)
     assert mean.dtype == torch.bfloat16
-    return mean.tolist()
-
-
-def test_dense_mean():
-    assert run_ranks(_means, 2) == [[1.5, 6.5]] * 2
+    assert mean.tolist() == [1.5, 6.5]
 
 
 def test_a_worker_keeps_the_order_and_hands_on_errors():
@@ -81,7 +74,9 @@ def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
     assert threading.active_count() == before
 
 
-def _metered(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_the_meter_counts_what_a_rank_sends(rank):
     """Bytes of every collective that this torch has, against the formulas, 840 bytes each."""
     ranks = dist.get_world_size()
     x, parts = torch.ones(210), [torch.empty(210) for _ in range(ranks)]
@@ -127,11 +122,6 @@ def _metered(rank):
     assert {name: getattr(dist, name, None) for name in calls} == originals
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_meter_counts_what_a_rank_sends(world_size):
-    run_ranks(_metered, world_size)
-
-
 BOTTOM, TOP = (13, 512, 256, 64, 16), (367, 512, 256, 1)
 DLRM = [
     size
@@ -143,7 +133,7 @@ TABLES = [20_000 * 16, 3_000 * 16, 24 * 16]
 
 
 def _bytes_of_one_step(rank, sizes, compressed):
-    model = DistributedDataParallel(Dictated(sizes))
+    model = DDP(Dictated(sizes))
     if compressed:
         state = DCTState(model)  # density 0.5 %, bfloat16
         model.register_comm_hook(state, dct_hook)
@@ -185,7 +175,7 @@ def test_the_meter_leaves_ddp_as_it_found_it():
 def _unmetered(rank):
     with WireMeter():
         pass
-    model = DistributedDataParallel(mlp())
+    model = DDP(mlp())
     model(torch.ones(2, 64)).sum().backward()
     return True
 

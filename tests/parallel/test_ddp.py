@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange import all_gather as by_all_gather
@@ -21,8 +21,12 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
+    integers,
     mlp,
+    on_ranks,
     run_ranks,
+    train,
     train_step,
     weights,
 )
@@ -50,12 +54,13 @@ def _train(rank, make_state, hook, steps):
     model = ddp(mlp())
     model.register_comm_hook(make_state(model), hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
     return weights(model)
 
 
-def _density_one(rank):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
     def lossless(model):
         return DCTState(model, density=1, format=torch.float32)
 
@@ -65,12 +70,12 @@ def _density_one(rank):
     assert not torch.equal(dct, weights(mlp())), "nothing was trained"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_density_one_in_float32_trains_bit_equal_to_dense(world_size):
-    run_ranks(_density_one, world_size)
-
-
-def _sleepy(rank, steps, transport):
+@pytest.mark.parametrize(
+    "world_size, steps, transport",
+    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
+)
+@on_ranks("world_size")
+def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
     """Every rank dawdles at other moments, on both sides of every collective."""
     dice = random.Random(rank)
     model = ddp(mlp(depth=6))
@@ -99,33 +104,18 @@ def _sleepy(rank, steps, transport):
     assert weights(model).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "world_size, steps, transport",
-    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
-)
-def test_ranks_stay_bitwise_equal_whatever_their_pace(world_size, steps, transport):
-    run_ranks(_sleepy, world_size, steps, transport)
-
-
 SIZES = (2000, 30, 5000, 255, 256, 70)
-
-
-def _integers(step, rank, limit):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in SIZES]
 
 
 def _conservation(rank, start_step):
     """All gradients are integers, so that every sum and mean below is exact."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, start_step=start_step)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=start_step)
     applied = [torch.zeros(n) for n in SIZES]
     total = [torch.zeros(n) for n in SIZES]
     layouts = set()
     for step in range(25):
         model.zero_grad()
-        grads = _integers(step, rank, limit=60)
+        grads = integers(SIZES, step, rank, limit=60)
         model(*grads).backward()
         for index, parameter in enumerate(model.module.p):
             applied[index] += parameter.grad
@@ -155,15 +145,15 @@ def _residuals(state):
 
 def _together(rank, transport):
     """What every payload sends of integer gradients is what is largest in all of it."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, transport=transport, format=torch.float32)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        ddp(Dictated(SIZES)), density=0.05, transport=transport, format=torch.float32
+    )
     for step in range(4):
         model.zero_grad()
         before = {
             name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()
         }
-        grads = [5.0**index * g for index, g in enumerate(_integers(step, rank, limit=60))]
+        grads = [5.0**index * g for index, g in enumerate(integers(SIZES, step, rank, limit=60))]
         model(*grads).backward()
         if step < 2:
             continue
@@ -192,9 +182,7 @@ def test_a_payload_sends_what_is_largest_in_all_of_it(transport):
 
 
 def _alone(rank):
-    model = ddp(mlp())
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = [train_step(model, optimizer, *batch(step % 4, rank)).item() for step in range(60)]
     return losses[0], sum(losses[-4:]) / 4, state.stats()["wire_bytes"], state.plan()
@@ -207,25 +195,22 @@ def test_one_rank_alone_trains_and_sends_nothing():
     assert "fewer bytes" not in plan
 
 
-def _halves(rank, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_half_precision_models(rank, dtype):
     """Small integers are exact in every dtype, and so is a density of 1."""
-    model = ddp(Dictated(SIZES).to(dtype))
-    model.register_comm_hook(DCTState(model, density=1), dct_hook)
+    model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1)
     for step in range(4):
         model.zero_grad()
-        every = [_integers(step, r, limit=16) for r in range(2)]
+        every = [integers(SIZES, step, r, limit=16) for r in range(2)]
         model(*(g.to(dtype) for g in every[rank])).backward()
         for index, parameter in enumerate(model.module.p):
             assert parameter.grad.dtype == dtype
             assert torch.equal(parameter.grad, ((every[0][index] + every[1][index]) / 2).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_models(dtype):
-    run_ranks(_halves, 2, dtype)
-
-
-def _subgroups(rank):
+@on_ranks(4)
+def test_process_group_limits_the_averaging(rank):
     """Two groups of two ranks, each with its own DDP and state: nothing crosses between them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
@@ -242,19 +227,14 @@ def _subgroups(rank):
             assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
 
 
-def test_process_group_limits_the_averaging():
-    run_ranks(_subgroups, 4)
-
-
-def _non_finite(rank):
+@on_ranks(2)
+def test_a_nan_is_passed_on_but_not_kept(rank):
     """Without a GradScaler a NaN reaches the weights' gradients, as it would without the hook."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05)
     total, applied = torch.zeros(SIZES[0]), torch.zeros(SIZES[0])
     for step in range(4):
         model.zero_grad()
-        grads = _integers(step, rank, limit=60)
+        grads = integers(SIZES, step, rank, limit=60)
         if step == 3 and rank == 0:
             grads[2][11] = torch.nan
         model(*grads).backward()
@@ -266,32 +246,25 @@ def _non_finite(rank):
     assert torch.equal(2 * applied + left, total)  # what was sent counts: nothing skipped the step
     bad = [parameter.grad.isnan().nonzero().flatten().tolist() for parameter in model.module.p]
     residual = torch.cat([s["residual"] for s in entry(state.state_dict())["parameters"].values()])
-    return bad, residual.isfinite().all().item()
+    assert bad == [[], [], [11], [], [], []] and residual.isfinite().all()
 
 
-def test_a_nan_is_passed_on_but_not_kept():
-    assert run_ranks(_non_finite, 2) == [([[], [], [11], [], [], []], True)] * 2
-
-
-def _compiled(rank):
+@on_ranks(2)
+def test_a_compiled_model_trains_like_an_eager_one(rank):
     results = []
     for wrap in (torch.compile, lambda model, backend: model):
-        model = DistributedDataParallel(mlp())
-        model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+        model, _ = hooked(DDP(mlp()), density=0.1)
         wrapped = wrap(model, backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(6):
-            train_step(wrapped, optimizer, *batch(step, rank))
+        train(wrapped, optimizer, rank, range(6))
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1])
     assert not torch.equal(results[0], weights(mlp())), "nothing was trained"
 
 
-def test_a_compiled_model_trains_like_an_eager_one():
-    run_ranks(_compiled, 2)
-
-
-def _beside(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_exchanges_run_beside_the_backward_pass(rank, transport):
     """No exchange ends before the backward pass has come to the last bucket."""
     model = ddp(mlp(depth=6))
     state = DCTState(model, density=0.1, transport=transport)
@@ -317,8 +290,3 @@ def _beside(rank, transport):
         came.clear()
         model(batch(step, rank)[0]).sum().backward()
     assert len(exchanged) == 2 * len(state._buckets.in_order()) >= 6 and all(exchanged)
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_exchanges_run_beside_the_backward_pass(transport):
-    run_ranks(_beside, 2, transport)

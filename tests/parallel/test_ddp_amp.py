@@ -8,15 +8,21 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, assert_same, batch, ddp, entry, mlp, run_ranks, weights
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    integers,
+    mlp,
+    on_ranks,
+    run_ranks,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 NAMES = {f"p.{index}": index for index in range(len(SIZES))}
-
-
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
 
 
 def _residuals(state):
@@ -35,7 +41,7 @@ def _skipped(rank, poison):
     for step in range(last):
         before = weights(model)
         residuals, scale = _residuals(state), scaler.get_scale()
-        grads = _gradients(step, rank)
+        grads = integers(SIZES, step, rank)
         if step == bad_step and rank == 0:
             for parameter, index in poison:
                 grads[parameter][index] = torch.inf
@@ -76,7 +82,10 @@ def test_a_skipped_step_leaves_the_residual_as_if_its_payload_had_come_back(pois
     assert first == second != 1024.0
 
 
-def _accumulated(rank, no_sync, bad_micro):
+@pytest.mark.parametrize("bad_micro", [0, 1])
+@pytest.mark.parametrize("no_sync", [False, True])
+@on_ranks(2)
+def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, bad_micro):
     """Two backward passes a step; one rank's overflow in either of them skips the step."""
     model = ddp(Dictated(SIZES))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -88,7 +97,7 @@ def _accumulated(rank, no_sync, bad_micro):
     for step in range(9):
         optimizer.zero_grad()
         for micro in range(2):
-            grads = _gradients(10 * step + micro, rank)
+            grads = integers(SIZES, 10 * step + micro, rank)
             for own, grad in zip(total, grads, strict=True):
                 own += grad
             if (step, micro) in ((5, bad_micro), (6, bad_micro)) and rank == 0:
@@ -110,16 +119,11 @@ def _accumulated(rank, no_sync, bad_micro):
         # Lost may be the entry that overflowed, and the bucket's first, which tells of it.
         lost = kept.logical_not().nonzero().flatten().tolist()
         assert set(lost) <= [set(), {3}, {0, 17}][index], (name, lost)
-    return skipped
+    assert skipped == 2
 
 
-@pytest.mark.parametrize("bad_micro", [0, 1])
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_accumulation_with_an_overflow_loses_no_finite_gradient(no_sync, bad_micro):
-    assert run_ranks(_accumulated, 2, no_sync, bad_micro) == [2, 2]
-
-
-def _autocast(rank):
+@on_ranks(2)
+def test_float16_autocast_trains_through_overflowing_first_steps(rank):
     """float16 autocast whose first scales overflow: several steps in a row are skipped."""
     model = ddp(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
@@ -145,7 +149,3 @@ def _autocast(rank):
     for residual in _residuals(state).values():
         assert residual.isfinite().all()
         assert residual.abs().max() < 10  # in units of the gradient, not of the scale
-
-
-def test_float16_autocast_trains_through_overflowing_first_steps():
-    run_ranks(_autocast, 2)

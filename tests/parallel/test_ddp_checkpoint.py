@@ -1,51 +1,46 @@
 """Checkpoints: each rank goes on from its own bits, and nobody from another's."""
 
-import io
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dct_parallel import DCTState, dct_hook, merge_states
-from ranks import Dictated, assert_same, batch, ddp, entry, mlp, run_ranks, train_step, weights
+from dct_parallel import merge_states
+from ranks import (
+    Dictated,
+    assert_same,
+    assert_same_state,
+    batch,
+    ddp,
+    entry,
+    hooked,
+    integers,
+    mlp,
+    on_ranks,
+    run_ranks,
+    through_a_file,
+    train,
+    train_step,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 
 
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def _make(density=0.8, **kwargs):
     # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
-    model = ddp(mlp())
-    state = DCTState(model, density=density, **kwargs)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _assert_equal(ours, theirs):
-    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
-    ours, theirs = entry(ours), entry(theirs)
-    assert ours.keys() == theirs.keys()
-    for key in ours.keys() - {"parameters"}:
-        assert ours[key] == theirs[key], key
-    assert ours["parameters"].keys() == theirs["parameters"].keys()
-    for name, parameter in ours["parameters"].items():
-        for key, value in parameter.items():
-            assert torch.equal(value, theirs["parameters"][name][key]), (name, key)
-    return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())
-
-
-def _resume(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_checkpoint_goes_on_bit_equal(rank, transport):
     model, state, optimizer = _make(density=0.02, transport=transport)
     for step in range(12):
         if step == 7:
-            saved = _through_a_file(
+            saved = through_a_file(
                 [model.module.state_dict(), optimizer.state_dict(), state.state_dict()]
             )
         train_step(model, optimizer, *batch(step, rank))
@@ -55,23 +50,16 @@ def _resume(rank, transport):
     resumed_optimizer.load_state_dict(saved[1])
     resumed_state.load_state_dict(saved[2])
     assert entry(resumed_state.state_dict())["step"] == 7
-    for step in range(7, 12):
-        train_step(resumed, resumed_optimizer, *batch(step, rank))
+    train(resumed, resumed_optimizer, rank, range(7, 12))
     assert torch.equal(weights(model), weights(resumed))
-    assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_checkpoint_goes_on_bit_equal(transport):
-    run_ranks(_resume, 2, transport)
+    assert assert_same_state(state.state_dict(), resumed_state.state_dict()) > 1000
 
 
 def _through_dcp(rank, folder, steps, transport):
     """Saved and loaded by torch.distributed.checkpoint, into a state that never compressed."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
     model, state, optimizer = _make(transport=transport)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
     app = {"model": model.module.state_dict(), "dct": state}
     dcp.save(app, checkpoint_id=folder)
     resumed, resumed_state, resumed_optimizer = _make(transport=transport)
@@ -79,14 +67,14 @@ def _through_dcp(rank, folder, steps, transport):
     app = {"model": resumed.module.state_dict(), "dct": resumed_state}
     dcp.load(app, checkpoint_id=folder)
     resumed.module.load_state_dict(app["model"])
-    resumed_optimizer.load_state_dict(_through_a_file(optimizer.state_dict()))
-    moved = _assert_equal(state.state_dict(), resumed_state.state_dict())
+    resumed_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    moved = assert_same_state(state.state_dict(), resumed_state.state_dict())
     residual = torch.cat([p["residual"] for p in entry(state.state_dict())["parameters"].values()])
     for step in range(steps, steps + 3):
         train_step(model, optimizer, *batch(step, rank))
         train_step(resumed, resumed_optimizer, *batch(step, rank))
     assert torch.equal(weights(model), weights(resumed))
-    assert _assert_equal(state.state_dict(), resumed_state.state_dict()) > 1000
+    assert assert_same_state(state.state_dict(), resumed_state.state_dict()) > 1000
     return moved, residual
 
 
@@ -101,23 +89,16 @@ def test_dcp_before_compression_starts(tmp_path):
     assert [moved for moved, _ in results] == [0, 0]
 
 
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
-
-
 def _run(rank, steps, saved, silent, folder=None):
     """The mean gradient applied over `steps`, in all, and this rank's state after them."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05)
     if saved is not None:
         state.load_state_dict(saved)
     applied = [torch.zeros(n) for n in SIZES]
     for step in range(steps):
         model.zero_grad()
-        grads = _gradients(step, rank)
+        grads = integers(SIZES, step, rank)
         model(*(torch.zeros_like(g) if silent else g for g in grads)).backward()
         for total, parameter in zip(applied, model.module.p, strict=True):
             total += parameter.grad
@@ -129,15 +110,17 @@ def _run(rank, steps, saved, silent, folder=None):
 @pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (1, 2)])
 def test_the_mean_residual_carries_over_to_another_world_size(world_size, ranks, tmp_path):
     results = run_ranks(_run, world_size, 9, None, False, tmp_path / "dcp")
-    states = [_through_a_file(state) for _, state in results]
+    states = [through_a_file(state) for _, state in results]
     merged = merge_states(reversed(states))
     from_folder = merge_states(tmp_path / "dcp", key="app.dct")
-    assert _assert_equal(merged, from_folder) > 1000
+    assert assert_same_state(merged, from_folder) > 1000
     assert "torch.distributed is disabled" not in str(from_folder)
-    later = run_ranks(_run, ranks, 9, _through_a_file(merged), True)
+    later = run_ranks(_run, ranks, 9, through_a_file(merged), True)
     lefts = [entry(state)["parameters"] for _, state in later]
     for index, name in ((0, "p.0"), (2, "p.2")):
-        every = [_gradients(step, rank)[index] for step in range(9) for rank in range(world_size)]
+        every = [
+            integers(SIZES, step, rank)[index] for step in range(9) for rank in range(world_size)
+        ]
         left = sum(parameters[name]["residual"] for parameters in lefts) / ranks
         assert later[0][0][index].count_nonzero() > 0
         applied = results[0][0][index] + later[0][0][index]
@@ -149,10 +132,7 @@ def _state(rank, world_size=2, numel=3, **changes):
     parameters = {"p.0": {"residual": own}}
     numbers = {"run_id": "a", "world_size": world_size, "local_size": 1, "step": 5}
     numbers |= {"density": 0.1, "owners": 0}
-    return {
-        "version": 6,
-        "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}},
-    }
+    return {"version": 6, "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}}}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -190,10 +170,10 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
             merge_states(states)
 
 
-def _misfits(rank):
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank):
     model, state, optimizer = _make()
-    for step in range(4):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(4))
     good = state.state_dict()
     own = entry(good)
     other = {"0.weight": own["parameters"]["0.weight"]}
@@ -215,10 +195,5 @@ def _misfits(rank):
     with pytest.raises(ValueError, match=f"dct::load_state_dict: {text}"):
         state.load_state_dict(theirs)
     state.load_state_dict(good)
-    for step in range(4, 6):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(4, 6))
     assert_same(weights(model))
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused():
-    run_ranks(_misfits, 2)

@@ -6,13 +6,13 @@ It tells nobody. The other ranks end as if it were gone, at the group's timeout 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, collectives, dct_hook
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
-from ranks import Dictated, assert_same, entry, run_ranks, set_timeout
+from ranks import Dictated, assert_same, entry, on_ranks, run_ranks, set_timeout
 
 SIZES = (20_000, 100, 30_000)
 STARTS = 64
@@ -35,7 +35,7 @@ class Run:
     def __init__(self, rank, victims, byte=0, bucket_cap_mb=25, **options):
         set_timeout(4)
         self.rank, self.victims, self.byte = rank, victims, byte
-        self.model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=bucket_cap_mb)
+        self.model = DDP(Dictated(SIZES), bucket_cap_mb=bucket_cap_mb)
         self.state = DCTState(self.model, density=0.05, **options)
         self.model.register_comm_hook(self.state, dct_hook)
         self.step = 0
@@ -146,7 +146,9 @@ def test_the_sender_is_named_in_both_phases_of_a_reduce_scatter(phase, place):
     run_ranks(_by_reduce_scatter, 2, phase, *PLACES[place])
 
 
-def _last_step(rank, ask):
+@pytest.mark.parametrize("ask", ["close", "state_dict", "stats", "parameter_stats", "take_back"])
+@on_ranks(2)
+def test_damage_of_the_last_step_is_not_lost(rank, ask):
     run = Run(rank, (0,))
     run.to_the_damage()
     if rank == 1:
@@ -158,12 +160,8 @@ def _last_step(rank, ask):
                 call()
 
 
-@pytest.mark.parametrize("ask", ["close", "state_dict", "stats", "parameter_stats", "take_back"])
-def test_damage_of_the_last_step_is_not_lost(ask):
-    run_ranks(_last_step, 2, ask)
-
-
-def _accumulating(rank):
+@on_ranks(2)
+def test_damage_with_accumulation(rank):
     """Two passes a step, the first of them not exchanged: it does not raise."""
     run = Run(rank, (0,))
 
@@ -179,11 +177,8 @@ def _accumulating(rank):
     run.ends()
 
 
-def test_damage_with_accumulation():
-    run_ranks(_accumulating, 2)
-
-
-def _skipped(rank):
+@on_ranks(2)
+def test_damage_beside_a_step_that_a_scaler_skips(rank):
     """A GradScaler skips the damaged step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     run = Run(rank, (0,), grad_scaler=scaler)
@@ -201,11 +196,8 @@ def _skipped(rank):
     run.ends()
 
 
-def test_damage_beside_a_step_that_a_scaler_skips():
-    run_ranks(_skipped, 2)
-
-
-def _joined(rank):
+@on_ranks(2)
+def test_damage_received_by_a_rank_that_has_joined(rank):
     """Rank 0 has no more batches when it receives damage; what it raises ends its join."""
     run = Run(rank, (0,))
     if rank == 0:
@@ -227,11 +219,8 @@ def _joined(rank):
         assert run.step == STEP + 2
 
 
-def test_damage_received_by_a_rank_that_has_joined():
-    run_ranks(_joined, 2)
-
-
-def _back_to_a_checkpoint(rank):
+@on_ranks(2)
+def test_a_checkpoint_in_a_new_state_is_the_way_back(rank):
     run = Run(rank, (0,))
     while run.step <= STEP:
         if run.step == STEP - 1:
@@ -247,7 +236,3 @@ def _back_to_a_checkpoint(rank):
     for parameter in again.model.module.p:
         assert_same(parameter.grad)
     assert entry(again.state.state_dict())["step"] == STEP + 2
-
-
-def test_a_checkpoint_in_a_new_state_is_the_way_back():
-    run_ranks(_back_to_a_checkpoint, 2)

@@ -8,35 +8,40 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.recent_stats import RecentStats
-from ranks import Dictated, batch, ddp, entry, gathered, mlp, run_ranks, train_step, weights
-from wire_meter import WireMeter
+from ranks import (
+    Dictated,
+    batch,
+    ddp,
+    entry,
+    gathered,
+    hooked,
+    integers,
+    mlp,
+    on_ranks,
+    run_ranks,
+    train,
+    train_step,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 
 
 def _make(density=0.8, **kwargs):
     # At density 0.8 everything has room, so that results do not depend on how buckets are dealt.
-    model = ddp(mlp())
-    state = DCTState(model, density=density, **kwargs)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp()), density=density, **kwargs)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
 
 
 def _plan(rank):
     model, state, optimizer = _make(density=0.01)
     before = state.plan()
-    for step in range(6):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(6))
     return before, state.plan(), state.stats()
 
 
@@ -65,11 +70,11 @@ def test_plan_and_stats_tell_what_a_step_costs():
         assert 0 <= stats["overflow"] <= 1
 
 
-def _parameter_stats(rank):
+@on_ranks(2)
+def test_parameter_stats_tell_what_each_parameter_does(rank):
     model, state, optimizer = _make(density=0.05)
     assert state.parameter_stats() == {}
-    for step in range(8):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(8))
     stats = state.parameter_stats()
     residuals = {name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()}
     capacities = [plan.capacity for plan in state._buckets.plans()]
@@ -91,10 +96,6 @@ def _parameter_stats(rank):
     assert stats.keys() == residuals.keys()
 
 
-def test_parameter_stats_tell_what_each_parameter_does():
-    run_ranks(_parameter_stats, 2)
-
-
 def test_overflow_as_a_rule_warns_once():
     history = RecentStats()
     for _ in range(300):
@@ -108,7 +109,8 @@ def test_overflow_as_a_rule_warns_once():
     assert history.density == pytest.approx(0.01)
 
 
-def _mistakes(rank):
+@on_ranks(1)
+def test_mistakes_are_explained(rank):
     model = ddp(Dictated(SIZES))
     for kwargs, error, text in [
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
@@ -126,39 +128,30 @@ def _mistakes(rank):
             DCTState(**{"ddp": model, **kwargs})
 
 
-def test_mistakes_are_explained():
-    run_ranks(_mistakes, 1)
-
-
-def _wrong_model(rank):
+@on_ranks(2)
+def test_a_state_of_another_model_is_refused_at_once(rank):
     model, other = ddp(Dictated(SIZES)), ddp(Dictated(SIZES))
     other.register_comm_hook(DCTState(model), dct_hook)
     with pytest.raises(ValueError, match="state must be made from the DDP that the hook is"):
-        other(*_gradients(0, rank)).backward()
+        other(*integers(SIZES, 0, rank)).backward()
 
 
-def test_a_state_of_another_model_is_refused_at_once():
-    run_ranks(_wrong_model, 2)
-
-
-def _not_a_state(rank):
+@on_ranks(1)
+def test_a_hook_without_a_state_says_what_to_pass(rank):
     for wrong, name in ((None, "NoneType"), ({"step": 0}, "dict")):
         model = ddp(Dictated(SIZES))
         model.register_comm_hook(wrong, dct_hook)
         text = rf"state must be a DCTState, as in ddp.register_comm_hook\(.*\), got {name}$"
         with pytest.raises(TypeError, match=text):
-            model(*_gradients(0, rank)).backward()
+            model(*integers(SIZES, 0, rank)).backward()
 
 
-def test_a_hook_without_a_state_says_what_to_pass():
-    run_ranks(_not_a_state, 1)
-
-
-def _never_registered(rank):
+@on_ranks(1)
+def test_a_state_that_was_not_registered_warns_once_there_areintegers(SIZES, rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model)
     assert state.stats()["step"] == 0  # nobody has trained yet: no warning
-    model(*_gradients(0, rank)).backward()
+    model(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
     state.stats()  # once
@@ -167,41 +160,27 @@ def _never_registered(rank):
     late.state_dict()
 
 
-def test_a_state_that_was_not_registered_warns_once_there_are_gradients():
-    run_ranks(_never_registered, 1)
-
-
-def _on_a_copy(rank):
-    model = ddp(Dictated(SIZES))
-    model.register_comm_hook(DCTState(model), dct_hook)
+@on_ranks(1)
+def test_a_copy_of_a_ddp_does_not_count_as_registered(rank):
+    model, _ = hooked(ddp(Dictated(SIZES)))
     copy = deepcopy(model)  # DDP copies its note of the hook; the reducer of the copy has none
     state = DCTState(copy)
-    copy(*_gradients(0, rank)).backward()
+    copy(*integers(SIZES, 0, rank)).backward()
     with pytest.warns(UserWarning, match=r"no hook is registered .*: call ddp.register_comm"):
         state.stats()
 
 
-def test_a_copy_of_a_ddp_does_not_count_as_registered():
-    run_ranks(_on_a_copy, 1)
-
-
-def _sparse(rank):
-    model = DistributedDataParallel(nn.EmbeddingBag(100, 16, sparse=True))
-    model.register_comm_hook(DCTState(model), dct_hook)
+@on_ranks(2)
+def test_sparse_gradients_are_refused(rank):
+    model, _ = hooked(DDP(nn.EmbeddingBag(100, 16, sparse=True)))
     with pytest.raises(ValueError, match="gradient must be dense, got a sparse one"):
         model(torch.tensor([[1, 2]])).sum().backward()
-
-
-def test_sparse_gradients_are_refused():
-    run_ranks(_sparse, 2)
 
 
 def _decisions(rank, steps):
     """The bytes of every step, and the steps in which thresholds were sampled, which is seldom."""
     warnings.filterwarnings("ignore", message=r"DCT: \d+% of the payloads")
-    model = ddp(mlp(16, 3))
-    state = DCTState(model, density=0.1, refresh_every=700, policy="fixed")
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp(16, 3)), density=0.1, refresh_every=700, policy="fixed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     decided, sampled, before = [], [], {}
     with WireMeter() as meter:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 import pickle
 import warnings
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
 from ranks import (
@@ -21,9 +20,13 @@ from ranks import (
     ddp,
     entry,
     gathered,
+    hooked,
     mlp,
+    on_ranks,
     owed,
     run_ranks,
+    through_a_file,
+    train,
     train_step,
     weights,
 )
@@ -52,10 +55,13 @@ def _assert_conserved(model, state, total):
         assert applied.count_nonzero() > 0
 
 
-def _accumulating(rank, no_sync, view):
-    model = ddp(Dictated(SIZES), gradient_as_bucket_view=view)
-    state = DCTState(model, density=0.05, start_step=0)
-    model.register_comm_hook(state, dct_hook)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("no_sync", [False, True])
+@on_ranks(2)
+def test_accumulation_loses_nothing(rank, no_sync, view):
+    model, state = hooked(
+        ddp(Dictated(SIZES), gradient_as_bucket_view=view), density=0.05, start_step=0
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = [torch.zeros(n) for n in SIZES]
     for step in range(8):
@@ -68,20 +74,13 @@ def _accumulating(rank, no_sync, view):
                 model(*grads).backward()
         optimizer.step()
     _assert_conserved(model, state, total)
-    return state.step
+    assert state.step == (8 if no_sync else 24)
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_accumulation_loses_nothing(no_sync, view):
-    assert run_ranks(_accumulating, 2, no_sync, view) == [8 if no_sync else 24] * 2
-
-
-def _joined(rank):
+@on_ranks(2)
+def test_uneven_inputs_under_join(rank):
     """Rank 0 has 8 batches, rank 1 has 12."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, start_step=0)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = [torch.zeros(n) for n in SIZES]
     with model.join():
@@ -95,11 +94,7 @@ def _joined(rank):
     # A rank that has joined takes the others' weights as they end.
     assert_same(weights(model))
     _assert_conserved(model, state, total)
-    return state.step
-
-
-def test_uneven_inputs_under_join():
-    assert run_ranks(_joined, 2) == [12, 12]
+    assert state.step == 12
 
 
 class Squares(Dictated):
@@ -109,12 +104,11 @@ class Squares(Dictated):
         return (self.p[0] * x).square().sum() / 2
 
 
-def _create_graph(rank):
+@on_ranks(2)
+def test_backward_with_create_graph(rank):
     """DDP takes models of one parameter then, and averages first derivatives alone."""
     warnings.filterwarnings("ignore", "Using backward.. with create_graph")
-    model = ddp(Squares([300]))
-    state = DCTState(model, density=0.05, start_step=1)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Squares([300])), density=0.05, start_step=1)
     parameter = model.module.p[0]
     parameter.data.copy_(torch.arange(300) % 3)
     applied, total = torch.zeros(300), torch.zeros(300)
@@ -130,10 +124,6 @@ def _create_graph(rank):
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)
     assert left.count_nonzero() and applied.count_nonzero()
-
-
-def test_backward_with_create_graph():
-    run_ranks(_create_graph, 2)
 
 
 def _left_out(rank, unused):
@@ -179,7 +169,12 @@ def test_buckets_that_ddp_leaves_out(unused):
     assert run_ranks(_left_out, 2, unused) == [expected] * 2
 
 
-def _two_densities(rank):
+def _residuals_of(state):
+    return [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
+
+
+@on_ranks(2)
+def test_parts_of_a_model_may_have_densities_of_their_own(rank):
     """Two parts of a model, each a DDP with a state of its own: one sends everything it has."""
     model = nn.Sequential(ddp(mlp(depth=1)), ddp(nn.Linear(1, 1)))
     states = [
@@ -188,28 +183,18 @@ def _two_densities(rank):
     for part, state in zip(model, states, strict=True):
         part.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(6):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(6))
     owed = [sum(int(p.count_nonzero()) for p in _residuals_of(state)) for state in states]
     assert_same(weights(model))
     assert owed[0] > 1000 and states[1].stats()["density"] == 1.0
 
 
-def _residuals_of(state):
-    return [p["residual"] for p in entry(state.state_dict())["parameters"].values()]
-
-
-def test_parts_of_a_model_may_have_densities_of_their_own():
-    run_ranks(_two_densities, 2)
-
-
-def _disabled(rank):
+@on_ranks(2)
+def test_a_disabled_scaler_is_no_scaler(rank):
     """GradScaler(enabled=False), so that one script serves with and without AMP."""
     results = []
     for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
-        model = ddp(Dictated(SIZES))
-        state = DCTState(model, density=0.05, grad_scaler=scaler)
-        model.register_comm_hook(state, dct_hook)
+        model, state = hooked(ddp(Dictated(SIZES)), density=0.05, grad_scaler=scaler)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for step in range(6):
             optimizer.zero_grad()
@@ -223,11 +208,9 @@ def _disabled(rank):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_disabled_scaler_is_no_scaler():
-    run_ranks(_disabled, 2)
-
-
-def _copied(rank, how):
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average", "with a scaler"])
+@on_ranks(2)
+def test_a_copy_has_the_settings_only(rank, how):
     """The original goes on as if nobody had copied it; a copy says what to do."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "with a scaler")
     model, twin = ddp(mlp()), ddp(mlp())
@@ -241,10 +224,7 @@ def _copied(rank, how):
         if step != 3:
             continue
         if how == "pickle":
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            copied = torch.load(file, weights_only=False)
+            copied = through_a_file(model, weights_only=False)
         elif how == "average":
             copied = torch.optim.swa_utils.AveragedModel(model).module
         else:
@@ -260,18 +240,14 @@ def _copied(rank, how):
             for call, arguments in calls:
                 with pytest.raises(ValueError, match=text):
                     call(*arguments)
-        copied = ddp(copied.module)  # torch registers no hook with a copy
-        copied.register_comm_hook(DCTState(copied, density=0.8), dct_hook)
+        copied, _ = hooked(ddp(copied.module), density=0.8)  # torch registers no hook with a copy
         copied(batch(0, rank)[0]).sum().backward()
     assert torch.equal(weights(twin), weights(model))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average", "with a scaler"])
-def test_a_copy_has_the_settings_only(how):
-    run_ranks(_copied, 2, how)
-
-
-def _in_any_memory_format(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_checkpoint_is_for_any_memory_format(rank, transport):
     """What was sent and what waits is every gradient, in a checkpoint for any memory format."""
     shape = (16, 32, 3, 3)
     grad = torch.arange(16 * 32 * 9).view(shape).sub(1000).float()
@@ -280,7 +256,7 @@ def _in_any_memory_format(rank, transport):
     for step, memory_format in enumerate(formats):
         model = Dictated([shape])
         model.p[0] = nn.Parameter(torch.zeros(shape).to(memory_format=memory_format))
-        model = DistributedDataParallel(model)
+        model = DDP(model)
         state = DCTState(
             model, density=0.1, start_step=0, format=torch.float32, transport=transport
         )
@@ -295,14 +271,10 @@ def _in_any_memory_format(rank, transport):
     assert sent.count_nonzero() < sent.numel()
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_checkpoint_is_for_any_memory_format(transport):
-    run_ranks(_in_any_memory_format, 2, transport)
-
-
-def _wrapped(rank):
+@on_ranks(1)
+def test_wrappers_do_not_enter_names(rank):
     """However the model is wrapped, its parameters keep their names, and checkpoints fit."""
-    plain = DCTState(DistributedDataParallel(mlp()), density=0.8)
+    plain = DCTState(DDP(mlp()), density=0.8)
     names = list(entry(plain.state_dict())["parameters"])
     layers = (0, 2, 4, 6, 8)
     assert names == [f"{n}.{part}" for n in layers for part in ("weight", "bias")]
@@ -310,22 +282,19 @@ def _wrapped(rank):
     inner[2] = checkpoint_wrapper(inner[2])
     inner[4] = torch.compile(inner[4], backend="eager")
     for module in (torch.compile(mlp(), backend="eager"), inner):
-        state = DCTState(DistributedDataParallel(module), density=0.8)
+        state = DCTState(DDP(module), density=0.8)
         assert list(entry(state.state_dict())["parameters"]) == names
         state.load_state_dict(plain.state_dict())
     ignoring = mlp()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+    DDP._set_params_and_buffers_to_ignore_for_model(
         compiled := torch.compile(ignoring, backend="eager"), ["_orig_mod.0.weight"]
     )
-    state = DCTState(DistributedDataParallel(compiled), density=0.8)
+    state = DCTState(DDP(compiled), density=0.8)
     assert list(entry(state.state_dict())["parameters"]) == names[1:]
 
 
-def test_wrappers_do_not_enter_names():
-    run_ranks(_wrapped, 1)
-
-
-def _late(rank):
+@on_ranks(2)
+def test_a_state_made_before_its_ddp(rank):
     """The state is handed over first, as Lightning's DDPStrategy does."""
     state = DCTState(density=0.8)
     for call in (state.state_dict, state.stats, state.plan, lambda: state.load_state_dict({})):
@@ -341,8 +310,7 @@ def _late(rank):
     for ddp_model, its in ((model, state), (other, early)):
         ddp_model.register_comm_hook(its, dct_hook)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
-        for step in range(6):
-            train_step(ddp_model, optimizer, *batch(step, rank))
+        train(ddp_model, optimizer, rank, range(6))
     assert torch.equal(weights(model), weights(other))
     ours, theirs = entry(state.state_dict()), entry(early.state_dict())
     assert ours["parameters"].keys() == theirs["parameters"].keys()
@@ -351,11 +319,8 @@ def _late(rank):
         assert saved["residual"].count_nonzero() > 0
 
 
-def test_a_state_made_before_its_ddp():
-    run_ranks(_late, 2)
-
-
-def _never_bound(rank):
+@on_ranks(1)
+def test_a_state_that_was_not_bound_says_so(rank):
     model = ddp(mlp())
     model.register_comm_hook(DCTState(density=0.8), dct_hook)
     with pytest.raises(
@@ -364,32 +329,21 @@ def _never_bound(rank):
         model(torch.ones(1, 64)).sum().backward()
 
 
-def test_a_state_that_was_not_bound_says_so():
-    run_ranks(_never_bound, 1)
-
-
-def _odd_dtypes(rank):
+@on_ranks(1)
+def test_a_parameter_that_cannot_be_compressed_is_named_at_once(rank):
     for dtype in (torch.float64, torch.complex64):
         last = nn.Linear(4, 4, dtype=dtype)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), last))
+        model = DDP(nn.Sequential(nn.Linear(4, 4), last))
         text = f"dct::DCTState: parameter 1.weight must be float32, .*, got {str(dtype)[6:]}"
         with pytest.raises(TypeError, match=text):
             DCTState(model)
     model.module[1].requires_grad_(False)
-    DCTState(DistributedDataParallel(model.module))  # it is not exchanged
+    DCTState(DDP(model.module))  # it is not exchanged
 
 
-def test_a_parameter_that_cannot_be_compressed_is_named_at_once():
-    run_ranks(_odd_dtypes, 1)
-
-
-def _python_reducer(rank):
+@on_ranks(1)
+def test_dynamos_python_reducer_is_refused(rank):
     torch._dynamo.config.optimize_ddp = "python_reducer"
-    model = DistributedDataParallel(mlp())
-    model.register_comm_hook(DCTState(model), dct_hook)
+    model, _ = hooked(DDP(mlp()))
     with pytest.raises(TypeError, match=r"GradBucket, got tuple, as with .*'python_reducer'"):
         model(torch.ones(1, 64)).sum().backward()
-
-
-def test_dynamos_python_reducer_is_refused():
-    run_ranks(_python_reducer, 1)

@@ -5,20 +5,18 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
-from ranks import Dictated, owed, run_ranks
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
+from ranks import Dictated, hooked, on_ranks, owed
 
 
 def _ddp(density, format, numel):
-    model = DistributedDataParallel(Dictated([numel]))
-    state = DCTState(model, density=density, format=format, start_step=0)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
+    return hooked(DDP(Dictated([numel])), density=density, format=format, start_step=0)
 
 
-def _changed(rank):
+@on_ranks(2)
+def test_a_state_loads_into_a_run_of_another_dtype(rank):
     """A run that saves with one dtype and goes on with the other loses nothing."""
     numel, total = 5000, torch.zeros(5000)
     saved, applied = None, torch.zeros(5000)
@@ -38,10 +36,6 @@ def _changed(rank):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(applied * dist.get_world_size() + left, total)
-
-
-def test_a_state_loads_into_a_run_of_another_dtype():
-    run_ranks(_changed, 2)
 
 
 @pytest.mark.parametrize(

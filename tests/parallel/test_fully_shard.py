@@ -3,26 +3,28 @@
 Meshes are 2 replicas of 2 shards, on 4 ranks: rank r holds shard r % 2 of replica r // 2.
 """
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook
-from ranks import Dictated, assert_same, batch, gathered, mlp, run_ranks, train_step
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    gathered,
+    mlp,
+    on_ranks,
+    run_ranks,
+    shard_mesh,
+    train_step,
+)
 from wire_meter import WireMeter
 
 # Rows that do not divide by 2, one row for two ranks, and one that is sent whole.
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))
-
-
-def _mesh(replicas=2, shards=2):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _wrap(model, mesh, **options):
@@ -59,7 +61,7 @@ VARIANTS = {
 
 
 def _density_one(rank):
-    mesh, largest = _mesh(), {}
+    mesh, largest = shard_mesh(), {}
     for variant, (dtype, passes, factor, dim) in VARIANTS.items():
         model = _wrap(
             _uneven(),
@@ -132,7 +134,7 @@ def _owed(state, mesh):
 
 def _ledger(rank, transport, format):
     """Over some steps, of every parameter: what went in, and what came out or waits."""
-    mesh, steps = _mesh(), 9
+    mesh, steps = shard_mesh(), 9
     model = _two_modules(mesh)
     state = dct_fully_shard_hook(
         model, mesh=mesh, density=0.05, format=format, transport=transport, start_step=0
@@ -184,8 +186,9 @@ def test_what_is_not_delivered_waits(transport, format):
             assert came[name].count_nonzero() > 0.02 * came[name].numel()
 
 
-def _train(rank):
-    mesh = _mesh()
+@on_ranks(4)
+def test_replicas_stay_bitwise_equal(rank):
+    mesh = shard_mesh()
     model = _wrap(mlp(), mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -214,12 +217,9 @@ def _train(rank):
         train_step(model, optimizer, *batch(0, rank))
 
 
-def test_replicas_stay_bitwise_equal():
-    run_ranks(_train, 4)
-
-
-def _accumulate(rank):
-    mesh = _mesh(2, 1)
+@on_ranks(2)
+def test_accumulation_that_would_stop_nothing_is_refused(rank):
+    mesh = shard_mesh(2, 1)
     model = _wrap(mlp(), mesh)
     dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     model.set_requires_all_reduce(False)
@@ -228,13 +228,10 @@ def _accumulate(rank):
         (model(x) - y).square().mean().backward()
 
 
-def test_accumulation_that_would_stop_nothing_is_refused():
-    run_ranks(_accumulate, 2)
-
-
-def _local_steps(rank):
+@on_ranks(4)
+def test_local_steps_of_replicas(rank):
     """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
-    mesh = _mesh()
+    mesh = shard_mesh()
     model = _wrap(mlp(depth=2), mesh)
     shards = nn.ParameterList(nn.Parameter(p.to_local()) for p in model.parameters())
     group = mesh["replicate"].get_group()
@@ -245,7 +242,3 @@ def _local_steps(rank):
         averager.average_parameters()
         same = [torch.equal(_weights(model), other) for other in gathered(_weights(model))]
         assert all(same) if step % 4 == 3 else sum(same) == 2  # the ranks of this replica
-
-
-def test_local_steps_of_replicas():
-    run_ranks(_local_steps, 4)

@@ -3,26 +3,30 @@
 import io
 import os
 import signal
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from dct_parallel import dct_fully_shard_hook
-from ranks import Dictated, batch, gathered, mlp, run_ranks, train_step
+from ranks import (
+    Dictated,
+    batch,
+    gathered,
+    mlp,
+    on_ranks,
+    run_ranks,
+    shard_mesh,
+    through_a_file,
+    train,
+    train_step,
+)
 
 SHAPES = ((301, 7), (1, 900), (31,), (2000, 2))  # a row for two shards, and rows that do not divide
-
-
-def _mesh(replicas, shards):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _entry(state_dict):
@@ -62,22 +66,13 @@ def _make(mesh, **options):
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def _resume(rank, folder, transport):
-    mesh = _mesh(2, 2)
+    mesh = shard_mesh(2, 2)
     model, state, optimizer = _make(mesh, transport=transport)
-    for step in range(7):
-        train_step(model, optimizer, *batch(step, rank))
-    file = _through_a_file([model.state_dict(), state.state_dict()])
+    train(model, optimizer, rank, range(7))
+    file = through_a_file([model.state_dict(), state.state_dict()])
     dcp.save({"model": model.state_dict(), "dct": state}, checkpoint_id=folder)
-    for step in range(7, 12):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(7, 12))
 
     for source in ("file", "dcp"):
         resumed, resumed_state, resumed_optimizer = _make(mesh, transport=transport)
@@ -90,8 +85,7 @@ def _resume(rank, folder, transport):
             resumed.load_state_dict(app["model"])
         assert resumed_state.step == 7
         assert _assert_equal(resumed_state.state_dict(), file[1]) > 1000
-        for step in range(7, 12):
-            train_step(resumed, resumed_optimizer, *batch(step, rank))
+        train(resumed, resumed_optimizer, rank, range(7, 12))
         assert torch.equal(_weights(resumed), _weights(model))
         assert _assert_equal(resumed_state.state_dict(), state.state_dict()) > 1000
 
@@ -103,7 +97,7 @@ def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
 
 def _restarted(rank, folder, killed):
     """Trains from the last complete checkpoint on, and may be killed, in a step or in a save."""
-    model, state, _ = _make(_mesh(2, 1))
+    model, state, _ = _make(shard_mesh(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def saved():
@@ -162,7 +156,7 @@ def _owed(state, mesh):
 
 
 def _save(rank, mesh, folder, transport):
-    mesh = _mesh(*mesh)
+    mesh = shard_mesh(*mesh)
     model, state = _dictated(mesh, transport=transport)
     for step in range(6):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -175,7 +169,7 @@ def _save(rank, mesh, folder, transport):
 def _load(rank, mesh, folder, transport, saved):
     """What is owed after the load, and what a few steps without gradients deliver."""
     replicas = mesh[0]
-    mesh = _mesh(*mesh)
+    mesh = shard_mesh(*mesh)
     model, state = _dictated(mesh, transport=transport)
     places = state.state_dict()
     if replicas > saved[0]:
@@ -228,7 +222,7 @@ def test_what_is_owed_carries_over_to_another_mesh(saved, loaded, transport, tmp
 
 
 def _refused(rank, folder):
-    mesh = _mesh(2, 1)
+    mesh = shard_mesh(2, 1)
     model, state = _dictated(mesh)
     model(*map(torch.ones, SHAPES)).backward()
     saved = state.state_dict()
@@ -269,8 +263,9 @@ def test_states_that_do_not_fit_are_refused_by_name(tmp_path):
     run_ranks(_refused, 2, tmp_path / "dcp")
 
 
-def _another_shard(rank):
-    mesh = _mesh(1, 2)
+@on_ranks(2)
+def test_the_file_of_another_shard_is_refused(rank):
+    mesh = shard_mesh(1, 2)
     _, state = _dictated(mesh)
     own = state.state_dict()
     paths = [None, None]
@@ -281,7 +276,3 @@ def _another_shard(rank):
     with pytest.raises(ValueError, match=r"of p.0 must be .*, its local part|that of shard"):
         state.load_state_dict(other)
     state.load_state_dict(own)
-
-
-def test_the_file_of_another_shard_is_refused():
-    run_ranks(_another_shard, 2)

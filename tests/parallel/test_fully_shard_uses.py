@@ -1,12 +1,9 @@
 """dct_fully_shard_hook beside what users do: damage, scaled losses, other orders, wrong calls."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
@@ -15,20 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_parallel import dct_fully_shard_hook
 from dct_parallel.exchange import all_gather as by_all_gather
-from ranks import Dictated, batch, gathered, mlp, run_ranks, set_timeout
+from ranks import Dictated, batch, gathered, integers, mlp, on_ranks, set_timeout, shard_mesh
 
 SIZES = (3000, 40, 5001)
 STEP = 4  # the one that is damaged, or overflows
-
-
-def _mesh(replicas=2, shards=2):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh and FSDP themselves
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def _gradients(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
 
 
 def _dictated(mesh, **options):
@@ -38,11 +25,13 @@ def _dictated(mesh, **options):
 
 def _step(model, step, rank):
     model.zero_grad()
-    model(*_gradients(step, rank)).backward()
+    model(*integers(SIZES, step, rank)).backward()
 
 
-def _damaged(rank, ask):
-    model, state = _dictated(_mesh())
+@pytest.mark.parametrize("ask", ["the next step", "state_dict", "stats", "parameter_stats"])
+@on_ranks(4)
+def test_damage_raises_where_it_is_received(rank, ask):
+    model, state = _dictated(shard_mesh())
     all_gather, step = by_all_gather.all_gather, 0
 
     def in_flight(output, tensor, group):
@@ -69,20 +58,17 @@ def _damaged(rank, ask):
             call()
 
 
-@pytest.mark.parametrize("ask", ["the next step", "state_dict", "stats", "parameter_stats"])
-def test_damage_raises_where_it_is_received(ask):
-    run_ranks(_damaged, 4, ask)
-
-
-def _skipped(rank, scaled):
+@pytest.mark.parametrize("scaled", [True, False], ids=["by a scaler", "by the user"])
+@on_ranks(4)
+def test_what_a_skipped_step_sent_is_taken_back_on_every_shard(rank, scaled):
     """One shard of one replica overflows: all ranks skip the step, and take back what they sent."""
-    mesh = _mesh()
+    mesh = shard_mesh()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100, enabled=scaled)
     model, state = _dictated(mesh, grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     went = [torch.zeros(n, dtype=torch.float64) for n in SIZES]
     for step in range(8):
-        everyone = [_gradients(step, r) for r in range(4)]
+        everyone = [integers(SIZES, step, r) for r in range(4)]
         if step == STEP:
             everyone[1][2][4000] = torch.inf  # in the second half, which ranks 1 and 3 hold
         optimizer.zero_grad()
@@ -109,11 +95,6 @@ def _skipped(rank, scaled):
     assert not all(torch.equal(r, residual) for r in gathered(residual)[::2])
 
 
-@pytest.mark.parametrize("scaled", [True, False], ids=["by a scaler", "by the user"])
-def test_what_a_skipped_step_sent_is_taken_back_on_every_shard(scaled):
-    run_ranks(_skipped, 4, scaled)
-
-
 class Twice(nn.Module):
     """Two layers of one size, in one order or the other."""
 
@@ -126,8 +107,9 @@ class Twice(nn.Module):
         return self.a(self.b(x)) if flipped else self.b(self.a(x))
 
 
-def _other_order(rank):
-    mesh = _mesh(2, 1)
+@on_ranks(2)
+def test_ranks_that_go_through_modules_in_another_order_are_told(rank):
+    mesh = shard_mesh(2, 1)
     model = Twice(mesh)
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.1, start_step=0)
     x, _ = batch(0, rank, width=32)
@@ -138,13 +120,10 @@ def _other_order(rank):
         model(x, flipped=False).sum().backward()
 
 
-def test_ranks_that_go_through_modules_in_another_order_are_told():
-    run_ranks(_other_order, 2)
-
-
-def _twice_in_a_pass(rank):
+@on_ranks(2)
+def test_a_module_used_twice(rank):
     """A layer that is used twice is exchanged twice, and both add up."""
-    mesh = _mesh(2, 1)
+    mesh = shard_mesh(2, 1)
     layer = fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh["shard"])
     state = dct_fully_shard_hook(layer, mesh=mesh, density=1.0, format=torch.float32, start_step=0)
     x, _ = batch(0, rank, width=32)
@@ -153,10 +132,6 @@ def _twice_in_a_pass(rank):
     grad = layer.weight.grad.full_tensor()
     torch.testing.assert_close(grad, expected.expand(32, 32), rtol=1e-5, atol=1e-5)
     assert state.stats()["step"] >= 1
-
-
-def test_a_module_used_twice():
-    run_ranks(_twice_in_a_pass, 2)
 
 
 class Checkpointed(nn.Module):
@@ -176,8 +151,10 @@ class Checkpointed(nn.Module):
         return x
 
 
-def _checkpointed(rank, save):
-    mesh = _mesh(2, 1)
+@pytest.mark.parametrize("save", [False, True])
+@on_ranks(2)
+def test_a_backward_pass_within_one_is_no_step_of_its_own(rank, save):
+    mesh = shard_mesh(2, 1)
     results = []
     for use_reentrant in (False, True):
         model = fully_shard(Checkpointed(mesh, use_reentrant), mesh=mesh["shard"])
@@ -192,17 +169,13 @@ def _checkpointed(rank, save):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("save", [False, True])
-def test_a_backward_pass_within_one_is_no_step_of_its_own(save):
-    run_ranks(_checkpointed, 2, save)
-
-
 def _wrapped(mesh):
     return fully_shard(mlp(depth=1), mesh=mesh["shard"])
 
 
-def _refused(rank):
-    mesh = _mesh(2, 1)
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(rank):
+    mesh = shard_mesh(2, 1)
 
     def refuses(error, text, model, given=mesh, **options):
         with pytest.raises(error, match=text):
@@ -259,7 +232,3 @@ def _refused(rank):
     with pytest.raises(ValueError, match=text):
         model(torch.ones(1, 64)).sum().backward()
     state.close()
-
-
-def test_what_cannot_be_is_refused_by_name():
-    run_ranks(_refused, 2)

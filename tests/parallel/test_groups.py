@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from dct_parallel import DCTState, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import assert_same, batch, ddp, entry, mlp, run_ranks, train_step, weights
+from ranks import assert_same, ddp, entry, mlp, on_ranks, train, weights
 
 
 def _train(rank, model, state, steps=4):
     model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        train_step(model, optimizer, *batch(step, rank))
+    train(model, optimizer, rank, range(steps))
 
 
-def _asymmetric(rank):
+@on_ranks(3)
+def test_asymmetric_groups_do_not_matter(rank):
     """Groups of some ranks only, made before the states of all and of some."""
     some = dist.new_group([0, 2])
     dist.new_group([0])
@@ -37,17 +37,6 @@ def _asymmetric(rank):
     dist.barrier()
 
 
-def test_asymmetric_groups_do_not_matter():
-    run_ranks(_asymmetric, 3)
-
-
-def _separate(rank):
-    group = dist.new_group([1, 2])
-    if rank != 0:
-        _separate_from(group, rank)
-    dist.barrier(dist.new_group([0, 1, 2]))  # names of groups to come are as on every rank
-
-
 def _separate_from(group, rank):
     made = [separate_group(group, name, timedelta(seconds=50)) for name in ("a", "b")]
     for own in made:
@@ -60,11 +49,16 @@ def _separate_from(group, rank):
     assert made[0].group_name != made[1].group_name
 
 
-def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own():
-    run_ranks(_separate, 3)
+@on_ranks(3)
+def test_a_separate_group_has_the_same_ranks_and_a_timeout_of_its_own(rank):
+    group = dist.new_group([1, 2])
+    if rank != 0:
+        _separate_from(group, rank)
+    dist.barrier(dist.new_group([0, 1, 2]))  # names of groups to come are as on every rank
 
 
-def _closed(rank):
+@on_ranks(2)
+def test_close_ends_thread_and_group(rank):
     model = ddp(mlp())
     state = DCTState(model, density=0.1)
     _train(rank, model, state)
@@ -91,7 +85,3 @@ def _closed(rank):
     del model, other, state
     gc.collect()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def test_close_ends_thread_and_group():
-    run_ranks(_closed, 2)

@@ -8,30 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, dct_hook, node_mesh
+from dct_parallel import DCTState, node_mesh
 from dct_parallel.data_parallel.node import Node
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.exchange.plan import Slice
 from dct_parallel.groups import timeout_of
-from nodes import (
-    ALL_SIZES,
-    SIZES,
-    TRANSPORTS,
-    integers,
-    meshed_model,
-    owed_by_all,
-    same_step,
-    sum_of_all,
-)
+from nodes import ALL_SIZES, SIZES, TRANSPORTS, meshed_model, owed_by_all, same_step, sum_of_all
 from ranks import (
     Dictated,
     assert_same,
     batch,
     entry,
+    hooked,
+    integers,
     mlp,
+    on_ranks,
     run_ranks,
     set_timeout,
     train_step,
@@ -40,7 +34,8 @@ from ranks import (
 from wire_meter import WireMeter
 
 
-def _density_one(rank):
+@on_ranks(4)
+def test_at_density_one_it_is_the_mean(rank):
     for transport, sizes in itertools.product(("all_gather", "reduce_scatter"), ALL_SIZES):
         model, _ = meshed_model(sizes, 2, transport=transport, density=1, format=torch.float32)
         for step in range(4):
@@ -54,11 +49,10 @@ def _density_one(rank):
                 assert ((mean - sum_of_all(own) / 4).abs() <= bound).all(), (transport, sizes)
 
 
-def test_at_density_one_it_is_the_mean():
-    run_ranks(_density_one, 4)
-
-
-def _conservation(rank, transport, format):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(4)
+def test_what_was_applied_and_what_is_owed_is_every_gradient(rank, transport, format):
     """Integer gradients: sums, and means over a power of two, are exact."""
     ranks = dist.get_world_size()
     shapes = [(sizes, 2) for sizes in ALL_SIZES] + [(SIZES, 1), (SIZES, 4), (SIZES, None)]
@@ -80,13 +74,9 @@ def _conservation(rank, transport, format):
         state.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("format", [torch.bfloat16, torch.float32], ids=str)
-def test_what_was_applied_and_what_is_owed_is_every_gradient(transport, format):
-    run_ranks(_conservation, 4, transport, format)
-
-
-def _moved(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(4)
+def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(rank, transport):
     """DDP deals its buckets anew after the first step, which was compressed already."""
     model, state = meshed_model(SIZES, 2, 0.02, transport=transport, start_step=0)
     layouts, applied, total = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
@@ -96,15 +86,12 @@ def _moved(rank, transport):
         total += torch.cat(grads)
         layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
     assert torch.equal(applied + owed_by_all(state.state_dict()), sum_of_all(total) / 4)
-    return len(layouts)
+    assert len(layouts) == 2
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_what_is_owed_goes_to_whose_part_it_is_when_buckets_change(transport):
-    assert run_ranks(_moved, 4, transport) == [2] * 4
-
-
-def _flat_and_nodes_of_one(rank, transport):
+@on_ranks(2)
+def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
     flat, state = meshed_model(SIZES, None, transport=transport)
     nodes, parted = meshed_model(SIZES, 1, transport=transport)
     for step in range(8):
@@ -120,15 +107,10 @@ def _flat_and_nodes_of_one(rank, transport):
     assert state.plan() == parted.plan()
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(transport):
-    run_ranks(_flat_and_nodes_of_one, 2, transport)
-
-
 def _learning(rank):
-    model = DistributedDataParallel(mlp(width=96), bucket_cap_mb=0.05)
-    state = DCTState(model, density=0.01, mesh=node_mesh(2, "cpu"))
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        DDP(mlp(width=96), bucket_cap_mb=0.05), density=0.01, mesh=node_mesh(2, "cpu")
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
     for step in range(60):
@@ -144,7 +126,8 @@ def test_ranks_stay_bitwise_equal_and_learn():
         assert last < first
 
 
-def _uneven(rank):
+@on_ranks(4)
+def test_uneven_inputs_and_accumulation(rank):
     """Ranks have 3 to 6 batches, of two passes each, of which only the second is exchanged."""
     model, state = meshed_model(SIZES, 2, start_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -160,11 +143,7 @@ def _uneven(rank):
             total += torch.cat(first) + torch.cat(second)
     assert_same(weights(model))
     assert torch.equal(owed_by_all(state.state_dict()) - weights(model), sum_of_all(total) / 4)
-    return state.step
-
-
-def test_uneven_inputs_and_accumulation():
-    assert run_ranks(_uneven, 4) == [6] * 4
+    assert state.step == 6
 
 
 def _counted(rank):
@@ -179,7 +158,7 @@ def _counted(rank):
     plan = state.plan()
     assert f"of part {rank % 2} of 2 of every bucket" in plan
     assert f"this rank sends {inside.take():,} bytes" in plan
-    flat = DCTState(DistributedDataParallel(Dictated(SIZES)), density=0.05)
+    flat = DCTState(DDP(Dictated(SIZES)), density=0.05)
     return counted, flat.stats()["wire_bytes"]
 
 
@@ -189,7 +168,17 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh():
         assert parted == pytest.approx(flat / 6, rel=0.05)
 
 
-def _skipped(rank, transport, poisoned):
+FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on
+
+
+@pytest.mark.parametrize(
+    "transport, poisoned",
+    [("all_gather", FIRST_PART), ("all_gather", LAST_PART), ("reduce_scatter", LAST_PART)],
+)
+@on_ranks(4)
+def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(
+    rank, transport, poisoned
+):
     """A GradScaler skips a step on all ranks, which take back what they sent."""
     scaler = torch.amp.GradScaler("cpu", 64.0)
     model, state = meshed_model(SIZES, 2, grad_scaler=scaler, transport=transport)
@@ -219,22 +208,7 @@ def _skipped(rank, transport, poisoned):
         assert torch.equal(left - weights(model), sum_of_all(total) / 4)
     else:  # an owner takes back to rounding
         assert (left - weights(model) - sum_of_all(total) / 4).abs().max() < 1e-3
-    return scaler.get_scale()
-
-
-FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on
-
-
-@pytest.mark.parametrize(
-    "transport, poisoned",
-    [
-        ("all_gather", FIRST_PART),
-        ("all_gather", LAST_PART),
-        ("reduce_scatter", LAST_PART),
-    ],
-)
-def test_a_step_that_overflows_in_one_part_is_skipped_and_taken_back_on_all(transport, poisoned):
-    assert run_ranks(_skipped, 4, transport, poisoned) == [32.0] * 4
+    assert scaler.get_scale() == 32.0
 
 
 STEP = 4  # the one that is damaged
@@ -253,7 +227,12 @@ def _damage(module, name, is_victim, now):
     setattr(module, name, in_flight)
 
 
-def _damaged(rank, transport, victims):
+@pytest.mark.parametrize(
+    "transport, victims",
+    [("all_gather", (0,)), ("all_gather", (0, 3)), ("result", (3,)), ("sum", (0,))],
+)
+@on_ranks(4)
+def test_damage_between_nodes_raises_where_it_is_received(rank, transport, victims):
     """Whether this rank received damage: it raises; its node does not know, nor the other one."""
     set_timeout(4)
     step = 0
@@ -279,14 +258,6 @@ def _damaged(rank, transport, victims):
                 ask()
 
 
-@pytest.mark.parametrize(
-    "transport, victims",
-    [("all_gather", (0,)), ("all_gather", (0, 3)), ("result", (3,)), ("sum", (0,))],
-)
-def test_damage_between_nodes_raises_where_it_is_received(transport, victims):
-    run_ranks(_damaged, 4, transport, victims)
-
-
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_parts_are_aligned_and_together_everything(numel, size):
@@ -303,8 +274,9 @@ def test_parts_are_aligned_and_together_everything(numel, size):
     assert covered == [list(range(n)) for n in sizes]
 
 
-def _errors(rank):
-    model = DistributedDataParallel(Dictated(SIZES))
+@on_ranks(2)
+def test_wrong_meshes_and_states_are_named(rank):
+    model = DDP(Dictated(SIZES))
     mesh = node_mesh(2, "cpu")
     assert mesh.mesh.tolist() == [[0, 1]] and mesh.mesh_dim_names == ("node", "local")
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -318,7 +290,7 @@ def _errors(rank):
     with pytest.raises(ValueError, match=r"mesh must be the same on every rank, got \[\[0, 1\]\]"):
         DCTState(model, mesh=mesh if rank == 0 else None)
     group = dist.new_group([rank], use_local_synchronization=True)
-    alone = DistributedDataParallel(Dictated(SIZES), process_group=group)
+    alone = DDP(Dictated(SIZES), process_group=group)
     with pytest.raises(ValueError, match=r"mesh must have the ranks of ddp, \[\d\], got \[0, 1\]"):
         DCTState(alone, mesh=mesh)
 
@@ -341,13 +313,10 @@ def _errors(rank):
         state.load_state_dict(flat_saved)
 
 
-def test_wrong_meshes_and_states_are_named():
-    run_ranks(_errors, 2)
-
-
-def _other_nodes(rank):
+@on_ranks(4)
+def test_nodes_are_of_the_same_ranks_for_all(rank):
     """Meshes of one shape, of which some have other ranks in a node."""
-    model, mesh = DistributedDataParallel(Dictated(SIZES)), node_mesh(2, "cpu")
+    model, mesh = DDP(Dictated(SIZES)), node_mesh(2, "cpu")
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=mesh.mesh_dim_names)
     text = re.escape("got [[0, 1], [2, 3]] on rank 0, [[0, 2], [1, 3]] on rank 1")
     with pytest.raises(ValueError, match=text):
@@ -358,16 +327,13 @@ def _other_nodes(rank):
         DCTState(model, mesh=turned)
 
 
-def test_nodes_are_of_the_same_ranks_for_all():
-    run_ranks(_other_nodes, 4)
-
-
-def _timeouts(rank):
+@on_ranks(4)
+def test_waits_end_at_the_shortest_timeout(rank):
     cpu, short = torch.device("cpu"), timedelta(seconds=50)
 
     def of(mesh):
         """Of the groups of a mesh, and of those that a state makes from it."""
-        state = DCTState(DistributedDataParallel(Dictated(SIZES)), mesh=mesh)
+        state = DCTState(DDP(Dictated(SIZES)), mesh=mesh)
         groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]
 
@@ -381,14 +347,7 @@ def _timeouts(rank):
     assert of(by_hand) == [of_torch, short, short, short]
 
 
-def test_waits_end_at_the_shortest_timeout():
-    run_ranks(_timeouts, 4)
-
-
-def _uneven_nodes(rank):
+@on_ranks(3)
+def test_nodes_must_be_of_equal_size(rank):
     with pytest.raises(ValueError, match="local_size must be a divisor of the number of ranks, 3"):
         node_mesh(2, "cpu")
-
-
-def test_nodes_must_be_of_equal_size():
-    run_ranks(_uneven_nodes, 3)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dct_parallel import merge_states
-from nodes import SIZES, integers, meshed_model, owed_by_all, same_step
-from ranks import entry, run_ranks
+from nodes import SIZES, meshed_model, owed_by_all, same_step
+from ranks import entry, integers, run_ranks
 
 
 def _through_a_checkpoint(rank, folder, transport):

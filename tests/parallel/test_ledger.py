@@ -10,7 +10,7 @@ from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.loss_scale import LossScale
 from dct_parallel.exchange.recent_stats import RecentStats
 from dct_parallel.exchange.results import ExchangeResult
-from ranks import run_ranks
+from ranks import on_ranks
 
 FINE = ExchangeResult([], False, [1], 10, 0, 1)
 
@@ -41,7 +41,9 @@ def _begun():
     return ledger, scaler
 
 
-def _damaged(rank):
+@on_ranks(1)
+def test_what_a_step_says_before_its_end_is_not_forgotten(rank):
+    """Somebody asks for statistics between two buckets: the second does not take it back."""
     ledger, _ = _begun()
     result = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
     for number, bucket in enumerate([_Bucket(result), _Bucket(FINE)]):
@@ -54,12 +56,8 @@ def _damaged(rank):
             ledger.finish()
 
 
-def test_what_a_step_says_before_its_end_is_not_forgotten():
-    """Somebody asks for statistics between two buckets: the second does not take it back."""
-    run_ranks(_damaged, 1)
-
-
-def _overflowed(rank):
+@on_ranks(1)
+def test_a_skipped_step_is_taken_back_whenever_its_overflow_was_seen(rank):
     ledger, scaler = _begun()
     buckets = [_Bucket(FINE._replace(non_finite=True)), _Bucket(FINE)]
     for number, bucket in enumerate(buckets):
@@ -70,10 +68,6 @@ def _overflowed(rank):
     for _ in range(2):
         ledger.finish()
         assert [bucket.taken_back for bucket in buckets] == [1, 1]
-
-
-def test_a_skipped_step_is_taken_back_whenever_its_overflow_was_seen():
-    run_ranks(_overflowed, 1)
 
 
 def test_a_step_without_payloads_is_not_in_the_statistics():

@@ -14,8 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from dct_parallel import RowPack, RowUnpack, pack_rows, unpack_rows
 from dct_parallel.rows.packing import row_k
-from ranks import run_ranks, weights
-from wire_meter import WireMeter
+from ranks import on_ranks, run_ranks, weights
 
 pytestmark = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.13",
@@ -118,7 +117,8 @@ def test_density_1_equals_dense_and_bytes_are_those_of_the_formula(schedule):
         assert backward[case] == [ROWS * size * k] * (STEPS - 1)  # values alone
 
 
-def _sent(rank):
+@on_ranks(2)
+def test_the_meter_counts_point_to_point_messages(rank):
     """send, isend and a batch of both, counted once each."""
     other, x = 1 - rank, torch.ones(100)
     with WireMeter() as meter:
@@ -136,10 +136,6 @@ def _sent(rank):
             work.wait()
         assert meter.take() == 400
     dist.P2POp(dist.isend, x, other)  # as it was before
-
-
-def test_the_meter_counts_point_to_point_messages():
-    run_ranks(_sent, 2)
 
 
 @pytest.mark.large

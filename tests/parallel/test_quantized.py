@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info, row_dequantize, row_quantize
 from dct_kernels.row_layout import row_bytes
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
 from dct_parallel.exchange.quantized import FORMATS, ROW, QuantizedRows, payload_bytes
 from nodes import TRANSPORTS, meshed_model, owed_by_all, same_step
-from ranks import assert_same, batch, entry, mlp, run_ranks, weights
+from ranks import assert_same, batch, entry, hooked, mlp, on_ranks, run_ranks, weights
 from wire_meter import WireMeter
 
 CPU = torch.device("cpu")
@@ -180,7 +180,9 @@ def test_nodes_lose_nothing():
     run_ranks(_conserved, 4, "reduce_scatter", 2, "int4")
 
 
-def _resumed(rank, transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_run_goes_on_bit_for_bit(rank, transport):
     """A state goes on bit for bit."""
 
     def make():
@@ -199,12 +201,9 @@ def _resumed(rank, transport):
         assert torch.equal(same_step(model, grads), same_step(other, grads)), step
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_run_goes_on_bit_for_bit(transport):
-    run_ranks(_resumed, 2, transport)
-
-
-def _bytes(rank):
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_bytes(rank):
     sizes = [1 << 20]
     for format, factor in (("int8", 3.98), ("int4", 7.93), ("ternary", 19.6)):
         model, state = meshed_model(sizes, None, density=1, format=format, start_step=0)
@@ -223,16 +222,9 @@ def _bytes(rank):
         state.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes(ranks):
-    run_ranks(_bytes, ranks)
-
-
 def _learns(rank, format):
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    state = DCTState(model, density=1, format=format)
-    model.register_comm_hook(state, dct_hook)
+    model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format=format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(300):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -249,7 +241,8 @@ def test_a_model_learns(format):
     assert max(run_ranks(_learns, 2, format)) < 0.01
 
 
-def _averaged(rank):
+@on_ranks(2)
+def test_local_steps_lose_nothing(rank):
     """Local steps: what all have moved by is in the base, or waits."""
     model = nn.ParameterList([torch.zeros(40_000), torch.zeros(100)])
     averager = DCTAverager(model, density=1, period=2, format="int4")
@@ -276,10 +269,6 @@ def _averaged(rank):
             :40_100
         ]
     ).all()
-
-
-def test_local_steps_lose_nothing():
-    run_ranks(_averaged, 2)
 
 
 def _sharded(rank):

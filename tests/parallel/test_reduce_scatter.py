@@ -3,20 +3,24 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
-from dct_parallel import DCTState, dct_hook, merge_states
+from dct_parallel import merge_states
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
     Dictated,
     assert_same,
+    assert_same_state,
     batch,
     ddp,
     entry,
     gathered,
+    hooked,
+    integers,
     mlp,
+    on_ranks,
     owed,
     run_ranks,
     train_step,
@@ -33,15 +37,9 @@ THREE_OF_FOUR = (40_000,)  # blocks: on 4 ranks the last owns nothing
 
 
 def _model(sizes, **options):
-    model = DistributedDataParallel(Dictated(sizes))
-    state = DCTState(model, **{"density": 0.05, "transport": "reduce_scatter"} | options)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
-
-
-def _integers(sizes, step, rank, limit=60):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-limit, limit + 1, (n,), generator=generator).float() for n in sizes]
+    return hooked(
+        DDP(Dictated(sizes)), **{"density": 0.05, "transport": "reduce_scatter"} | options
+    )
 
 
 def _step(model, grads):
@@ -54,7 +52,11 @@ def _bits(tensors):
     return torch.cat(tensors).view(torch.int32)
 
 
-def _density_one(rank, sizes):
+@pytest.mark.parametrize(
+    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
+)
+@on_ranks("world_size")
+def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(rank, sizes):
     ranks = dist.get_world_size()
     lossless = {"density": 1, "format": torch.float32}
     sharded, _ = _model(sizes, **lossless)
@@ -72,13 +74,6 @@ def _density_one(rank, sizes):
                 assert torch.equal(own, total * torch.tensor(1 / ranks, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
-)
-def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(world_size, sizes):
-    run_ranks(_density_one, world_size, sizes)
-
-
 def _conservation(rank, sizes, start_step):
     """Integer gradients: sums, and means over a power of two, are exact."""
     ranks = dist.get_world_size()
@@ -87,7 +82,7 @@ def _conservation(rank, sizes, start_step):
     total = [torch.zeros(n) for n in sizes]
     kept = 0
     for step in range(12):
-        grads = _integers(sizes, step, rank)
+        grads = integers(sizes, step, rank)
         for index, mean in enumerate(_step(model, grads)):
             assert_same(mean)
             applied[index] += mean
@@ -113,14 +108,15 @@ def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(
     assert [owner > 100 for owner in kept] == [rank < owners for rank in range(world_size)]
 
 
-def _moved(rank):
+@on_ranks(2)
+def test_what_owners_owe_is_not_lost_when_buckets_change(rank):
     """DDP deals its buckets anew after the first step, which was compressed already."""
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, transport="reduce_scatter", start_step=0)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        ddp(Dictated(SIZES)), density=0.05, transport="reduce_scatter", start_step=0
+    )
     layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
     for step in range(6):
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         applied += torch.cat(_step(model, grads))
         total += torch.cat(grads)
         layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
@@ -128,11 +124,7 @@ def _moved(rank):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(2 * applied + left, total)
-    return len(layouts)
-
-
-def test_what_owners_owe_is_not_lost_when_buckets_change():
-    assert run_ranks(_moved, 2) == [2, 2]
+    assert len(layouts) == 2
 
 
 def _counted(rank, sizes, density):
@@ -141,7 +133,7 @@ def _counted(rank, sizes, density):
     with WireMeter() as meter:
         for step in range(4):
             meter.take()
-            _step(model, _integers(sizes, step, rank))
+            _step(model, integers(sizes, step, rank))
         state.stats()
         return meter.take(), state.stats()["wire_bytes"]
 
@@ -181,28 +173,21 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
     )
 
 
-def _resume(rank, sizes):
+@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
+@on_ranks("world_size")
+def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
     model, state = _model(sizes, density=0.02)
     for step in range(9):
         if step == 6:
             saved = state.state_dict()
-        expected = _step(model, _integers(sizes, step, rank))
+        expected = _step(model, integers(sizes, step, rank))
     resumed, again = _model(sizes, density=0.02)
-    _step(resumed, _integers(sizes, 0, rank))  # DDP's buckets get their final order
+    _step(resumed, integers(sizes, 0, rank))  # DDP's buckets get their final order
     again.load_state_dict(saved)
     for step in range(6, 9):
-        got = _step(resumed, _integers(sizes, step, rank))
+        got = _step(resumed, integers(sizes, step, rank))
     assert torch.equal(_bits(got), _bits(expected))
-    ours, theirs = (entry(s.state_dict())["parameters"] for s in (state, again))
-    for name, parts in ours.items():
-        assert parts.keys() == theirs[name].keys()
-        for part, value in parts.items():
-            assert torch.equal(value, theirs[name][part]), (name, part)
-
-
-@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
-def test_a_checkpoint_goes_on_bit_equal(world_size, sizes):
-    run_ranks(_resume, world_size, sizes)
+    assert_same_state(state.state_dict(), again.state_dict())
 
 
 def _run(rank, steps, saved, silent, transport):
@@ -212,7 +197,7 @@ def _run(rank, steps, saved, silent, transport):
         state.load_state_dict(saved)
     applied = torch.zeros(sum(SIZES))
     for step in range(steps):
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         applied += torch.cat(_step(model, [0 * g if silent else g for g in grads]))
     return applied, state.state_dict()
 
@@ -224,7 +209,7 @@ def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
     assert entry(merged)["owners"] == 0  # they begin anew: what they owed is in every residual
     later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
     left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
-    every = [_integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
+    every = [integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
     total = sum(torch.cat(grads) for grads in every) / world_size
     assert torch.equal(results[0][0] + later[0][0] + left, total)
     assert later[0][0].count_nonzero() > 1000
@@ -238,7 +223,7 @@ def test_what_is_owed_carries_over_to_another_transport():
         results = run_ranks(_load_own, 2, states, transport)
         lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
         applied.append(results[0][0])
-    every = [_integers(SIZES, s, r) for s in range(6) for r in range(2)]
+    every = [integers(SIZES, s, r) for s in range(6) for r in range(2)]
     total = sum(torch.cat(grads) for grads in every)
     assert torch.equal(2 * (applied[0] + applied[2]) + lefts[0], total)
     assert torch.equal(2 * (applied[0] + applied[2] + applied[3]) + lefts[1], total)
@@ -257,14 +242,22 @@ def test_a_state_that_lost_what_owners_keep_is_refused():
         merge_states([{"version": 6, "ranks": {"0": entry}}])
 
 
-def _skipped(rank, poison):
+def _state_parts(state):
+    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
+    parameters = entry(state.state_dict())["parameters"].values()
+    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
+
+
+@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
+@on_ranks(2)
+def test_a_skipped_step_is_taken_back_from_both_residuals(rank, poison):
     """A GradScaler skips a step: both residuals are as if its payloads had come back."""
     model, state = _model(SIZES, grad_scaler=(scaler := torch.amp.GradScaler("cpu", 64.0)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total = torch.zeros(sum(SIZES))
     for step in range(9):
         before, parts = weights(model), _state_parts(state)
-        grads = _integers(SIZES, step, rank)
+        grads = integers(SIZES, step, rank)
         if step == 6 and rank == 0:
             for index in poison:
                 grads[2][index] = torch.inf
@@ -283,24 +276,13 @@ def _skipped(rank, poison):
     dist.all_reduce(left)
     dist.all_reduce(total)
     assert torch.equal(left - 2 * weights(model), total)
-    return scaler.get_scale()
-
-
-def _state_parts(state):
-    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
-    parameters = entry(state.state_dict())["parameters"].values()
-    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
-
-
-@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
-def test_a_skipped_step_is_taken_back_from_both_residuals(poison):
-    assert run_ranks(_skipped, 2, poison) == [32.0, 32.0]
+    assert scaler.get_scale() == 32.0
 
 
 def _long(rank, steps):
-    model = DistributedDataParallel(mlp(width=160), bucket_cap_mb=0.2)
-    state = DCTState(model, density=0.01, transport="reduce_scatter")
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(
+        DDP(mlp(width=160), bucket_cap_mb=0.2), density=0.01, transport="reduce_scatter"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = [
         train_step(model, optimizer, *batch(step % 50, rank, width=160)).item()

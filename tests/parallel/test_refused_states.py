@@ -1,17 +1,15 @@
 """States that are broken: refused by name on every door, and then nothing has changed."""
 
 import math
-import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, merge_states
-from ranks import assert_same, batch, ddp, mlp, run_ranks, train_step
+from ranks import assert_same, batch, ddp, mlp, on_ranks, run_ranks, shard_mesh, train_step
 
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
@@ -145,7 +143,9 @@ def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def _hook(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_the_hooks_state(rank, transport):
     def make():
         model = ddp(mlp(32, 2))
         # At density 1 results do not depend on how buckets are dealt after a load.
@@ -161,12 +161,8 @@ def _hook(rank, transport):
     _refuses_and_goes_on(rank, make, flaws)
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_the_hooks_state(transport):
-    run_ranks(_hook, 2, transport)
-
-
-def _averager(rank):
+@on_ranks(2)
+def test_the_averager(rank):
     def make():
         model = mlp(32, 2)
         averager = DCTAverager(model, density=0.1, period=5, overlap=2)  # saved under way
@@ -199,22 +195,14 @@ def _averager(rank):
     _refuses_and_goes_on(rank, make, flaws)
 
 
-def test_the_averager():
-    run_ranks(_averager, 2)
-
-
-def _mesh():
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of DeviceMesh, FSDP and DCP
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-
-
 def _sharded(mesh):
     model = fully_shard(mlp(32, 2), mesh=mesh["shard"])
     return model, dct_fully_shard_hook(model, mesh=mesh, density=0.5), _sgd(model), lambda: None
 
 
-def _sharded_hook(rank):
-    mesh = _mesh()
+@on_ranks(2)
+def test_the_sharded_hooks_state(rank):
+    mesh = shard_mesh(2, 1)
 
     def flaws(entry):
         saved = dict(entry["parameters"][WEIGHT])
@@ -231,12 +219,8 @@ def _sharded_hook(rank):
     _refuses_and_goes_on(rank, lambda: _sharded(mesh), flaws)
 
 
-def test_the_sharded_hooks_state():
-    run_ranks(_sharded_hook, 2)
-
-
 def _merged_with_a_nan(rank, folder):
-    model, state, optimizer, _ = _sharded(_mesh())
+    model, state, optimizer, _ = _sharded(shard_mesh(2, 1))
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank, 32))
     good = state.state_dict()

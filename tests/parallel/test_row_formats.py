@@ -22,8 +22,7 @@ from dct_parallel import (
     all_to_all_rows_async,
 )
 from dct_parallel.rows import codecs
-from ranks import run_ranks
-from wire_meter import WireMeter
+from ranks import on_ranks
 
 WIDTH = 37
 TABLE_BYTES = 40  # to every other rank: how many rows, and four settings
@@ -69,7 +68,9 @@ def _expected(rank, ranks, forward, backward):
     return torch.cat(arrived), torch.cat(returned)
 
 
-def _exchanged(rank):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_all_to_all(rank):
     ranks = dist.get_world_size()
     splits = _splits(rank, ranks)
     into = [_splits(source, ranks)[rank] for source in range(ranks)]
@@ -90,12 +91,8 @@ def _exchanged(rank):
                 assert returned == (sum(into) - into[rank]) * _bytes(WIDTH, backward)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_to_all(world_size):
-    run_ranks(_exchanged, world_size)
-
-
-def _gathered(rank):
+@on_ranks(2)
+def test_all_gather(rank):
     ranks = dist.get_world_size()
     widths = [WIDTH + 3 * r for r in range(ranks)]
     parts = [
@@ -118,10 +115,6 @@ def _gathered(rank):
             assert torch.equal(x.grad, total)
 
 
-def test_all_gather():
-    run_ranks(_gathered, 2)
-
-
 def _trained(rank, format):
     torch.manual_seed(rank)
     table, head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 1)
@@ -134,18 +127,16 @@ def _trained(rank, format):
     return table.weight.detach().clone()
 
 
-def _like_uncompressed(rank):
+@on_ranks(2)
+def test_own_dtype_both_ways_is_the_uncompressed_exchange(rank):
     whole = _trained(rank, RowFormat(density=1.0))
     for own in (RowFormat(), "float32", torch.float32):
         assert torch.equal(_trained(rank, own), whole)
     assert not torch.equal(_trained(rank, "int8"), whole)
 
 
-def test_own_dtype_both_ways_is_the_uncompressed_exchange():
-    run_ranks(_like_uncompressed, 2)
-
-
-def _two_in_flight(rank):
+@on_ranks(2)
+def test_two_transfers_in_flight(rank):
     first, second = torch.randn(2, 8, requires_grad=True), torch.randn(2, 5, requires_grad=True)
     transfers = [all_to_all_rows_async(x, [1, 1], format="float32") for x in (first, second)]
     received = [transfer.wait() for transfer in transfers]
@@ -154,17 +145,6 @@ def _two_in_flight(rank):
     assert torch.equal(second.grad, torch.full((2, 5), 2.0))
     with pytest.raises(RuntimeError, match=r"wait\(\) must be called once"):
         transfers[0].wait()
-
-
-def test_two_transfers_in_flight():
-    run_ranks(_two_in_flight, 2)
-
-
-def _disagree(rank, formats, text):
-    x = torch.randn(2, 8)
-    for exchange in (partial(all_to_all_rows, splits=[1, 1]), all_gather_rows):
-        with pytest.raises(ValueError, match=text):
-            exchange(x, format=formats[rank])
 
 
 @pytest.mark.parametrize(
@@ -180,8 +160,12 @@ def _disagree(rank, formats, text):
         ),
     ],
 )
-def test_ranks_that_disagree_are_told(formats, text):
-    run_ranks(_disagree, 2, formats, text)
+@on_ranks(2)
+def test_ranks_that_disagree_are_told(rank, formats, text):
+    x = torch.randn(2, 8)
+    for exchange in (partial(all_to_all_rows, splits=[1, 1]), all_gather_rows):
+        with pytest.raises(ValueError, match=text):
+            exchange(x, format=formats[rank])
 
 
 def test_a_format_is_a_value():
@@ -213,17 +197,14 @@ def test_formats_that_are_refused(given, error, text):
         RowFormat(*given)
 
 
-def _wrong_arguments(rank):
+@on_ranks(1)
+def test_errors_name_the_argument(rank):
     x = torch.randn(4, 8)
     for exchange in (partial(all_to_all_rows, splits=[4]), all_gather_rows):
         with pytest.raises(ValueError, match=re.escape(f"format must be {KNOWN}, got 'int5'")):
             exchange(x, format="int5")
         with pytest.raises(TypeError, match=r"missing .* 'format'"):
             exchange(x)
-
-
-def test_errors_name_the_argument():
-    run_ranks(_wrong_arguments, 1)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [*PAIRS, ("float32", "float32")])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dct_parallel import RowFormat, all_gather_rows, all_to_all_rows
-from ranks import run_ranks
+from ranks import on_ranks
 
 ALL = RowFormat(density=1.0)
 
@@ -22,7 +22,8 @@ def _weight(g, shape):
     return (torch.arange(float(shape.numel())) + 1000 * (g + 1)).view(shape)
 
 
-def _in_a_group(rank):
+@on_ranks(3)
+def test_values_and_gradients_in_a_group_of_some_ranks(rank):
     group = dist.new_group([1, 2])
     if rank == 0:
         for function in (
@@ -51,11 +52,8 @@ def _in_a_group(rank):
     assert torch.equal(x.grad, total)
 
 
-def test_values_and_gradients_in_a_group_of_some_ranks():
-    run_ranks(_in_a_group, 3)
-
-
-def _evaluated(rank):
+@on_ranks(2)
+def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient(rank):
     """Under no_grad nothing comes back, whatever the inputs require."""
     x = _sent(rank).requires_grad_(rank == 0)
     with torch.no_grad():
@@ -63,10 +61,6 @@ def _evaluated(rank):
         whole = all_gather_rows(x, format=ALL)
     assert not y.requires_grad and not whole.requires_grad
     assert torch.equal(whole, torch.cat([_sent(0), _sent(1)], 1))
-
-
-def test_under_no_grad_ranks_may_differ_in_what_requires_a_gradient():
-    run_ranks(_evaluated, 2)
 
 
 @pytest.mark.parametrize("function", [all_to_all_rows, all_gather_rows])

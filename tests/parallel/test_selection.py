@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
-from ranks import Dictated, entry, gathered, run_ranks
+from ranks import Dictated, entry, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384
@@ -50,15 +50,7 @@ def test_what_is_no_transport_is_named(wrong):
 
 def _model(**options):
     selection.GATHER_RANKS = 1  # as if two were many
-    model = DistributedDataParallel(Dictated(SIZES), bucket_cap_mb=0.1)
-    state = DCTState(model, density=0.05, **options)
-    model.register_comm_hook(state, dct_hook)
-    return model, state
-
-
-def _integers(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randint(-60, 61, (n,), generator=generator).float() for n in SIZES]
+    return hooked(DDP(Dictated(SIZES), bucket_cap_mb=0.1), density=0.05, **options)
 
 
 def _step(model, grads):
@@ -78,17 +70,18 @@ def _owed(state):
     return total
 
 
-def _mixed(rank):
+@on_ranks(2)
+def test_buckets_of_one_model_go_different_ways(rank):
     model, state = _model()
     applied, total = 0, 0
     with WireMeter() as meter:
         for step in range(6):
             meter.take()
-            mean = _step(model, _integers(step, rank))
+            mean = _step(model, integers(SIZES, step, rank))
             sent = meter.take()
             assert torch.equal(*gathered(mean))
             applied = applied + mean
-            total = total + torch.cat(_integers(step, rank))
+            total = total + torch.cat(integers(SIZES, step, rank))
         assert state.stats()["wire_bytes"] == sent
     dist.all_reduce(total)
     torch.testing.assert_close(applied + _owed(state), total / 2)
@@ -110,19 +103,18 @@ def _mixed(rank):
     torch.testing.assert_close(sent + left / 2, owed)
 
 
-def test_buckets_of_one_model_go_different_ways():
-    run_ranks(_mixed, 2)
-
-
-def _left_out(rank):
+@on_ranks(2)
+def test_a_state_half_of_which_has_owners_loads_again(rank):
     """DDP leaves out a bucket that nobody used: what it is to keep waits in the form it came in."""
     sizes = (9 * BLOCK, 1000, 500)
 
     def made(transport, **options):
-        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.1, **options)
-        state = DCTState(model, density=0.05, start_step=0, transport=transport)
-        model.register_comm_hook(state, dct_hook)
-        return model, state
+        return hooked(
+            DDP(Dictated(sizes), bucket_cap_mb=0.1, **options),
+            density=0.05,
+            start_step=0,
+            transport=transport,
+        )
 
     model, state = made("reduce_scatter")
     for _ in range(2):
@@ -141,24 +133,17 @@ def _left_out(rank):
     torch.testing.assert_close(left[9 * BLOCK :] + mean, owed[9 * BLOCK :] + 1)
 
 
-def test_a_state_half_of_which_has_owners_loads_again():
-    run_ranks(_left_out, 2)
-
-
-def _empty(rank):
+@on_ranks(2)
+def test_an_empty_parameter_may_have_a_bucket_of_its_own(rank):
     """A bucket of an empty parameter alone."""
     sizes = (0, 2000)
     for transport in ("all_gather", "reduce_scatter"):
-        model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=0.001)
-        state = DCTState(model, density=1, start_step=0, transport=transport)
-        model.register_comm_hook(state, dct_hook)
+        model, state = hooked(
+            DDP(Dictated(sizes), bucket_cap_mb=0.001), density=1, start_step=0, transport=transport
+        )
         for _ in range(3):
             model.zero_grad()
             model(*[torch.ones(n) + rank for n in sizes]).backward()
             assert torch.equal(model.module.p[1].grad, torch.full((2000,), 1.5)), transport
         assert "buckets: 2" in state.plan()
         state.close()
-
-
-def test_an_empty_parameter_may_have_a_bucket_of_its_own():
-    run_ranks(_empty, 2)

@@ -4,14 +4,14 @@ from collections import Counter
 
 import torch
 from launches import Launches, stated
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
-from ranks import Dictated, batch, ddp, mlp, run_ranks, train_step
+from ranks import Dictated, batch, ddp, hooked, mlp, run_ranks, train, train_step
 
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
 # say. Views and allocations launch nothing.
@@ -39,7 +39,7 @@ class Counted(TorchDispatchMode):
 
 def _bucket(sizes, scaled, transport):
     """(kernels, memsets, copies to the host, collectives) of a step."""
-    model = DistributedDataParallel(Dictated(sizes))
+    model = DDP(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
     bucket = Bucket(plan, state._topology.between, torch.device("cpu"), 0, {})
@@ -104,9 +104,7 @@ def _layouts(rank):
         originally(self, *args, **kwargs)
 
     BucketPlan.__init__ = counting
-    model = ddp(mlp(depth=6))
-    state = DCTState(model, density=0.1)
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(mlp(depth=6)), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     numbers = []
     for step in range(8):
@@ -122,13 +120,11 @@ def test_a_layout_is_found_once():
 
 
 def _spans(rank):
-    model = ddp(mlp())
-    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+    model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
-        for step in range(5):
-            train_step(model, optimizer, *batch(step, rank))
+        train(model, optimizer, rank, range(5))
     buckets = len(model._comm_hooks[0][1]._buckets.in_order())
     averages = {event.key: event.count for event in profiler.key_averages()}
     return {name: n for name, n in averages.items() if name.startswith("dct::")}, buckets

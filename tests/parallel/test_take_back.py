@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from dct_parallel import DCTState, dct_hook, node_mesh
-from ranks import Dictated, ddp, gathered, owed, run_ranks, weights
+from dct_parallel import DCTState, node_mesh
+from ranks import Dictated, ddp, gathered, hooked, on_ranks, owed, weights
 
 SIZES = (2000, 30, 5000, 20_000)  # the last one is longer than a block: "shard" has two owners
 BAD_STEP = 6
@@ -19,9 +19,7 @@ def _gradients(step, rank):
 
 
 def _make(**kwargs):
-    model = ddp(Dictated(SIZES))
-    state = DCTState(model, density=0.05, **{"start_step": 0, **kwargs})
-    model.register_comm_hook(state, dct_hook)
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, **{"start_step": 0, **kwargs})
     return model, state, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -44,7 +42,17 @@ def _owed_to_the_mean(state, mesh):
     return sum(gathered(own)) / (dist.get_world_size() / (2 if mesh else 1))
 
 
-def _nan_on_one_rank(rank, transport, mesh, format):
+@pytest.mark.parametrize(
+    ("transport", "mesh", "ranks", "format"),
+    [
+        ("all_gather", False, 2, torch.bfloat16),
+        ("reduce_scatter", False, 2, torch.bfloat16),
+        ("all_gather", True, 4, torch.bfloat16),
+    ],
+    ids=["all_gather", "reduce_scatter", "mesh"],
+)
+@on_ranks("ranks")
+def test_a_skipped_step_loses_nothing_finite(rank, transport, mesh, format):
     nodes = node_mesh(2, "cpu") if mesh else None
     model, state, optimizer = _make(transport=transport, mesh=nodes, format=format)
     ranks = dist.get_world_size()
@@ -71,20 +79,8 @@ def _nan_on_one_rank(rank, transport, mesh, format):
     assert weights(model).count_nonzero() > 1000
 
 
-@pytest.mark.parametrize(
-    ("transport", "mesh", "ranks", "format"),
-    [
-        ("all_gather", False, 2, torch.bfloat16),
-        ("reduce_scatter", False, 2, torch.bfloat16),
-        ("all_gather", True, 4, torch.bfloat16),
-    ],
-    ids=["all_gather", "reduce_scatter", "mesh"],
-)
-def test_a_skipped_step_loses_nothing_finite(transport, mesh, ranks, format):
-    run_ranks(_nan_on_one_rank, ranks, transport, mesh, format)
-
-
-def _as_a_scaler_does(rank):
+@on_ranks(2)
+def test_it_does_what_a_scaler_does_and_both_do_it_once(rank):
     """Bit for bit, with a scale of 1; and both at once take back once."""
     ends = []
     for by_scaler, by_user in ((True, False), (False, True), (True, True)):
@@ -110,11 +106,8 @@ def _as_a_scaler_does(rank):
         assert all(torch.equal(a, b) for a, b in zip(ends[0], other, strict=True))
 
 
-def test_it_does_what_a_scaler_does_and_both_do_it_once():
-    run_ranks(_as_a_scaler_does, 2)
-
-
-def _nothing_sent(rank):
+@on_ranks(2)
+def test_where_nothing_was_sent_nothing_comes_back(rank):
     """Before compression, and between a load and the next step, there is nothing to take back."""
     model, state, optimizer = _make(start_step=1)
     with pytest.raises(ValueError, match="dct::take_back: state must be bound to its DDP"):
@@ -130,7 +123,3 @@ def _nothing_sent(rank):
     after = owed(state.state_dict())
     assert all(torch.equal(part, after[name]) for name, part in owed(saved).items())
     assert any(part.any() for part in after.values())
-
-
-def test_where_nothing_was_sent_nothing_comes_back():
-    run_ranks(_nothing_sent, 2)
