@@ -23,6 +23,7 @@ from dct_kernels import payload_layout
 from dct_kernels.row_layout import row_bytes
 from dct_parallel.exchange import all_gather, reduce_scatter
 from ranks import assert_same, gathered, on_ranks, run_ranks
+from wire_meter import WireMeter
 
 ROWS, WIDTH, BATCH, LR = [40, 25], 8, 4, 0.1
 DENSITY = 0.1

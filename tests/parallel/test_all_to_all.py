@@ -10,6 +10,7 @@ from torch import nn
 from dct_parallel import RowFormat, all_to_all_rows
 from dct_parallel.rows.packing import row_k
 from ranks import on_ranks
+from wire_meter import WireMeter
 
 ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)

@@ -10,6 +10,7 @@ from dct_parallel import DCTAverager
 from dct_parallel.wire import all_reduce_bytes
 from local_steps import adamw, train, uneven
 from ranks import assert_same, batch, entry, gathered, on_ranks, run_ranks, train_step, weights
+from wire_meter import WireMeter
 
 PERIOD = 3
 

@@ -28,6 +28,7 @@ from ranks import (
     train_step,
     weights,
 )
+from wire_meter import WireMeter
 
 SIZES = (2000, 30, 5000)
 

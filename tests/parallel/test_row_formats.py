@@ -23,6 +23,7 @@ from dct_parallel import (
 )
 from dct_parallel.rows import codecs
 from ranks import on_ranks
+from wire_meter import WireMeter
 
 WIDTH = 37
 TABLE_BYTES = 40  # to every other rank: how many rows, and four settings
