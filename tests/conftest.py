@@ -72,7 +72,7 @@ def seed():
 @pytest.fixture(autouse=True, scope="module")
 def one_origin_of_ranks(request):
     """What `dlrm.launch` starts is forked from where all ranks are, whoever comes first."""
-    if request.path.parent.name in ("dlrm", "bench_tools"):
+    if request.path.parent.name in ("dlrm", "bench"):
         forked.start()
 
 
