@@ -47,44 +47,31 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
+# Where programs are, and their names.
+NAMES = {
+    "guide/cluster.md": "cluster",
+    "guide/ddp.md": "hook",
+    "guide/des.md": "substitution",
+    "guide/embeddings.md": "shards-and-replicas",
+    "guide/rows.md": "cut pipeline exchange",
+    "guide/transformers.md": "local-steps",
+    "reference/ops.md": "ops",
+    RECIPES: "amp clipping scheduler accumulation parameter-groups freezing compile evaluation "
+    "ema uneven-inputs tensorboard two-models bytes",
+}
+PLACES = [(page, name) for page, names in NAMES.items() for name in names.split()]
+
+
 def test_every_program_is_run():
-    assert [page for page, _ in PROGRAMS] == [
-        "guide/cluster.md",
-        "guide/ddp.md",
-        "guide/des.md",
-        "guide/embeddings.md",
-        *["guide/rows.md"] * 3,
-        "guide/transformers.md",
-        "reference/ops.md",
-        *[RECIPES] * 13,
-    ]
+    assert [page for page, _ in PROGRAMS] == [page for page, _ in PLACES]
 
 
+# README's and examples/hook.py's, too, so that one is left to make check-all.
 @pytest.mark.parametrize(
     "index",
     [
-        pytest.param(0, id="cluster"),
-        pytest.param(1, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(2, id="substitution"),
-        pytest.param(3, id="shards-and-replicas"),
-        pytest.param(4, id="cut"),
-        pytest.param(5, id="pipeline"),
-        pytest.param(6, id="exchange"),
-        pytest.param(7, id="local-steps"),
-        pytest.param(8, id="ops"),
-        pytest.param(9, id="amp"),
-        pytest.param(10, id="clipping"),
-        pytest.param(11, id="scheduler"),
-        pytest.param(12, id="accumulation"),
-        pytest.param(13, id="parameter-groups"),
-        pytest.param(14, id="freezing"),
-        pytest.param(15, id="compile"),
-        pytest.param(16, id="evaluation"),
-        pytest.param(17, id="ema"),
-        pytest.param(18, id="uneven-inputs"),
-        pytest.param(19, id="tensorboard"),
-        pytest.param(20, id="two-models"),
-        pytest.param(21, id="bytes"),
+        pytest.param(index, id=name, marks=pytest.mark.large if name == "hook" else ())
+        for index, (_, name) in enumerate(PLACES)
     ],
 )
 @in_forks
@@ -180,7 +167,9 @@ def _bench_commands():
         if page.parent.name == "results":  # as it was run then
             continue
         text = page.read_text().replace("\\\n", " ")
-        yield from re.findall(r"^(?:sudo )?\S*(?:which )?python\S* bench/(\w+)\.py (.*)$", text, re.M)
+        yield from re.findall(
+            r"^(?:sudo )?\S*(?:which )?python\S* bench/(\w+)\.py (.*)$", text, re.M
+        )
 
 
 def test_commands_of_bench():
