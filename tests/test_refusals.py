@@ -45,6 +45,9 @@ def _cases():
         bags = _bags(mesh)
         return ReplicaSync(bags, optimizer=torch.optim.SGD([bags.weight], 0.1), **wrong)
 
+    def features(**wrong):
+        return FeatureRows(**{"weight": torch.zeros(10, 1)} | wrong)
+
     def dynamic(**wrong):
         return DynamicFeatureRows(**{"width": 1, "capacity": 5} | wrong)
 
@@ -54,31 +57,18 @@ def _cases():
     def nodes(**wrong):
         return node_mesh(**{"local_size": 2, "device_type": "cpu"} | wrong)
 
+    device = "device must be a torch.device or its name"
+    ways = "transport must be None, 'all_gather' or 'reduce_scatter'"
     return [
         ("DCTState", state, {"density": 0}, "density must be in (0, 1], got 0"),
         ("DCTState", state, {"mesh": 2}, "mesh must be a DeviceMesh, got int"),
         ("DCTAverager", lambda **a: DCTAverager(mlp(), **a), {"period": 0}, "period must be in"),
-        (
-            "dct_fully_shard_hook",
-            hook,
-            {"transport": "auto"},
-            "transport must be None, 'all_gather' or 'reduce_scatter', got 'auto'",
-        ),
+        ("dct_fully_shard_hook", hook, {"transport": "auto"}, f"{ways}, got 'auto'"),
         ("ShardedEmbeddingBags", lambda **a: _bags(mesh, **a), {"plan": []}, "plan must"),
         ("ReplicaSync", sync, {"every": 0}, "every must be in"),
-        (
-            "FeatureRows",
-            lambda **a: FeatureRows(**{"weight": torch.zeros(10, 1)} | a),
-            {"weight": torch.zeros(10)},
-            "weight must be 2-D, got 1-D",
-        ),
+        ("FeatureRows", features, {"weight": torch.zeros(10)}, "weight must be 2-D, got 1-D"),
         ("DynamicFeatureRows", dynamic, {"capacity": 0}, "capacity must be in"),
-        (
-            "DynamicFeatureRows",
-            dynamic,
-            {"device": "x"},
-            "device must be a torch.device or its name, got 'x'",
-        ),
+        ("DynamicFeatureRows", dynamic, {"device": "x"}, f"{device}, got 'x'"),
         ("EquivalentSubstitution", layer, {"ids_group": 3}, "group must be a process group"),
         ("node_mesh", nodes, {"local_size": 5}, "local_size must be in [1, 4], got 5"),
         ("node_mesh", nodes, {"device_type": "tpu"}, "device_type must be cuda or cpu, got 'tpu'"),

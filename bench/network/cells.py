@@ -22,7 +22,6 @@ class Cell:
         node_bytes: that a rank hands to the collectives inside a node that a mesh has.
         wire_bytes, packets: that left a rank's interface, by its counters.
         purpose_bytes: of a hybrid model, what payload_bytes are for; else empty.
-        purpose_ms: {ids, rows, dp: time that some of its collectives took}, likewise.
     """
 
     ranks: int
@@ -37,7 +36,6 @@ class Cell:
     packets: float | None = None
     node_bytes: float | None = None
     purpose_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
-    purpose_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict:
         return dataclasses.asdict(self)
@@ -69,11 +67,9 @@ def merge(
     def per_step(key: str) -> float:
         return sum(np.mean([rank[key] for rank in r]) for r in rounds) / len(times)
 
-    def of_purposes(key: str) -> dict[str, float]:
-        return {
-            purpose: sum(np.mean([rank[key][purpose] for rank in r]) for r in rounds) / len(times)
-            for purpose in rounds[0][0][key]
-        }
+    def of_purpose(purpose: str) -> float:
+        sent = sum(np.mean([rank["purpose_bytes"][purpose] for rank in r]) for r in rounds)
+        return sent / len(times)
 
     return Cell(
         ranks,
@@ -87,6 +83,5 @@ def merge(
         wire_bytes=per_step("wire_bytes") / shared,
         packets=per_step("packets") / shared,
         node_bytes=per_step("node_bytes"),
-        purpose_bytes=of_purposes("purpose_bytes"),
-        purpose_ms={name: 1e3 * value for name, value in of_purposes("purpose_seconds").items()},
+        purpose_bytes={name: of_purpose(name) for name in rounds[0][0]["purpose_bytes"]},
     )

@@ -3,9 +3,7 @@
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,7 +50,6 @@ class Phases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: dict[str, list[Interval]] = {"exchange": [], "wire": []}
-        self._wire: Counter[str] = Counter()
         self._originals: dict = {}
 
     def watch(self, ddp: DistributedDataParallel) -> None:
@@ -118,12 +115,6 @@ class Phases:
             "unpack": total - packed,
         }
 
-    def take_wire(self) -> dict[str, float]:
-        """{description of its process group: seconds in collectives} since the last take."""
-        with self._lock:
-            taken, self._wire = self._wire, Counter()
-        return dict(taken)
-
     def __enter__(self) -> "Phases":
         for name in _COLLECTIVES:
             if hasattr(dist, name):  # names differ between torch versions
@@ -131,12 +122,7 @@ class Phases:
                 setattr(dist, name, self._timed(self._originals[name]))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name, original in self._originals.items():
             setattr(dist, name, original)
         self._originals.clear()
@@ -152,9 +138,6 @@ class Phases:
 
             def end(_: object = None) -> None:
                 self._end("wire", start)
-                group = kwargs.get("group") or dist.group.WORLD
-                with self._lock:
-                    self._wire[group.group_desc] += time.perf_counter() - start
 
             work = collective(*args, **kwargs)
             if kwargs.get("async_op"):

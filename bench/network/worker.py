@@ -153,14 +153,12 @@ class Worker:
         steps = period * math.ceil(steps / period)
         dist.barrier()
         phases.take(0)
-        phases.take_wire()
         before = self._counted()
         times, split = [], []
         with Traffic(model, node_group) as traffic:
             for number in range(WARMUP_STEPS, WARMUP_STEPS + steps):
                 times.append(step(number, traffic))
                 split.append(phases.take(times[-1]))
-        wire = phases.take_wire()
         inside = sum(traffic.purposes.pop("node", []))
         dist.barrier()  # what others still send is on its way, too
         after = self._counted()
@@ -170,7 +168,6 @@ class Worker:
             "payload_bytes": leaving * sum(traffic.wire) / period,
             "node_bytes": inside,
             "purpose_bytes": {name: sum(sent) for name, sent in traffic.purposes.items()},
-            "purpose_seconds": _by_purpose(wire) if traffic.purposes else {},
             "wire_bytes": (after[0] - before[0]) / period,
             "packets": (after[1] - before[1]) / period,
         }
@@ -184,12 +181,6 @@ class Worker:
 def _means(values: list[float], period: int) -> list[float]:
     """Of every `period` values, one after the other."""
     return [statistics.mean(values[i : i + period]) for i in range(0, len(values), period)]
-
-
-def _by_purpose(wire: dict[str, float]) -> dict[str, float]:
-    """Seconds by what they were for, from seconds by process group."""
-    rows = {purpose: wire.pop(purpose, 0.0) for purpose in ("ids", "rows")}
-    return rows | {"dp": sum(wire.values())}
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:

@@ -94,22 +94,16 @@ class Run:
             "ranks_equal": True,  # a run in which they differ raises
             "weights_sha256": self.weights,
             **{
-                f"{purpose}_bytes_per_step_per_rank": float(np.mean(sent[START_STEP:]))
-                for purpose, sent in self.purposes.items()
-            },
-            **{
-                f"{purpose}_bytes_per_step_max_rank": float(np.mean(sent[START_STEP:]))
-                for purpose, sent in self.purposes_max.items()
+                f"{purpose}_bytes_per_step_{over}": float(np.mean(sent[START_STEP:]))
+                for over, sums in (("per_rank", self.purposes), ("max_rank", self.purposes_max))
+                for purpose, sent in sums.items()
             },
         }
 
     def _validation(self) -> dict[str, float]:
         if self.validation_auc is None:
             return {}
-        return {
-            "validation_auc": self.validation_auc,
-            "validation_log_loss": self.validation_log_loss,
-        }
+        return {name: getattr(self, name) for name in ("validation_auc", "validation_log_loss")}
 
     def saved(self) -> dict[str, object]:
         """All of it as a checkpoint may hold it, with tensors for arrays."""

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -43,20 +44,14 @@ class Kernel:
     fusion: bool  # whether the compiler was allowed to make such instructions
 
 
-class _Driver:
+def driver(target: GPUTarget, **more: object) -> SimpleNamespace:
     """Stands in for the driver of a GPU that is not there."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_device(self):
-        return self.target.arch
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return self.target
+    return SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+        **more,
+    )
 
 
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
@@ -85,7 +80,7 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    triton.runtime.driver.set_active(_Driver(target))
+    triton.runtime.driver.set_active(driver(target))
     try:
         yield compiled
     finally:

@@ -107,7 +107,6 @@ def test_hybrid_modes_send_what_their_shapes_say(tmp_path, capsys):
     for cell in cells.values():
         assert cell["failed"] is None
         assert sum(cell["purpose_bytes"].values()) == pytest.approx(cell["payload_bytes"])
-        assert min(cell["purpose_ms"].values()) > 0
         assert min(cell["phases_ms"].values()) > 0
         assert sum(cell["phases_ms"].values()) <= cell["step_ms"][2]
     said = capsys.readouterr().out

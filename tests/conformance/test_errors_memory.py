@@ -70,11 +70,8 @@ def test_read_only_arguments_may_share_memory(backend):
 
 DEVICES = [
     ("sample_threshold", "x", ("residual", "segments", "inv_scale")),
-    (
-        "mask_pack",
-        "residual",
-        ("grad", "segments", "threshold", "payload", "seen", "inv_scale", "status"),
-    ),
+    ("mask_pack", "residual", ("grad", "segments", "threshold", "payload", "seen")),
+    ("mask_pack", "residual", ("inv_scale", "status")),
     ("scatter_unpack", "out", ("payloads", "out_scale")),
     ("row_gather", "x", ("positions",)),
     ("row_unpack", "values", ("positions",)),
@@ -91,38 +88,23 @@ def test_arguments_on_two_devices(op, first, other):
     assert text == f"dct::{op}: {other} must be on cpu like {first}, got meta"
 
 
+OF_ANOTHER_TYPE = [
+    ("sample_threshold", [("x", [1.0]), ("segments", [0, NUMEL]), ("density", "0.1")]),
+    ("sample_threshold", [("density", None), ("max_samples", 1.0), ("max_samples", True)]),
+    ("sample_threshold", [("seed", 0.5), ("inv_scale", 1.0)]),
+    ("mask_pack", [("residual", None), ("grad", 1.0), ("payload", b""), ("capacity", 10.0)]),
+    ("mask_pack", [("value_dtype", "float32"), ("inv_scale", 0.5), ("status", [0, 0])]),
+    ("scatter_unpack", [("payloads", [b""]), ("out_scale", 2.0)]),
+    ("row_pack", [("x", [[1.0]]), ("k", 4.0), ("k", False)]),
+    ("row_gather", [("positions", None), ("value_dtype", None)]),
+    ("row_unpack", [("width", "50")]),
+    ("row_quantize", [("x", [[1.0]]), ("format", 8)]),
+    ("row_dequantize", [("rows", b""), ("format", None), ("dtype", "float32")]),
+]
+
+
 @pytest.mark.parametrize(
-    ("op", "arg", "value"),
-    [
-        ("sample_threshold", "x", [1.0]),
-        ("sample_threshold", "segments", [0, NUMEL]),
-        ("sample_threshold", "density", "0.1"),
-        ("sample_threshold", "density", None),
-        ("sample_threshold", "max_samples", 1.0),
-        ("sample_threshold", "max_samples", True),
-        ("sample_threshold", "seed", 0.5),
-        ("sample_threshold", "inv_scale", 1.0),
-        ("mask_pack", "residual", None),
-        ("mask_pack", "grad", 1.0),
-        ("mask_pack", "payload", b""),
-        ("mask_pack", "capacity", 10.0),
-        ("mask_pack", "value_dtype", "float32"),
-        ("mask_pack", "inv_scale", 0.5),
-        ("mask_pack", "status", [0, 0]),
-        ("scatter_unpack", "payloads", [b""]),
-        ("scatter_unpack", "out_scale", 2.0),
-        ("row_pack", "x", [[1.0]]),
-        ("row_pack", "k", 4.0),
-        ("row_pack", "k", False),
-        ("row_gather", "positions", None),
-        ("row_gather", "value_dtype", None),
-        ("row_unpack", "width", "50"),
-        ("row_quantize", "x", [[1.0]]),
-        ("row_quantize", "format", 8),
-        ("row_dequantize", "rows", b""),
-        ("row_dequantize", "format", None),
-        ("row_dequantize", "dtype", "float32"),
-    ],
+    ("op", "arg", "value"), [(op, *case) for op, cases in OF_ANOTHER_TYPE for case in cases]
 )
 def test_values_of_another_type(op, arg, value):
     raises(getattr(dct_kernels, op), arguments(op) | {arg: value}, op, arg, TypeError)
@@ -157,18 +139,11 @@ def test_payload_layout(change, named, error):
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [
-        torch.zeros(63, dtype=U8),
-        torch.zeros(2, 64, dtype=U8),
-        torch.zeros(64),
-        torch.zeros(64, dtype=U8),
-    ],
-    ids=["short", "2-D", "dtype", "zeros"],
+    ("shape", "dtype"), [(63, U8), ((2, 64), U8), (64, F32), (64, U8)], ids=str
 )
-def test_payload_info(payload):
-    call = dct_kernels.payload_info
-    raises(call, {"payload": payload}, "payload_info", "payload", (ValueError, TypeError))
+def test_payload_info(shape, dtype):
+    args = {"payload": torch.zeros(shape, dtype=dtype)}
+    raises(dct_kernels.payload_info, args, "payload_info", "payload", (ValueError, TypeError))
 
 
 def test_payload_info_refuses_the_removed_version_by_name():

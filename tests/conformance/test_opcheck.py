@@ -75,23 +75,17 @@ def test_scatter_unpack_of_ranges_accumulating(dtype):
     )
 
 
+NBYTES_OF_NOTHING = dct_kernels.payload_layout(0, 10, torch.float32).nbytes
 EMPTY = {
     "sample_threshold": {"x": torch.empty(0), "residual": None, "segments": torch.tensor([0])},
     "mask_pack": {
-        "residual": torch.empty(0),
-        "grad": torch.empty(0),
-        "segments": torch.tensor([0]),
-        "threshold": torch.empty(0),
-        "payload": torch.zeros(
-            dct_kernels.payload_layout(0, 10, torch.float32).nbytes, dtype=torch.uint8
-        ),
-        "seen": torch.empty(0, dtype=torch.int32),
+        **dict.fromkeys(("residual", "grad", "threshold"), torch.empty(0)),
+        **{"segments": torch.tensor([0]), "seen": torch.empty(0, dtype=torch.int32)},
+        "payload": torch.zeros(NBYTES_OF_NOTHING, dtype=torch.uint8),
     },
     "scatter_unpack": {
         "out": torch.empty(0),
-        "payloads": torch.zeros(
-            2, dct_kernels.payload_layout(0, 10, torch.float32).nbytes, dtype=torch.uint8
-        ),
+        "payloads": torch.zeros(2, NBYTES_OF_NOTHING, dtype=torch.uint8),
     },
     "row_pack": {"x": torch.empty(0, 50)},
     "row_gather": {"x": torch.empty(0, 50), "positions": torch.empty(0, 4, dtype=torch.uint8)},

@@ -13,6 +13,7 @@
 #include <limits>
 #include <random>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "../../csrc/common/dtype.h"
@@ -30,6 +31,11 @@
   } while (false)
 
 namespace dct::test {
+
+template <typename T>
+constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
+                         : std::is_same_v<T, BFloat16> ? DType::kBFloat16
+                                                       : DType::kFloat32;
 
 // Runs tasks on `threads` threads of its own, handed out one by one: the order differs from run to
 // run.

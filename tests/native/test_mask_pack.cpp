@@ -40,8 +40,7 @@ Case random_case(Random& random, int64_t numel) {
 
 template <typename Grad, typename Value>
 void run(const Case& c, const std::vector<Grad>& grad) {
-  const DType value_dtype = sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16;
-  const PayloadLayout layout = payload_layout(c.numel, c.capacity, value_dtype, c.ranges);
+  const PayloadLayout layout = payload_layout(c.numel, c.capacity, kDType<Value>, c.ranges);
   AlignedBytes payload(c.ranges * layout.nbytes, 0xA5), expected(c.ranges * layout.nbytes, 0xA5);
   std::vector<float> residual = c.residual;
   std::vector<int32_t> seen(c.tau.size(), -1);
@@ -49,9 +48,7 @@ void run(const Case& c, const std::vector<Grad>& grad) {
   MaskPackArgs args{};
   args.residual = residual.data();
   args.grad = c.has_grad ? grad.data() : nullptr;
-  args.grad_dtype = std::is_same_v<Grad, Float16>    ? DType::kFloat16
-                    : std::is_same_v<Grad, BFloat16> ? DType::kBFloat16
-                                                     : DType::kFloat32;
+  args.grad_dtype = kDType<Grad>;
   args.numel = c.numel;
   args.segments = c.segments.data();
   args.threshold = c.tau.data();
@@ -60,7 +57,7 @@ void run(const Case& c, const std::vector<Grad>& grad) {
   args.payload = payload.data();
   args.ranges = c.ranges;
   args.capacity = c.capacity;
-  args.value_dtype = value_dtype;
+  args.value_dtype = kDType<Value>;
   args.inv_scale = &c.inv_scale;
   args.status = c.status.data();
   args.num_status = static_cast<int64_t>(c.status.size());
@@ -110,7 +107,7 @@ void run(const Case& c, const std::vector<Grad>& grad) {
     }
     const uint32_t magic = 0x31544344, capacity = static_cast<uint32_t>(c.capacity);
     const uint64_t numel = range.end - range.begin;
-    const uint8_t head[4] = {1, 0, static_cast<uint8_t>(value_dtype), flags};
+    const uint8_t head[4] = {1, 0, static_cast<uint8_t>(kDType<Value>), flags};
     std::memset(out, 0, 64);
     std::memcpy(out, &magic, 4);
     std::memcpy(out + 4, head, 4);

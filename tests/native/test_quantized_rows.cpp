@@ -10,11 +10,6 @@ using namespace dct::test;
 
 namespace {
 
-template <typename T>
-constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
-                         : std::is_same_v<T, BFloat16> ? DType::kBFloat16
-                                                       : DType::kFloat32;
-
 // Values in float32, of any type.
 template <typename T>
 std::vector<double> doubles(const std::vector<T>& x) {

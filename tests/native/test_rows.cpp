@@ -11,11 +11,6 @@ using namespace dct::test;
 
 namespace {
 
-template <typename T>
-constexpr DType kDType = std::is_same_v<T, Float16>    ? DType::kFloat16
-                         : std::is_same_v<T, BFloat16> ? DType::kBFloat16
-                                                       : DType::kFloat32;
-
 // The column of each slot, -1 where none is accepted.
 std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, int64_t k) {
   std::vector<int64_t> columns(k, -1);

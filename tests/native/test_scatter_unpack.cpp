@@ -126,8 +126,7 @@ template <typename Value, typename Out>
 void run(Random& random, int64_t numel, int64_t ranks, bool accumulate) {
   const int64_t ranges = random.pick({1, 1, 2, 5});
   const int64_t capacity = random.pick<int64_t>({1, 40, numel / 50 + 1, numel + 3});
-  const PayloadLayout layout = payload_layout(
-      numel, capacity, sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16, ranges);
+  const PayloadLayout layout = payload_layout(numel, capacity, kDType<Value>, ranges);
   AlignedBytes payloads(ranks * ranges * layout.nbytes, 0xA5);
   std::vector<float> sum(numel, 0.0f);
   std::vector<int32_t> expected(ranks, 0), status(ranks, -1);
@@ -151,11 +150,9 @@ void run(Random& random, int64_t numel, int64_t ranks, bool accumulate) {
   args.ranks = ranks;
   args.ranges = ranges;
   args.capacity = capacity;
-  args.value_dtype = sizeof(Value) == 4 ? DType::kFloat32 : DType::kBFloat16;
+  args.value_dtype = kDType<Value>;
   args.out = out;
-  args.out_dtype = std::is_same_v<Out, Float16>    ? DType::kFloat16
-                   : std::is_same_v<Out, BFloat16> ? DType::kBFloat16
-                                                   : DType::kFloat32;
+  args.out_dtype = kDType<Out>;
   args.numel = numel;
   args.scale = random.pick({1.0f, 1.0f / 3, -0.5f});
   args.accumulate = accumulate;

@@ -12,7 +12,7 @@ using namespace dct::test;
 namespace {
 
 template <typename X>
-void sample(Random& random, int64_t numel, DType dtype) {
+void sample(Random& random, int64_t numel) {
   const auto x = random.reals<X>(numel);
   const auto residual = random.reals<float>(numel);
   const auto segments = random.segments(numel);
@@ -20,7 +20,7 @@ void sample(Random& random, int64_t numel, DType dtype) {
   std::vector<float> threshold(segments.size() - 1, -1.0f);
   SampleThresholdArgs args{};
   args.x = x.data();
-  args.x_dtype = dtype;
+  args.x_dtype = kDType<X>;
   args.residual = random.chance(0.5) ? residual.data() : nullptr;
   args.segments = segments.data();
   args.num_segments = static_cast<int64_t>(threshold.size());
@@ -75,9 +75,9 @@ int main() {
   Random random(3);
   for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16385, 70000}) {
     for (int repeat = 0; repeat < 8; ++repeat) {
-      sample<float>(random, numel, DType::kFloat32);
-      sample<BFloat16>(random, numel, DType::kBFloat16);
-      sample<Float16>(random, numel, DType::kFloat16);
+      sample<float>(random, numel);
+      sample<BFloat16>(random, numel);
+      sample<Float16>(random, numel);
     }
   }
   sparse();

@@ -80,14 +80,13 @@ def read(row, geometry, r):
     """The content of range r's bytes; no more entries than there is room for."""
     magic, version, code, flags, numel, capacity, count, reserved = HEADER.unpack_from(row)
     entries = min(count, geometry.capacity)
-    value_format = "I" if geometry.itemsize == 4 else "H"
     return Content(
         numel=numel,
         capacity=capacity,
         count=count,
         starts=_list(row, geometry.starts, geometry.blocks(r) + 1, "I"),
         positions=_list(row, geometry.positions, entries, "H"),
-        values=_list(row, geometry.values, entries, value_format),
+        values=_list(row, geometry.values, entries, "I" if geometry.itemsize == 4 else "H"),
         flags=flags,
         dtype_code=code,
         magic=magic,
@@ -98,18 +97,9 @@ def read(row, geometry, r):
 
 def write(row, geometry, content):
     """Put `content` into the bytearray `row`, and leave its other bytes as they are."""
-    HEADER.pack_into(
-        row,
-        0,
-        content.magic,
-        content.version,
-        content.dtype_code,
-        content.flags,
-        content.numel,
-        content.capacity,
-        content.count,
-        content.reserved,
-    )
+    c = content
+    kind = c.magic, c.version, c.dtype_code, c.flags
+    HEADER.pack_into(row, 0, *kind, c.numel, c.capacity, c.count, c.reserved)
     _put(row, geometry.starts, content.starts, "I")
     _put(row, geometry.positions, content.positions, "H")
     _put(row, geometry.values, content.values, "I" if geometry.itemsize == 4 else "H")

@@ -61,7 +61,7 @@ def main() -> None:
     counted = [counting.count(make()) for make in makers]
     if arguments.what == "baseline":
         costs.save(machine_code.nvcc_version(), counted)
-        print(f"{report.keep(counted)}: now python bench/report.py")
+        print(f"{report.keep(counted)}: now, in bench/, python -m pages")
     else:
         print(f"nvcc {machine_code.nvcc_version()}; counted, not measured\n")
         print(*report.lines(counted), sep="\n")

@@ -39,20 +39,9 @@ def sample_threshold(
     call, x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None
 ):
     threshold = poisoned(segments.numel() - 1, dtype=torch.float32)
-    call(
-        "sample_threshold",
-        x,
-        x.dtype,
-        x.numel(),
-        residual,
-        segments,
-        threshold.numel(),
-        float(density),
-        max_samples,
-        seed & 0xFFFFFFFF,
-        inv_scale,
-        threshold,
-    )
+    source = x, x.dtype, x.numel(), residual, segments, threshold.numel()
+    picks = float(density), max_samples, seed & 0xFFFFFFFF
+    call("sample_threshold", *source, *picks, inv_scale, threshold)
     return threshold
 
 
@@ -69,45 +58,22 @@ def mask_pack(
     inv_scale=None,
     status=None,
 ):
-    call(
-        "mask_pack",
-        residual,
-        grad,
-        torch.float32 if grad is None else grad.dtype,
-        residual.numel(),
-        segments,
-        threshold,
-        seen,
-        threshold.numel(),
-        payload,
-        payload.shape[0] if payload.dim() == 2 else 1,
-        capacity,
-        value_dtype,
-        inv_scale,
-        status,
-        0 if status is None else status.numel(),
-    )
+    grad_dtype = torch.float32 if grad is None else grad.dtype
+    source = residual, grad, grad_dtype, residual.numel(), segments, threshold
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    to = seen, threshold.numel(), payload, ranges, capacity, value_dtype
+    statuses = status, 0 if status is None else status.numel()
+    call("mask_pack", *source, *to, inv_scale, *statuses)
 
 
 def scatter_unpack(
     call, payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
 ):
     status = poisoned(payloads.shape[0], dtype=torch.int32)
-    call(
-        "scatter_unpack",
-        payloads,
-        payloads.shape[0],
-        payloads.shape[1] if payloads.dim() == 3 else 1,
-        capacity,
-        value_dtype,
-        out,
-        out.dtype,
-        out.numel(),
-        float(scale),
-        accumulate,
-        out_scale,
-        status,
-    )
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    source = payloads, payloads.shape[0], ranges, capacity, value_dtype
+    to = out, out.dtype, out.numel(), float(scale), accumulate
+    call("scatter_unpack", *source, *to, out_scale, status)
     return status
 
 

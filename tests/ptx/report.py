@@ -9,20 +9,8 @@ from .costs import LANES, SECTOR, Cost
 
 BENCH = Path(__file__).parents[2] / "bench"
 PART = "calls"  # of the experiment kernels_counted
-COLUMNS = (
-    "call",
-    "must move",
-    "moves",
-    "asks for",
-    "issue slots",
-    "half rate",
-    "PTX",
-    "active",
-    "conflicts",
-    "loads",
-    "blocks",
-    "most of it",
-)
+COLUMNS = ("call", "must move", "moves", "asks for", "issue slots", "half rate", "PTX")
+COLUMNS += ("active", "conflicts", "loads", "blocks", "most of it")
 
 
 def lines(counted: Iterable[Cost]) -> Iterator[str]:

@@ -64,15 +64,14 @@ def test_growth_is_seen(what, factor):
     _, baseline = costs.load()
     before = next(iter(baseline.values()))
     kernel = before.kernels[0]
-    changed = {
-        "issue slots": {"kernels": [dataclasses.replace(kernel, slots=factor * kernel.slots)]},
-        "sectors asked for": {
-            "kernels": [dataclasses.replace(kernel, sectors=factor * kernel.sectors)]
-        },
-        "sectors moved": {
-            "sectors_read": factor * before.sectors_read,
-            "sectors_written": factor * before.sectors_written,
-        },
-    }
-    found = grown(dataclasses.replace(before, **changed[what]), before)
+    of_kernel = {"issue slots": "slots", "sectors asked for": "sectors"}
+
+    def times(cost, *names):
+        return dataclasses.replace(cost, **{name: factor * getattr(cost, name) for name in names})
+
+    if what in of_kernel:
+        now = dataclasses.replace(before, kernels=[times(kernel, of_kernel[what])])
+    else:
+        now = times(before, "sectors_read", "sectors_written")
+    found = grown(now, before)
     assert [line.partition(":")[0] for line in found] == ([what] if factor > 1.02 else [])

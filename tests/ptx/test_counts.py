@@ -90,16 +90,10 @@ ld.global.u32 %r2, [%rd2];
 @pytest.mark.parametrize(
     "type, stride, conflicts",
     [
-        ("u32", 4, 0),
-        ("u32", 8, 1),
-        ("u32", 128, 31),
-        ("u32", 132, 0),
+        *(("u32", 4, 0), ("u32", 8, 1), ("u32", 128, 31), ("u32", 132, 0), ("u8", 1, 0)),
         ("u32", 0, 0),  # one word for all
-        ("u8", 1, 0),
-        ("u64", 8, 0),
-        ("u64", 16, 2),  # 1 in each half of the warp
-        ("v4.u32", 16, 0),
-        ("v4.u32", 32, 4),  # 1 in each quarter
+        *(("u64", 8, 0), ("u64", 16, 2)),  # 1 in each half of the warp
+        *(("v4.u32", 16, 0), ("v4.u32", 32, 4)),  # 1 in each quarter
     ],
 )
 def test_conflicts_in_shared_memory(type, stride, conflicts):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 SEEDS = range(1, 6)
 
 RACE, OUT_OF_BOUNDS, UNINITIALIZED = "data race", "out of bounds", "uninitialized"
+MISALIGNED = "16 bytes misaligned"
 
 # mutant: (run, what is found: the executor's words, or "wrong")
 CAUGHT = {
@@ -30,10 +31,7 @@ CAUGHT = {
     "a tile's total without its last warps": (runs.mask_pack, "wrong|data race|out of bounds"),
     "counts of segments not cleared": (runs.mask_pack, "wrong"),
     "no barrier before warps add to a tile's total": (runs.mask_pack, RACE),
-    "128-bit accesses at an alignment of 8 bytes": (
-        runs.mask_pack_at_8_bytes,
-        "16 bytes misaligned",
-    ),
+    "128-bit accesses at an alignment of 8 bytes": (runs.mask_pack_at_8_bytes, MISALIGNED),
     "a tile's total not noted": (runs.mask_pack, UNINITIALIZED),
     "entries past the capacity": (runs.mask_pack, OUT_OF_BOUNDS),
     "a mask that differs between lanes": (runs.scatter_unpack, "deadlock"),

@@ -10,7 +10,7 @@ import struct
 from types import SimpleNamespace
 
 import triton
-from triton.backends.compiler import GPUTarget
+from aot.compiler import TARGETS, driver
 
 from dct_kernels import triton as ops
 from dct_kernels._load import checked
@@ -19,26 +19,6 @@ from dct_kernels._schemas import OPS
 from .backend import executor
 
 _SHARED_BYTES, _THREADS = 227 << 10, 1024  # of a block on sm_90, at most
-
-
-class _Driver:
-    """A GPU, as far as Triton asks for it."""
-
-    def __init__(self):
-        self.launcher_cls = _Launcher
-        self.utils = SimpleNamespace(
-            load_binary=_load_binary,
-            get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES},
-        )
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
 
 
 class _Launcher:
@@ -56,7 +36,7 @@ class _Launcher:
         assert (y, z) == (1, 1)
         arguments = rest[-len(self._types) :]
         values = [
-            _TYPES.get(type, _as_it_is)(argument)
+            _bits(argument) if type == "fp32" else argument
             for type, argument in zip(self._types, arguments, strict=True)
             if type != "constexpr"
         ]
@@ -70,17 +50,12 @@ class _Launcher:
         )
 
 
-def _as_it_is(argument):
-    return argument
-
-
 def _bits(argument: float) -> int:
     """Of a float32."""
     return struct.unpack("<I", struct.pack("<f", argument))[0]
 
 
-_TYPES = dict.fromkeys(("constexpr", "i1", "u1", "i32", "u32", "i64", "u64", "fp64"), _as_it_is)
-_TYPES["fp32"] = _bits
+_TYPES = ("constexpr", "i1", "u1", "i32", "u32", "i64", "u64", "fp32", "fp64")
 # What a kernel may ask for beyond its arguments, and where it does not.
 _LEFT_OUT = {
     "num_ctas": 1,
@@ -116,5 +91,10 @@ def _stages(*arguments):
 def backend() -> SimpleNamespace:
     """The ops. From now on Triton has no other GPU in this process."""
     triton.knobs.runtime.add_stages_inspection_hook = _stages
-    triton.runtime.driver.set_active(_Driver())
+    utils = SimpleNamespace(
+        load_binary=_load_binary,
+        get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES},
+    )
+    target = TARGETS["sm_90"]
+    triton.runtime.driver.set_active(driver(target, launcher_cls=_Launcher, utils=utils))
     return SimpleNamespace(**{name: checked(ops, name) for name in OPS}, device="cpu")

@@ -7,21 +7,8 @@ from . import toolkit
 from .kernels import THREADS, Kernel, kernels
 from .promises import promise_of
 
-COLUMNS = (
-    "kernel",
-    "sm",
-    "instances",
-    "registers",
-    "spilled bytes",
-    "shared bytes",
-    "threads",
-    "blocks",
-    "occupancy",
-    "128-bit loads",
-    "128-bit stores",
-    "fused",
-    "instructions",
-)
+COLUMNS = ("kernel", "sm", "instances", "registers", "spilled bytes", "shared bytes", "threads")
+COLUMNS += ("blocks", "occupancy", "128-bit loads", "128-bit stores", "fused", "instructions")
 
 
 def span(values: list[int]) -> str:
