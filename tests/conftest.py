@@ -69,6 +69,15 @@ def seed():
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    store = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_origin_of_ranks(request):
     """What `dlrm.launch` starts is forked from where all ranks are, whoever comes first."""

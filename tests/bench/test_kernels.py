@@ -31,16 +31,8 @@ def test_all_ops_and_peers(tmp_path, capsys):
         "sample_threshold",
     }
     peers = {name for result in results for name in result["ms"]}
-    assert peers >= {
-        "copy",
-        "eager",
-        "topk",
-        "dgc",
-        "random-k",
-        "bf16 cast",
-        "torch.topk",
-        "FBGEMM",
-    }
+    assert peers >= {"copy", "eager", "topk", "dgc", "random-k", "bf16 cast"}
+    assert peers >= {"torch.topk", "FBGEMM"}
     for result in results:
         assert all(0 < ms["q20"] <= ms["median"] <= ms["q80"] for ms in result["ms"].values())
     lines = capsys.readouterr().out.splitlines()

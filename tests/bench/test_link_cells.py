@@ -11,19 +11,12 @@ from rates import describe_rate, parse_rate
 
 def _answer(seconds, wire):
     """Steps of these times, half compute and half wire, with `wire` bytes counted in each."""
-    return {
+    steps, half, none = len(seconds), [s / 2 for s in seconds], [0.0] * len(seconds)
+    a_step = {"payload_bytes": 1000, "wire_bytes": wire, "packets": 2, "node_bytes": 7}
+    return {name: steps * count for name, count in a_step.items()} | {
         "seconds": seconds,
-        "phases": {
-            "compute": [s / 2 for s in seconds],
-            "pack": [0.0] * len(seconds),
-            "wire": [s / 2 for s in seconds],
-            "unpack": [0.0] * len(seconds),
-        },
-        "payload_bytes": 1000 * len(seconds),
-        "wire_bytes": wire * len(seconds),
-        "packets": 2 * len(seconds),
-        "node_bytes": 7 * len(seconds),
-        "purpose_bytes": {"ids": 3 * len(seconds)},
+        "phases": {"compute": half, "pack": none, "wire": half, "unpack": none},
+        "purpose_bytes": {"ids": 3 * steps},
     }
 
 

@@ -110,12 +110,8 @@ def test_phases_of_overlapping_and_separate_exchanges():
     phases._ended["wire"] = [(0.0, 1.0), (3.0, 5.0), (11.0, 14.0), (13.0, 15.0)]
     phases._ended["exchange"] = [(2.0, 6.0), (10.0, 16.0), (12.0, 15.5), (18.0, 19.0)]
     split = phases.take(20.0)
-    assert split == {
-        "compute": 20 - 1 - 4 - 6 - 1,
-        "pack": 1 + 1 + 1,
-        "wire": 1 + 2 + 4,
-        "unpack": 2,
-    }
+    compute, pack, wire = 20 - 1 - 4 - 6 - 1, 1 + 1 + 1, 1 + 2 + 4
+    assert split == {"compute": compute, "pack": pack, "wire": wire, "unpack": 2}
 
 
 def _check_rows_phases():

@@ -13,7 +13,10 @@ from dct_parallel import RowFormat
 from experiments import mxfp4
 from experiments.mp_formats import Kind
 
-NAMES = ("float32", "int4,sign+dedup")
+
+def _run(*given):
+    command = [sys.executable, "-m", "experiments.mp_formats", *given]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT / "bench")
 
 
 @pytest.mark.parametrize(
@@ -56,18 +59,8 @@ def test_mxfp4():
 @pytest.mark.large
 def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     small = "--rows 1500 --hash-size 50 --embedding-dim 16 --bottom 8 --top 16 --seeds 1"
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.mp_formats",
-        *small.split(),
-        "--out",
-        tmp_path,
-        "--exchanges",
-        "float32",
-    ]
-    command += ["int4,sign+dedup", "--rates", "0.1,1e30"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT / "bench")
+    exchanges = ["--exchanges", "float32", "int4,sign+dedup", "--rates", "0.1,1e30"]
+    done = _run(*small.split(), "--out", tmp_path, *exchanges)
     assert done.returncode == 0, done.stderr
     records = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert len(records) == 2 * (2 + 1)
@@ -84,7 +77,7 @@ def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     assert sent["distinct_float32_bytes_per_step_per_rank"] == pytest.approx(rows * 2 * 4 * 16)
     assert (tmp_path / "report.md").read_text() in done.stdout
     (tmp_path / "float32_lr0.1_seed1.json").unlink()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT / "bench")
+    again = _run(*small.split(), "--out", tmp_path, *exchanges)
     assert again.stdout.startswith("1 of 1: float32, lr 0.1, seed 1: validation AUC")
     assert again.stdout.count("validation AUC") == 1
 
@@ -94,10 +87,5 @@ def test_the_bench_runs_and_goes_on_where_it_was(tmp_path):
     "extra", [["--exchanges", "int5"], ["--rates", "0"], ["--validation-fraction", "0"]]
 )
 def test_a_wrong_argument_is_named(extra):
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.mp_formats", *extra],
-        capture_output=True,
-        text=True,
-        cwd=ROOT / "bench",
-    )
+    done = _run(*extra)
     assert done.returncode != 0 and extra[0] in done.stderr

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,18 @@ WIDTHS = "must be integers >= 1 joined by '-', such as 512-256, got"
         ("--max-malformed", "1.1", "must be a number in [0, 1], got '1.1'"),
         ("--policy", "loose", "invalid choice: 'loose'"),
         ("--transport", "ring", "invalid choice: 'ring'"),
+        ("--row-density", "0", "must be a number in (0, 1], got '0'"),
+        ("--row-density", "1.01", "must be a number in (0, 1], got '1.01'"),
+        ("--row-format", "int4,int4,int4", "must be one or two of float32, bfloat16,"),
+        ("--row-format", "int4,int5", "must be one or two of float32, bfloat16,"),
+        ("--embedding-lr", "0", "must be a number > 0, got '0'"),
+        ("--parallel", "model", "invalid choice: 'model'"),
+        ("--embedding-optimizer", "adam", "invalid choice: 'adam'"),
+        ("--replicas", "0", f"{COUNT} '0'"),
+        ("--sync-every", "0", f"{COUNT} '0'"),
+        ("--sync-density", "0", "must be a number in (0, 1], got '0'"),
+        ("--sync-format", "fp8", "invalid choice: 'fp8'"),
+        ("--checkpoint-every", "0", f"{COUNT} '0'"),
     ],
 )
 def test_a_wrong_argument(capsys, argument, value, rule):
@@ -78,74 +91,57 @@ def test_options_have_their_whole_names(capsys, run, given, full):
     assert f"error: argument {full}: must be" in capsys.readouterr().err
 
 
-def test_file_and_generated_rows_exclude_each_other(capsys):
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        (["--data=rows.tsv", "--rows=10"], "not allowed with argument --data"),
+        (["--sync-format=bfloat16", "--sync-density=1"], "not allowed with argument --sync-format"),
+        (["--local-size=2", "--ranks=3"], "--local-size must divide the ranks, 3, got 2"),
+        (["--local-size=2", "--modes=dense"], "must come with --modes dct, got dense"),
+    ],
+)
+def test_options_that_exclude_each_other(capsys, given, text):
     with pytest.raises(SystemExit):
-        main(["--data", "rows.tsv", "--rows", "10"])
-    assert "not allowed with argument --data" in capsys.readouterr().err
+        main(given)
+    assert text in capsys.readouterr().err
 
 
-def test_nodes_are_of_equal_size_and_for_dct(capsys, monkeypatch):
-    for given, text in (
-        (["--local-size", "2", "--ranks", "3"], "--local-size must divide the ranks, 3, got 2"),
-        (["--local-size", "2", "--modes", "dense"], "must come with --modes dct, got dense"),
-    ):
-        with pytest.raises(SystemExit):
-            main(given)
-        assert text in capsys.readouterr().err
+def test_nodes_are_of_so_many_ranks(monkeypatch):
     assert arguments.parse(["--local-size", "2"]).ranks == 2
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert arguments.parse(["--local-size", "4"]).local_size == 4  # of torchrun's ranks
 
 
-def test_a_missing_file(tmp_path, capsys):
-    assert main(["--data", str(tmp_path / "none.tsv"), "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
-        f"train_dlrm.py: {tmp_path / 'none.tsv'} must be a file, got nothing\n"
-    )
-
-
-def test_results_that_cannot_be_written(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "data, out, text",
+    [
+        ("none.tsv", "", "train_dlrm.py: {folder}/none.tsv must be a file, got nothing\n"),
+        ("n" * 300, "", "must be readable to its end, got: [Errno"),
+        (None, "taken", "--out must be a folder that can be written to"),
+    ],
+    ids=["none", "a name too long", "a file"],
+)
+def test_files_that_cannot_be(tmp_path, capsys, data, out, text):
     (tmp_path / "taken").write_text("a file")
-    assert main(["--out", str(tmp_path / "taken")]) == 1
-    assert "--out must be a folder that can be written to" in capsys.readouterr().err
-
-
-def test_a_name_too_long(tmp_path, capsys):
-    assert main(["--data", "n" * 300, "--out", str(tmp_path)]) == 1
-    assert "must be readable to its end, got: [Errno" in capsys.readouterr().err
-
-
-def _a_checkpoint_that_is_a_file(folder):
-    (folder / "checkpoint").touch()
-    return folder
-
-
-def _a_result_that_is_a_folder(folder):
-    (folder / "summary.json").mkdir()
-    return folder
-
-
-def _another_that_is_a_folder(folder):
-    (folder / "history.json").mkdir()
-    return folder
-
-
-def _a_name_too_long(folder):
-    return folder / ("n" * 300)
+    given = [] if data is None else ["--data", str(tmp_path / data)]
+    assert main([*given, "--out", str(tmp_path / out)]) == 1
+    said, text = capsys.readouterr().err, text.format(folder=tmp_path)
+    assert said == text if text.startswith("train_dlrm.py") else text in said
 
 
 @pytest.mark.parametrize(
-    "prepare",
+    "make, name, folder",
     [
-        _a_checkpoint_that_is_a_file,
-        _a_result_that_is_a_folder,
-        _another_that_is_a_folder,
-        _a_name_too_long,
+        (Path.touch, "checkpoint", ""),
+        (Path.mkdir, "summary.json", ""),
+        (Path.mkdir, "history.json", ""),
+        (Path.touch, "a file", "n" * 300),
     ],
 )
-def test_a_folder_that_is_no_place_for_results(tmp_path, prepare):
-    options = arguments.parse(["--overwrite", "--out", str(prepare(tmp_path))])
+def test_a_folder_that_is_no_place_for_results(tmp_path, make, name, folder):
+    make(tmp_path / name)
+    options = arguments.parse(["--overwrite", "--out", str(tmp_path / folder)])
     with pytest.raises(UsageError, match="--out must be a folder that can be written to, got"):
         _folder(options)
 

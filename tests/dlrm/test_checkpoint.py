@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from dlrm import arguments
 from dlrm.checkpoint import MANIFEST, Checkpoints
 from dlrm.errors import UsageError
 from dlrm.experiment import _going_on
@@ -16,15 +14,6 @@ from dlrm.train import main
 
 SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embedding-dim", "8"]
 SMALL += ["--bottom", "16", "--top", "64", "--epochs", "2", "--density", "0.05"]  # 18 steps
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
 
 
 SETTINGS = {"--density": 0.01, "--modes": ["dense", "dct"], "train_rows": 5}
@@ -154,17 +143,3 @@ def test_the_command(tmp_path, capsys):
 def test_what_a_command_goes_on_from_is_told():
     saved = {"finished": [("dense", {})], "training": {"noted": {"losses": [0.5] * 1500}}}
     assert _going_on(saved) == "goes on after 1 finished runs and 1,500 steps of the next"
-
-
-@pytest.mark.parametrize(
-    "arguments_, text",
-    [
-        (["--resume"], "--resume must come with --out, got none"),
-        (["--resume", "--overwrite", "--out", "x"], "--resume must come without --overwrite"),
-        (["--checkpoint-every", "0"], "must be an integer >= 1, got '0'"),
-    ],
-)
-def test_a_wrong_argument(capsys, arguments_, text):
-    with pytest.raises(SystemExit):
-        arguments.parse(arguments_)
-    assert text in capsys.readouterr().err

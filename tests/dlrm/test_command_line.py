@@ -128,14 +128,8 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, launcher, number):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-u", *(torchrun if launcher == "torchrun" else [])]
     environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command += [
-        str(ROOT / "examples" / "train_dlrm.py"),
-        *QUICK,
-        "--modes",
-        "dense",
-        "--out",
-        str(tmp_path),
-    ]
+    command += [str(ROOT / "examples" / "train_dlrm.py"), *QUICK]
+    command += ["--modes", "dense", "--out", str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, env=environment, **pipes) as process:
         while not (said := process.stdout.readline()).startswith("dense seed 1"):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from programs import started
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, dct_hook
 from dlrm.launch import WorkerError, launch
+from ranks import hooked
 
 
 def _sum_of_ranks(path, threads):
@@ -36,10 +36,8 @@ def _die_on_rank_one():
 
 
 def _leave_a_thread_at_work():
-    ddp = DDP(torch.nn.Linear(64, 64))
-    state = DCTState(ddp, start_step=1)
+    ddp, _ = hooked(DDP(torch.nn.Linear(64, 64)), start_step=1)
     ddp.cycle = [ddp]
-    ddp.register_comm_hook(state, dct_hook)
     for _ in range(3):
         ddp(torch.ones(1, 64)).sum().backward()
     work = dist.all_reduce(torch.ones(1), async_op=True)

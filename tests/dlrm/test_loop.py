@@ -16,13 +16,7 @@ SMALL = ["--rows", "1500", "--batch-size", "64", "--hash-size", "50", "--embeddi
 SMALL += ["--bottom", "8", "--top", "32"]
 
 
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _run(mode, seed=0, *arguments_):
@@ -195,10 +189,7 @@ def test_validation_rows_are_neither_trained_on_nor_tested(monkeypatch):
     options = arguments.parse([*SMALL, "--validation-fraction", "0.1"])
     data = dataset.load(options)
     assert torch.equal(data.test.ids, plain.test.ids) and len(plain.validation) == 0
-    parts = (
-        {tuple(ids.tolist()) for ids in data.train.ids},
-        {tuple(ids.tolist()) for ids in data.validation.ids},
-    )
+    parts = [{tuple(i.tolist()) for i in part.ids} for part in (data.train, data.validation)]
     whole = [tuple(ids.tolist()) for ids in plain.train.ids]
     assert len(data.train) + len(data.validation) == len(whole)
     assert set(whole) == parts[0] | parts[1] and 100 < len(data.validation) < 200

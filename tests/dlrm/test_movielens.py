@@ -21,11 +21,8 @@ def _write(tmp_path, lines):
 def test_a_row_knows_what_came_before_it(tmp_path):
     rows, numbers, tables, report = movielens.read(_write(tmp_path, LINES), 100)
     assert numbers.tolist() == [0, 1, 2, 3, 4, 5] and report.malformed == 0
-    assert tables == (
-        9,
-        11,
-        11,
-    )  # of users to 7 and items to 9: one row each, and the missing one's
+    # Of users to 7 and items to 9: one row each, and the missing one's.
+    assert tables == (9, 11, 11)
     assert rows.labels.tolist() == [1, 0, 1, 1, 0, 1]
     of_user, of_item = rows.ints.double().expm1().round().T.tolist()
     assert of_user == [2, 0, 1, 0, 3, 1]

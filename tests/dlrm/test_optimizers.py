@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm import arguments, loop
@@ -20,13 +19,7 @@ BY_HAND = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", BY_HAND)

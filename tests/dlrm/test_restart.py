@@ -143,19 +143,10 @@ TORCHRUN += ["--max-restarts", "1000"]
 
 def _start(folder, launcher, *given):
     environment = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [
-        sys.executable,
-        *launcher,
-        ROOT / "examples" / "train_dlrm.py",
-        *LARGE,
-        *given,
-        "--out",
-        folder,
-    ]
+    command = [sys.executable, *launcher, ROOT / "examples" / "train_dlrm.py", *LARGE, *given]
+    options = {"env": environment, "start_new_session": True}
     with open(folder.with_suffix(".log"), "a") as log:
-        return subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        return subprocess.Popen([*command, "--out", folder], stdout=log, stderr=log, **options)
 
 
 def _children(pid):

@@ -208,43 +208,36 @@ def _table(dtype=torch.float32, shape=(4, 2)):
     return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
+PARAMS = "params must be tensors or parameter groups, got int"
+SCALED = "dct::MomentumScaledRowWiseAdagrad: "
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("optimizer", "params", "settings", "error", "text"),
     [
+        (RowWiseAdagrad, 5, {}, TypeError, PARAMS),
+        (MomentumScaledRowWiseAdagrad, 5, {"scale": 1}, TypeError, SCALED + PARAMS),
+        (RowWiseAdagrad, [_table()], {"lr": 0.0}, ValueError, "lr must be finite and above 0"),
+        (RowWiseAdagrad, [_table()], {"lr": math.nan}, ValueError, "lr must be finite and a"),
+        (RowWiseAdagrad, [_table()], {"lr": "1"}, TypeError, "lr must be a number, got str"),
+        (RowWiseAdagrad, [_table()], {"eps": 0}, ValueError, "eps must be finite and above 0"),
         (
-            lambda: RowWiseAdagrad(5),
-            TypeError,
-            "params must be tensors or parameter groups, got int",
-        ),
-        (
-            lambda: MomentumScaledRowWiseAdagrad(5, scale=1),
-            TypeError,
-            "MomentumScaledRowWiseAdagrad: params must be tensors or parameter groups, got int",
-        ),
-        (lambda: RowWiseAdagrad([_table()], lr=0.0), ValueError, "lr must be finite and above 0"),
-        (lambda: RowWiseAdagrad([_table()], lr=math.nan), ValueError, "lr must be finite and a"),
-        (lambda: RowWiseAdagrad([_table()], lr="1"), TypeError, "lr must be a number, got str"),
-        (lambda: RowWiseAdagrad([_table()], eps=0), ValueError, "eps must be finite and above 0"),
-        (
-            lambda: RowWiseAdagrad([_table(), _table(torch.bfloat16)]),
-            TypeError,
+            *(RowWiseAdagrad, [_table(), _table(torch.bfloat16)], {}, TypeError),
             r"dct::RowWiseAdagrad: params\[1\] must be float32 or float64, got bfloat16",
         ),
         (
-            lambda: RowWiseAdagrad([_table(shape=(4,))]),
-            ValueError,
+            *(RowWiseAdagrad, [_table(shape=(4,))], {}, ValueError),
             r"params\[0\] must have shape \[rows, d\] with d >= 1, got \(4,\)",
         ),
         (
-            lambda: MomentumScaledRowWiseAdagrad([_table()], scale=0.5),
-            ValueError,
-            "dct::MomentumScaledRowWiseAdagrad: scale must be finite and at least 1, got 0.5",
+            *(MomentumScaledRowWiseAdagrad, [_table()], {"scale": 0.5}, ValueError),
+            SCALED + "scale must be finite and at least 1, got 0.5",
         ),
     ],
 )
-def test_wrong_arguments(make, error, text):
+def test_wrong_arguments(optimizer, params, settings, error, text):
     with pytest.raises(error, match=text):
-        make()
+        optimizer(params, **settings)
 
 
 def test_a_refused_group_is_not_added():

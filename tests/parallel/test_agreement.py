@@ -36,53 +36,37 @@ from ranks import (
 MUST = "must be the same on every rank, got"
 
 
-def _disagreeing(rank):
+@on_ranks(3)
+def test_settings_that_differ_are_named_by_every_rank(rank):
     """Every setting that must be equal, one after another; then all go on."""
-    last, texts = rank == dist.get_world_size() - 1, []
-    scaler = torch.amp.GradScaler("cpu")
-    for key, value, other in [
-        ("density", 0.1, 0.10001),
-        ("format", torch.bfloat16, torch.float32),
-        ("policy", "fresh", "fixed"),
-        ("refresh_every", 1000, 999),
-        ("start_step", 2, 4),
-        ("grad_scaler", None, scaler),
-    ]:
+    last, model = rank == 2, "2 parameters of 20 elements, names and shapes X"
+
+    def refused(name, told, other, make):
         with pytest.raises(ValueError) as error:
-            DCTState(ddp(mlp()), **{"density": 0.1, key: other if last else value})
-        texts.append(str(error.value))
+            make()
+        text = re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value))
+        assert text == f"dct::DCTState: {name} {MUST} {told} on rank 0, {told} on rank 1, {other}"
+
+    for key, value, other, told, others in [
+        ("density", 0.1, 0.10001, "0.1", "0.10001"),
+        ("format", torch.bfloat16, torch.float32, "bfloat16", "float32"),
+        ("policy", "fresh", "fixed", "fresh", "fixed"),
+        ("refresh_every", 1000, 999, "1000", "999"),
+        ("start_step", 2, 4, "2", "4"),
+        ("grad_scaler", None, torch.amp.GradScaler("cpu"), "none", "given"),
+    ]:
+        settings = {"density": 0.1, key: other if last else value}
+        refused(
+            key, told, f"{others} on rank 2", lambda given=settings: DCTState(ddp(mlp()), **given)
+        )
     version = ledger_module.__version__
     ledger_module.__version__ = "9.9" if last else version
-    with pytest.raises(ValueError) as error:
-        DCTState(ddp(mlp()))
-    texts.append(str(error.value).replace(version, "this one"))
+    refused("version", version, "9.9 on rank 2", lambda: DCTState(ddp(mlp())))
     ledger_module.__version__ = version
-    with pytest.raises(ValueError) as error:
-        DCTState(ddp(nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})))
-    texts.append(re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value)))
-    model, _ = hooked(ddp(mlp()), density=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    train(model, optimizer, rank, range(4))
-    return texts
-
-
-def test_settings_that_differ_are_named_by_every_rank():
-    texts = run_ranks(_disagreeing, 3)
-    model = "2 parameters of 20 elements, names and shapes X"
-    assert texts[0] == [
-        f"dct::DCTState: {key} {MUST} {value} on rank 0, {value} on rank 1, {other} on rank 2"
-        for key, value, other in [
-            ("density", 0.1, 0.10001),
-            ("format", "bfloat16", "float32"),
-            ("policy", "fresh", "fixed"),
-            ("refresh_every", 1000, 999),
-            ("start_step", 2, 4),
-            ("grad_scaler", "none", "given"),
-            ("version", "this one", "9.9"),
-            ("model", model, model),
-        ]
-    ]
-    assert texts[1] == texts[2] == texts[0]
+    layers = nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})
+    refused("model", model, f"{model} on rank 2", lambda: DCTState(ddp(layers)))
+    trained, _ = hooked(ddp(mlp()), density=0.1)
+    train(trained, torch.optim.SGD(trained.parameters(), lr=0.05), rank, range(4))
 
 
 def _trained(rank, steps, group=None):
@@ -92,7 +76,8 @@ def _trained(rank, steps, group=None):
     return model, state, lambda: train_step(model, optimizer, *batch(steps, rank))
 
 
-def _loads(rank):
+@on_ranks(2)
+def test_loads_that_differ_are_named_by_every_rank(rank):
     """Checkpoints that differ between ranks, and one that only rank 0 loads, before training."""
     _, state, step = _trained(rank, 3)
     at_3 = state.state_dict()
@@ -100,27 +85,19 @@ def _loads(rank):
     at_4 = state.state_dict()
     _, other, _ = _trained(rank, 3)
     other_run = other.state_dict()
-    texts = []
-    for first, second in [(at_3, None), (at_3, at_4), (at_3, other_run)]:
+    ids = [entry(saved)["run_id"] for saved in (at_3, other_run)]
+    assert ids[0] != ids[1]
+    for first, second, rule in [
+        (at_3, None, f"checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1"),
+        (at_3, at_4, f"step {MUST} 3 on rank 0, 4 on rank 1"),
+        (at_3, other_run, f"run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1"),
+    ]:
         _, state, step = _trained(rank, 0)
         if (first, second)[rank] is not None:
             state.load_state_dict((first, second)[rank])
         with pytest.raises(ValueError) as error:
             step()
-        texts.append(str(error.value))
-    ids = [entry(saved)["run_id"] for saved in (at_3, other_run)]
-    assert len(set(ids)) == 2
-    return texts, ids
-
-
-def test_loads_that_differ_are_named_by_every_rank():
-    (texts, ids), other = run_ranks(_loads, 2)
-    assert other == (texts, ids)
-    assert texts == [
-        f"dct::load_state_dict: checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1",
-        f"dct::load_state_dict: step {MUST} 3 on rank 0, 4 on rank 1",
-        f"dct::load_state_dict: run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1",
-    ]
+        assert str(error.value) == f"dct::load_state_dict: {rule}"
 
 
 def _hooked():

@@ -127,40 +127,24 @@ def test_corners(rank):
         assert torch.equal(all_gather_rows(x, format=ALL, group=alone), x)
 
 
-def _faults(rank):
-    last, texts = rank == 2, []
-    for call in (
-        lambda: all_gather_rows(torch.randn(0 if last else 4, 8), format=HALF),
-        lambda: all_gather_rows(torch.randn(4, 8), format=RowFormat(density=0.5 if last else 0.25)),
-        lambda: all_gather_rows(torch.randn(4, 8).to(_dtype(last)), format=HALF),
-        lambda: all_gather_rows(torch.randn(4, 8, requires_grad=last), format=HALF),
+@on_ranks(3)
+def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
+    last, x = rank == 2, torch.randn(4, 8)
+    dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    for given, format, name, told, others in (
+        (x[: 0 if last else 4], HALF, "B", 4, 0),
+        (x, RowFormat(density=density), "density", 0.25, 0.5),
+        (x.to(dtype), HALF, "format", "float32", "bfloat16"),
+        (x.clone().requires_grad_(last), HALF, "requires_grad", False, True),
     ):
         with pytest.raises(ValueError) as error:
-            call()
-        texts.append(str(error.value))
+            all_gather_rows(given, format=format)
+        got = f"{told} on rank 0, {told} on rank 1, {others} on rank 2"
+        rule = f"{name} must be the same on every rank, got {got}"
+        assert str(error.value) == f"dct::all_gather_rows: {rule}"
     with pytest.raises(ValueError, match=re.escape("widths[2] must be in [1, ")):
         all_gather_rows(torch.randn(4, 0 if last else 8), format=HALF)
     all_gather_rows(torch.randn(4, 8), format=HALF)
-    return texts
-
-
-def _dtype(last):
-    return torch.bfloat16 if last else torch.float32
-
-
-def test_ranks_that_disagree_all_fail_and_name_all_values():
-    texts = run_ranks(_faults, 3)
-    must = "must be the same on every rank, got"
-    assert texts == 3 * [
-        [
-            f"dct::all_gather_rows: B {must} 4 on rank 0, 4 on rank 1, 0 on rank 2",
-            f"dct::all_gather_rows: density {must} 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2",
-            f"dct::all_gather_rows: format {must} "
-            "float32 on rank 0, float32 on rank 1, bfloat16 on rank 2",
-            f"dct::all_gather_rows: requires_grad {must} "
-            "False on rank 0, False on rank 1, True on rank 2",
-        ]
-    ]
 
 
 @on_ranks(1)

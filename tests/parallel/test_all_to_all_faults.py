@@ -5,7 +5,6 @@ import os
 import re
 import weakref
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -18,77 +17,47 @@ ALL = RowFormat(density=1.0)
 HALF = RowFormat(density=0.5)
 
 
-def _disagreeing(rank):
-    """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
-    ranks, texts = dist.get_world_size(), []
-    splits, last = [1] * ranks, rank == ranks - 1
-    calls = [
-        lambda: all_to_all_rows(torch.randn(ranks, 16 if last else 8), splits, format=HALF),
-        lambda: all_to_all_rows(torch.randn(ranks, 0 if last else 8), splits, format=HALF),
-        lambda: all_to_all_rows(
-            torch.randn(ranks, 8), splits, format=RowFormat(density=0.5 if last else 0.25)
-        ),
-        lambda: all_to_all_rows(torch.randn(ranks, 8).to(_dtype(last)), splits, format=HALF),
-        lambda: all_to_all_rows(torch.randn(ranks, 8, requires_grad=last), splits, format=HALF),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError) as error:
-            call()
-        texts.append(str(error.value))
-    all_to_all_rows(torch.randn(ranks, 8), splits, format=HALF)
-    return texts
-
-
-def _dtype(last):
-    return torch.bfloat16 if last else torch.float32
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_disagree_all_fail_and_name_all_values(world_size):
-    texts = run_ranks(_disagreeing, world_size)
-    assert texts == texts[:1] * world_size
-    start = "dct::all_to_all_rows: "
-    for text, name, first, last in zip(
-        texts[0],
-        ("d", "d", "density", "format", "requires_grad"),
-        (8, 8, 0.25, "float32", False),
-        (16, 0, 0.5, "bfloat16", True),
-        strict=True,
+@on_ranks("world_size")
+def test_ranks_that_disagree_all_fail_and_name_all_values(rank, world_size):
+    """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
+    splits, last, x = [1] * world_size, rank == world_size - 1, torch.randn(world_size, 16)
+    dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    for given, format, name, told, others in (
+        (x[:, : 16 if last else 8], HALF, "d", 8, 16),
+        (x[:, : 0 if last else 8], HALF, "d", 8, 0),
+        (x, RowFormat(density=density), "density", 0.25, 0.5),
+        (x.to(dtype), HALF, "format", "float32", "bfloat16"),
+        (x.clone().requires_grad_(last), HALF, "requires_grad", False, True),
     ):
-        got = [f"{first} on rank {rank}" for rank in range(world_size - 1)]
-        got.append(f"{last} on rank {world_size - 1}")
-        assert text == f"{start}{name} must be the same on every rank, got {', '.join(got)}"
+        with pytest.raises(ValueError) as error:
+            all_to_all_rows(given, splits, format=format)
+        got = [f"{told} on rank {r}, " for r in range(world_size - 1)]
+        rule = f"{name} must be the same on every rank, got {''.join(got)}{others} on rank "
+        assert str(error.value) == f"dct::all_to_all_rows: {rule}{world_size - 1}"
+    all_to_all_rows(x, splits, format=HALF)
 
 
 @on_ranks(1)
 def test_errors_name_the_argument(rank):
     x = torch.randn(4, 8)
-    for call, error, text in [
-        (lambda: all_to_all_rows(x, [2, 2], format=ALL), ValueError, "splits must have 1 elements"),
-        (lambda: all_to_all_rows(x, [3], format=ALL), ValueError, "x must have 3 rows like"),
-        (lambda: all_to_all_rows(None, [4], format=ALL), TypeError, "x must be a tensor, got None"),
-        (lambda: all_to_all_rows(x[0], [4], format=ALL), ValueError, "x must be 2-D, got 1-D"),
-        (lambda: all_to_all_rows(x, [-4], format=ALL), ValueError, "splits[0] must be in [0, "),
-        (lambda: all_to_all_rows(x, [4.0], format=ALL), TypeError, "splits[0] must be an integer"),
-        (
-            lambda: all_to_all_rows(x, [4], [1, 3], format=ALL),
-            ValueError,
-            "output_splits must have",
-        ),
-        (lambda: all_to_all_rows(x.double(), [4], format=ALL), TypeError, "x must be float32"),
-        (
-            lambda: all_to_all_rows(x, 4, format=ALL),
-            TypeError,
-            "splits must be a sequence of integ",
-        ),
-        (lambda: all_to_all_rows(x, [4], 4, format=ALL), TypeError, "output_splits must be a sequ"),
-        *(
-            (partial(all_to_all_rows, x[:, :0], [4], format=how), ValueError, "x must have at lea")
-            for how in (ALL, "int8")
-        ),
+    for given, error, text in [
+        ((x, [2, 2]), ValueError, "splits must have 1 elements"),
+        ((x, [3]), ValueError, "x must have 3 rows like"),
+        ((None, [4]), TypeError, "x must be a tensor, got None"),
+        ((x[0], [4]), ValueError, "x must be 2-D, got 1-D"),
+        ((x, [-4]), ValueError, "splits[0] must be in [0, "),
+        ((x, [4.0]), TypeError, "splits[0] must be an integer"),
+        ((x, [4], [1, 3]), ValueError, "output_splits must have"),
+        ((x.double(), [4]), TypeError, "x must be float32"),
+        ((x, 4), TypeError, "splits must be a sequence of integ"),
+        ((x, [4], 4), TypeError, "output_splits must be a sequ"),
+        ((x[:, :0], [4]), ValueError, "x must have at lea"),
     ]:
         with pytest.raises(error, match=re.escape(text)):
-            call()
+            all_to_all_rows(*given, format=ALL)
+    with pytest.raises(ValueError, match="x must have at lea"):
+        all_to_all_rows(x[:, :0], [4], format="int8")
 
 
 def _dies(rank, when):

@@ -5,17 +5,18 @@ import torch
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from averaged import adamw, train, uneven
 from dct_kernels import payload_layout
 from dct_parallel import DCTAverager
 from dct_parallel.wire import all_reduce_bytes
-from local_steps import adamw, train, uneven
-from ranks import assert_same, batch, entry, gathered, on_ranks, run_ranks, train_step, weights
+from ranks import assert_same, batch, entry, gathered, on_ranks, train_step, weights
 from wire_meter import WireMeter
 
 PERIOD = 3
 
 
-def _dense_oracle(rank):
+@on_ranks(2)
+def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit(rank):
     """At density 1 nothing waits: weights are the base plus the mean of what ranks moved by."""
     model, alone = uneven(rank), uneven(0)  # the first rank's weights go to all
     averager = DCTAverager(model, density=1, period=PERIOD, format=torch.float32)
@@ -29,31 +30,7 @@ def _dense_oracle(rank):
             base += (moved[0] + moved[1]) / 2
             nn.utils.vector_to_parameters(base.clone(), alone.parameters())
         assert torch.equal(weights(model), weights(alone)), step
-    return weights(model)
-
-
-def test_at_density_1_it_is_the_mean_of_all_moves_bit_for_bit():
-    first, second = run_ranks(_dense_oracle, 2)
-    assert torch.equal(first, second)
-
-
-@on_ranks(2)
-def test_weights_of_few_bits_have_a_base_in_float32(rank):
-    """Half of an ulp of bfloat16 is averaged at a time: weights move at every second one."""
-    dtypes = torch.float32, torch.bfloat16, torch.float16
-    model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
-    averager = DCTAverager(model, density=1, period=1, format=torch.float32)
-    base = torch.full((3000,), 256.0)
-    for _ in range(1, 8):
-        with torch.no_grad():
-            for parameter in model:
-                parameter += 2 * (rank == 0)
-        averager.average_parameters()
-        base += 1
-        for parameter in model:
-            assert torch.equal(parameter, base.to(parameter.dtype))
-    saved = entry(averager.state_dict())["parameters"].values()
-    assert all(torch.equal(state["base"], base) for state in saved)
+    assert_same(weights(model))
 
 
 @on_ranks(2)
@@ -91,37 +68,30 @@ def test_a_flush_sends_all_that_waits(rank):
     assert torch.equal(entry(before)["parameters"]["0"]["base"], averager._base[:3000])
 
 
-def _told(rank):
+@on_ranks(2)
+def test_what_it_sends_is_told(rank):
     model = nn.Linear(1000, 100, bias=False)
     averager = DCTAverager(model, density=0.1, period=10)
-    assert averager.stats() == {
-        "step": 0,
-        "density": None,
-        "overflow": 0.0,
-        "wire_bytes": averager.wire_bytes,
-        "under_way": False,
-    }
+    nothing_yet = {"step": 0, "density": None, "overflow": 0.0, "under_way": False}
+    assert averager.stats() == nothing_yet | {"wire_bytes": averager.wire_bytes}
     for _ in range(20):
         with torch.no_grad():
             model.weight += torch.randn(100, 1000)
         averager.average_parameters()
     stats = averager.stats()
     assert stats["step"] == 20 and 0.05 < stats["density"] < 0.126
-    return averager.plan()
+    plan = averager.plan()
+    assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
+    # 12,500 entries of 4 bytes, a header and 8 starts: 50,112 bytes; dense: 400,000.
+    assert "That is 8.0x fewer bytes than the all-reduce." in plan
+    assert plan.endswith("Every 10 steps: 5,011 bytes a step, 79.8x fewer than that.")
 
 
-def test_what_it_sends_is_told():
-    for plan in run_ranks(_told, 2):
-        assert "all_gather (up to 8 ranks)" in plan and "bytes/averaging" in plan
-        # 12,500 entries of 4 bytes, a header and 8 starts: 50,112 bytes; dense: 400,000.
-        assert "That is 8.0x fewer bytes than the all-reduce." in plan
-        assert plan.endswith("Every 10 steps: 5,011 bytes a step, 79.8x fewer than that.")
-
-
-def _equal_ranks(rank, period):
-    """In which of 10,000 steps the ranks averaged; they are equal after each thousandth."""
+@on_ranks(2)
+def test_ranks_agree_over_ten_thousand_steps(rank):
+    """They average in the same steps, and are equal after each thousandth."""
     model = nn.Linear(20, 20)
-    averager = DCTAverager(model, density=0.1, period=period)
+    averager = DCTAverager(model, density=0.1, period=40)
     finish, averaged = averager._bucket.finish, []
     averager._bucket.finish = lambda out: averaged.append(averager.step) or finish(out)
     generator = torch.Generator().manual_seed(rank)
@@ -131,12 +101,7 @@ def _equal_ranks(rank, period):
         averager.average_parameters()
         if step % 1000 == 0:
             assert_same(weights(model))
-    return averaged
-
-
-def test_ranks_agree_over_ten_thousand_steps():
-    first, second = run_ranks(_equal_ranks, 2, 40)
-    assert first == second == list(range(40, 10_001, 40))
+    assert averaged == list(range(40, 10_001, 40))
 
 
 @on_ranks(2)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from averaged import adamw, train, uneven
 from dct_parallel import DCTAverager, DCTState, merge_states
-from local_steps import adamw, train, uneven
 from ranks import (
     assert_same,
     assert_same_state,
@@ -18,7 +18,6 @@ from ranks import (
     gathered,
     mlp,
     on_ranks,
-    run_ranks,
     set_timeout,
     through_a_file,
     train_step,
@@ -60,14 +59,8 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype,
 
     def make(seed):
         model = uneven(seed).to(dtype)
-        averager = DCTAverager(
-            model,
-            density=0.1,
-            period=PERIOD,
-            overlap=overlap,
-            residual_decay=0.9,
-            transport=transport,
-        )
+        options = {"overlap": overlap, "residual_decay": 0.9, "transport": transport}
+        averager = DCTAverager(model, density=0.1, period=PERIOD, **options)
         return model, adamw(model), averager
 
     def step(number, model, optimizer, averager):
@@ -96,7 +89,11 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype,
         assert_same_state(averager.state_dict(), saved[-1][2])
 
 
-def _by_the_other_transport(rank, transport, other):
+@pytest.mark.parametrize(
+    "transport, other", [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")]
+)
+@on_ranks(2)
+def test_a_state_is_loaded_into_the_other_transport(rank, transport, other):
     """Nothing is lost on the way: a flush brings the mean of all that ranks moved by."""
     model = nn.ParameterList([torch.zeros(20_000), torch.zeros(30_000)])
     averager = DCTAverager(model, density=0.05, period=1, format=torch.float32, transport=transport)
@@ -117,12 +114,6 @@ def _by_the_other_transport(rank, transport, other):
     again.flush()
     assert_same(weights(model))
     assert torch.equal(2 * weights(model), sum(gathered(moved)))
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_state_is_loaded_into_the_other_transport(transport):
-    other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[transport]
-    run_ranks(_by_the_other_transport, 2, transport, other)
 
 
 @on_ranks(1)

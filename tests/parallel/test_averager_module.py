@@ -5,11 +5,10 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from averaged import train, uneven
 from dct_parallel import DCTAverager
-from local_steps import train, uneven
 from ranks import assert_same, batch, entry, on_ranks, train_step, weights
 
 
@@ -20,13 +19,6 @@ def test_ranks_with_other_settings_raise(rank):
         got = "got {} on rank 0, {} on rank 1".format(*values)
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
             DCTAverager(uneven(), **{name: values[rank]})
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -88,18 +80,10 @@ class _Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Parameter(torch.randn(300))
-        frozen = [
-            torch.randn(40, 3),
-            torch.randn(4, 5).t(),
-            torch.randn(()),
-            torch.randn(0),
-            torch.randn(7).bfloat16(),
-            torch.randn(7).double(),
-            torch.randint(-99, 99, (5, 5), dtype=torch.int8),
-            torch.randint(99, (3,)),
-            torch.randn(50) > 0,
-            torch.randn(4, dtype=torch.complex64),
-        ]
+        frozen = [torch.randn(40, 3), torch.randn(4, 5).t(), torch.randn(()), torch.randn(0)]
+        frozen += [torch.randn(7).bfloat16(), torch.randn(7).double(), torch.randn(50) > 0]
+        frozen += [torch.randint(-99, 99, (5, 5), dtype=torch.int8), torch.randint(99, (3,))]
+        frozen += [torch.randn(4, dtype=torch.complex64)]
         self.frozen = nn.ParameterList(nn.Parameter(value, False) for value in frozen)
         self.last = nn.Parameter(torch.randn(30, 20))
         self.register_buffer("own", torch.randn(3))

@@ -66,14 +66,8 @@ def _saved(averager, key):
 @on_ranks("ranks")
 def test_it_follows_the_rule(rank, ranks, period, overlap, decay, bad):
     model = nn.ParameterList(map(torch.zeros, SIZES))
-    averager = DCTAverager(
-        model,
-        density=0.05,
-        period=period,
-        format=torch.float32,
-        residual_decay=decay,
-        overlap=overlap,
-    )
+    options = {"format": torch.float32, "residual_decay": decay, "overlap": overlap}
+    averager = DCTAverager(model, density=0.05, period=period, **options)
     rule, generator = _Rule(ranks, decay), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
         moves = generator.integers(-1024, 1025, rule.weights.shape) * 3 / 256

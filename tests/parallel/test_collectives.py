@@ -124,12 +124,8 @@ def test_the_meter_counts_what_a_rank_sends(rank):
 
 
 BOTTOM, TOP = (13, 512, 256, 64, 16), (367, 512, 256, 1)
-DLRM = [
-    size
-    for widths in (BOTTOM, TOP)
-    for inputs, outputs in pairwise(widths)
-    for size in (inputs * outputs, outputs)
-]
+LAYERS = [*pairwise(BOTTOM), *pairwise(TOP)]
+DLRM = [size for inputs, outputs in LAYERS for size in (inputs * outputs, outputs)]
 TABLES = [20_000 * 16, 3_000 * 16, 24 * 16]
 
 
@@ -165,20 +161,14 @@ def test_dlrm_sends_a_hundredth_of_the_bytes_of_a_float32_all_reduce(sizes):
     assert dense / sent >= 150
 
 
-def test_the_meter_leaves_ddp_as_it_found_it():
+@on_ranks(1)
+def test_the_meter_leaves_ddp_as_it_found_it(rank):
     """Nothing is counted, nor broken, once the meter is left."""
     with WireMeter() as meter:
         pass
-    (result,) = run_ranks(_unmetered, 1)
-    assert result and meter.take() == 0
-
-
-def _unmetered(rank):
-    with WireMeter():
-        pass
     model = DDP(mlp())
     model(torch.ones(2, 64)).sum().backward()
-    return True
+    assert meter.take() == 0
 
 
 def test_a_meter_of_anything_but_a_group_is_refused():

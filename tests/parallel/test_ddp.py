@@ -25,7 +25,6 @@ from ranks import (
     integers,
     mlp,
     on_ranks,
-    run_ranks,
     train,
     train_step,
     weights,
@@ -107,7 +106,9 @@ def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
 SIZES = (2000, 30, 5000, 255, 256, 70)
 
 
-def _conservation(rank, start_step):
+@pytest.mark.parametrize("start_step", [0, 2])
+@on_ranks(2)
+def test_what_was_applied_and_what_is_left_is_every_gradient(rank, start_step):
     """All gradients are integers, so that every sum and mean below is exact."""
     model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=start_step)
     applied = [torch.zeros(n) for n in SIZES]
@@ -128,31 +129,25 @@ def _conservation(rank, start_step):
         dist.all_reduce(total[index])
         assert torch.equal(applied[index] * dist.get_world_size() + left, total[index]), name
         assert not torch.equal(applied[index], torch.zeros(SIZES[index])), name
-    return sorted(parameters), len(layouts)
-
-
-@pytest.mark.parametrize("start_step", [0, 2])
-def test_what_was_applied_and_what_is_left_is_every_gradient(start_step):
-    # start_step 0 compresses before DDP has rebuilt its buckets: residuals move to the new layout.
-    names = [f"p.{index}" for index in range(len(SIZES))]
-    layouts = {0: 2, 2: 2}[start_step]  # with 2: none yet, then the rebuilt one
-    assert run_ranks(_conservation, 2, start_step) == [(names, layouts)] * 2
+    assert sorted(parameters) == [f"p.{index}" for index in range(len(SIZES))]
+    # DDP rebuilds its buckets: compressed before, residuals move; else there were none yet.
+    assert len(layouts) == 2
 
 
 def _residuals(state):
     return {name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()}
 
 
-def _together(rank, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_payload_sends_what_is_largest_in_all_of_it(rank, transport):
     """What every payload sends of integer gradients is what is largest in all of it."""
     model, state = hooked(
         ddp(Dictated(SIZES)), density=0.05, transport=transport, format=torch.float32
     )
     for step in range(4):
         model.zero_grad()
-        before = {
-            name: p["residual"] for name, p in entry(state.state_dict())["parameters"].items()
-        }
+        before = _residuals(state)
         grads = [5.0**index * g for index, g in enumerate(integers(SIZES, step, rank, limit=60))]
         model(*grads).backward()
         if step < 2:
@@ -173,26 +168,17 @@ def _together(rank, transport):
                     expected = torch.zeros(high - low, dtype=torch.bool)
                     expected[passed[: plan.capacity]] = True  # in order, as long as there is room
                     assert torch.equal(sent[low:high], expected)
-    return len(state._buckets.plans())
+    assert len(state._buckets.plans()) >= 2
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_payload_sends_what_is_largest_in_all_of_it(transport):
-    assert run_ranks(_together, 2, transport)[0] >= 2
-
-
-def _alone(rank):
+@on_ranks(1)
+def test_one_rank_alone_trains_and_sends_nothing(rank):
     model, state = hooked(ddp(mlp()), density=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = [train_step(model, optimizer, *batch(step % 4, rank)).item() for step in range(60)]
-    return losses[0], sum(losses[-4:]) / 4, state.stats()["wire_bytes"], state.plan()
-
-
-def test_one_rank_alone_trains_and_sends_nothing():
-    ((first, last, sent, plan),) = run_ranks(_alone, 1)
-    assert last < first
-    assert sent == 0
-    assert "fewer bytes" not in plan
+    assert sum(losses[-4:]) / 4 < losses[0]
+    assert state.stats()["wire_bytes"] == 0
+    assert "fewer bytes" not in state.plan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

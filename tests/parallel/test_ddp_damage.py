@@ -12,7 +12,7 @@ from dct_kernels import payload_layout
 from dct_parallel import DCTState, collectives, dct_hook
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
-from ranks import Dictated, assert_same, entry, on_ranks, run_ranks, set_timeout
+from ranks import Dictated, assert_same, entry, on_ranks, set_timeout
 
 SIZES = (20_000, 100, 30_000)
 STARTS = 64
@@ -91,7 +91,19 @@ class Run:
                 call()
 
 
-def _damaged(rank, byte, status, victims, bucket_cap_mb, look_early):
+@pytest.mark.parametrize(
+    "ranks, place, victims, bucket_cap_mb, look_early",
+    [
+        *((2, place, (0,), 25, False) for place in PLACES),
+        (4, "magic", (1,), 0.1, False),  # the sender alone
+        (4, "magic", (0, 2), 0.1, False),
+        (2, "magic", (0,), 0.1, True),  # noticed between steps
+        (2, "starts", (0, 1), 25, False),  # all
+    ],
+)
+@on_ranks("ranks")
+def test_who_received_damage_raises(rank, place, victims, bucket_cap_mb, look_early):
+    byte, status = PLACES[place]
     run = Run(rank, victims, byte, bucket_cap_mb)
     run.to_the_damage()
     residuals = run.residuals()
@@ -105,26 +117,12 @@ def _damaged(rank, byte, status, victims, bucket_cap_mb, look_early):
             assert torch.equal(ours, before) and before.count_nonzero() > 15_000
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_who_received_damage_raises_at_the_next_step(place):
-    run_ranks(_damaged, 2, *PLACES[place], (0,), 25, False)
-
-
-@pytest.mark.parametrize("victims", [(1,), (0, 2)], ids=["the sender alone", "two"])
-def test_damage_among_four_ranks_in_two_buckets(victims):
-    run_ranks(_damaged, 4, *PLACES["magic"], victims, 0.1, False)
-
-
-def test_damage_that_is_noticed_between_steps():
-    run_ranks(_damaged, 2, *PLACES["magic"], (0,), 0.1, True)
-
-
-def test_all_raise_if_all_received_damage():
-    run_ranks(_damaged, 2, *PLACES["starts"], (0, 1), 25, False)
-
-
-def _by_reduce_scatter(rank, phase, byte, status):
+@pytest.mark.parametrize("phase", ["to the owner", "of the owner"])
+@pytest.mark.parametrize("place", ["magic", "starts"])
+@on_ranks(2)
+def test_the_sender_is_named_in_both_phases_of_a_reduce_scatter(rank, phase, place):
     """An owner's sum lacks rank 1's payload, or rank 1's sum arrives damaged."""
+    byte, status = PLACES[place]
     run = Run(rank, (0,), byte, transport="reduce_scatter")
     if phase == "to the owner":
         by_reduce_scatter.all_gather = collectives.all_gather
@@ -138,12 +136,6 @@ def _by_reduce_scatter(rank, phase, byte, status):
         dist.all_to_all_single = in_flight
     run.to_the_damage()
     run.ends(status, "" if phase == "to the owner" else ", of the mean")
-
-
-@pytest.mark.parametrize("phase", ["to the owner", "of the owner"])
-@pytest.mark.parametrize("place", ["magic", "starts"])
-def test_the_sender_is_named_in_both_phases_of_a_reduce_scatter(phase, place):
-    run_ranks(_by_reduce_scatter, 2, phase, *PLACES[place])
 
 
 @pytest.mark.parametrize("ask", ["close", "state_dict", "stats", "parameter_stats", "take_back"])

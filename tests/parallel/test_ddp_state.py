@@ -39,36 +39,33 @@ def _make(density=0.8, **kwargs):
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _plan(rank):
+@on_ranks(2)
+def test_plan_and_stats_tell_what_a_step_costs(rank):
     model, state, optimizer = _make(density=0.01)
     before = state.plan()
     train(model, optimizer, rank, range(6))
-    return before, state.plan(), state.stats()
-
-
-def test_plan_and_stats_tell_what_a_step_costs():
-    for before, after, stats in run_ranks(_plan, 2):
-        assert "buckets: 1" in before and "transport: all_gather (up to 8 ranks)" in before
-        buckets = int(re.search(r"buckets: (\d+),", after)[1])
-        assert buckets > 1
-        assert "One bucket is assumed" in before and "assumed" not in after
-        first, last = (
-            int(re.search(r"^total .* ([\d,]+)$", plan, re.M)[1].replace(",", ""))
-            for plan in (before, after)
-        )
-        assert last == stats["wire_bytes"]
-        # A header of 64 bytes, two starts of 4, an entry of 2 + 2, all three rounded up to 16.
-        assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
-        rows = {line.split()[0]: line.split() for line in after.splitlines()}
-        assert before.count("\n0: 0.weight ... 8.bias  ") == 1
-        # 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, 72 before them, all rounded up to 16.
-        assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
-        assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
-        assert rows["float32"][-1] == f"{16_705 * 4:,}"
-        assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
-        assert stats["step"] == 6
-        assert 0.009 < stats["density"] <= 0.0127
-        assert 0 <= stats["overflow"] <= 1
+    after, stats = state.plan(), state.stats()
+    assert "buckets: 1" in before and "transport: all_gather (up to 8 ranks)" in before
+    buckets = int(re.search(r"buckets: (\d+),", after)[1])
+    assert buckets > 1
+    assert "One bucket is assumed" in before and "assumed" not in after
+    first, last = (
+        int(re.search(r"^total .* ([\d,]+)$", plan, re.M)[1].replace(",", ""))
+        for plan in (before, after)
+    )
+    assert last == stats["wire_bytes"]
+    # A header of 64 bytes, two starts of 4, an entry of 2 + 2, all three rounded up to 16.
+    assert last - first == pytest.approx(112 * (buckets - 1), rel=0.3)
+    rows = {line.split()[0]: line.split() for line in after.splitlines()}
+    assert before.count("\n0: 0.weight ... 8.bias  ") == 1
+    # 1.25 * 0.01 * 8320 entries of 2 + 2 bytes, 72 before them, all rounded up to 16.
+    assert re.search(r"^1: 2.bias ... 0.weight +4 +8,320 +104 +496$", after, re.M), after
+    assert rows["total"] == ["total", "10", "16,705", f"{stats['wire_bytes']:,}"]
+    assert rows["float32"][-1] == f"{16_705 * 4:,}"
+    assert f"{16_705 * 4 / stats['wire_bytes']:.1f}x fewer bytes" in after
+    assert stats["step"] == 6
+    assert 0.009 < stats["density"] <= 0.0127
+    assert 0 <= stats["overflow"] <= 1
 
 
 @on_ranks(2)
@@ -148,7 +145,7 @@ def test_a_hook_without_a_state_says_what_to_pass(rank):
 
 
 @on_ranks(1)
-def test_a_state_that_was_not_registered_warns_once_there_areintegers(SIZES, rank):
+def test_a_state_that_was_not_registered_warns_once_there_are_gradients(rank):
     model = ddp(Dictated(SIZES))
     state = DCTState(model)
     assert state.stats()["step"] == 0  # nobody has trained yet: no warning

@@ -66,12 +66,14 @@ def _make(mesh, **options):
     return model, state, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def _resume(rank, folder, transport):
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(4)
+def test_a_checkpoint_goes_on_bit_equal(rank, transport, tmp_path):
     mesh = shard_mesh(2, 2)
     model, state, optimizer = _make(mesh, transport=transport)
     train(model, optimizer, rank, range(7))
     file = through_a_file([model.state_dict(), state.state_dict()])
-    dcp.save({"model": model.state_dict(), "dct": state}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict(), "dct": state}, checkpoint_id=tmp_path)
     train(model, optimizer, rank, range(7, 12))
 
     for source in ("file", "dcp"):
@@ -81,18 +83,13 @@ def _resume(rank, folder, transport):
             resumed_state.load_state_dict(file[1])
         else:
             app = {"model": resumed.state_dict(), "dct": resumed_state}
-            dcp.load(app, checkpoint_id=folder)
+            dcp.load(app, checkpoint_id=tmp_path)
             resumed.load_state_dict(app["model"])
         assert resumed_state.step == 7
         assert _assert_equal(resumed_state.state_dict(), file[1]) > 1000
         train(resumed, resumed_optimizer, rank, range(7, 12))
         assert torch.equal(_weights(resumed), _weights(model))
         assert _assert_equal(resumed_state.state_dict(), state.state_dict()) > 1000
-
-
-@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_checkpoint_goes_on_bit_equal(transport, tmp_path):
-    run_ranks(_resume, 4, tmp_path / "dcp", transport)
 
 
 def _restarted(rank, folder, killed):
@@ -221,12 +218,13 @@ def test_what_is_owed_carries_over_to_another_mesh(saved, loaded, transport, tmp
             torch.testing.assert_close(later, old, rtol=0, atol=1e-6 * largest)
 
 
-def _refused(rank, folder):
+@on_ranks(2)
+def test_states_that_do_not_fit_are_refused_by_name(rank, tmp_path):
     mesh = shard_mesh(2, 1)
     model, state = _dictated(mesh)
     model(*map(torch.ones, SHAPES)).backward()
     saved = state.state_dict()
-    dcp.save({"dct": state}, checkpoint_id=folder)
+    dcp.save({"dct": state}, checkpoint_id=tmp_path)
 
     def refuses(text, change):
         entry = dict(_entry(saved))
@@ -246,7 +244,7 @@ def _refused(rank, folder):
     with pytest.raises(ValueError, match=f"state must be replica {rank}'s own, got that of rep"):
         state.load_state_dict({"version": 6, "replicas": {str(1 - rank): _entry(saved)}})
     with pytest.raises(ValueError, match="key must be the name of a dct_fully_shard_hook's state"):
-        state.load_merged(folder, key="other")
+        state.load_merged(tmp_path, key="other")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(4.0)
@@ -257,10 +255,6 @@ def _refused(rank, folder):
         if rank == 0:
             state.load_state_dict(saved)
         model(*map(torch.ones, SHAPES)).backward()
-
-
-def test_states_that_do_not_fit_are_refused_by_name(tmp_path):
-    run_ranks(_refused, 2, tmp_path / "dcp")
 
 
 @on_ranks(2)

@@ -26,7 +26,6 @@ from ranks import (
     integers,
     mlp,
     on_ranks,
-    run_ranks,
     set_timeout,
     train_step,
     weights,
@@ -107,7 +106,8 @@ def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
     assert state.plan() == parted.plan()
 
 
-def _learning(rank):
+@on_ranks(4)
+def test_ranks_stay_bitwise_equal_and_learn(rank):
     model, state = hooked(
         DDP(mlp(width=96), bucket_cap_mb=0.05), density=0.01, mesh=node_mesh(2, "cpu")
     )
@@ -118,12 +118,7 @@ def _learning(rank):
         if step % 20 == 19:
             assert_same(weights(model))
     assert len(state._buckets.in_order()) >= 2
-    return sum(losses[:20]), sum(losses[-20:])
-
-
-def test_ranks_stay_bitwise_equal_and_learn():
-    for first, last in run_ranks(_learning, 4):
-        assert last < first
+    assert sum(losses[-20:]) < sum(losses[:20])
 
 
 @on_ranks(4)
@@ -146,7 +141,8 @@ def test_uneven_inputs_and_accumulation(rank):
     assert state.step == 6
 
 
-def _counted(rank):
+@on_ranks(4)
+def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh(rank):
     """Bytes of a step between nodes, as the formula has them, and those without a mesh."""
     model, state = meshed_model(SIZES, 2)
     groups = state._topology.between, state._topology.node.group
@@ -159,13 +155,8 @@ def _counted(rank):
     assert f"of part {rank % 2} of 2 of every bucket" in plan
     assert f"this rank sends {inside.take():,} bytes" in plan
     flat = DCTState(DDP(Dictated(SIZES)), density=0.05)
-    return counted, flat.stats()["wire_bytes"]
-
-
-def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh():
-    for parted, flat in run_ranks(_counted, 4):
-        # Of half the elements, to one rank instead of three.
-        assert parted == pytest.approx(flat / 6, rel=0.05)
+    # Of half the elements, to one rank instead of three.
+    assert counted == pytest.approx(flat.stats()["wire_bytes"] / 6, rel=0.05)
 
 
 FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on

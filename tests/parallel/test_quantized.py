@@ -16,7 +16,7 @@ from dct_kernels.row_layout import row_bytes
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
 from dct_parallel.exchange.quantized import FORMATS, ROW, QuantizedRows, payload_bytes
 from nodes import TRANSPORTS, meshed_model, owed_by_all, same_step
-from ranks import assert_same, batch, entry, hooked, mlp, on_ranks, run_ranks, weights
+from ranks import assert_same, batch, entry, hooked, mlp, on_ranks, weights
 from wire_meter import WireMeter
 
 CPU = torch.device("cpu")
@@ -149,7 +149,13 @@ def test_damage():
 SIZES = (40_000, 100, 30_001)
 
 
-def _conserved(rank, transport, local_size, format):
+@pytest.mark.parametrize(
+    "ranks, transport, local_size, format",
+    [(2, transport, None, format) for transport in TRANSPORTS for format in FORMATS]
+    + [(4, "reduce_scatter", 2, "int4")],
+)
+@on_ranks("ranks")
+def test_hooks_and_nodes_lose_nothing(rank, transport, local_size, format):
     model, state = meshed_model(SIZES, local_size, transport=transport, density=1, format=format)
     applied, total = torch.zeros(sum(SIZES)).double(), torch.zeros(sum(SIZES)).double()
     for step in range(6):
@@ -166,18 +172,8 @@ def _conserved(rank, transport, local_size, format):
     assert (error <= 1e-6 * largest[: len(error)] + 1e-12).all()
     stats = state.stats()
     assert stats["density"] == 1 and stats["overflow"] == 0
-    return state.plan()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hooks_lose_nothing(transport, format):
-    for plan in run_ranks(_conserved, 2, transport, None, format):
-        assert f"{format} values" in plan and "Capacity" not in plan
-
-
-def test_nodes_lose_nothing():
-    run_ranks(_conserved, 4, "reduce_scatter", 2, "int4")
+    plan = state.plan()
+    assert f"{format} values" in plan and "Capacity" not in plan
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -222,7 +218,9 @@ def test_bytes(rank):
         state.close()
 
 
-def _learns(rank, format):
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(2)
+def test_a_model_learns(rank, format):
     torch.manual_seed(0)
     model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format=format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -233,12 +231,7 @@ def _learns(rank, format):
         loss.backward()
         optimizer.step()
     assert_same(weights(model))
-    return loss.item()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_model_learns(format):
-    assert max(run_ranks(_learns, 2, format)) < 0.01
+    assert loss.item() < 0.01
 
 
 @on_ranks(2)
@@ -262,16 +255,12 @@ def test_local_steps_lose_nothing(rank):
     for total in (moved, left):
         dist.all_reduce(total)
     error = (weights(model) + (left - moved) / dist.get_world_size()).abs()
-    assert (
-        error
-        <= 1e-6
-        * error.new_tensor([part.abs().max() for part in moved.split(ROW)]).repeat_interleave(ROW)[
-            :40_100
-        ]
-    ).all()
+    largest = torch.stack([part.abs().max() for part in moved.split(ROW)]).repeat_interleave(ROW)
+    assert (error <= 1e-6 * largest[:40_100]).all()
 
 
-def _sharded(rank):
+@on_ranks(4)
+def test_replicas_of_shards_have_the_dense_sum_but_for_what_waits(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sums = []
     for format in (torch.float32, "int4"):
@@ -284,12 +273,8 @@ def _sharded(rank):
         state.close()
     dense, rows = sums
     assert_same(rows)
-    return ((rows - dense).abs().max() / dense.abs().max()).item()
-
-
-def test_replicas_of_shards_have_the_dense_sum_but_for_what_waits():
-    errors = run_ranks(_sharded, 4)
-    assert 0 < max(errors) < 0.02  # a seventh of a step's largest entry may wait
+    error = (rows - dense).abs().max() / dense.abs().max()
+    assert 0 < error < 0.02  # a seventh of a step's largest entry may wait
 
 
 def test_it_is_for_every_entry():

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook, merge_states
-from ranks import assert_same, batch, ddp, mlp, on_ranks, run_ranks, shard_mesh, train_step
+from ranks import assert_same, batch, ddp, mlp, on_ranks, shard_mesh, train_step
 
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
@@ -219,7 +219,8 @@ def test_the_sharded_hooks_state(rank):
     _refuses_and_goes_on(rank, lambda: _sharded(mesh), flaws)
 
 
-def _merged_with_a_nan(rank, folder):
+@on_ranks(2)
+def test_load_merged(rank, tmp_path):
     model, state, optimizer, _ = _sharded(shard_mesh(2, 1))
     for step in range(4):
         train_step(model, optimizer, *batch(step, rank, 32))
@@ -227,18 +228,14 @@ def _merged_with_a_nan(rank, folder):
     residual = good["replicas"][str(rank)]["parameters"][WEIGHT]["residual"]
     if rank == 1:
         residual.to_local()[0, 0] = math.nan
-    dcp.save({"dct": good}, checkpoint_id=folder)
+    dcp.save({"dct": good}, checkpoint_id=tmp_path)
     before = _bits(state.state_dict())
     text = rf"dct::load_merged: residual of {WEIGHT} must be .* finite numbers .*, got nan"
     with pytest.raises(ValueError, match=text):
-        state.load_merged(folder)
+        state.load_merged(tmp_path)
     assert _bits(state.state_dict()) == before
     train_step(model, optimizer, *batch(4, rank, 32))
     assert_same(_weights(model))
-
-
-def test_load_merged(tmp_path):
-    run_ranks(_merged_with_a_nan, 2, tmp_path / "dcp")
 
 
 def _saved(rank):

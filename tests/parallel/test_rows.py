@@ -147,57 +147,36 @@ def test_non_finite_entries_cross():
     assert y[0, 1].isnan() and y[0, 2] == -float("inf") and y[0, [0, 3]].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "call, error, text",
-    [
-        (lambda x: pack_rows(x, 0), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 0"),
-        (lambda x: pack_rows(x, 9), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
-        (lambda x: pack_rows(x, 2.0), TypeError, r"k must be an integer, got float"),
-        (lambda x: pack_rows(x.double(), 2), TypeError, r"x must be float32, .*, got float64"),
-        (
-            lambda x: pack_rows(x[0, 0], 1),
-            ValueError,
-            r"dct::pack_rows: x must be at least 1-D, got 0-D",
-        ),
-        (
-            lambda x: pack_rows(None, 1),
-            TypeError,
-            r"dct::pack_rows: x must be a tensor, got NoneType",
-        ),
-        (
-            lambda x: unpack_rows(torch.ones(3, 1, 2), torch.ones(1, 3, 1, dtype=torch.uint8), 8),
-            ValueError,
-            r"unpack_rows: positions must have shape \[3, 1, w\] for values .*, got \[1, 3, 1\]",
-        ),
-        (
-            lambda x: unpack_rows(*pack_rows(x, 2), 4096),
-            ValueError,
-            r"positions must have shape \[2, 4\] for width",
-        ),
-        (
-            lambda x: unpack_rows(*pack_rows(x, 8), 7),
-            ValueError,
-            r"values.shape\[1\] must be in \[1, 7\]",
-        ),
-        (
-            lambda x: RowPack(),
-            ValueError,
-            r"dct::RowPack: exactly one of density and k must be given, got",
-        ),
-        (
-            lambda x: RowPack(0.5, k=4),
-            ValueError,
-            r"density and k must be given, got density 0.5 and k 4",
-        ),
-        (lambda x: RowPack(0.0), ValueError, r"dct::RowPack: density must be in \(0, 1\], got 0"),
-        (lambda x: RowPack(1.5), ValueError, r"density must be in \(0, 1\], got 1.5"),
-        (lambda x: RowPack(k=0), ValueError, r"dct::RowPack: k must be in \[1, \d+\], got 0"),
-        (lambda x: RowPack(k=9)(x), ValueError, r"dct::row_pack: k must be in \[1, 8\], got 9"),
-        (lambda x: RowPack(0.5, format=torch.int8), ValueError, r"format must be float32"),
-        (lambda x: RowUnpack(0), ValueError, r"dct::RowUnpack: width must be in \[1, .*, got 0"),
-        (lambda x: RowUnpack(8, torch.int8), TypeError, r"dct::RowUnpack: dtype must be float32"),
-    ],
-)
-def test_errors_name_the_argument(call, error, text):
-    with pytest.raises(error, match=text):
-        call(torch.randn(2, 8))
+WRONG_TYPES = [
+    (lambda x: pack_rows(x, 2.0), r"k must be an integer, got float"),
+    (lambda x: pack_rows(x.double(), 2), r"x must be float32, .*, got float64"),
+    (lambda x: pack_rows(None, 1), r"dct::pack_rows: x must be a tensor, got NoneType"),
+    (lambda x: RowUnpack(8, torch.int8), r"dct::RowUnpack: dtype must be float32"),
+]
+POSITIONS = torch.ones(1, 3, 1, dtype=torch.uint8)
+WRONG_VALUES = [
+    (lambda x: pack_rows(x, 0), r"dct::row_pack: k must be in \[1, 8\], got 0"),
+    (lambda x: pack_rows(x, 9), r"dct::row_pack: k must be in \[1, 8\], got 9"),
+    (lambda x: pack_rows(x[0, 0], 1), r"dct::pack_rows: x must be at least 1-D, got 0-D"),
+    (
+        lambda x: unpack_rows(torch.ones(3, 1, 2), POSITIONS, 8),
+        r"unpack_rows: positions must have shape \[3, 1, w\] for values .*, got \[1, 3, 1\]",
+    ),
+    (lambda x: unpack_rows(*pack_rows(x, 2), 4096), r"positions must have shape \[2, 4\] for wi"),
+    (lambda x: unpack_rows(*pack_rows(x, 8), 7), r"values.shape\[1\] must be in \[1, 7\]"),
+    (lambda x: RowPack(), r"dct::RowPack: exactly one of density and k must be given, got"),
+    (lambda x: RowPack(0.5, k=4), r"density and k must be given, got density 0.5 and k 4"),
+    (lambda x: RowPack(0.0), r"dct::RowPack: density must be in \(0, 1\], got 0"),
+    (lambda x: RowPack(1.5), r"density must be in \(0, 1\], got 1.5"),
+    (lambda x: RowPack(k=0), r"dct::RowPack: k must be in \[1, \d+\], got 0"),
+    (lambda x: RowPack(k=9)(x), r"dct::row_pack: k must be in \[1, 8\], got 9"),
+    (lambda x: RowPack(0.5, format=torch.int8), r"format must be float32"),
+    (lambda x: RowUnpack(0), r"dct::RowUnpack: width must be in \[1, .*, got 0"),
+]
+
+
+@pytest.mark.parametrize("error, table", [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)])
+def test_errors_name_the_argument(error, table):
+    for call, text in table:
+        with pytest.raises(error, match=text):
+            call(torch.randn(2, 8))

@@ -1,5 +1,6 @@
 """What a step asks of the machine: launches, copies, collectives, and Python's own work."""
 
+import itertools
 from collections import Counter
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dct_parallel import DCTState
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.plan import BucketPlan
-from ranks import Dictated, batch, ddp, hooked, mlp, run_ranks, train, train_step
+from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
 # What ops of torch's launch on CUDA, each of small contiguous tensors as here; of ours the docs
 # say. Views and allocations launch nothing.
@@ -65,36 +66,22 @@ def _bucket(sizes, scaled, transport):
     return kernels, memsets, copies, collectives
 
 
-def _counts(rank, transport):
-    return [
-        _bucket(sizes, scaled, transport)
-        for sizes in ([5000, 30_000], [100, 30])
-        for scaled in (False, True)
-    ]
+@on_ranks(2)
+def test_kernels_memsets_copies_and_collectives_of_a_bucket(rank):
+    """With a scaler or without; what is sharded is packed, summed, packed again and unpacked."""
+    for sizes, scaled in itertools.product(([5000, 30_000], [100, 30]), (False, True)):
+        assert _bucket(sizes, scaled, "all_gather") == (5, 1, 1, 1)
+        # Of the last bucket, all small, rank 1 owns nothing.
+        owns_nothing = rank == 1 and sizes == [100, 30]
+        expected = (8, 1, 1, 2) if owns_nothing else (9, 2, 1, 2)
+        assert _bucket(sizes, scaled, "reduce_scatter") == expected
+    # 7 blocks: 4 are rank 0's, 3 rank 1's, whose range is put together from pieces of rows.
+    expected = (9, 2, 1, 2), (10, 2, 3, 2)
+    assert _bucket([100_000], False, "reduce_scatter") == expected[rank]
 
 
-def test_a_step_of_a_bucket_is_5_kernels_1_memset_1_copy_and_1_collective():
-    for counts in run_ranks(_counts, 2, "all_gather"):  # with a scaler or without
-        assert counts == [(5, 1, 1, 1)] * 4
-
-
-def test_a_step_of_a_sharded_bucket():
-    """Packed, summed, packed again, unpacked; nothing is copied but the notes for the host."""
-    first, second = run_ranks(_counts, 2, "reduce_scatter")
-    assert first == [(9, 2, 1, 2)] * 4
-    # Of the last bucket, all small, rank 1 owns nothing.
-    assert second == [(9, 2, 1, 2)] * 2 + [(8, 1, 1, 2)] * 2
-
-
-def _short(rank):
-    return _bucket([100_000], False, "reduce_scatter")  # 7 blocks: 4 are rank 0's, 3 rank 1's
-
-
-def test_a_short_range_is_put_together_from_pieces_of_rows():
-    assert run_ranks(_short, 2) == [(9, 2, 1, 2), (10, 2, 3, 2)]
-
-
-def _layouts(rank):
+@on_ranks(2)
+def test_a_layout_is_found_once(rank):
     """Plans are made when DDP deals its parameters out, and then no more."""
     made = []
     originally = BucketPlan.__init__
@@ -110,16 +97,12 @@ def _layouts(rank):
     for step in range(8):
         train_step(model, optimizer, *batch(step, rank))
         numbers.append(len(made))
-    return numbers, len(state._buckets.in_order())
+    assert len(state._buckets.in_order()) >= 3
+    assert numbers[1] == numbers[-1]  # DDP deals anew after its first step
 
 
-def test_a_layout_is_found_once():
-    for numbers, buckets in run_ranks(_layouts, 2):
-        assert buckets >= 3
-        assert numbers[1] == numbers[-1]  # DDP deals anew after its first step
-
-
-def _spans(rank):
+@on_ranks(2)
+def test_phases_have_a_span_each_in_the_profiler(rank):
     model, _ = hooked(ddp(mlp()), density=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -127,13 +110,8 @@ def _spans(rank):
         train(model, optimizer, rank, range(5))
     buckets = len(model._comm_hooks[0][1]._buckets.in_order())
     averages = {event.key: event.count for event in profiler.key_averages()}
-    return {name: n for name, n in averages.items() if name.startswith("dct::")}, buckets
-
-
-def test_phases_have_a_span_each_in_the_profiler():
-    for spans, buckets in run_ranks(_spans, 2):
-        phases = {name: spans[f"dct::{name}"] for name in ("pack", "exchange", "unpack")}
-        assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 dense steps of 5
-        assert spans["dct::read_back"] == 3 * buckets
-        assert spans["dct::exchange_dense"] >= 2
-        assert spans["dct::wait"] == 5
+    phases = {name: averages[f"dct::{name}"] for name in ("pack", "exchange", "unpack")}
+    assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 dense steps of 5
+    assert averages["dct::read_back"] == 3 * buckets
+    assert averages["dct::exchange_dense"] >= 2
+    assert averages["dct::wait"] == 5
