@@ -88,9 +88,10 @@ def mask_pack(
     acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not (|acc| <
     threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The first
     `capacity` entries that pass go into the payload in ascending order; the residual becomes acc -
-    value there and acc elsewhere, so value + residual == acc, bit for bit. Where acc is not finite
-    the residual keeps its old value (0 if that is not finite). A segment with threshold < 0 is
-    skipped: its residual is untouched, its seen 0. Mutates `residual`, `payload`, `seen`.
+    value there and acc elsewhere, so value + residual == acc, bit for bit: what finds no room is
+    late, never lost. Where acc is not finite the residual keeps its old value (0 if that is not
+    finite). A segment with threshold < 0 is skipped: its residual is untouched, its seen 0. Mutates
+    `residual`, `payload`, `seen`.
 
     Args:
         residual: float32 [numel], read and written.
@@ -212,7 +213,7 @@ def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def row_gather(x: Tensor, positions: Tensor, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The entries of x at the positions of an earlier `row_pack`. Differentiable in x.
+    """The entries of x at the positions of an earlier `row_pack`: a backward pass's message.
 
     Positions are not trusted: a column that is not above every column accepted before it in its
     row, or is >= d, gathers 0; bits past the k-th are ignored. The gradient is `row_unpack` at the

@@ -113,7 +113,7 @@ def test_means_and_differences_by_seed():
 
 
 def test_the_report_of_a_bench_chooses_rates_and_tells_what_diverged():
-    """As bench/two_dimensional.py and its like write their runs."""
+    """As two_dimensional and its like write their runs."""
 
     def record(name, rate, seed, loss, **sent):
         score = {"auc": 0.7, "log_loss": loss}
@@ -183,7 +183,7 @@ def test_runs_of_an_unknown_kind_are_shown_as_they_are():
 
 
 def test_a_finished_folder_becomes_an_experiment(tmp_path):
-    """Of bench/mp_formats.py and its like, whose records are read as bench/dp_density.py's are."""
+    """Of mp_formats and its like, whose records are read as dp_density's are."""
     folder = tmp_path / "runs"
     folder.mkdir()
     for exchange, seed, loss in (("float32", 1, 0.5), ("int4", 1, 0.75), ("int4", 2, 0.25)):

@@ -3,7 +3,7 @@
 The ranks' gradients are found one after another, on one copy of the weights, and lie in one flat
 tensor each, in the order in which backward finishes them: as DDP's one bucket holds them. What DDP
 and its hook do with them then is done here without a network (in_process.py), so that weights are
-those of real ranks, bit for bit (tests/dlrm/test_dp_density.py), at the cost of the arithmetic.
+those of real ranks, bit for bit (tests/bench/test_dp_density.py), at the cost of the arithmetic.
 """
 
 import math

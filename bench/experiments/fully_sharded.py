@@ -1,8 +1,8 @@
 """Quality of FSDP2 with DCT between replicas: a transformer on text, 2 replicas of 2 shards.
 
-    torchrun --nproc-per-node 4 bench/fully_sharded.py --optimizers sgd --steps 300 --seeds 1 2
+    torchrun --nproc-per-node 4 -m experiments.fully_sharded --optimizers sgd --steps 300
 
-The model and the text are those of bench/dp_density.py (width 96, 3 layers, 8 x 64 characters a
+The model and the text are those of dp_density.py (width 96, 3 layers, 8 x 64 characters a
 rank; --text is generated if it is not there). Every block is wrapped by itself.
 
 Methods: dense is torch's own hybrid sharding, in float32; dct:D% is the hook, with D % of the

@@ -1,8 +1,8 @@
 """TorchRec's own DLRM over codecs of its exchange of embeddings: quality, bytes and step time.
 
     python -m experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64 --out runs/kaggle
-    sudo $(which python) bench/torchrec_dlrm.py --link 1gbit --rows 40000 --batch-size 1024 \\
-        --rates 0.003 --seeds 4
+    sudo $(which python) -m experiments.torchrec_dlrm --link 1gbit --rows 40000 \\
+        --batch-size 1024 --rates 0.003 --seeds 4
 
 Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM in
 DistributedModelParallel: each table on one rank, under row-wise AdaGrad as TorchRec fuses it into
@@ -250,10 +250,14 @@ def over_link(rate: float | None, ranks: int, arguments: Sequence[str]) -> int:
         network.set_rate(rate)
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": network.address(0), "MASTER_PORT": PORT}
         common |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": network.interface}
+        modules = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
         common["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns of addresses without a name
         processes = [
             subprocess.Popen(
-                network.command(rank, [sys.executable, __file__, *arguments]),
+                network.command(
+                    rank, [sys.executable, "-m", "experiments.torchrec_dlrm", *arguments]
+                ),
                 env=os.environ | common | {"RANK": str(rank)},
             )
             for rank in range(ranks)

@@ -27,7 +27,7 @@ examples:
       where does DCT stop paying?
   sudo $(which python) bench/link.py --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
       tables sharded: what DCT on the exchange of embeddings adds to DCT on gradients
-  sudo $(which python) bench/link.py --embedding-dim 64 --rates 1gbit --row-format int4,ternary \
+  sudo $(which python) bench/link.py --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
       --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
       rows in few bits, each distinct one once; where counts and ids of rows stand in a step
   sudo $(which python) bench/link.py --ranks 2 --rates 1gbit --modes bf16,dct,dct-reduce-scatter

@@ -149,7 +149,7 @@ REPLICATED = {
     "powersgd2": Method("PowerSGD, rank 2", _powersgd(2)),
     "topk": Method("exact top-k", _topk),
     "dct": Method("DCT", MODES["dct"]),
-    "dct-int4": Method("every entry, int4", _dct_with(format="int4")),
+    "dct-int4": Method("every entry, int4", _dct_with(density=1.0, format="int4")),
     "dct-reduce-scatter": Method(
         "DCT, reduce-scatter", _dct_with(transport="reduce_scatter"), leaving=_to_owners
     ),

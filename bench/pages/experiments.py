@@ -131,9 +131,8 @@ def collect(folder: Path) -> list[dict]:
 
 
 def canonical(run: dict) -> dict:
-    """A run of bench/dp_transports.py, or of the benches that choose rates, with the keys of one of
-    bench/dp_density.py: {"method", "rate", "seed", "test", "validation", "bytes_per_step", ...}.
-    Others as they are."""
+    """A run of the experiments that choose rates, with the keys of one of dp_density: {"method",
+    "rate", "seed", "test", "validation", "bytes_per_step", ...}. Others as they are."""
     if "summary" in run:  # dp_transports.py
         summary = run["summary"]
         method, _, version = run["method"].partition(" ")

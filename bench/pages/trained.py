@@ -255,7 +255,7 @@ def _label(kind: str, density: str, period: str) -> str:
 
 
 def _replicas(kind: str) -> str:
-    """Of bench/two_dimensional.py."""
+    """Of two_dimensional."""
     optimizer, period, *format = kind.split("/")
     how = {"c1": "", "scaled": ", accumulators halved", "delayed": ", delayed accumulators"}
     sent_as = f", {format[0].replace('dct', 'DCT')}" if format else ""
@@ -263,7 +263,7 @@ def _replicas(kind: str) -> str:
 
 
 def _rows(kind: str) -> str:
-    """Of bench/mp_formats.py, or torchrec_dlrm.py."""
+    """Of mp_formats, or torchrec_dlrm."""
     formats, _, more = kind.partition("+")
     forward, comma, backward = formats.partition(",")
     text = f"{forward} forward, {backward} backward" if comma and forward != backward else forward

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
 from dct_parallel.exchange.codec import FORMATS
+from dct_parallel.exchange.quantized import FORMATS as FEW_BITS
 from dct_parallel.exchange.selection import TRANSPORTS
 from dct_parallel.rows.counts import ROW_FORMATS
 
@@ -349,8 +350,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     said = option_rules.broken(given, options)
     if said is not None:
         parser.error(said)
+    # As the summary is to have them:
     if options.data is not None:
-        options.rows = None  # as the summary is to have it
+        options.rows = None
+    if options.format in FEW_BITS:
+        options.density = 1.0
     return options
 
 

@@ -10,7 +10,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTState, dct_hook, node_mesh
-from dct_parallel.exchange.quantized import FORMATS as FEW_BITS
 
 START_STEP = 2  # steps before compression starts, in every mode that compresses with a state
 
@@ -54,7 +53,7 @@ def _powersgd(ddp: DistributedDataParallel, options: argparse.Namespace) -> Powe
 def _dct(ddp: DistributedDataParallel, options: argparse.Namespace) -> DCTState:
     state = DCTState(
         ddp,
-        density=1.0 if options.format in FEW_BITS else options.density,
+        density=options.density,
         format=options.format,
         transport=options.transport,
         mesh=node_mesh(options.local_size, "cpu") if options.local_size > 1 else None,

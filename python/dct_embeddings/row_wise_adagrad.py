@@ -129,12 +129,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         op = type(self).__name__
-        for name in {"lr", "eps", "scale"} & group.keys():
+        for name in [name for name in ("lr", "eps", "scale") if name in group]:
             checks.require_number(op, name, group[name])
             fits = group[name] >= 1 if name == "scale" else group[name] > 0  # false of a NaN
             if not fits or group[name] == math.inf:
-                rule = "at least 1" if name == "scale" else "above 0"
-                checks.fail(op, name, f"finite and {rule}", group[name])
+                bound = "at least 1" if name == "scale" else "above 0"
+                checks.fail(op, name, f"finite and {bound}", group[name])
         for index, weight in enumerate(group["params"]):
             arg = f"params[{index}]"
             checks.require_dtype(op, arg, weight.dtype, (torch.float32, torch.float64))

@@ -1,12 +1,19 @@
 """The options of the programs in bench/: each is explained, and none is guessed."""
 
 import importlib
+import runpy
 
 import pytest
+from programs import ROOT
 
 import cli
 
 FOLDERS = cli.FOLDERS.values()
+EXPERIMENTS = [
+    path.stem
+    for path in sorted((ROOT / "bench" / "experiments").glob("*.py"))
+    if "__main__" in path.read_text()
+]
 
 
 def _parser(folder):
@@ -29,3 +36,14 @@ def test_no_option_is_guessed_from_its_beginning(name, given, capsys):
     with pytest.raises(SystemExit):
         cli.main(name, [given, "0.1"])
     assert f"unrecognized arguments: {given}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["experiments." + name for name in EXPERIMENTS] + ["pages"])
+def test_experiments_say_how_they_are_run(name, capsys, monkeypatch):
+    if name.endswith("torchrec_dlrm"):
+        pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(name, run_name="__main__")
+    assert end.value.code in (0, None)
+    assert name.rpartition(".")[2] in capsys.readouterr().out.partition("\n")[0]

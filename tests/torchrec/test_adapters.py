@@ -311,8 +311,12 @@ def _replicas(rank, folder, shards, settings):
     assert torch.equal(_flat(dmp, "weights_by_dtype")[0], trained)
     assert all(map(torch.equal, go_on(), first))  # bit for bit
     other = {"ranks": {str(rank + 4): replicas.state_dict()["ranks"][str(rank)]}}
-    with pytest.raises(ValueError, match=f"dct::replica_sync: state must be rank {rank}'s"):
+    with pytest.raises(TypeError, match=rf"dct::replica_sync: state of rank {rank} must be a dict"):
         replicas.load_state_dict(other)
+    damaged = replicas.state_dict()
+    damaged["ranks"][str(rank)]["0"]["residual"][0] = torch.nan
+    with pytest.raises(ValueError, match=r"dct::replica_sync: residual must be .* finite numbers"):
+        replicas.load_state_dict(damaged)
     weights, _ = _flat(dmp, "weights_by_dtype")
     everything = _mean(weights + _waiting(replicas, group), group)
     replicas.flush()

@@ -1,4 +1,4 @@
-"""bench/torchrec_dlrm.py, beside TorchRec itself (make torchrec)."""
+"""experiments.torchrec_dlrm, beside TorchRec itself (make torchrec)."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from programs import ROOT
 
 pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
 
-BENCH = ROOT / "bench/torchrec_dlrm.py"
+BENCH = ROOT / "bench"
 SMALL = "--rows 700 --hash-size 50 --embedding-dim 64 --batch-size 32 --bottom 256 --top 16-16"
 MLPS = 13 * 256 + 256 + 256 * 64 + 64 + (64 + 26 * 27 // 2) * 16 + 16 + 16 * 16 + 16 + 16 + 1
 ROWS = 32 * 13  # that a rank sends: of 13 tables, to 32 samples of the other
@@ -24,9 +24,9 @@ BYTES = {  # of an embedding of 64, and of its gradient
 
 
 def test_the_bench_counts_what_exchanges_send(tmp_path):
-    command = [sys.executable, BENCH, *SMALL.split(), "--rates", "0.01", "--seeds", "1"]
-    command += ["--out", tmp_path, "--exchanges", *BYTES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "experiments.torchrec_dlrm", *SMALL.split(), "--seeds", "1"]
+    command += ["--rates", "0.01", "--out", tmp_path, "--exchanges", *BYTES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=BENCH)
     assert done.returncode == 0, done.stderr
     names = {name: name.replace(",", "-") for name in BYTES}
     found = {

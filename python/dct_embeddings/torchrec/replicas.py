@@ -10,12 +10,12 @@ from torchrec.distributed.model_parallel import DMPCollection
 
 from dct_kernels import checks
 from dct_parallel.collectives import dense_mean
-from dct_parallel.exchange import quantized
+from dct_parallel.exchange import fields, quantized
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.plan import BucketPlan
-from dct_parallel.exchange.segment_state import SegmentState
+from dct_parallel.exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
 from dct_parallel.exchange.selection import require_transport, transport_for
 
 _OP = "replica_sync"
@@ -101,16 +101,14 @@ class ReplicaDeltas:
             RuntimeError: a replica is gone, or its payload was damaged.
         """
         self._require_intact()
-        tensors = arguments[-1]
-        key = _key(tensors)
+        tensors, key = arguments[-1], _key(arguments[-1])
         if key in self._weights:
             self._weights[key].sync(everything=False)
         elif key in self._groups:
             for tensor in tensors:
                 tensor.copy_(dense_mean(tensor, tensor.dtype, self._groups[key]))
         else:
-            rule = "the ones that dmp had when this was made"
-            checks.fail(_OP, "tensors", rule, "different ones")
+            checks.fail(_OP, "tensors", "those of dmp when this was made", "different ones")
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -131,16 +129,16 @@ class ReplicaDeltas:
         Bit for bit. Replicas compare what they loaded in the next sync.
 
         Raises:
-            ValueError: it is of a different rank, different tables, or a different number of
-                replicas or transport; nothing has changed then.
+            ValueError, TypeError: it is of a different rank, different tables, or a different
+                number of replicas or transport, or damaged; nothing has changed then.
         """
         rank = str(dist.get_rank())
-        here, saved = self.state_dict()["ranks"][rank], state["ranks"].get(rank, {})
-        fits, got = ({key: part["layout"] for key, part in of.items()} for of in (here, saved))
-        if fits != got:
-            checks.fail(_OP, "state", f"rank {rank}'s, of {fits}", got or "another's")
-        for key, weights in zip(here, self._weights.values(), strict=True):
-            weights.restart(saved[key])
+        parts = {str(i): weights for i, weights in enumerate(self._weights.values())}
+        own = fields.checked(_OP, state, {"ranks": fields.BY_NAME})["ranks"].get(rank)
+        saved = fields.checked(_OP, own, dict.fromkeys(parts, fields.BY_NAME), f" of rank {rank}")
+        sound = {weights: weights.checked(saved[key]) for key, weights in parts.items()}
+        for weights, part in sound.items():
+            weights.restart(part)
 
     def _require_intact(self) -> None:
         for weights in self._weights.values():
@@ -201,8 +199,16 @@ class _Weights:
         told = {"layout": self._layout, "run_id": self.ledger.run_id, "step": self.ledger.step}
         return told | self._bucket.states()[_NAME].as_dict()
 
+    def checked(self, saved: object) -> dict[str, Any]:
+        """A `state`; raises unless it is sound, and one of these tables and replicas."""
+        own, here = fields.tensor([self._plan.numel]), self._layout
+        layout = fields.Field(here, lambda found: None if found == here else repr(found))
+        table = {"layout": layout, "run_id": fields.TEXT, "step": fields.integer(0)}
+        table |= {RESIDUAL: own, OWNER_RESIDUAL: own._replace(default=None)}
+        return fields.checked(_OP, saved, table)
+
     def restart(self, saved: Mapping[str, Any]) -> None:
-        """From the weights as they are, and a `state`."""
+        """From the weights as they are, and a checked `state`."""
         self.ledger.load({**saved, "world_size": self._group.size()})
         self._go_on_from({_NAME: SegmentState.from_dict(saved)})
 

@@ -70,8 +70,7 @@ class MeanOfChanges(Average):
 
     rows: Tensor
     residual: Tensor
-    _keeps_base = True
-    _damaged = ""
+    _keeps_base, _damaged = True, ""
 
     def __init__(
         self,
@@ -123,14 +122,13 @@ class MeanOfChanges(Average):
         assert result is not None  # of this `reduce`
         self._damaged = "; ".join(result.damaged)
         self._require_intact()
-        owed = torch.zeros_like(moved)
-        bucket.add_owed(owed)
+        bucket.add_owed(owed := torch.zeros_like(moved))
         return owed
 
     def _require_intact(self) -> None:
         if self._damaged:
-            got = f"{self._damaged}: go back to a checkpoint"
-            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
+            rule = "intact (go back to a checkpoint)"
+            checks.fail(_OP, "every payload", rule, self._damaged, RuntimeError)
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -98,7 +98,7 @@ class DCTAverager(ModelAverager):
         period: int = 10,
         overlap: int = 0,
         residual_decay: float = 1.0,
-        density: float = 1.0,
+        density: float | None = None,
         format: str | torch.dtype | None = None,
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -108,8 +108,8 @@ class DCTAverager(ModelAverager):
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
         with refusing(_OP, group):
-            if format is None:
-                format = "ternary" if density == 1 else "bfloat16"
+            density = 1.0 if density is None else density
+            format = format or ("ternary" if density == 1 else "bfloat16")
             self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
             checks.require_int(_OP, "overlap", overlap, 0, period - 1)
