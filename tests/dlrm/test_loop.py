@@ -41,8 +41,6 @@ def test_modes_of_a_seed_share_weights_and_batches():
 def test_training_learns():
     result, seen = _run("dense", 0, "--epochs", "12", "--lr", "0.3")
     np.testing.assert_array_equal(result.loss, seen)
-    np.testing.assert_array_equal(result.wire_bytes, [step.wire_bytes for step in seen])
-    assert [step.number for step in seen] == list(range(1, len(seen) + 1))
     assert result.loss[-18:].mean() < 0.93 * result.loss[:18].mean()
     assert result.auc > 0.55
 
