@@ -15,12 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fail(
-    op: str,
-    arg: str,
-    rule: str,
-    got: object,
-    error: type[Exception] = ValueError,
-    verb: str = "be",
+    op: str, arg: str, rule: str, got: object, error: type[Exception] = ValueError, verb: str = "be"
 ) -> NoReturn:
     got = _name(got) if isinstance(got, torch.dtype) else got
     raise error(f"dct::{op}: {arg} must {verb} {rule}, got {got}")

@@ -66,10 +66,7 @@ def train():
         device_type="cpu",
     )
     dmp = DistributedModelParallel(
-        model,
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"bags": own}),
-        sharders=[sharder],
+        model, device=torch.device("cpu"), plan=ShardingPlan(plan={"bags": own}), sharders=[sharder]
     )
     state = compress_dense(dmp, density=0.05)
     dense = [p for name, p in dmp.named_parameters() if "over" in name]

@@ -224,13 +224,7 @@ class Compressor:
 
     def _unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
         return _scatter_unpack(
-            payloads,
-            out,
-            self.capacity,
-            self.value_dtype,
-            1 / payloads.shape[0],
-            False,
-            out_scale,
+            payloads, out, self.capacity, self.value_dtype, 1 / payloads.shape[0], False, out_scale
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:

@@ -92,8 +92,7 @@ def backend() -> SimpleNamespace:
     """The ops. From now on Triton has no other GPU in this process."""
     triton.knobs.runtime.add_stages_inspection_hook = _stages
     utils = SimpleNamespace(
-        load_binary=_load_binary,
-        get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES},
+        load_binary=_load_binary, get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES}
     )
     target = TARGETS["sm_90"]
     triton.runtime.driver.set_active(driver(target, launcher_cls=_Launcher, utils=utils))

@@ -54,12 +54,7 @@ class QuantizedRows:
     """
 
     def __init__(
-        self,
-        numel: int,
-        format: str,
-        ranges: int,
-        row_of: int | None,
-        device: torch.device,
+        self, numel: int, format: str, ranges: int, row_of: int | None, device: torch.device
     ) -> None:
         longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         self._numel, self._format, self._ranges = numel, format, ranges

@@ -73,10 +73,7 @@ class RowDequantize(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        format: str | torch.dtype | RowFormat,
-        dtype: torch.dtype = torch.float32,
+        self, width: int, format: str | torch.dtype | RowFormat, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         checks.require_int("RowDequantize", "width", width, 1, 2**31 - 1)
