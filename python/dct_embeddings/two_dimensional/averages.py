@@ -127,8 +127,8 @@ class MeanOfChanges(Average):
 
     def _require_intact(self) -> None:
         if self._damaged:
-            rule = "intact (go back to a checkpoint)"
-            checks.fail(_OP, "every payload", rule, self._damaged, RuntimeError)
+            got = f"{self._damaged}: go back to a checkpoint"
+            checks.fail(_OP, "every payload", "intact", got, RuntimeError)
 
 
 def _union(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
