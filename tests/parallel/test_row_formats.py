@@ -159,6 +159,10 @@ def test_two_transfers_in_flight(rank):
             [RowFormat(density=0.5), "float32"],
             "density must be the same on every rank, got 0.5 on rank 0, None on rank 1",
         ),
+        (
+            [RowFormat(density=1), RowFormat(density=0.5)],
+            "density must be the same on every rank, got 1.0 on rank 0, 0.5 on rank 1",
+        ),
     ],
 )
 @on_ranks(2)

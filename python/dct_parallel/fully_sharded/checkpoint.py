@@ -92,7 +92,7 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
     return SegmentState.from_dict(saved).map(padded)
 
 
-def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> dict[str, Any]:
+def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
     """This replica's entry, checked; raises for a different replica's, settings or model.
 
     Args:

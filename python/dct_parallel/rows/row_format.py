@@ -44,6 +44,7 @@ class RowFormat:
             if self.backward is not None:
                 checks.fail(op, "backward", "None with a density", repr(self.backward))
             formats, why = tuple(DTYPES), " with a density"
+            object.__setattr__(self, "density", float(self.density))  # ranks tell it as one
         for arg in ("forward", "backward"):
             given = getattr(self, arg)
             if given is not None:
