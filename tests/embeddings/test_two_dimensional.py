@@ -24,9 +24,8 @@ from dct_parallel import all_to_all_rows
 from ranks import on_ranks, shard_mesh
 from wire_meter import WireMeter
 
-ROWS, WIDTH, BATCH = [10, 7, 4, 5], 3, 3
+ROWS, WIDTH, BATCH, LR = [10, 7, 4, 5], 3, 3, 0.5
 ROW_WISE = [0, 2]  # the second of them: with 4 ranks, a row on each
-LR = 0.5
 
 
 def _tables(dtype=torch.float64):
@@ -43,10 +42,8 @@ def _bags_of(step, rank):
     """Ids and lengths: 0 to 3 ids a bag, repeated ones among them."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     lengths = torch.randint(4, (len(ROWS), BATCH), generator=generator)
-    ids = [
-        torch.randint(rows, (int(count),), generator=generator)
-        for rows, count in zip(ROWS, lengths.sum(1), strict=True)
-    ]
+    counts = zip(ROWS, lengths.sum(1).tolist(), strict=True)
+    ids = [torch.randint(rows, (count,), generator=generator) for rows, count in counts]
     return torch.cat(ids), lengths
 
 
@@ -54,8 +51,7 @@ def _pooled(tables, ids, lengths):
     """The oracle: torch's own bags, table by table."""
     parts = []
     for table, own, counts in zip(tables, ids.split(lengths.sum(1).tolist()), lengths, strict=True):
-        starts = counts.cumsum(0) - counts
-        parts.append(F.embedding_bag(own, table, starts, mode="sum"))
+        parts.append(F.embedding_bag(own, table, counts.cumsum(0) - counts, mode="sum"))
     return torch.stack(parts, 1)
 
 
