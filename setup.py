@@ -3,13 +3,13 @@ and with CUDA kernels dct_kernels/_cuda.abi3.so beside it, which only a CUDA tor
 
     pip install --no-build-isolation .    CPU kernels, and CUDA's with a CUDA torch and nvcc
     DCT_CUDA=0 or 1                       never build CUDA kernels, or stop if it cannot be done
-    DCT_BUILD=0                           pure Python: no kernels of ours, no compiler, no torch
+    DCT_BUILD=0                           pure Python, for correctness only: no compiler, no torch
     DCT_DEBUG=1                           -O0 -g
     DCT_SANITIZE=address,undefined        instrumented; runs under LD_PRELOAD of the runtimes
     TORCH_CUDA_ARCH_LIST="9.0"            CUDA architectures; default 8.0;9.0;10.0+PTX
 
-Without a C++ compiler the result is pure Python as well, and says so. Everything else about the
-package is in pyproject.toml; the sources are listed in csrc/sources.txt.
+Without a C++ compiler the build stops, unless DCT_BUILD=0 asks for pure Python. Everything else
+about the package is in pyproject.toml; the sources are listed in csrc/sources.txt.
 """
 
 import importlib.metadata
@@ -82,18 +82,15 @@ def check_torch() -> None:
         stop(f"torch {version} is older than {OLDEST_TORCH}: pip install --upgrade torch")
 
 
-def compiler() -> str | None:
+def check_compiler() -> None:
+    """Stop where there is none: without kernels a step takes some hundred times as long."""
     command = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
-    return shutil.which(shlex.split(command)[0])
-
-
-def why_pure_python() -> str | None:
-    """Why nothing is compiled, or None if something is."""
-    if flag("DCT_BUILD") is False:
-        return "DCT_BUILD=0"
-    if compiler() is None:
-        return "there is no C++ compiler (CXX is not set, and the default is not on PATH)"
-    return None
+    name = shlex.split(command)[0]
+    if shutil.which(name) is None:
+        stop(
+            f"there is no C++ compiler ({name} is not on PATH): apt-get install g++, or name yours "
+            "in CXX; DCT_BUILD=0 installs without kernels, some hundred times slower"
+        )
 
 
 def toolkits() -> list[Path]:
@@ -256,11 +253,11 @@ def with_hint(build: type) -> type:
 def main() -> None:
     check_setuptools()
     check_torch()
-    reason = why_pure_python()
     built = {}
-    if reason is not None:
-        note(f"nothing is compiled, dct_kernels will run without kernels of its own: {reason}")
+    if flag("DCT_BUILD") is False:
+        note("DCT_BUILD=0: nothing is compiled, dct_kernels will run without kernels of its own")
     else:
+        check_compiler()
         modules, build_ext = extensions()
         built = {
             "ext_modules": modules,

@@ -8,9 +8,18 @@ from . import _schemas, _load, _fakes, _autograd  # noqa: F401, I001  (registrat
 _load.setup()
 
 from ._load import backend_of  # noqa: E402
-from .layout import PayloadInfo, PayloadLayout, payload_info, payload_layout  # noqa: E402
+from .layout import (  # noqa: E402
+    PayloadInfo,
+    PayloadLayout,
+    payload_info,
+    payload_layout,
+    quantized_payload_bytes,
+)
 from .ops import (  # noqa: E402
+    dequantize_sum,
+    dequantize_sum_pack,
     mask_pack,
+    quantize_pack,
     row_dequantize,
     row_gather,
     row_pack,
@@ -26,9 +35,13 @@ __all__ = [
     "PayloadInfo",
     "PayloadLayout",
     "backend_of",
+    "dequantize_sum",
+    "dequantize_sum_pack",
     "mask_pack",
     "payload_info",
     "payload_layout",
+    "quantize_pack",
+    "quantized_payload_bytes",
     "row_dequantize",
     "row_gather",
     "row_pack",
@@ -37,3 +50,7 @@ __all__ = [
     "sample_threshold",
     "scatter_unpack",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -6,11 +6,14 @@ backward message is k values per row and no positions (DCT, arXiv 2010.08899: on
 Quantized rows have no gradient, because their bytes are integers.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from . import checks
 from ._schemas import OPS, library
@@ -47,12 +50,44 @@ def _row_unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
     return gather(grad.contiguous(), positions, ctx.k, ctx.dtype), None, None, None
 
 
+def _differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Register a formula, not by torch.library.register_autograd, which torch.func refuses.
+
+    There the dispatcher calls this kernel once per transform, so it differentiates one level.
+    """
+    op = getattr(torch.ops.dct, name).default
+
+    def below(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        with torch.enable_grad():  # which autograd has ended here, for a transform further out
+            output = below(keyset, *args)
+        setup(ctx, args, output)
+        return output
+
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *backward(ctx, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+    function: Any = type(f"dct_{name}", (_SingleLevelFunction,), members)
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keyset, *args)
+        with enable_single_level_autograd_function():
+            return function.apply(keyset, *args)
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 for _name, _backward, _setup in (
     ("row_pack", _row_pack_backward, _save_width),
     ("row_gather", _row_gather_backward, _save_width),
     ("row_unpack", _row_unpack_backward, _save_k),
 ):
-    torch.library.register_autograd(f"dct::{_name}", _backward, setup_context=_setup, lib=library)
+    _differentiate(_name, _backward, _setup)
 
 
 def _has_tangent(value: object) -> bool:
@@ -84,6 +119,8 @@ def _guard(name: str) -> None:
                     rule = "no tangent, because the op has no forward-mode derivative"
                     checks.fail(name, argument.name, rule, "one", verb="have")
         for index in written:
+            if args[index] is None:
+                continue
             if args[index].requires_grad and torch.is_grad_enabled():
                 rule = "require grad outside torch.no_grad(), because the op writes to it"
                 checks.fail(name, arguments[index].name, rule, "requires_grad=True", verb="not")

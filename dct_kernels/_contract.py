@@ -13,6 +13,7 @@ from . import checks, layout, row_layout
 
 INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
+QUANTIZED = tuple(layout.QUANTIZED_CODES)
 ONE_PER_SEGMENT = "(one per segment)"
 
 
@@ -108,6 +109,80 @@ def scatter_unpack(
     )
 
 
+def quantize_pack(
+    residual: Tensor | None,
+    grad: Tensor | None,
+    payload: Tensor,
+    format: str,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
+    op, like = "quantize_pack", ("payload", payload)
+    checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
+    if residual is not None:
+        checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
+    if grad is not None:
+        checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
+        if residual is not None:
+            checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
+    given = residual if grad is None else grad
+    if given is None:
+        checks.fail(op, "grad", "given where residual is not", None)
+    checks.require_choice(op, "format", format, QUANTIZED)
+    checks.require_scale(op, "inv_scale", inv_scale, like)
+    if status is not None:
+        checks.require_tensor(op, "status", status, INT32, like=like)
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    _quantized_bytes(op, "payload", payload, given.numel(), format, ranges)
+    checks.memory(
+        op,
+        {"payload": payload} if residual is None else {"residual": residual, "payload": payload},
+        {"grad": grad, "inv_scale": inv_scale, "status": status},
+        aligned=("payload", payload),
+    )
+
+
+def dequantize_sum(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    scale: float = 1.0,
+    out_scale: Tensor | None = None,
+) -> None:
+    op, like = "dequantize_sum", ("out", out)
+    checks.require_tensor(op, "out", out, checks.FLOATS)
+    checks.require_tensor(op, "payloads", payloads, UINT8, (2, 3), like)
+    checks.require_choice(op, "format", format, QUANTIZED)
+    checks.require_scale(op, "out_scale", out_scale, like)
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    _quantized_bytes(op, "payloads", payloads, out.numel(), format, ranges)
+    checks.memory(
+        op,
+        {"out": out},
+        {"payloads": payloads, "out_scale": out_scale},
+        aligned=("payloads", payloads),
+    )
+
+
+def dequantize_sum_pack(
+    payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
+) -> None:
+    op, like = "dequantize_sum_pack", ("residual", residual)
+    checks.require_tensor(op, "residual", residual, FLOAT32)
+    checks.require_tensor(op, "payloads", payloads, UINT8, (2,), like)
+    checks.require_tensor(op, "payload", payload, UINT8, like=like)
+    checks.require_choice(op, "format", format, QUANTIZED)
+    for name, tensor in {"payloads": payloads, "payload": payload}.items():
+        _quantized_bytes(op, name, tensor, residual.numel(), format, 1)
+    checks.memory(
+        op,
+        {"residual": residual, "payload": payload},
+        {"payloads": payloads},
+        aligned=("payloads", payloads),
+    )
+    checks.memory(op, {"payload": payload}, {}, aligned=("payload", payload))
+
+
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> None:
     op = "row_pack"
     checks.require_tensor(op, "x", x, checks.FLOATS, (2,))
@@ -165,6 +240,18 @@ def _payload_bytes(
     nbytes = layout.payload_layout(numel, capacity, value_dtype, ranges).nbytes
     if payload.shape[-1] != nbytes:
         rule = f"{nbytes} bytes per range for {numel} elements and capacity {capacity}"
+        checks.fail(op, arg, rule, payload.shape[-1], verb="have")
+
+
+def _quantized_bytes(
+    op: str, arg: str, payload: Tensor, numel: int, format: str, ranges: int
+) -> None:
+    """A payload may have room for more rows than it has: those of a longer range."""
+    if ranges < 1:
+        checks.fail(op, arg, "at least 1 range", ranges, verb="have")
+    nbytes = layout.quantized_payload_bytes(numel, format, ranges)
+    if payload.shape[-1] < nbytes or payload.shape[-1] % 16:
+        rule = f"{nbytes} bytes per range for {numel} elements, or a multiple of 16 above"
         checks.fail(op, arg, rule, payload.shape[-1], verb="have")
 
 

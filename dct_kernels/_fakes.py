@@ -19,6 +19,18 @@ def scatter_unpack(payloads: Tensor, *_: object) -> Tensor:
     return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
 
 
+def quantize_pack(*_: object) -> None:
+    return None
+
+
+def dequantize_sum(payloads: Tensor, *_: object) -> Tensor:
+    return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
+
+
+def dequantize_sum_pack(payloads: Tensor, *_: object) -> Tensor:
+    return payloads.new_empty(payloads.shape[0], dtype=torch.int32)
+
+
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     position_bytes = row_layout.position_bytes(width, k)
@@ -49,6 +61,9 @@ for _fake in (
     sample_threshold,
     mask_pack,
     scatter_unpack,
+    quantize_pack,
+    dequantize_sum,
+    dequantize_sum_pack,
     row_pack,
     row_gather,
     row_unpack,

@@ -131,9 +131,7 @@ def _why_no_extension() -> str:
     checkout = _PACKAGE.parent
     if (checkout / "setup.py").exists():
         return f"nothing is compiled in this checkout, {checkout}: leave it, or build in place"
-    return (
-        f"nothing is compiled in {_PACKAGE}: install again with a C++ compiler and no DCT_BUILD=0"
-    )
+    return f"nothing is compiled in {_PACKAGE}: install again without DCT_BUILD=0"
 
 
 def _has_kernel(key: str) -> bool:

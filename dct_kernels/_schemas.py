@@ -21,6 +21,18 @@ SCHEMAS = {
         "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType value_dtype, "
         "float scale=1.0, bool accumulate=False, Tensor? out_scale=None) -> Tensor"
     ),
+    "quantize_pack": (
+        "(Tensor(a!)? residual, Tensor? grad, Tensor(b!) payload, str format, "
+        "Tensor? inv_scale=None, Tensor? status=None) -> ()"
+    ),
+    "dequantize_sum": (
+        "(Tensor payloads, Tensor(a!) out, str format, float scale=1.0, Tensor? out_scale=None) "
+        "-> Tensor"
+    ),
+    "dequantize_sum_pack": (
+        "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str format, float scale=1.0) "
+        "-> Tensor"
+    ),
     "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor positions)",
     "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
     "row_unpack": "(Tensor values, Tensor positions, SymInt width, ScalarType dtype) -> Tensor",

@@ -26,19 +26,19 @@ def require_type(
 ) -> None:
     """`value` is of this kind, which `rule` says in words."""
     if not isinstance(value, kind):
-        fail(op, arg, rule, type(value).__name__, TypeError)
+        fail(op, arg, rule, _kind(value), TypeError)
 
 
 def require_int(op: str, arg: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        fail(op, arg, "an integer", type(value).__name__, TypeError)
+        fail(op, arg, "an integer", _kind(value), TypeError)
     if value < low or value > high:
         fail(op, arg, f"in [{low}, {high}]", value)
 
 
 def require_number(op: str, arg: str, value: object) -> None:
     if not isinstance(value, (float, int, torch.SymFloat)) or isinstance(value, bool):
-        fail(op, arg, "a number", type(value).__name__, TypeError)
+        fail(op, arg, "a number", _kind(value), TypeError)
 
 
 def require_density(op: str, density: float) -> None:
@@ -49,7 +49,7 @@ def require_density(op: str, density: float) -> None:
 
 def require_dtype(op: str, arg: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(dtype, torch.dtype):
-        fail(op, arg, "a torch.dtype", type(dtype).__name__, TypeError)
+        fail(op, arg, either([str(one) for one in allowed]), _kind(dtype), TypeError)
     if dtype not in allowed:
         fail(op, arg, _names(allowed), dtype, TypeError)
 
@@ -58,7 +58,7 @@ def require_choice(op: str, arg: str, value: str, choices: tuple[str, ...]) -> N
     if not isinstance(value, str):
         fail(op, arg, "a string", type(value).__name__, TypeError)
     if value not in choices:
-        fail(op, arg, _either(choices), f"'{value}'")
+        fail(op, arg, either([repr(choice) for choice in choices]), repr(value))
 
 
 def require_device(op: str, device: torch.device | str) -> torch.device:
@@ -79,7 +79,7 @@ def require_tensor(
 ) -> None:
     """`tensor` is contiguous, of one of `dtypes` and `dims`, on the device of the tensor `like`."""
     if not isinstance(tensor, torch.Tensor):
-        fail(op, arg, "a tensor", type(tensor).__name__, TypeError)
+        fail(op, arg, "a tensor", _kind(tensor), TypeError)
     if tensor.layout is not torch.strided:
         fail(op, arg, "dense", str(tensor.layout).removeprefix("torch."), TypeError)
     if tensor.dtype not in dtypes:
@@ -169,8 +169,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return _either([_name(dtype) for dtype in dtypes])
+    return either([_name(dtype) for dtype in dtypes])
 
 
-def _either(names: Sequence[str]) -> str:
+def _kind(value: object) -> str:
+    """Its type; or a string as it was given, because 'bfloat16' is not torch.bfloat16."""
+    return repr(value) if isinstance(value, str) else type(value).__name__
+
+
+def either(names: Sequence[str]) -> str:
+    """Names as a rule lists them: the last one after an "or"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,9 +1,15 @@
-"""The payload: the fixed-size message that mask_pack writes and scatter_unpack reads.
+"""The payloads: messages of a fixed size, little-endian.
+
+Of the entries that passed a threshold, from mask_pack to scatter_unpack:
 
     header (64 bytes) | u32 starts[blocks + 1] | u16 positions[capacity] | value[capacity]
 
-All little-endian; each section begins at a multiple of 16 bytes. `starts[b]` is the index of the
-first entry of block b (16,384 elements), so a reader finds any block without a search.
+Each section begins at a multiple of 16 bytes. `starts[b]` is the index of the first entry of block
+b (16,384 elements), so a reader finds any block without a search.
+
+Of every entry, from quantize_pack to dequantize_sum:
+
+    header (64 bytes) | rows of 1,024 entries: codes, then a bfloat16 scale for every 64 of them
 """
 
 import struct
@@ -11,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, require_dtype, require_int
+from .checks import fail, require_choice, require_dtype, require_int
 
 BLOCK = 16384
 HEADER_BYTES = 64
@@ -25,9 +31,13 @@ VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 FLAGS_BYTE = 7  # of the header
 HEADER = struct.Struct("<IHBBQII40s")  # magic, version, value dtype, flags, numel, capacity, count
 
-# Every entry in few bits, by rows of dct_kernels.row_quantize: dct_parallel makes such payloads.
-ROWS_VERSION = 3  # 2 was entries of two bytes, which are no longer read
-ROW_CODES = {"int8": 4, "int4": 5, "ternary": 6}
+# Every entry. (Versions 2 and 3 are no longer read.)
+QUANTIZED_VERSION = 4
+QUANTIZED_CODES = {"float32": 0, "bfloat16": 1, "int8": 4, "int4": 5, "ternary": 6}
+ROW = 1024  # elements; a block is whole rows
+SCALED = 64  # elements that have a scale together, in the formats that have scales
+CODE_BYTES = {"float32": 256, "bfloat16": 128, "int8": 64, "int4": 32, "ternary": 13}  # of these
+UNSCALED = ("float32", "bfloat16")
 
 
 class PayloadLayout(NamedTuple):
@@ -50,8 +60,7 @@ class PayloadInfo(NamedTuple):
     """The header of a payload, or of one of its ranges.
 
     Attributes:
-        value_dtype: torch.float32, torch.bfloat16, or of dct_parallel's payloads in few bits
-            "int8", "int4" or "ternary".
+        value_dtype: torch.float32 or torch.bfloat16; of a payload of every entry its format.
         numel: elements of the tensor, or of the range.
         capacity: entries of room.
         count: entries packed.
@@ -115,6 +124,32 @@ def payload_layout(
     return PayloadLayout(nbytes, HEADER_BYTES, positions, values)
 
 
+def quantized_payload_bytes(numel: int, format: str, ranges: int = 1) -> int:
+    """Bytes of the payload of every one of `numel` elements, or of each of its ranges.
+
+    Args:
+        numel: elements of the tensor that is packed (of all ranges together), >= 0.
+        format: "float32", "bfloat16", "int8", "int4" or "ternary".
+        ranges: how many equal ranges of whole 16,384-element blocks the tensor is cut into.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range; the text names it.
+
+    >>> quantized_payload_bytes(1_000_000, "int4")
+    531552
+    """
+    require_int("quantized_payload_bytes", "numel", numel, 0, 2**63 - 1)
+    require_choice("quantized_payload_bytes", "format", format, tuple(QUANTIZED_CODES))
+    require_int("quantized_payload_bytes", "ranges", ranges, 1, 2**31 - 1)
+    longest = min(numel, range_blocks(numel, ranges) * BLOCK)
+    return HEADER_BYTES + (longest + ROW - 1) // ROW * quantized_row_bytes(format)
+
+
+def quantized_row_bytes(format: str) -> int:
+    """Bytes of a row of 1,024 entries, a multiple of 16."""
+    return ROW // SCALED * (CODE_BYTES[format] + (0 if format in UNSCALED else 2))
+
+
 def payload_info(payload: torch.Tensor) -> PayloadInfo:
     """Read the header of one payload, uint8 [nbytes].
 
@@ -133,12 +168,12 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
     kinds: dict[tuple[int, int], torch.dtype | str] = {
         (VERSION, code): dtype for dtype, code in VALUE_DTYPE_CODES.items()
     }
-    kinds |= {(ROWS_VERSION, code): format for format, code in ROW_CODES.items()}
+    kinds |= {(QUANTIZED_VERSION, code): format for format, code in QUANTIZED_CODES.items()}
     if magic != MAGIC or (version, code) not in kinds:
         got = f"magic {magic:#010x}, version {version}, value dtype code {code}"
         rule = (
-            f"a DCT payload of version {VERSION} or {ROWS_VERSION} "
-            "(2, entries of two bytes, is no longer read)"
+            f"a DCT payload of version {VERSION} or {QUANTIZED_VERSION} "
+            "(2 and 3 are no longer read)"
         )
         fail("payload_info", "payload", rule, got)
     value_dtype = kinds[version, code]

@@ -183,6 +183,127 @@ def scatter_unpack(
     return status
 
 
+def quantize_pack(
+    residual: Tensor | None,
+    grad: Tensor | None,
+    payload: Tensor,
+    format: str,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
+    """Error feedback and every entry in few bits, in one pass over memory.
+
+    acc = residual + grad * inv_scale (one that is None is left out). Every entry goes into the
+    payload, and the residual becomes acc - value: value + residual == acc exactly, except that
+    "ternary" rounds the residual once. Mutates `residual` and `payload`.
+
+    Formats, with bits an entry: "float32" 32 (nothing is left), "bfloat16" 16 (nearest even; a
+    finite acc that would round to infinity saturates), and by codes with a bfloat16 scale for every
+    64 entries "int8" 8.25, "int4" 4.25 and "ternary" 1.875, each 64 as a row of `row_quantize`.
+
+    NaN and Inf are sent in "float32" and "bfloat16", else all 64 become NaN. The
+    residual keeps its old values there (0 where that is not finite), and the header says
+    "non-finite".
+
+    Args:
+        residual: float32 [numel], read and written, or None: no error feedback.
+        grad: float32, bfloat16 or float16 [numel], or None.
+        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from
+            `quantized_payload_bytes` or a multiple of 16 above: one row for each of R equal ranges
+            of whole blocks. Bytes past the last row are kept.
+        format: one of the above.
+        inv_scale: float32, one element, or None.
+        status: int32 [P], the result of the last `dequantize_sum`, or None. Where one of them is
+            not 0, every range's header says "damage".
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: error feedback after 1-bit SGD (Interspeech 2014) and EF-SGD (arXiv 1901.09847); the
+    formats are ours.
+
+    >>> residual, payload = torch.zeros(2), torch.empty(608, dtype=torch.uint8)
+    >>> quantize_pack(residual, torch.tensor([7.0, 2.25]), payload, "int4")
+    >>> residual
+    tensor([0.0000, 0.2500])
+    """
+    args = (residual, grad, payload, format, inv_scale, status)
+    _contract.quantize_pack(*args)
+    torch.ops.dct.quantize_pack.default(*args)
+
+
+def dequantize_sum(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    scale: float = 1.0,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    """Sum P ranks' payloads of every entry, in rank order: every rank computes the same bits.
+
+    out[i] = factor * sum: the sum in float32 over ranks in order from +0.0, factor =
+    float32(scale) * out_scale, rounded once to out's dtype. Payloads are not trusted: one with a
+    bad header adds nothing; any other bytes give some number, NaN or infinity. Mutates `out` (every
+    element is written).
+
+    Args:
+        payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
+        out: float32, bfloat16 or float16 [numel], written.
+        format: as given to `quantize_pack`.
+        scale: 1 / P for a mean. Rounded to float32 once.
+        out_scale: float32, one element, or None.
+
+    Returns:
+        status int32 [P]: 0, or 1 if the header (of a range) is wrong.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: that of `quantize_pack`.
+
+    >>> payload = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
+    >>> dequantize_sum(payload, torch.empty(4), "int8")  # zeros are no header
+    tensor([1], dtype=torch.int32)
+    """
+    args = (payloads, out, format, scale, out_scale)
+    _contract.dequantize_sum(*args)
+    status: Tensor = torch.ops.dct.dequantize_sum.default(*args)
+    return status
+
+
+def dequantize_sum_pack(
+    payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
+) -> Tensor:
+    """Sum P ranks' payloads and pack the sum again: the owner's part of a reduce-scatter.
+
+    `dequantize_sum` and then `quantize_pack` of what it wrote, bit for bit, without the float32 sum
+    in memory. The header never says "damage". Mutates `residual` and `payload`.
+
+    Args:
+        payloads: uint8 [P, nbytes], 16-byte aligned.
+        residual: float32 [numel], the owner's, in units of the sum times `scale`.
+        payload: uint8 [nbytes], 16-byte aligned.
+        format: of all payloads, as given to `quantize_pack`.
+        scale: 1 / P for a mean. Rounded to float32 once.
+
+    Returns:
+        status int32 [P], as of `dequantize_sum`.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+
+    Source: that of `quantize_pack`.
+
+    >>> payloads = torch.zeros(1, quantized_payload_bytes(4, "int8"), dtype=torch.uint8)
+    >>> dequantize_sum_pack(payloads, torch.zeros(4), torch.empty_like(payloads[0]), "int8")
+    tensor([1], dtype=torch.int32)
+    """
+    args = (payloads, residual, payload, format, scale)
+    _contract.dequantize_sum_pack(*args)
+    status: Tensor = torch.ops.dct.dequantize_sum_pack.default(*args)
+    return status
+
+
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, with their positions. Differentiable in x.
 

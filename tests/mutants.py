@@ -133,6 +133,102 @@ MUTANTS = {
         "0, sizeof(SegmentState) * args.num_segments",
         "0, sizeof(states->histogram) * args.num_segments",
     ),
+    "an entry more than the range has": Mutant(
+        "quantize_pack",
+        "detail/entry_rows.cuh",
+        "+ e < length - lane_index()",
+        "+ e <= length - lane_index()",
+    ),
+    "a row past the range's last": Mutant(
+        "quantize_pack", "quantize_pack.cu", "  if (begin >= tile.bounds.end) return;\n", ""
+    ),
+    "no bar.warp.sync before a row's bytes leave": Mutant(
+        "quantize_pack",
+        "detail/quantize_entries.cuh",
+        "    __syncwarp();\n    for (int i = lane",
+        "    for (int i = lane",
+    ),
+    "the last byte of 64 codes not staged": Mutant(
+        "quantize_pack",
+        "detail/quantize_entries.cuh",
+        "if (lane < kGroupBytes)",
+        "if (lane < kGroupBytes - 1)",
+    ),
+    "the last step of a reduction left out": Mutant(
+        "quantize_pack",
+        "detail/quantize_entries.cuh",
+        "return operation(values[0], __shfl_xor_sync(kFullWarp, values[0], 1));",
+        "return values[0];",
+    ),
+    "what is not finite not told": Mutant(
+        "quantize_pack", "detail/quantize_entries.cuh", "kFlagNonFinite} << 24", "0} << 24"
+    ),
+    "half of the lanes with another group's result": Mutant(
+        "quantize_pack",
+        "detail/quantize_entries.cuh",
+        "return __shfl_sync(kFullWarp, value, 2 * vector, kHalfWarp);",
+        "return __shfl_sync(kFullWarp, value, 2 * vector);",
+    ),
+    "kept magnitudes counted with those up to the bound": Mutant(
+        "quantize_pack",
+        "detail/quantize_entries.cuh",
+        "kept[v] += magnitude > bound_of_vector;",
+        "kept[v] += magnitude >= 0;",
+    ),
+    "no barrier before headers are known to be sound": Mutant(
+        "dequantize_sum",
+        "detail/sum_payloads.cuh",
+        "count, shared);\n        __syncthreads();",
+        "count, shared);",
+    ),
+    "the last rank's header not looked at": Mutant(
+        "dequantize_sum",
+        "detail/sum_payloads.cuh",
+        "if (index >= count) return;",
+        "if (index + 1 >= count) return;",
+    ),
+    "rows that the range does not have": Mutant(
+        "dequantize_sum",
+        "detail/sum_payloads.cuh",
+        "const int rows = min(in_block - first, kRows);",
+        "const int rows = kRows;",
+    ),
+    "a payload with a wrong header added": Mutant(
+        "dequantize_sum", "detail/sum_payloads.cuh", " || !sound[p + k]) continue", ") continue"
+    ),
+    "one payload of those in flight left out": Mutant(
+        "dequantize_sum", "detail/sum_payloads.cuh", "used |= 1u << k;", "used |= 2u >> k;"
+    ),
+    "the status of the second block's headers": Mutant(
+        "dequantize_sum", "detail/sum_payloads.cuh", "block.index == 0", "block.index == 1"
+    ),
+    "a byte beyond 242 not cut": Mutant(
+        "dequantize_sum",
+        "detail/sum_codes.cuh",
+        "8388608.0f + 121.0f), 121.0f)",
+        "8388608.0f + 121.0f), 127.0f)",
+    ),
+    "no bar.warp.sync before codes are put over sums": Mutant(
+        "dequantize_sum_pack",
+        "detail/sum_payloads.cuh",
+        "      __syncwarp();  // until all have what is written over\n",
+        "",
+    ),
+    "the residual read past its end": Mutant(
+        "dequantize_sum_pack", "dequantize_sum_pack.cu", "is_within(v, e, length) ?", "true ?"
+    ),
+    "half of the sums not handed over": Mutant(
+        "dequantize_sum_pack",
+        "detail/sum_codes.cuh",
+        "for (int e = 0; e < kEach; e += kVectorElements)",
+        "for (int e = 0; e < kEach / 2; e += kVectorElements)",
+    ),
+    "the mean without its scale": Mutant(
+        "dequantize_sum_pack",
+        "dequantize_sum_pack.cu",
+        "accumulate(old[v][e], x[v][e], scale)",
+        "accumulate(old[v][e], x[v][e], 1.0f)",
+    ),
     "one tie too many": Mutant(
         "row_pack", "row_pack.cu", "left > 0 && tied != 0", "left >= 0 && tied != 0"
     ),

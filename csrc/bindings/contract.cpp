@@ -1,169 +1,9 @@
 #include "contract.h"
 
-#include <algorithm>
-#include <initializer_list>
-#include <limits>
-#include <stdexcept>
-
-#include "../common/payload.h"
-#include "../common/rows.h"
+#include "checks.h"
 
 namespace dct {
 namespace {
-
-using ScalarTypes = std::initializer_list<ScalarType>;
-
-constexpr ScalarTypes kFloats = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-constexpr ScalarTypes kPayloadValues = {ScalarType::Float, ScalarType::BFloat16};
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-constexpr int64_t kUint32Max = std::numeric_limits<uint32_t>::max();
-
-struct Interval {
-  Interval(int64_t value) : low(value), high(value) {}
-  Interval(int64_t low, int64_t high) : low(low), high(high) {}
-  int64_t low, high;
-};
-const Interval kAny = {0, std::numeric_limits<int64_t>::max()};
-
-struct NamedTensor {
-  NamedTensor(const char* name, const Tensor& value) : name(name), tensor(&value) {}
-  NamedTensor(const char* name, const OptionalTensor& value)
-      : name(name), tensor(value.has_value() ? &*value : nullptr) {}
-  const char* name;
-  const Tensor* tensor;  // null if absent
-};
-
-class Checks {
- public:
-  // All tensors must be on the device of `like`.
-  Checks(const char* op, const Tensor& like) : op_(op), device_(like.device()) {}
-
-  // Not STD_TORCH_CHECK, which puts the source file in front of the text. Nor a stream: writing an
-  // integer to one crashes in a process that has loaded another C++ library than we were built
-  // with.
-  [[noreturn]] void fail(const std::string& arg, const std::string& rule,
-                         const std::string& got) const {
-    throw std::runtime_error(std::string("dct::") + op_ + ": " + arg + " must " + rule + ", got " +
-                             got);
-  }
-
-  // `part`: of the argument, such as ".dim()", or "" where the argument itself is the value.
-  void require_in(const char* arg, const char* part, int64_t value, Interval allowed) const {
-    if (value >= allowed.low && value <= allowed.high) return;
-    std::string rule = "be " + std::to_string(allowed.low);
-    if (allowed.high != allowed.low) rule += " to " + std::to_string(allowed.high);
-    fail(std::string(arg) + part, rule, std::to_string(value));
-  }
-
-  DType require_dtype(const char* arg, ScalarType dtype, ScalarTypes allowed) const {
-    if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
-      std::string rule;
-      for (ScalarType each : allowed) {
-        rule += (rule.empty() ? "be " : " or ") + std::string(torch::headeronly::toString(each));
-      }
-      fail(arg, rule, torch::headeronly::toString(dtype));
-    }
-    return dtype == ScalarType::BFloat16 ? DType::kBFloat16
-           : dtype == ScalarType::Half   ? DType::kFloat16
-                                         : DType::kFloat32;
-  }
-
-  DType require_tensor(const char* arg, const Tensor& tensor, ScalarTypes dtypes, Interval dims,
-                       Interval numel = kAny) const {
-    const DType dtype = require_dtype(arg, tensor.scalar_type(), dtypes);
-    require_in(arg, ".dim()", tensor.dim(), dims);
-    if (tensor.device() != device_) fail(arg, "be on " + name(device_), name(tensor.device()));
-    if (!tensor.is_contiguous()) fail(arg, "be contiguous", "other strides");
-    require_in(arg, ".numel()", tensor.numel(), numel);
-    return dtype;
-  }
-
-  // Returns the tensor's data, or null if it is absent.
-  template <typename T>
-  const T* require_optional(const char* arg, const OptionalTensor& tensor, ScalarType dtype,
-                            Interval dims, Interval numel) const {
-    if (!tensor.has_value()) return nullptr;
-    require_tensor(arg, *tensor, {dtype}, dims, numel);
-    return tensor->const_data_ptr<T>();
-  }
-
-  // Returns the number of segments. The offsets themselves are checked on the CPU only.
-  int64_t require_segments(const Tensor& segments, int64_t numel) const {
-    require_tensor("segments", segments, {ScalarType::Long}, 1);
-    if (segments.numel() < 1) fail("segments", "have at least 1 element", "0");
-    if (device_.is_cpu()) {
-      const int64_t* begin = segments.const_data_ptr<int64_t>();
-      const int64_t *end = begin + segments.numel(), *wrong = std::is_sorted_until(begin, end);
-      if (begin[0] != 0) wrong = begin;
-      if (wrong == end && end[-1] != numel) --wrong;
-      if (wrong != end) {
-        fail("segments", "ascend from 0 to " + std::to_string(numel), std::to_string(*wrong));
-      }
-    }
-    return segments.numel() - 1;
-  }
-
-  // Checks payloads [.., nbytes] and returns their number of ranges.
-  int64_t require_payload(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
-                          int64_t numel, int64_t capacity, DType value_dtype) const {
-    const int64_t dims = payload.dim();
-    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
-    if (ranges < 1) fail(arg, "have at least 1 range", "0");
-    const int64_t nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes;
-    require_in(arg, ".size(-1)", payload.size(dims - 1), nbytes);
-    const auto address = reinterpret_cast<uintptr_t>(payload.const_data_ptr());
-    if (address % 16 != 0) {
-      fail(arg, "be 16-byte aligned", "address % 16 = " + std::to_string(address % 16));
-    }
-    return ranges;
-  }
-
-  const uint8_t* require_positions(const Tensor& positions, int64_t rows, int64_t width,
-                                   int64_t k) const {
-    require_tensor("positions", positions, {ScalarType::Byte}, 2);
-    require_in("positions", ".size(0)", positions.size(0), rows);
-    require_in("positions", ".size(1)", positions.size(1), position_bytes(width, k));
-    return positions.const_data_ptr<uint8_t>();
-  }
-
-  RowFormat require_format(const std::string& format) const {
-    constexpr const char* kNames[] = {"int8", "int4", "ternary", "sign"};  // in RowFormat's order
-    for (int i = 0; i < 4; ++i) {
-      if (format == kNames[i]) return static_cast<RowFormat>(i);
-    }
-    fail("format", "be int8, int4, ternary or sign", "'" + format + "'");
-  }
-
-  // The first `written` tensors share memory with no other.
-  void require_apart(std::initializer_list<NamedTensor> tensors, int written) const {
-    for (auto a = tensors.begin(); a != tensors.begin() + written; ++a) {
-      for (auto b = a + 1; b != tensors.end(); ++b) {
-        const int64_t shared = b->tensor == nullptr ? 0 : overlap(*a->tensor, *b->tensor);
-        if (shared > 0) {
-          fail(b->name, std::string("share no memory with ") + a->name,
-               std::to_string(shared) + " bytes");
-        }
-      }
-    }
-  }
-
- private:
-  static std::string name(torch::stable::Device device) {
-    return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
-  }
-
-  // The bytes that both have, 0 or less if none.
-  static int64_t overlap(const Tensor& a, const Tensor& b) {
-    const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
-    const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());
-    return std::min(start_a + a.numel() * a.element_size(),
-                    start_b + b.numel() * b.element_size()) -
-           std::max(start_a, start_b);
-  }
-
-  const char* op_;
-  torch::stable::Device device_;
-};
 
 // What row_pack and row_gather have in common: k entries of each row.
 template <typename Args>
@@ -268,6 +108,86 @@ ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out,
   args.out = out.mutable_data_ptr();
   args.scale = static_cast<float>(scale);
   args.accumulate = accumulate;
+  return args;
+}
+
+QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const OptionalTensor& grad,
+                                    const Tensor& payload, const std::string& format,
+                                    const OptionalTensor& inv_scale, const OptionalTensor& status) {
+  const Checks checks("quantize_pack", payload);
+  QuantizePackArgs args{};
+  checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
+  if (residual.has_value()) {
+    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1);
+    args.residual = residual->mutable_data_ptr<float>();
+    args.numel = residual->numel();
+  }
+  if (grad.has_value()) {
+    const Interval numel = residual.has_value() ? Interval(args.numel) : kAny;
+    args.grad_dtype = checks.require_tensor("grad", *grad, kFloats, 1, numel);
+    args.grad = grad->const_data_ptr();
+    args.numel = grad->numel();
+  } else if (!residual.has_value()) {
+    checks.fail("grad", "be given where residual is not", "None");
+  }
+  args.format = checks.require_payload_format(format);
+  args.inv_scale =
+      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
+  args.status = checks.require_optional<int32_t>("status", status, ScalarType::Int, 1, kAny);
+  args.num_status = status.has_value() ? status->numel() : 0;
+  args.ranges = checks.require_quantized("payload", payload, 2, args.numel, args.format);
+  checks.require_apart({{"residual", residual},
+                        {"payload", payload},
+                        {"grad", grad},
+                        {"inv_scale", inv_scale},
+                        {"status", status}},
+                       2);
+  args.payload = payload.mutable_data_ptr<uint8_t>();
+  args.nbytes = payload.size(payload.dim() - 1);
+  return args;
+}
+
+DequantizeSumArgs dequantize_sum_args(const Tensor& payloads, const Tensor& out,
+                                      const std::string& format, double scale,
+                                      const OptionalTensor& out_scale) {
+  const Checks checks("dequantize_sum", out);
+  DequantizeSumArgs args{};
+  args.out_dtype = checks.require_tensor("out", out, kFloats, 1);
+  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, {2, 3});
+  args.format = checks.require_payload_format(format);
+  args.out_scale =
+      checks.require_optional<float>("out_scale", out_scale, ScalarType::Float, {0, 1}, 1);
+  args.numel = out.numel();
+  args.ranges = checks.require_quantized("payloads", payloads, 3, args.numel, args.format);
+  checks.require_apart({{"out", out}, {"payloads", payloads}, {"out_scale", out_scale}}, 1);
+  args.payloads = payloads.const_data_ptr<uint8_t>();
+  args.ranks = payloads.size(0);
+  args.nbytes = payloads.size(payloads.dim() - 1);
+  args.out = out.mutable_data_ptr();
+  args.scale = static_cast<float>(scale);
+  return args;
+}
+
+DequantizeSumPackArgs dequantize_sum_pack_args(const Tensor& payloads, const Tensor& residual,
+                                               const Tensor& payload, const std::string& format,
+                                               double scale) {
+  const Checks checks("dequantize_sum_pack", residual);
+  DequantizeSumPackArgs args{};
+  checks.require_tensor("residual", residual, {ScalarType::Float}, 1);
+  checks.require_tensor("payloads", payloads, {ScalarType::Byte}, 2);
+  checks.require_tensor("payload", payload, {ScalarType::Byte}, 1);
+  args.format = checks.require_payload_format(format);
+  args.numel = residual.numel();
+  checks.require_quantized("payloads", payloads, 3, args.numel, args.format);
+  checks.require_quantized("payload", payload, 2, args.numel, args.format);
+  checks.require_apart({{"residual", residual}, {"payload", payload}, {"payloads", payloads}}, 2);
+  args.payloads = payloads.const_data_ptr<uint8_t>();
+  args.ranks = payloads.size(0);
+  args.nbytes_in = payloads.size(1);
+  args.residual = residual.mutable_data_ptr<float>();
+  args.payload = payload.mutable_data_ptr<uint8_t>();
+  args.nbytes = payload.size(0);
+  args.scale = static_cast<float>(scale);
   return args;
 }
 

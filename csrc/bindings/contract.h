@@ -32,6 +32,18 @@ ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out,
                                       ScalarType value_dtype, double scale, bool accumulate,
                                       const OptionalTensor& out_scale);
 
+QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const OptionalTensor& grad,
+                                    const Tensor& payload, const std::string& format,
+                                    const OptionalTensor& inv_scale, const OptionalTensor& status);
+
+DequantizeSumArgs dequantize_sum_args(const Tensor& payloads, const Tensor& out,
+                                      const std::string& format, double scale,
+                                      const OptionalTensor& out_scale);
+
+DequantizeSumPackArgs dequantize_sum_pack_args(const Tensor& payloads, const Tensor& residual,
+                                               const Tensor& payload, const std::string& format,
+                                               double scale);
+
 RowPackArgs row_pack_args(const Tensor& x, int64_t k, ScalarType value_dtype);
 
 RowGatherArgs row_gather_args(const Tensor& x, const Tensor& positions, int64_t k,

@@ -11,7 +11,10 @@
 #include <tuple>
 
 #include "../common/rows.h"
+#include "../cuda/dequantize_sum.cuh"
+#include "../cuda/dequantize_sum_pack.cuh"
 #include "../cuda/mask_pack.cuh"
+#include "../cuda/quantize_pack.cuh"
 #include "../cuda/row_dequantize.cuh"
 #include "../cuda/row_gather.cuh"
 #include "../cuda/row_pack.cuh"
@@ -94,6 +97,35 @@ Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacit
   return status;
 }
 
+void quantize_pack(const OptionalTensor& residual, const OptionalTensor& grad,
+                   const Tensor& payload, const std::string& format,
+                   const OptionalTensor& inv_scale, const OptionalTensor& status) {
+  const QuantizePackArgs args =
+      quantize_pack_args(residual, grad, payload, format, inv_scale, status);
+  const OnDeviceOf device(payload);
+  require_success("quantize_pack", cuda::quantize_pack(args, device.stream()));
+}
+
+Tensor dequantize_sum(const Tensor& payloads, const Tensor& out, const std::string& format,
+                      double scale, const OptionalTensor& out_scale) {
+  DequantizeSumArgs args = dequantize_sum_args(payloads, out, format, scale, out_scale);
+  const OnDeviceOf device(out);
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  require_success("dequantize_sum", cuda::dequantize_sum(args, device.stream()));
+  return status;
+}
+
+Tensor dequantize_sum_pack(const Tensor& payloads, const Tensor& residual, const Tensor& payload,
+                           const std::string& format, double scale) {
+  DequantizeSumPackArgs args = dequantize_sum_pack_args(payloads, residual, payload, format, scale);
+  const OnDeviceOf device(residual);
+  Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
+  args.status = status.mutable_data_ptr<int32_t>();
+  require_success("dequantize_sum_pack", cuda::dequantize_sum_pack(args, device.stream()));
+  return status;
+}
+
 std::tuple<Tensor, Tensor> row_pack(const Tensor& x, int64_t k, ScalarType value_dtype) {
   RowPackArgs args = row_pack_args(x, k, value_dtype);
   const OnDeviceOf device(x);
@@ -149,6 +181,9 @@ STABLE_TORCH_LIBRARY_IMPL(dct, CUDA, m) {
   m.impl("sample_threshold", TORCH_BOX(&dct::sample_threshold));
   m.impl("mask_pack", TORCH_BOX(&dct::mask_pack));
   m.impl("scatter_unpack", TORCH_BOX(&dct::scatter_unpack));
+  m.impl("quantize_pack", TORCH_BOX(&dct::quantize_pack));
+  m.impl("dequantize_sum", TORCH_BOX(&dct::dequantize_sum));
+  m.impl("dequantize_sum_pack", TORCH_BOX(&dct::dequantize_sum_pack));
   m.impl("row_pack", TORCH_BOX(&dct::row_pack));
   m.impl("row_gather", TORCH_BOX(&dct::row_gather));
   m.impl("row_unpack", TORCH_BOX(&dct::row_unpack));

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "quantized_payload.h"
 #include "row_formats.h"
 
 namespace dct {
@@ -54,6 +55,47 @@ struct ScatterUnpackArgs {
   bool accumulate;
   const float* out_scale;  // one element, or null for 1
   int32_t* status;         // out: [ranks]
+};
+
+struct QuantizePackArgs {
+  float* residual;   // in and out: [numel], or null
+  const void* grad;  // [numel] of grad_dtype, or null, but not both
+  DType grad_dtype;
+  int64_t numel;
+  uint8_t* payload;  // out: [ranges, nbytes], 16-byte aligned
+  int64_t ranges;
+  int64_t nbytes;  // a multiple of 16, for the longest range or more
+  PayloadFormat format;
+  const float* inv_scale;  // one element, or null for 1
+  const int32_t* status;   // [num_status] of the last dequantize_sum
+  int64_t num_status;
+};
+
+struct DequantizeSumArgs {
+  const uint8_t* payloads;  // [ranks, ranges, nbytes], 16-byte aligned
+  int64_t ranks;
+  int64_t ranges;
+  int64_t nbytes;  // as of QuantizePackArgs
+  PayloadFormat format;
+  void* out;  // out: [numel] of out_dtype
+  DType out_dtype;
+  int64_t numel;
+  float scale;
+  const float* out_scale;  // one element, or null for 1
+  int32_t* status;         // out: [ranks]
+};
+
+struct DequantizeSumPackArgs {
+  const uint8_t* payloads;  // [ranks, nbytes_in], 16-byte aligned
+  int64_t ranks;
+  int64_t nbytes_in;
+  float* residual;  // in and out: [numel]
+  int64_t numel;
+  uint8_t* payload;  // out: [nbytes], 16-byte aligned
+  int64_t nbytes;
+  PayloadFormat format;
+  float scale;
+  int32_t* status;  // out: [ranks]
 };
 
 struct RowPackArgs {

@@ -43,6 +43,8 @@ DCT_HOST_DEVICE constexpr int codes_per_byte(RowFormat format) {
   }
 }
 
+constexpr int kTrits = codes_per_byte(RowFormat::kTernary);
+
 // Bytes of one row's codes, which come first.
 DCT_HOST_DEVICE constexpr int64_t code_bytes(int64_t width, RowFormat format) {
   return (width - 1) / codes_per_byte(format) + 1;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../common/row_formats.h"
 #include "simd_dispatch.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -14,7 +15,6 @@
 namespace dct::cpu {
 
 // The five codes of a ternary byte are bits of two planes, of columns above 0 and of those below.
-constexpr int kTrits = 5;
 constexpr int64_t kTritBytes = 16;  // packed at a time: 80 columns, 10 bytes of a plane
 constexpr int64_t kTritPlane = 16;  // bytes of a plane that are read for them
 struct TritFields {

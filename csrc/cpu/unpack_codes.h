@@ -42,10 +42,17 @@ struct alignas(64) Entries {
   Out of[kMostEntries];
 };
 
+// What a row's codes stand for, before its scale.
+template <RowFormat kFormat>
+constexpr Entries<float> kCodes = [] {
+  Entries<float> codes{};
+  for (int i = 0; i < entries_of(kFormat); ++i) codes.of[i] = code_at(i, kFormat);
+  return codes;
+}();
+
 // A ternary byte + 121 is a number below 243 of five digits to the base of 3, the first column's
 // the lowest. As a fraction of 2^16 it is multiplied by 270, a little more than 2^16 / 243; by 3
 // to the right power, modulo 2^16, a column's digit is the next to come over the point.
-constexpr int kTrits = codes_per_byte(RowFormat::kTernary);
 constexpr uint32_t kTopNumber = 242;  // as which bytes read that no codes add up to
 struct TritColumns {
   uint16_t byte[kCodeGroup + kTrits - 1];  // that holds the column, for the shuffle into 16 bits
@@ -65,6 +72,7 @@ constexpr TritColumns kTritColumns = [] {
 // For each instruction set: `look_up` gives the entries of one group of a row's columns. It reads
 // no further than the row if the group is whole.
 struct PlainUnpack {
+  static constexpr int kVectorBytes = 16;
   template <RowFormat kFormat, typename Out>
   static void look_up(const uint8_t* row, int64_t column, const Entries<Out>& entries, Out* out) {
     constexpr int kCodesPerByte = codes_per_byte(kFormat), kBits = 8 / kCodesPerByte;
@@ -91,6 +99,7 @@ struct Avx512Unpack;
 
 struct Avx2Unpack {
 #define DCT_AVX2 __attribute__((target("avx2")))
+  static constexpr int kVectorBytes = 32;
   template <RowFormat kFormat, typename Out>
   DCT_AVX2 static void look_up(const uint8_t* row, int64_t column, const Entries<Out>& entries,
                                Out* out) {
@@ -174,6 +183,7 @@ struct Avx2Unpack {
 };
 
 struct Avx512Unpack : Avx2Unpack {
+  static constexpr int kVectorBytes = 64;
   template <RowFormat kFormat, typename Out>
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void look_up(
       const uint8_t* row, int64_t column, const Entries<Out>& entries, Out* out) {

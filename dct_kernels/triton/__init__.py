@@ -6,7 +6,10 @@ keeps nothing between calls.
 """
 
 from ._launch import INTERPRETED
+from .dequantize_sum import dequantize_sum
+from .dequantize_sum_pack import dequantize_sum_pack
 from .mask_pack import mask_pack
+from .quantize_pack import quantize_pack
 from .row_dequantize import row_dequantize
 from .row_gather import row_gather
 from .row_pack import row_pack
@@ -17,7 +20,10 @@ from .scatter_unpack import scatter_unpack
 
 __all__ = [
     "INTERPRETED",
+    "dequantize_sum",
+    "dequantize_sum_pack",
     "mask_pack",
+    "quantize_pack",
     "row_dequantize",
     "row_gather",
     "row_pack",

@@ -62,18 +62,25 @@ def multiply_add(base, x, factor):
 
 
 @triton.jit
-def load_accumulated(residual, grad, inv_scale, i, mask):
-    """residual + grad * inv_scale at the elements i. Any pointer may be None, but not both residual
-    and grad."""
+def add_gradient(old, grad, inv_scale, i, mask):
+    """old + grad * inv_scale at the elements i. Any may be None, but not both old and grad."""
     if grad is None:
-        acc = tl.load(residual + i, mask=mask)
+        acc = old
     else:
         acc = to_float(tl.load(grad + i, mask=mask))
         if inv_scale is not None:
             acc *= tl.load(inv_scale)
-        if residual is not None:
-            acc = tl.load(residual + i, mask=mask) + acc
+        if old is not None:
+            acc = old + acc
     return acc
+
+
+@triton.jit
+def load_accumulated(residual, grad, inv_scale, i, mask):
+    """residual + grad * inv_scale at the elements i. Any pointer may be None, but not both residual
+    and grad."""
+    old = None if residual is None else tl.load(residual + i, mask=mask)
+    return add_gradient(old, grad, inv_scale, i, mask)
 
 
 @triton.jit

@@ -16,26 +16,22 @@ from torch import Tensor
 from .. import layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import is_finite, load_accumulated, round_saturating, to_float
+from ._payload import (
+    BLOCK,
+    FLAG_NON_FINITE,
+    FLAG_OVERFLOW,
+    HEADER_BYTES,
+    damage_flag,
+    locate,
+    range_numel,
+    write_header,
+)
 
 # Elements; a block of the payload begins with a tile. Interpreted programs take long, not tiles.
 TILE = layout.BLOCK if INTERPRETED else 4096
 CHUNK = 4096  # tiles that the scan reads at once
 
-_BLOCK = tl.constexpr(layout.BLOCK)
-_HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
-_FLAG_OVERFLOW = tl.constexpr(layout.FLAG_OVERFLOW)
-_FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
-_FLAG_DAMAGE = tl.constexpr(layout.FLAG_DAMAGE)
 _PROBES = tl.constexpr(128)  # of a search
-
-
-@triton.jit
-def _locate(numel, range_blocks, range_tiles, TILE: tl.constexpr):
-    """This program's range and tile: (range, element where the tile begins, and its length)."""
-    range_index = (tl.program_id(0) // range_tiles).to(tl.int64)
-    start = (tl.program_id(0) % range_tiles).to(tl.int64) * TILE
-    begin = range_index * range_blocks * _BLOCK + start
-    return range_index, begin, tl.minimum(numel - begin, TILE)
 
 
 @triton.jit
@@ -76,7 +72,7 @@ def _mark_kernel(
     residual, grad, inv_scale, segments, threshold, bits, words, counts,
     numel, num_segments, range_blocks, range_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
-    _, begin, length = _locate(numel, range_blocks, range_tiles, TILE)
+    _, begin, length = locate(numel, range_blocks, range_tiles, TILE)
     if length <= 0:
         return
     offset = tl.arange(0, TILE)
@@ -121,27 +117,6 @@ def _mark_kernel(
             tl.store(residual + i, acc, mask=tl.where(non_finite, owned & ~kept, owned))
 
 
-@triton.jit
-def _damage_flag(status, num_status, CHUNK: tl.constexpr):
-    """The damage flag if a payload of the last step was damaged, else 0."""
-    found = tl.zeros([CHUNK], tl.int32)
-    begin = num_status * 0
-    while begin < num_status:
-        rank = begin + tl.arange(0, CHUNK)
-        found |= tl.load(status + rank, mask=rank < num_status, other=0)
-        begin += CHUNK
-    return tl.where(tl.max((found != 0).to(tl.int32)) != 0, _FLAG_DAMAGE, 0)
-
-
-@triton.jit
-def _write_header(payload, numel, capacity, count, flags, KIND: tl.constexpr):
-    lane = tl.arange(0, 8)
-    header = tl.where(lane == 0, flags.to(tl.int64) << 56 | KIND, 0)
-    header = tl.where(lane == 1, numel, header)
-    header = tl.where(lane == 2, capacity | count << 32, header)
-    tl.store(payload.to(tl.pointer_type(tl.int64)) + lane, header)
-
-
 @triton.jit(do_not_specialize=[
     "numel", "num_segments", "num_status", "capacity", "range_blocks", "range_tiles", "nbytes",
 ])  # fmt: skip
@@ -153,10 +128,9 @@ def _scan_kernel(
     """One program per range. In each word, the number of entries before replaces the count."""
     program = tl.program_id(0).to(tl.int64)
     message = payload + program * nbytes
-    starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32))
-    length = range_blocks.to(tl.int64) * _BLOCK
-    range_numel = tl.minimum(tl.maximum(numel - program * length, 0), length)
-    tiles = (range_numel + TILE - 1) // TILE
+    starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32))
+    length = range_numel(numel, range_blocks, program)
+    tiles = (length + TILE - 1) // TILE
     total = tiles * 0
     non_finite = tiles * 0
     chunk = tiles * 0
@@ -168,17 +142,17 @@ def _scan_kernel(
         before = total + (tl.cumsum(count) - count)
         tl.store(words + program * range_tiles + tile, before << 1 | (word & 1), mask=inside)
         start = tl.minimum(before, capacity).to(tl.uint32)
-        tl.store(starts + tile * TILE // _BLOCK, start, mask=inside & (tile * TILE % _BLOCK == 0))
+        tl.store(starts + tile * TILE // BLOCK, start, mask=inside & (tile * TILE % BLOCK == 0))
         total += tl.sum(count)
         non_finite |= tl.max(word & 1)
         chunk += CHUNK
     packed = tl.minimum(total, capacity)
-    flags = tl.where(total > capacity, _FLAG_OVERFLOW, 0)
-    flags |= tl.where(non_finite != 0, _FLAG_NON_FINITE, 0)
+    flags = tl.where(total > capacity, FLAG_OVERFLOW, 0)
+    flags |= tl.where(non_finite != 0, FLAG_NON_FINITE, 0)
     if status is not None:
-        flags |= _damage_flag(status, num_status, CHUNK)
-    _write_header(message, range_numel, capacity, packed, flags, KIND)
-    tl.store(starts + (range_numel + _BLOCK - 1) // _BLOCK, packed.to(tl.uint32))
+        flags |= damage_flag(status, num_status, CHUNK)
+    write_header(message, length, capacity, packed, flags, KIND)
+    tl.store(starts + (length + BLOCK - 1) // BLOCK, packed.to(tl.uint32))
 
     chunk = program * CHUNK
     while chunk < num_segments:
@@ -206,7 +180,7 @@ def _pack_kernel(
     numel, capacity, range_blocks, range_tiles, nbytes, positions_at, values_at,
     VALUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    range_index, begin, length = _locate(numel, range_blocks, range_tiles, TILE)
+    range_index, begin, length = locate(numel, range_blocks, range_tiles, TILE)
     if length <= 0:
         return
     word = tl.load(words + tl.program_id(0))
@@ -233,7 +207,7 @@ def _pack_kernel(
             acc = load_accumulated(residual, grad, inv_scale, i, kept)
         packed = kept & (entry < room)
         value = round_saturating(acc, VALUE)
-        tl.store(positions + entry, (begin % _BLOCK + offset).to(tl.uint16), mask=packed)
+        tl.store(positions + entry, (begin % BLOCK + offset).to(tl.uint16), mask=packed)
         tl.store(values + entry, value, mask=packed)
         new = tl.where(packed, acc - to_float(value), acc)
         # A residual whose acc is not finite keeps its value.

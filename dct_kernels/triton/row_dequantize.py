@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import row_layout
 from . import _rows
+from ._codes import ternary_code
 from ._launch import launch
 from ._numeric import round_to
 
@@ -37,12 +38,7 @@ def _row_dequantize_kernel(
         elif FORMAT == "sign":
             code = 1 - 2 * (code >> digit & 1)
         else:
-            # The byte is a balanced number: 121 more makes its digits 0, 1, 2 for -1, 0, 1.
-            code = tl.minimum((code + 121) & 255, 242)
-            # 65,536 / 3^digit, rounded up: exact for numbers below 243, and no division.
-            first = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
-            inverse = tl.where(digit < 3, first, tl.where(digit == 3, 2428, 810))
-            code = (code * inverse >> 16) % 3 - 1
+            code = ternary_code(code, digit)
         elements = round_to(code.to(tl.float32) * scale, out.dtype.element_ty)
         tl.store(out + row * width + column, elements, mask=inside)
 

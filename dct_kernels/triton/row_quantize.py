@@ -12,12 +12,9 @@ from torch import Tensor
 
 from .. import row_layout
 from . import _rows
+from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_weight, units
 from ._launch import launch
-from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, round_saturating, to_float
-
-UNIT_BITS = tl.constexpr(22)  # of the row's largest magnitude, in the units that sums count
-ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: leaves an integer in the low bits
-SMALLEST_NORMAL = tl.constexpr(0x0080)  # bfloat16
+from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, to_float
 
 
 @triton.jit
@@ -66,9 +63,7 @@ def _row_quantize_kernel(
         top = tl.maximum(top, tl.max(magnitude, 1)[:, None])
     finite = top < FLOAT32_INFINITY
 
-    exponent = tl.maximum(top >> 23, UNIT_BITS)
-    in_one = ((-exponent + (253 + UNIT_BITS)) << 23).to(tl.float32, bitcast=True)
-    unit = ((exponent - (UNIT_BITS - 1)) << 23).to(tl.float32, bitcast=True)
+    in_one, unit = units(top)
     bound = tl.full([ROWS, 1], -1.0, tl.float32)
     if FORMAT == "ternary":
         bound = 0.75 * _mean_above(
@@ -80,8 +75,7 @@ def _row_quantize_kernel(
     else:
         levels = tl.full([ROWS, 1], 127.0 if FORMAT == "int8" else 7.0, tl.float32)
         exact = tl.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), levels)
-    scale = round_saturating(exact, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-    scale = tl.where(scale < SMALLEST_NORMAL, 0, scale)
+    scale = scale_bits(exact)
     usable = finite & (scale != 0)
     rounded = tl.where(usable, scale << 16, 0x3F800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), rounded)
@@ -98,9 +92,7 @@ def _row_quantize_kernel(
         elif FORMAT == "ternary":
             scaled = elements * in_one
             codes = (scaled > bound).to(tl.int32) - (scaled < -bound).to(tl.int32)
-            digit = place % PLACES
-            weight = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
-            codes *= tl.where(digit == 4, 81, weight)
+            codes *= ternary_weight(place % PLACES)
         else:
             codes = (elements * inverse + ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
             if FORMAT == "int4":

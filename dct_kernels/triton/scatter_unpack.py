@@ -18,13 +18,12 @@ from torch import Tensor
 from .. import layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
 from ._numeric import multiply_add, round_to, to_float
+from ._payload import BLOCK, HEADER_BYTES, range_numel
 
 # Entries, and elements, that a program reads at once. Interpreted programs take long, not chunks.
 ENTRIES = layout.BLOCK if INTERPRETED else 1024
 ELEMENTS = layout.BLOCK if INTERPRETED else 4096
 
-_BLOCK = tl.constexpr(layout.BLOCK)
-_HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
 _HEADER = tl.constexpr(1)  # bits of the status
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
@@ -32,15 +31,9 @@ _POISON = tl.constexpr(1 << 16)  # of a verdict, above the number of sound entri
 
 
 @triton.jit
-def _range_numel(numel, range_blocks, range_index):
-    length = range_blocks.to(tl.int64) * _BLOCK
-    return tl.minimum(tl.maximum(numel - range_index * length, 0), length)
-
-
-@triton.jit
 def _entries_bounds(message, block, block_length):
     """The first entry of a block, and the one past its last. An empty range has one start."""
-    starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
+    starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32)) + block
     end = tl.load(starts + tl.where(block_length > 0, 1, 0))
     return tl.load(starts).to(tl.int64), end.to(tl.int64)
 
@@ -55,9 +48,9 @@ def _check_kernel(
 ):  # fmt: skip
     block = tl.program_id(0) % grid_blocks
     row = (tl.program_id(0) // grid_blocks).to(tl.int64)  # of [ranks, ranges]
-    range_numel = _range_numel(numel, range_blocks, row % ranges)
-    start = block.to(tl.int64) * _BLOCK
-    length = tl.minimum(range_numel - start, _BLOCK)
+    whole = range_numel(numel, range_blocks, row % ranges)
+    start = block.to(tl.int64) * BLOCK
+    length = tl.minimum(whole - start, BLOCK)
     if (block > 0) & (length <= 0):
         return
     message = payloads + row * nbytes
@@ -67,15 +60,15 @@ def _check_kernel(
     first_word = tl.sum(tl.where(lane == 0, header, 0))
     sizes = tl.sum(tl.where(lane == 2, header, 0))
     count = sizes >> 32 & 0xFFFFFFFF
-    expected = tl.where(lane == 0, KIND, tl.where(lane == 1, range_numel, 0))
+    expected = tl.where(lane == 0, KIND, tl.where(lane == 1, whole, 0))
     expected = tl.where(lane == 2, count << 32 | capacity, expected)
     known = tl.where(lane == 0, ~(7 << 56), -1)  # the three flags may be set
     wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
-    wrong = wrong | (count > tl.minimum(range_numel, capacity))
+    wrong = wrong | (count > tl.minimum(whole, capacity))
 
     first, end = _entries_bounds(message, block, length)
     bad_starts = (first > end) | (end > count) | ((block == 0) & (first != 0))
-    last = start + length == range_numel
+    last = start + length == whole
     bad_starts = bad_starts | (last & (end != count))
     # More entries than elements cannot ascend: bad without looking.
     too_many = end - first > length
@@ -104,7 +97,7 @@ def _check_kernel(
 
 @triton.jit
 def _clear(sums, length, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr):
-    for begin in range(0, _BLOCK, ELEMENTS):
+    for begin in range(0, BLOCK, ELEMENTS):
         element = begin + tl.arange(0, ELEMENTS)
         zeros = tl.zeros([ELEMENTS], tl.float32)
         tl.store(sums + element, zeros, mask=None if WHOLE else element < length)
@@ -115,7 +108,7 @@ def _finish(
     sums, out, factor, poisoned, length,
     ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    for begin in range(0, _BLOCK, ELEMENTS):
+    for begin in range(0, BLOCK, ELEMENTS):
         element = begin + tl.arange(0, ELEMENTS)
         mask = None if WHOLE else element < length
         total = tl.load(sums + element, mask=mask)
@@ -134,7 +127,7 @@ def _look_up(
     row = tl.minimum(rank, ranks - 1).to(tl.int64) * ranges + range_index
     verdict = tl.load(verdicts + row * range_blocks + block, mask=rank < ranks, other=0)
     message = payloads + row * nbytes
-    starts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.uint32))
+    starts = (message + HEADER_BYTES).to(tl.pointer_type(tl.uint32))
     first = tl.load(starts + block, mask=rank < ranks, other=0)
     return message, first.to(tl.int64), verdict
 
@@ -169,13 +162,13 @@ def _add_kernel(
 ):  # fmt: skip
     block = tl.program_id(0) % range_blocks
     range_index = (tl.program_id(0) // range_blocks).to(tl.int64)
-    begin = (range_index * range_blocks + block) * _BLOCK
-    length = tl.minimum(numel - begin, _BLOCK)
+    begin = (range_index * range_blocks + block) * BLOCK
+    length = tl.minimum(numel - begin, BLOCK)
     if length <= 0:
         return
     sums += begin
     out += begin
-    if length == _BLOCK:  # without masks: in wide accesses
+    if length == BLOCK:  # without masks: in wide accesses
         _clear(sums, length, True, ELEMENTS)
     else:
         _clear(sums, length, False, ELEMENTS)
@@ -219,7 +212,7 @@ def _add_kernel(
     factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     if out_scale is not None:
         factor *= tl.load(out_scale)
-    if length == _BLOCK:
+    if length == BLOCK:
         _finish(sums, out, factor, poisoned, length, ACCUMULATE, True, ELEMENTS)
     else:
         _finish(sums, out, factor, poisoned, length, ACCUMULATE, False, ELEMENTS)

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 import dct_kernels
+from dct_kernels import layout
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -86,6 +87,35 @@ def sample_threshold_case(x_dtype: torch.dtype, residual: bool) -> Case:
     return Case(f"sample_threshold, {label}", call, dividing=("gfx942",))  # integers
 
 
+def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
+    """Of dtype are the gradient and the sum."""
+    nbytes = dct_kernels.quantized_payload_bytes(NUMEL, format)
+
+    def quantize(ops):
+        grad, status = torch.empty(NUMEL, dtype=dtype), torch.empty(RANKS, dtype=torch.int32)
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        ops.quantize_pack(torch.empty(NUMEL), grad, payload, format, torch.empty(1), status)
+
+    def dequantize(ops):
+        payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
+        out = torch.empty(NUMEL, dtype=dtype)
+        ops.dequantize_sum(payloads, out, format, 1 / RANKS, torch.empty(1))
+
+    def dequantize_and_pack(ops):
+        payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        ops.dequantize_sum_pack(payloads, torch.empty(NUMEL), payload, format, 1 / RANKS)
+
+    label = f"{format}, {_name(dtype)}"
+    some = ("wide_loads", "wide_stores")  # of float32: there are fewer codes, or in single bytes
+    dividing = () if format in layout.UNSCALED else ARCHITECTURES
+    return [
+        Case(f"quantize_pack, {label}", quantize, some, dividing=dividing),
+        Case(f"dequantize_sum, {label}", dequantize, ("wide_stores",)),
+        Case(f"dequantize_sum_pack, {label}", dequantize_and_pack, some, dividing=dividing),
+    ]
+
+
 def row_cases(shape: str, x_dtype: torch.dtype, value_dtype: torch.dtype) -> list[Case]:
     width, k = SHAPES[shape]
     label = f"{shape}, {_name(x_dtype)} to {_name(value_dtype)}"
@@ -147,6 +177,8 @@ _CASES = [
     *(sample_threshold_case(*pair) for pair in [(F32, False), (BF16, True), (F16, False)]),
     *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32), (None, BF16)]),
     *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16)]),
+    *(case for name in layout.QUANTIZED_CODES for case in quantized_cases(name, F32)),
+    *(case for name in ("int4", "ternary") for case in quantized_cases(name, BF16)),
     *(case for shape in MAIN for pair in PAIRS for case in row_cases(shape, *pair)),
     *(case for shape in MORE for case in row_cases(shape, *PAIRS[0])),
     *row_cases("bitmap of wide rows", F16, F16),

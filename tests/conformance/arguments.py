@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from oracle import quantized_payload
 
 import dct_kernels
 
@@ -12,9 +13,11 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 TORCH_NAMES = {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Double": "float64"}
 TORCH_NAMES |= {"Char": "int8", "Int": "int32", "Long": "int64"}
 OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
+OPS += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 OPS += ("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
 NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32).nbytes
+QUANTIZED_BYTES = dct_kernels.quantized_payload_bytes(NUMEL, "int8")
 
 
 def segments():
@@ -57,6 +60,31 @@ def arguments(op):
             "accumulate": False,
             "out_scale": torch.tensor(1.0),
         }
+    if op == "quantize_pack":
+        return {
+            "residual": f32,
+            "grad": torch.ones(NUMEL),
+            "payload": torch.full((QUANTIZED_BYTES,), 7, dtype=U8),
+            "format": "int8",
+            "inv_scale": torch.tensor(1.0),
+            "status": torch.tensor([0, 1, 0], dtype=I32),
+        }
+    if op == "dequantize_sum":
+        return {
+            "payloads": sound_payloads(),
+            "out": f32,
+            "format": "int8",
+            "scale": 0.5,
+            "out_scale": torch.tensor(1.0),
+        }
+    if op == "dequantize_sum_pack":
+        return {
+            "payloads": sound_payloads(),
+            "residual": f32,
+            "payload": torch.full((QUANTIZED_BYTES,), 7, dtype=U8),
+            "format": "int8",
+            "scale": 0.5,
+        }
     # 50 columns, 4 of them: 4 bytes of columns beat 7 bytes of bitmap.
     x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
     if op == "row_pack":
@@ -70,6 +98,14 @@ def arguments(op):
         return {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32}
     values = torch.ones(ROWS, K)
     return {"values": values, "positions": positions, "width": WIDTH, "dtype": F32}
+
+
+def sound_payloads():
+    """Of two ranks: a header, and every other byte 7."""
+    payloads = torch.full((2, QUANTIZED_BYTES), 7, dtype=U8)
+    header = quantized_payload.header(NUMEL, "int8")
+    payloads[:, : len(header)] = torch.frombuffer(bytearray(header), dtype=U8)
+    return payloads
 
 
 def placed(value, device):

@@ -9,21 +9,26 @@ import torch
 # for every kernel. So a test of many cases is run there on some of them, drawn once for all. A test
 # of a hundred launches (marked many_launches, or a search by hypothesis) runs where there are at
 # least so many cases, and one of thousands of programs (marked many_programs) is left to the other
-# backends. `--triton-cases 0` runs everything.
+# backends. The PTX of nvcc runs sooner: it has a number of its own. 0 runs everything.
 CASES_OF_MANY_LAUNCHES = 8
 
 
 def pytest_collection_modifyitems(config, items):
-    most = config.getoption("--triton-cases")
-    slow = {"ptx-triton"} | ({"triton"} if os.environ.get("TRITON_INTERPRET") == "1" else set())
+    triton = config.getoption("--triton-cases")
+    limits = {"ptx-cuda": config.getoption("--ptx-cases"), "ptx-triton": triton}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        limits["triton"] = triton
     cases = defaultdict(list)
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        if most != 0 and backend in slow:
+        if limits.get(backend, 0) != 0:
             cases[backend, item.originalname].append(item)
     left_out = set()
-    for (_, name), of_one_test in cases.items():
-        run = 0 if _is_left_out(of_one_test[0], most) else min(most, len(of_one_test))
+    for (backend, name), of_one_test in cases.items():
+        most = limits[backend]
+        run = min(most, len(of_one_test))
+        if "triton" in backend and _is_left_out(of_one_test[0], most):
+            run = 0
         left_out |= set(of_one_test) - set(random.Random(name).sample(of_one_test, run))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -127,7 +127,36 @@ def test_forward_mode_is_refused(entry, op):
     raises(derivative, {}, op, MOVED[op], ValueError)
 
 
+@pytest.mark.parametrize("op", MOVED)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, once per op
+def test_torch_func_differentiates(op):
+    """The sum of kept**3: to any depth, inside and outside of plain autograd."""
+    x = samples.normal(60).view(2, 30)
+    values, positions = row_pack(x, 4, torch.float32)
+    kept = torch.where(x.abs() >= x.abs().topk(4, 1).values[:, -1:], x, 0.0)
+    function, x, kept = {
+        "row_pack": (lambda x: row_pack(x, 4, torch.float32)[0], x, kept),
+        "row_gather": (lambda x: row_gather(x, positions, 4, torch.float32), x, kept),
+        "row_unpack": (lambda v: row_unpack(v, positions, 30, torch.float32), values, values),
+    }[op]
+    first, second = 3 * kept**2, 6 * kept
+
+    def cubes(x):
+        return function(x).pow(3).sum()
+
+    grad = torch.func.grad(cubes)
+    torch.testing.assert_close(grad(x), first)
+    torch.testing.assert_close(torch.func.vjp(cubes, x)[1](torch.tensor(2.0))[0], 2 * first)
+    torch.testing.assert_close(torch.func.grad(lambda x: grad(x).sum())(x), second)
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(grad(leaf).sum(), leaf)[0], second)
+    if op == "row_pack":  # per sample
+        torch.testing.assert_close(torch.vmap(lambda row: grad(row.view(1, -1))[0])(x), first)
+
+
 WRITTEN = {"mask_pack": {"residual", "payload", "seen"}, "scatter_unpack": {"out"}}
+WRITTEN |= {"quantize_pack": {"residual", "payload"}, "dequantize_sum": {"out"}}
+WRITTEN |= {"dequantize_sum_pack": {"residual", "payload"}}
 
 
 @pytest.mark.parametrize("op", OPS)

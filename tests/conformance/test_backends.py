@@ -86,7 +86,10 @@ def available():
     return found()
 
 
-@pytest.fixture(params=["without", "garbage", "empty"])
+LARGE = [pytest.param(name, marks=pytest.mark.large) for name in ("empty", "garbage")]
+
+
+@pytest.fixture(params=["without", *LARGE])
 def uncompiled(request, tmp_path):
     """The package without its compiled library, and with ones that do not load."""
     copy = tmp_path / "dct_kernels"
@@ -146,12 +149,12 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     result = python("-c", code, package=uncompiled)
     assert result.stdout == "eager\n"
     assert result.stderr.count("Warning: DCT: backend eager on cpu") == 1, result.stderr
-    assert f"again with a C++ compiler (this one is in {uncompiled})" in result.stderr
+    assert f"says what is missing; this installation is in {uncompiled}." in result.stderr
     assert "backend eager" not in python("-c", code, package=uncompiled, backend="eager").stderr
     said = python("-m", "dct_kernels", package=uncompiled).stdout
     damaged = r"_C\S+, built with torch unknown, does not load"
     assert re.search(
-        rf"cpp +no: (nothing is compiled in .*: install again with a C|{damaged})", said
+        rf"cpp +no: (nothing is compiled in .*: install again without DCT_BUILD=0|{damaged})", said
     )
 
 
@@ -210,6 +213,12 @@ def test_schemas():
         "inv_scale=None, Tensor? status=None) -> ()",
         "scatter_unpack": "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType "
         "value_dtype, float scale=1., bool accumulate=False, Tensor? out_scale=None) -> Tensor",
+        "quantize_pack": "(Tensor(a!)? residual, Tensor? grad, Tensor(b!) payload, str format, "
+        "Tensor? inv_scale=None, Tensor? status=None) -> ()",
+        "dequantize_sum": "(Tensor payloads, Tensor(a!) out, str format, float scale=1., Tensor? "
+        "out_scale=None) -> Tensor",
+        "dequantize_sum_pack": "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str "
+        "format, float scale=1.) -> Tensor",
         "row_pack": "(Tensor x, SymInt k, ScalarType value_dtype) -> (Tensor values, Tensor "
         "positions)",
         "row_gather": "(Tensor x, Tensor positions, SymInt k, ScalarType value_dtype) -> Tensor",
@@ -227,5 +236,6 @@ def test_schemas():
 def test_older_instruction_sets(isa):
     """The compiled CPU kernels take the best there is: here less than that, by torch's switch."""
     ops = ("mask_pack", "overflow", "scatter_unpack", "sample_threshold")
+    ops += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
     ops += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
     run_again(ops, "-k", "cpp", ATEN_CPU_CAPABILITY=isa)

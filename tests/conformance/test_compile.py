@@ -6,8 +6,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from conformance import samples
 from dct_kernels import (
+    dequantize_sum,
+    dequantize_sum_pack,
     mask_pack,
     payload_layout,
+    quantize_pack,
+    quantized_payload_bytes,
     row_dequantize,
     row_gather,
     row_pack,
@@ -111,6 +115,33 @@ def test_quantized_rows_compile_once_for_every_size(format):
         for rows, width in [(5, 64), (31, 129), (8, 250), (100, 99)]
     ]
     assert_one_compilation(exchange, calls)
+
+
+def exchange_all(residual, grad, payload, owned, out, format):
+    """Every entry there and back: packed, summed and packed by its owner, summed by all."""
+    quantize_pack(residual, grad, payload, format)
+    damage = dequantize_sum_pack(payload.unsqueeze(0), owned, payload.clone(), format, 0.5)
+    status = dequantize_sum(payload.unsqueeze(0), out, format, 0.5)
+    quantize_pack(None, out, payload, format, None, status)
+    return damage, status, residual + out
+
+
+def exchange_arguments(numel, format):
+    payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
+    residual, grad = samples.normal(numel), samples.normal(numel, torch.bfloat16, seed=1)
+    return residual, grad, payload, torch.ones(numel), torch.empty(numel), format
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "ternary"])
+def test_every_entry_compiles_once_for_every_size(format):
+    """With a residual, and without one."""
+    sizes = (5000, 20000, 50021, 999)
+    assert_one_compilation(exchange_all, [exchange_arguments(size, format) for size in sizes])
+
+
+def test_inductor_runs_an_exchange_of_every_entry():
+    compiled = torch.compile(exchange_all, fullgraph=True, dynamic=True, backend="inductor")
+    assert_same(compiled, exchange_all, exchange_arguments(20000, "int4"))
 
 
 def test_without_a_gradient_and_into_ranges():

@@ -5,7 +5,8 @@ import torch
 from conftest import BACKENDS
 
 from conformance import samples
-from dct_kernels import payload_layout
+from dct_kernels import payload_layout, quantized_payload_bytes
+from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 
@@ -41,7 +42,26 @@ def everything(backend):
     ]
     results = (threshold, payload, seen, residual, out, status, values, positions)
     results += (gathered, dense, *rows, *coarse)
+    for format in QUANTIZED_CODES:
+        results += of_every_entry(backend, residual, grad, format)
     return [result.cpu().contiguous().view(torch.uint8) for result in results]
+
+
+def of_every_entry(backend, residual, grad, format):
+    """What two ranks and an owner write, of 10 blocks in 3 ranges and of all in one."""
+    residual, grad, ranges = residual[: 9 * 16384 + 77].clone(), grad[: 9 * 16384 + 77], 3
+    numel, device = residual.numel(), residual.device
+    nbytes = quantized_payload_bytes(numel, format, ranges)
+    payload = torch.zeros(ranges, nbytes, dtype=torch.uint8, device=device)
+    backend.quantize_pack(residual, grad, payload, format)
+    out = torch.empty_like(residual)
+    payloads = torch.stack([payload, payload, payload.flip(0)])
+    status = backend.dequantize_sum(payloads, out, format, 1 / 3)
+    flat = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8, device=device)
+    backend.quantize_pack(None, grad, flat, format, None, status)
+    owned, packed = residual.clone(), torch.zeros_like(flat)
+    damage = backend.dequantize_sum_pack(torch.stack([flat] * 2), owned, packed, format)
+    return residual, payload, out, status, flat, owned, packed, damage
 
 
 @pytest.mark.many_programs

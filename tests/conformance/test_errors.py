@@ -16,6 +16,7 @@ from conformance.arguments import (
     I64,
     NBYTES,
     NUMEL,
+    QUANTIZED_BYTES,
     ROWS,
     U8,
     WIDTH,
@@ -42,6 +43,8 @@ def strided(*shape):
 def misaligned(*shape):
     return u8(math.prod(shape) + 8)[8:].view(shape)
 
+
+QBYTES = QUANTIZED_BYTES
 
 # (op, argument, exception of the public function, wrong values)
 WRONG = [
@@ -92,6 +95,40 @@ WRONG = [
     ("scatter_unpack", "value_dtype", TypeError, [F16]),
     ("scatter_unpack", "out_scale", ValueError, [ones(2)]),
     ("scatter_unpack", "out_scale", TypeError, [ones(1, dtype=F16)]),
+    ("quantize_pack", "residual", TypeError, [ones(NUMEL, dtype=BF16)]),
+    ("quantize_pack", "residual", ValueError, [ones(10, 10), strided(NUMEL)]),
+    ("quantize_pack", "grad", TypeError, [ones(NUMEL, dtype=F64), ones(NUMEL, dtype=I64)]),
+    ("quantize_pack", "grad", ValueError, [ones(NUMEL - 1), ones(10, 10), strided(NUMEL)]),
+    ("quantize_pack", "grad", ValueError, [ones(1).expand(NUMEL)]),
+    ("quantize_pack", "payload", TypeError, [ones(QBYTES)]),
+    ("quantize_pack", "payload", ValueError, [u8(QBYTES - 16), u8(QBYTES + 8), u8(64), u8(0)]),
+    ("quantize_pack", "payload", ValueError, [u8(0, QBYTES), u8(1, 1, QBYTES)]),
+    ("quantize_pack", "payload", ValueError, [u8(2, 2 * QBYTES)[:, ::2], misaligned(QBYTES)]),
+    ("quantize_pack", "format", ValueError, ["sign", "float16", "INT8", ""]),
+    ("quantize_pack", "inv_scale", ValueError, [ones(2), ones(0), ones(1, 1)]),
+    ("quantize_pack", "inv_scale", TypeError, [ones(1, dtype=F64)]),
+    ("quantize_pack", "status", TypeError, [torch.zeros(3, dtype=I64), torch.zeros(3)]),
+    ("quantize_pack", "status", ValueError, [tensor(0, dtype=I32), i32(3, 1), i32(6)[::2]]),
+    ("dequantize_sum", "payloads", TypeError, [i32(2, QBYTES)]),
+    ("dequantize_sum", "payloads", ValueError, [u8(QBYTES), u8(2, QBYTES - 16), u8(2, 64)]),
+    ("dequantize_sum", "payloads", ValueError, [u8(2, QBYTES + 8), u8(2, 0, QBYTES)]),
+    ("dequantize_sum", "payloads", ValueError, [u8(4, QBYTES)[::2], misaligned(2, QBYTES)]),
+    ("dequantize_sum", "out", TypeError, [ones(NUMEL, dtype=F64), ones(NUMEL, dtype=I64)]),
+    ("dequantize_sum", "out", ValueError, [ones(10, 10), strided(NUMEL)]),
+    ("dequantize_sum", "format", ValueError, ["sign", "float8"]),
+    ("dequantize_sum", "out_scale", ValueError, [ones(2)]),
+    ("dequantize_sum", "out_scale", TypeError, [ones(1, dtype=F16)]),
+    ("dequantize_sum_pack", "payloads", TypeError, [i32(2, QBYTES)]),
+    ("dequantize_sum_pack", "payloads", ValueError, [u8(QBYTES), u8(2, 1, QBYTES)]),
+    ("dequantize_sum_pack", "payloads", ValueError, [u8(2, QBYTES - 16), u8(2, QBYTES + 8)]),
+    ("dequantize_sum_pack", "payloads", ValueError, [u8(4, QBYTES)[::2], misaligned(2, QBYTES)]),
+    ("dequantize_sum_pack", "residual", TypeError, [ones(NUMEL, dtype=F16)]),
+    ("dequantize_sum_pack", "residual", ValueError, [ones(10, 10), strided(NUMEL)]),
+    ("dequantize_sum_pack", "payload", TypeError, [ones(QBYTES)]),
+    ("dequantize_sum_pack", "payload", ValueError, [u8(QBYTES - 16), u8(QBYTES + 8), u8(0)]),
+    ("dequantize_sum_pack", "payload", ValueError, [u8(1, QBYTES), u8(2 * QBYTES)[::2]]),
+    ("dequantize_sum_pack", "payload", ValueError, [misaligned(QBYTES)]),
+    ("dequantize_sum_pack", "format", ValueError, ["sign"]),
     ("row_pack", "x", ValueError, [ones(ROWS), strided(ROWS, WIDTH)]),
     ("row_pack", "x", TypeError, [ones(ROWS, WIDTH, dtype=F64)]),
     ("row_pack", "k", ValueError, [0, -1, WIDTH + 1]),
@@ -121,6 +158,11 @@ WRONG = [
 NAMED = [
     ("mask_pack", "capacity", CAPACITY + 100, "payload", ValueError),
     ("scatter_unpack", "capacity", CAPACITY + 100, "payloads", ValueError),
+    ("quantize_pack", "residual", ones(NUMEL + 1), "grad", ValueError),
+    ("quantize_pack", "format", "bfloat16", "payload", ValueError),
+    ("dequantize_sum", "out", ones(1025), "payloads", ValueError),
+    ("dequantize_sum", "format", "float32", "payloads", ValueError),
+    ("dequantize_sum_pack", "residual", ones(1025), "payloads", ValueError),
     ("row_gather", "k", K + 1, "positions", ValueError),
     ("row_unpack", "width", K - 1, "values.shape[1]", ValueError),
     ("row_unpack", "width", 10, "positions", ValueError),
@@ -148,3 +190,10 @@ def test_wrong_argument(backend, case):
     args = arguments(op) | {arg: value}
     args = {name: placed(value, backend.device) for name, value in args.items()}
     refused(backend, op, args, named, error)
+
+
+def test_neither_a_residual_nor_a_gradient(backend):
+    args = arguments("quantize_pack") | {"residual": None, "grad": None}
+    args = {name: placed(value, backend.device) for name, value in args.items()}
+    text = refused(backend, "quantize_pack", args, "grad", ValueError)
+    assert text == "dct::quantize_pack: grad must be given where residual is not, got None"

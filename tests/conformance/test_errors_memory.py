@@ -12,6 +12,7 @@ from conformance.arguments import (
     NBYTES,
     NUMEL,
     OPS,
+    QUANTIZED_BYTES,
     U8,
     arguments,
     placed,
@@ -22,6 +23,7 @@ from dct_kernels.layout import HEADER, MAGIC
 
 # (op, the argument to name, {argument: (dtype, first byte, elements) of one shared memory}).
 VECTOR = (F32, 0, NUMEL)
+ROW = (U8, 384, QUANTIZED_BYTES)
 OVERLAPS = [
     ("mask_pack", "grad", {"residual": VECTOR, "grad": VECTOR}),
     ("mask_pack", "grad", {"residual": VECTOR, "grad": (F32, 4 * NUMEL - 4, NUMEL)}),
@@ -36,6 +38,18 @@ OVERLAPS = [
     ("mask_pack", "status", {"seen": (I32, 8, 2), "status": (I32, 0, 3)}),
     ("scatter_unpack", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * NBYTES)}),
     ("scatter_unpack", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
+    ("quantize_pack", "grad", {"residual": VECTOR, "grad": VECTOR}),
+    ("quantize_pack", "payload", {"residual": VECTOR, "payload": ROW}),
+    ("quantize_pack", "inv_scale", {"residual": VECTOR, "inv_scale": (F32, 200, 1)}),
+    ("quantize_pack", "status", {"residual": VECTOR, "status": (I32, 4 * NUMEL - 4, 3)}),
+    ("quantize_pack", "grad", {"payload": ROW, "grad": VECTOR}),
+    ("quantize_pack", "inv_scale", {"payload": ROW, "inv_scale": (F32, 400, 1)}),
+    ("quantize_pack", "status", {"payload": ROW, "status": (I32, 380, 3)}),
+    ("dequantize_sum", "payloads", {"out": VECTOR, "payloads": (U8, 384, 2 * QUANTIZED_BYTES)}),
+    ("dequantize_sum", "out_scale", {"out": VECTOR, "out_scale": (F32, 4 * NUMEL - 4, 1)}),
+    ("dequantize_sum_pack", "payload", {"residual": VECTOR, "payload": ROW}),
+    ("dequantize_sum_pack", "payloads", {"residual": VECTOR, "payloads": (U8, 384, 2 * ROW[2])}),
+    ("dequantize_sum_pack", "payloads", {"payload": ROW, "payloads": (U8, 1488, 2 * ROW[2])}),
 ]
 
 
@@ -68,11 +82,19 @@ def test_read_only_arguments_may_share_memory(backend):
     assert backend.sample_threshold(**args).tolist() == [0.0, 0.0]
 
 
+def test_without_a_residual_the_payload_is_still_apart(backend):
+    args = sharing("quantize_pack", {"payload": ROW, "grad": VECTOR}, backend.device)
+    refused(backend, "quantize_pack", args | {"residual": None}, "grad", ValueError)
+
+
 DEVICES = [
     ("sample_threshold", "x", ("residual", "segments", "inv_scale")),
     ("mask_pack", "residual", ("grad", "segments", "threshold", "payload", "seen")),
     ("mask_pack", "residual", ("inv_scale", "status")),
     ("scatter_unpack", "out", ("payloads", "out_scale")),
+    ("quantize_pack", "payload", ("residual", "grad", "inv_scale", "status")),
+    ("dequantize_sum", "out", ("payloads", "out_scale")),
+    ("dequantize_sum_pack", "residual", ("payloads", "payload")),
     ("row_gather", "x", ("positions",)),
     ("row_unpack", "values", ("positions",)),
 ]
@@ -95,6 +117,11 @@ OF_ANOTHER_TYPE = [
     ("mask_pack", [("residual", None), ("grad", 1.0), ("payload", b""), ("capacity", 10.0)]),
     ("mask_pack", [("value_dtype", "float32"), ("inv_scale", 0.5), ("status", [0, 0])]),
     ("scatter_unpack", [("payloads", [b""]), ("out_scale", 2.0)]),
+    ("quantize_pack", [("residual", 1.0), ("grad", [1.0]), ("payload", None), ("format", 8)]),
+    ("quantize_pack", [("inv_scale", 0.5), ("status", [0, 0])]),
+    ("dequantize_sum", [("payloads", b""), ("out", None), ("format", None), ("out_scale", 2.0)]),
+    ("dequantize_sum_pack", [("payloads", [b""]), ("residual", None), ("payload", b"")]),
+    ("dequantize_sum_pack", [("format", F32)]),
     ("row_pack", [("x", [[1.0]]), ("k", 4.0), ("k", False)]),
     ("row_gather", [("positions", None), ("value_dtype", None)]),
     ("row_unpack", [("width", "50")]),
@@ -139,6 +166,22 @@ def test_payload_layout(change, named, error):
 
 
 @pytest.mark.parametrize(
+    ("change", "named", "error"),
+    [
+        ({"numel": -1}, "numel", ValueError),
+        ({"numel": 1.0}, "numel", TypeError),
+        ({"format": "sign"}, "format", ValueError),
+        ({"format": F32}, "format", TypeError),
+        ({"ranges": 0}, "ranges", ValueError),
+        ({"ranges": None}, "ranges", TypeError),
+    ],
+)
+def test_quantized_payload_bytes(change, named, error):
+    call, sound = dct_kernels.quantized_payload_bytes, {"numel": 10, "format": "int8", "ranges": 1}
+    raises(call, sound | change, "quantized_payload_bytes", named, error)
+
+
+@pytest.mark.parametrize(
     ("shape", "dtype"), [(63, U8), ((2, 64), U8), (64, F32), (64, U8)], ids=str
 )
 def test_payload_info(shape, dtype):
@@ -146,10 +189,12 @@ def test_payload_info(shape, dtype):
     raises(dct_kernels.payload_info, args, "payload_info", "payload", (ValueError, TypeError))
 
 
-def test_payload_info_refuses_the_removed_version_by_name():
-    """Version 2 has no meaning any more; its number stays unused."""
-    header = torch.frombuffer(bytearray(HEADER.pack(MAGIC, 2, 3, 0, 9, 5, 0, bytes(40))), dtype=U8)
-    with pytest.raises(ValueError, match="2, entries of two bytes, is no longer read"):
+@pytest.mark.parametrize(("version", "code"), [(2, 3), (3, 4), (4, 2), (4, 3), (1, 4)])
+def test_payload_info_refuses_other_versions_by_name(version, code):
+    """Versions 2 and 3 have no meaning any more; their numbers stay unused."""
+    raw = HEADER.pack(MAGIC, version, code, 0, 9, 5, 0, bytes(40))
+    header = torch.frombuffer(bytearray(raw), dtype=U8)
+    with pytest.raises(ValueError, match=r"version 1 or 4 \(2 and 3 are no longer read\)"):
         dct_kernels.payload_info(header)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BACKENDS
-from oracle import floats, payload, thresholds
+from oracle import floats, payload, quantized_payload, thresholds
 
 NUMEL = 2**31 + 2**22 + 16385
 PLANTED = (0, 16384, 2**30, 2**31 - 1, 2**31, 2**31 + 1, NUMEL - 2, NUMEL - 1)
@@ -26,11 +26,16 @@ def compiled(poisoned_memory):
     torch.utils.deterministic.fill_uninitialized_memory = False  # would touch every page
 
 
-def planted(dtype):
+def planted(dtype, indices=PLANTED, numel=NUMEL):
     """Zeros, and at every planted index its rank among them, from 1."""
-    x = torch.zeros(NUMEL, dtype=dtype)
-    x[list(PLANTED)] = torch.arange(1.0, len(PLANTED) + 1).to(dtype)
+    x = torch.zeros(numel, dtype=dtype)
+    x[list(indices)] = torch.arange(1.0, len(indices) + 1).to(dtype)
     return x
+
+
+def assert_planted(x, scale=1, indices=PLANTED):
+    assert x[list(indices)].tolist() == [scale * rank for rank in range(1, len(indices) + 1)]
+    assert torch.count_nonzero(x) == len(indices)
 
 
 def test_sample_threshold():
@@ -72,8 +77,7 @@ def test_mask_pack_and_scatter_unpack(ranges):
 
     status = CPP.scatter_unpack(packed.unsqueeze(0), grad, 20, torch.bfloat16, 2.0, True)
     assert status.tolist() == [0]
-    assert grad[list(PLANTED)].tolist() == [3.0 * rank for rank in range(1, len(PLANTED) + 1)]
-    assert torch.count_nonzero(grad) == len(PLANTED)
+    assert_planted(grad, 3)
 
 
 def test_seen_saturates_and_a_segment_overflows():
@@ -93,6 +97,48 @@ def test_seen_saturates_and_a_segment_overflows():
     assert content.starts == [0] + [1] * (math.ceil(NUMEL / payload.BLOCK))
     assert residual[0] == 0
     assert torch.count_nonzero(residual) == NUMEL - 1
+
+
+def test_every_entry():
+    """10 GB. More entries than 32 bits count: gradients in 1.875 bits, which then take the sum."""
+    numel = 2**32 + 16384 + 5
+    where = (0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 16383, numel - 1)
+    grad = planted(torch.bfloat16, where, numel)
+    payload = torch.zeros(quantized_payload.Geometry(numel, "ternary").nbytes, dtype=torch.uint8)
+    CPP.quantize_pack(None, grad, payload, "ternary")
+    assert payload[:64].numpy().tobytes() == quantized_payload.header(numel, "ternary")
+    status = CPP.dequantize_sum(payload.unsqueeze(0), grad, "ternary", 2.0)
+    assert status.tolist() == [0]
+    assert_planted(grad, 2, where)
+
+
+def test_every_entry_of_ranges_and_an_owner():
+    """10 GB. What three ranges hold is what one does, and an owner adds it to its residual."""
+    where, ranges = (0, 2**30, 2**31 - 1, 2**31, LAST, NUMEL - 1), 3  # in 64 entries only one
+    grad = planted(torch.bfloat16, where)
+    geometry = quantized_payload.Geometry(NUMEL, "ternary", ranges)
+    rows = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
+    flat = torch.zeros(quantized_payload.Geometry(NUMEL, "ternary").nbytes, dtype=torch.uint8)
+    CPP.quantize_pack(None, grad, rows, "ternary")
+    CPP.quantize_pack(None, grad, flat, "ternary")
+    del grad
+    begin = 64
+    for r, row in enumerate(rows):
+        low, high = geometry.bounds(r)
+        assert row[:64].numpy().tobytes() == quantized_payload.header(high - low, "ternary")
+        size = math.ceil((high - low) / 1024) * 240
+        assert torch.equal(row[64 : 64 + size], flat[begin : begin + size])
+        begin += size
+    assert begin == flat.numel()
+    del rows
+    residual, packed = torch.zeros(NUMEL), torch.empty_like(flat)
+    status = CPP.dequantize_sum_pack(flat.unsqueeze(0), residual, packed, "ternary", 4.0)
+    assert status.tolist() == [0]
+    assert torch.count_nonzero(residual) == 0
+    del residual
+    out = torch.empty(NUMEL, dtype=torch.bfloat16)
+    CPP.dequantize_sum(packed.unsqueeze(0), out, "ternary", 0.25)
+    assert_planted(out, 1, where)
 
 
 def test_row_ops():

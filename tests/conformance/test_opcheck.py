@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 import dct_kernels
 from conformance import bits, samples
 from conformance.arguments import OPS, arguments
-from dct_kernels import row_layout
+from dct_kernels import layout, row_layout
 
 floats = pytest.mark.parametrize("dtype", bits.FLOATS, ids=bits.name)
 
@@ -25,16 +25,19 @@ def test_contiguous(op):
     check(op, arguments(op))
 
 
-ABSENT = {
-    "sample_threshold": {"residual": None, "inv_scale": None},
-    "mask_pack": {"grad": None, "inv_scale": None, "status": None},
-    "scatter_unpack": {"out_scale": None},
-}
+ABSENT = [
+    ("sample_threshold", ("residual", "inv_scale")),
+    ("mask_pack", ("grad", "inv_scale", "status")),
+    ("scatter_unpack", ("out_scale",)),
+    ("quantize_pack", ("residual", "inv_scale", "status")),
+    ("quantize_pack", ("grad",)),
+    ("dequantize_sum", ("out_scale",)),
+]
 
 
-@pytest.mark.parametrize("op", ABSENT)
-def test_without_the_optional_tensors(op):
-    check(op, arguments(op) | ABSENT[op])
+@pytest.mark.parametrize(("op", "absent"), ABSENT)
+def test_without_the_optional_tensors(op, absent):
+    check(op, arguments(op) | dict.fromkeys(absent))
 
 
 def test_mask_pack_into_ranges():
@@ -75,6 +78,17 @@ def test_scatter_unpack_of_ranges_accumulating(dtype):
     )
 
 
+@pytest.mark.parametrize("format", layout.QUANTIZED_CODES)
+@floats
+def test_every_entry_of_ranges(dtype, format):
+    nbytes = dct_kernels.quantized_payload_bytes(40000, format, ranges=2) + 16
+    payload = torch.zeros(2, nbytes, dtype=torch.uint8)
+    grad = samples.normal(40000, dtype)
+    check("quantize_pack", {"residual": None, "grad": grad, "payload": payload, "format": format})
+    payloads = {"payloads": torch.stack([payload] * 3), "out": grad}
+    check("dequantize_sum", payloads | {"format": format, "scale": 0.5})
+
+
 NBYTES_OF_NOTHING = dct_kernels.payload_layout(0, 10, torch.float32).nbytes
 EMPTY = {
     "sample_threshold": {"x": torch.empty(0), "residual": None, "segments": torch.tensor([0])},
@@ -86,6 +100,16 @@ EMPTY = {
     "scatter_unpack": {
         "out": torch.empty(0),
         "payloads": torch.zeros(2, NBYTES_OF_NOTHING, dtype=torch.uint8),
+    },
+    "quantize_pack": {
+        **dict.fromkeys(("residual", "grad"), torch.empty(0)),
+        "payload": torch.zeros(64, dtype=torch.uint8),
+    },
+    "dequantize_sum": {"out": torch.empty(0), "payloads": torch.zeros(2, 64, dtype=torch.uint8)},
+    "dequantize_sum_pack": {
+        "payloads": torch.zeros(0, 64, dtype=torch.uint8),
+        "residual": torch.empty(0),
+        "payload": torch.zeros(64, dtype=torch.uint8),
     },
     "row_pack": {"x": torch.empty(0, 50)},
     "row_gather": {"x": torch.empty(0, 50), "positions": torch.empty(0, 4, dtype=torch.uint8)},
@@ -140,6 +164,7 @@ def test_quantized_rows(dtype, format):
     check("row_dequantize", {"rows": rows, "width": 33, "format": format, "dtype": dtype})
 
 
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
 @pytest.mark.parametrize("entry", [dct_kernels, torch.ops.dct], ids=["public", "raw"])
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 @pytest.mark.parametrize("op", OPS)

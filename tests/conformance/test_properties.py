@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import floats, payload
+from oracle import floats, payload, quantized_payload
 from oracle import rows as oracle_rows
 
-from conformance import bits, calls
+from conformance import bits, calls, quantized_calls
 from dct_kernels.row_layout import FORMATS
 
 any_float = st.floats(width=32)
@@ -72,6 +72,36 @@ def test_what_every_rank_packs_is_what_unpack_sums(backend, ranks, value_dtype):
     out, status = calls.scatter_unpack(backend, rows, geometry)
     assert status == [0] * len(ranks)
     assert np.array_equal(out.numpy(), expected, equal_nan=True)
+
+
+@settings(max_examples=80)
+@given(
+    values=st.lists(any_float, min_size=1, max_size=130),
+    power=st.sampled_from([-140, -20, 0, 20]),
+    format=st.sampled_from(quantized_payload.FORMATS),
+)
+def test_quantize_pack(backend, values, power, format):
+    """By the oracle, and by the laws: what is sent is near, and the rest is left, bit for bit."""
+    grad = torch.tensor(values) * 2.0**power
+    packed = quantized_calls.quantize_pack(backend, torch.zeros(len(grad)), grad, format)
+    assert packed.flags == [0 if grad.isfinite().all() else 2]
+    scaled = format in quantized_payload.WITH_SCALES
+    for low in range(0, len(grad), 64 if scaled else 1):
+        part = slice(low, low + (64 if scaled else 1))
+        acc, sent = grad.numpy()[part], packed.values[part]
+        left = packed.residual.numpy()[part]
+        if not np.isfinite(acc).all():
+            assert not left.any()
+            assert np.isnan(sent).all() or np.array_equal(sent, acc)
+            continue
+        assert (left == (acc.astype(float) - sent).astype(np.float32)).all()
+        step = np.abs(sent).max() / {"int8": 126, "int4": 7}.get(format, 1)
+        if format in ("int8", "int4") and step > 0:
+            assert (np.abs(left) <= 0.5001 * step).all()
+        elif format == "ternary":
+            assert set(np.abs(sent)) <= {0, step}
+        elif format == "float32":
+            assert np.array_equal(sent, acc)
 
 
 @settings(max_examples=100)

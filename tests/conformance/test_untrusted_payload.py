@@ -47,6 +47,8 @@ WRONG_HEADERS = {
     "version 2": {"version": 2},
     "entries of two bytes": {"version": 2, "dtype_code": 3},
     "rows in few bits": {"version": 3, "dtype_code": 4},
+    "every entry": {"version": 4},
+    "every entry in few bits": {"version": 4, "dtype_code": 4},
     "version 257": {"version": 257},
     "the other value dtype": {"dtype_code": lambda c: 1 - c.dtype_code},
     "value dtype 2": {"dtype_code": 2},

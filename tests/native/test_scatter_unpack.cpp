@@ -1,8 +1,8 @@
 // scatter_unpack against a reader that follows docs/reference/payload.md to the letter, on
 // payloads sound, damaged and random.
 
-#include "../../csrc/common/payload.h"
 #include "../../csrc/cpu/scatter_unpack.h"
+#include "sparse_oracle.h"
 #include "support.h"
 
 using namespace dct;
@@ -78,50 +78,6 @@ void damage(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t n
   }
 }
 
-// Adds one payload to `sum` as the format's description says; returns its status.
-template <typename Value>
-int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int64_t capacity,
-             float* sum) {
-  auto number = [&](int64_t offset, int bytes) {
-    uint64_t n = 0;
-    std::memcpy(&n, in + offset, bytes);
-    return static_cast<int64_t>(n);
-  };
-  const int64_t count = number(20, 4), code = sizeof(Value) == 4 ? 0 : 1;
-  bool ok = std::memcmp(in, "DCT1", 4) == 0 && number(4, 2) == 1 && number(6, 1) == code &&
-            number(7, 1) < 4 && number(8, 8) == numel && number(16, 4) == capacity &&
-            count <= capacity && count <= numel;
-  for (int i = 24; i < 64; ++i) ok = ok && in[i] == 0;
-  if (!ok) return 1;
-  const int64_t blocks = (numel + kBlock - 1) / kBlock;
-  int32_t status = 0;
-  if (blocks == 0 && number(layout.starts, 4) != 0) status |= 2;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t first = number(layout.starts + 4 * b, 4);
-    const int64_t end = number(layout.starts + 4 * b + 4, 4);
-    if (first > end || end > count || (b == 0 && first != 0) || (b + 1 == blocks && end != count)) {
-      status |= 2;
-      continue;
-    }
-    const int64_t length = std::min(kBlock, numel - b * kBlock);
-    bool ascending = true;
-    for (int64_t e = first, last = -1; e < end; ++e) {
-      const int64_t position = number(layout.positions + 2 * e, 2);
-      ascending = ascending && position > last && position < length;
-      last = position;
-    }
-    if (!ascending) status |= 4;
-    for (int64_t e = first; ascending && e < end; ++e) {
-      const auto pattern =
-          static_cast<uint32_t>(number(layout.values + sizeof(Value) * e, sizeof(Value)));
-      float& target = sum[b * kBlock + number(layout.positions + 2 * e, 2)];
-      target = add(target, static_cast<float>(decode<Value>(pattern)));
-    }
-  }
-  if (numel > 0 && number(7, 1) == 3) sum[0] = NAN;
-  return status;
-}
-
 template <typename Value, typename Out>
 void run(Random& random, int64_t numel, int64_t ranks, bool accumulate) {
   const int64_t ranges = random.pick({1, 1, 2, 5});
@@ -136,8 +92,9 @@ void run(Random& random, int64_t numel, int64_t ranks, bool accumulate) {
       const Range range = range_bounds(numel, ranges, r);
       fill<Value>(random, payload, layout, range.end - range.begin, capacity, random.chance(0.1));
       if (random.chance(0.4)) damage(random, payload, layout, range.end - range.begin, capacity);
-      expected[p] |=
-          read<Value>(payload, layout, range.end - range.begin, capacity, sum.data() + range.begin);
+      expected[p] |= read<Value>(
+          payload, layout, range.end - range.begin, capacity,
+          [&](int64_t i, float x) { sum[range.begin + i] = add(sum[range.begin + i], x); });
     }
   }
   const float out_scale = random.pick({1.0f, 65536.0f, NAN});

@@ -27,14 +27,15 @@ def row_dequantize(rows, width, format, dtype):
     """Raw bits [B, width]; rows are uint8 [B, w] of anything."""
     out = np.empty((len(rows), width), np.float64)
     for row, values in zip(rows.tolist(), out, strict=True):
-        codes, scale = _read(row, width, format)
+        (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
+        codes = [code for byte in row[:-2] for code in codes_of(byte, format)][:width]
         with np.errstate(invalid="ignore"):
             values[:] = np.array(codes, np.float64) * scale  # exact in float64
     with np.errstate(over="ignore"):
         return floats.narrow(out.astype(F32), dtype)
 
 
-@functools.lru_cache(10000)  # the same rows for every backend
+@functools.lru_cache(50000)  # the same rows for every backend
 def _quantize(row, format):
     row = np.frombuffer(row, F32)
     codes, scale = [0] * len(row), NAN
@@ -100,20 +101,16 @@ def _pack(codes, format):
     return bytes(packed)
 
 
-def _read(row, width, format):
-    """The row's codes as numbers, and its scale."""
-    (scale,) = floats.widen([row[-2] + 256 * row[-1]], "bfloat16")
-    codes = []
-    for byte in row[:-2]:
-        signed = byte - 256 if byte > 127 else byte
-        if format == "int8":
-            codes.append(signed)
-        elif format == "int4":
-            codes += [n - 16 if n > 7 else n for n in (byte % 16, byte // 16)]
-        elif format == "sign":
-            codes += [-1 if byte >> i & 1 else 1 for i in range(8)]
-        else:
-            # 122 to 127 and -128 to -122 are no sums of five codes: they read as 121.
-            number = signed if -121 <= signed <= 121 else 121
-            codes += [(number + 121) // 3**i % 3 - 1 for i in range(5)]
-    return codes[:width], scale
+@functools.cache
+def codes_of(byte, format):
+    """The codes, as numbers, that a byte of any value holds."""
+    signed = byte - 256 if byte > 127 else byte
+    if format == "int8":
+        return [signed]
+    if format == "int4":
+        return [n - 16 if n > 7 else n for n in (byte % 16, byte // 16)]
+    if format == "sign":
+        return [-1 if byte >> i & 1 else 1 for i in range(8)]
+    # 122 to 127 and -128 to -122 are no sums of five codes: they read as 121.
+    number = signed if -121 <= signed <= 121 else 121
+    return [(number + 121) // 3**i % 3 - 1 for i in range(5)]

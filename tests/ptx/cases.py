@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from dct_kernels import payload_layout, reference
+from dct_kernels import payload_layout, quantized_payload_bytes, reference
+from dct_kernels.layout import QUANTIZED_CODES, ROW, quantized_row_bytes
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import build
@@ -124,6 +125,53 @@ def scatter_unpack(density: float, ranks: int) -> Case:
     return Case("scatter_unpack", f"P={ranks}", NUMEL, moved, run, density)
 
 
+def quantize_pack(format: str, grad_dtype: torch.dtype | None) -> Case:
+    residual = torch.randn(NUMEL)
+    grad = torch.randn(NUMEL).to(grad_dtype) if grad_dtype else None
+    payload = torch.zeros(quantized_payload_bytes(NUMEL, format), dtype=torch.uint8)
+
+    def run(ops, executor):
+        ops.quantize_pack(residual.clone(), grad, payload, format)
+
+    moved = 8 + (grad_dtype.itemsize if grad_dtype else 0) + _entry_bytes(format)
+    return Case("quantize_pack", f"{format}, {_name(grad_dtype)} grad", NUMEL, moved, run)
+
+
+def dequantize_sum(format: str, ranks: int, dtype: torch.dtype) -> Case:
+    payloads, out = _quantized(format, ranks), torch.zeros(NUMEL, dtype=dtype)
+
+    def run(ops, executor):
+        ops.dequantize_sum(payloads, out, format, 1 / ranks)
+
+    moved = ranks * _entry_bytes(format) + dtype.itemsize
+    return Case("dequantize_sum", f"{format}, P={ranks}, {_name(dtype)} out", NUMEL, moved, run)
+
+
+def dequantize_sum_pack(format: str, ranks: int) -> Case:
+    payloads, residual = _quantized(format, ranks), torch.randn(NUMEL)
+    payload = torch.zeros_like(payloads[0])
+
+    def run(ops, executor):
+        ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
+
+    moved = (ranks + 1) * _entry_bytes(format) + 8
+    return Case("dequantize_sum_pack", f"{format}, P={ranks}", NUMEL, moved, run)
+
+
+def _quantized(format: str, ranks: int) -> torch.Tensor:
+    """The payloads of as many ranks."""
+    nbytes = quantized_payload_bytes(NUMEL, format)
+    payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8)
+    for payload in payloads:
+        reference.quantize_pack(None, torch.randn(NUMEL), payload, format)
+    return payloads
+
+
+def _entry_bytes(format: str) -> float:
+    """In a payload, of one entry."""
+    return quantized_row_bytes(format) / ROW
+
+
 def row_pack(width: int, dtype: torch.dtype) -> Case:
     x, k = torch.randn(ROW_NUMEL // width, width).to(dtype), math.ceil(width / 20)
     moved = dtype.itemsize * (width + k) + position_bytes(width, k)
@@ -193,6 +241,11 @@ CASES = [
         *((sample_threshold, picks) for picks in (4096, 8192, 16384, 65536)),
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
         (scatter_unpack, 0.001, 8),
+        *((quantize_pack, format, F32) for format in QUANTIZED_CODES),
+        *((quantize_pack, "int4", dtype) for dtype in (BF16, None)),
+        *((dequantize_sum, format, p, F32) for format in QUANTIZED_CODES for p in (2, 8)),
+        *((dequantize_sum, "int4", *of) for of in ((64, F32), (2, BF16))),
+        *((dequantize_sum_pack, format, p) for format in QUANTIZED_CODES for p in (2, 8)),
         *((row_pack, d, dtype) for dtype in (F32, BF16) for d in (64, 128, 256, 512, 1024, 4096)),
         *((row_gather, d) for d in (64, 256, 1024)),
         *((row_unpack, d) for d in (64, 128, 256, 512, 1024, 4096)),

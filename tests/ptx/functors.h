@@ -80,6 +80,9 @@ struct MultiplyAdd {
     return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c));
   }
 };
+struct FusedMultiplyAdd {
+  float operator()(float a, float b, float c) const { return one_nan(std::fma(a, b, c)); }
+};
 struct MultiplyAddWide {
   template <typename T, typename Wide>
   Wide operator()(T a, T b, Wide c) const {

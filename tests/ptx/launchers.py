@@ -11,6 +11,7 @@ import torch
 from dct_kernels import row_layout
 from dct_kernels._load import checked
 from dct_kernels._schemas import OPS
+from dct_kernels.layout import QUANTIZED_CODES
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Argument = torch.Tensor | torch.dtype | str | int | float | None
@@ -74,6 +75,30 @@ def scatter_unpack(
     source = payloads, payloads.shape[0], ranges, capacity, value_dtype
     to = out, out.dtype, out.numel(), float(scale), accumulate
     call("scatter_unpack", *source, *to, out_scale, status)
+    return status
+
+
+def quantize_pack(call, residual, grad, payload, format, inv_scale=None, status=None):
+    grad_dtype = torch.float32 if grad is None else grad.dtype
+    numel = (residual if grad is None else grad).numel()
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    to = payload, ranges, payload.shape[-1], QUANTIZED_CODES[format]
+    statuses = status, 0 if status is None else status.numel()
+    call("quantize_pack", residual, grad, grad_dtype, numel, *to, inv_scale, *statuses)
+
+
+def dequantize_sum(call, payloads, out, format, scale=1.0, out_scale=None):
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    source = payloads, payloads.shape[0], ranges, payloads.shape[-1], QUANTIZED_CODES[format]
+    call("dequantize_sum", *source, out, out.dtype, out.numel(), float(scale), out_scale, status)
+    return status
+
+
+def dequantize_sum_pack(call, payloads, residual, payload, format, scale=1.0):
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
+    to = residual, residual.numel(), payload, payload.numel(), QUANTIZED_CODES[format]
+    call("dequantize_sum_pack", payloads, *payloads.shape, *to, float(scale), status)
     return status
 
 

@@ -5,7 +5,10 @@
 
 #include <cstdint>
 
+#include "cuda/dequantize_sum.cuh"
+#include "cuda/dequantize_sum_pack.cuh"
 #include "cuda/mask_pack.cuh"
+#include "cuda/quantize_pack.cuh"
 #include "cuda/row_dequantize.cuh"
 #include "cuda/row_gather.cuh"
 #include "cuda/row_pack.cuh"
@@ -22,6 +25,8 @@ T* at(int64_t address) {
 }
 
 dct::DType dtype(int64_t code) { return static_cast<dct::DType>(code); }
+
+dct::PayloadFormat format(int64_t code) { return static_cast<dct::PayloadFormat>(code); }
 
 struct Scratch {
   void* data = nullptr;
@@ -92,6 +97,49 @@ int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t 
                                        at<float>(out_scale),
                                        at<int32_t>(status)};
   return dct::cuda::scatter_unpack(args, nullptr);
+}
+
+int64_t quantize_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
+                      int64_t payload, int64_t ranges, int64_t nbytes, int64_t code,
+                      int64_t inv_scale, int64_t status, int64_t num_status) {
+  const dct::QuantizePackArgs args = {at<float>(residual),
+                                      at<void>(grad),
+                                      dtype(grad_dtype),
+                                      numel,
+                                      at<uint8_t>(payload),
+                                      ranges,
+                                      nbytes,
+                                      format(code),
+                                      at<float>(inv_scale),
+                                      at<int32_t>(status),
+                                      num_status};
+  return dct::cuda::quantize_pack(args, nullptr);
+}
+
+int64_t dequantize_sum(int64_t payloads, int64_t ranks, int64_t ranges, int64_t nbytes,
+                       int64_t code, int64_t out, int64_t out_dtype, int64_t numel, double scale,
+                       int64_t out_scale, int64_t status) {
+  const dct::DequantizeSumArgs args = {at<uint8_t>(payloads),
+                                       ranks,
+                                       ranges,
+                                       nbytes,
+                                       format(code),
+                                       at<void>(out),
+                                       dtype(out_dtype),
+                                       numel,
+                                       static_cast<float>(scale),
+                                       at<float>(out_scale),
+                                       at<int32_t>(status)};
+  return dct::cuda::dequantize_sum(args, nullptr);
+}
+
+int64_t dequantize_sum_pack(int64_t payloads, int64_t ranks, int64_t nbytes_in, int64_t residual,
+                            int64_t numel, int64_t payload, int64_t nbytes, int64_t code,
+                            double scale, int64_t status) {
+  const dct::DequantizeSumPackArgs args = {
+      at<uint8_t>(payloads), ranks,  nbytes_in,    at<float>(residual),       numel,
+      at<uint8_t>(payload),  nbytes, format(code), static_cast<float>(scale), at<int32_t>(status)};
+  return dct::cuda::dequantize_sum_pack(args, nullptr);
 }
 
 int64_t row_pack(int64_t x, int64_t x_dtype, int64_t rows, int64_t width, int64_t k, int64_t values,

@@ -1,5 +1,4 @@
-// operations.cpp -- what each opcode does, by its full name. Only what kernels use is here; fused
-// multiply-adds are missing on purpose.
+// operations.cpp -- what each opcode does, by its full name. Only what kernels use is here.
 #include "forms.h"
 #include "functors.h"
 
@@ -62,6 +61,7 @@ class Table {
       each_float<Multiply>(std::string("mul") + rounding);
     }
     each_float<Divide>("div.rn.");
+    forms["fma.rn.f32"] = form<FusedMultiplyAdd, float, float, float, float>();
     each_float<Min>("min.");
     each_float<Max>("max.");
     forms["min.relu.s32"] = form<MinAboveZero, int32_t, int32_t, int32_t>();

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 from conformance import samples
 
-from dct_kernels import payload_layout, reference
+from dct_kernels import payload_layout, quantized_payload_bytes, reference
+from dct_kernels.layout import FLAGS_BYTE, HEADER_BYTES, QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
 from .backend import Executor
@@ -69,6 +70,52 @@ def sample_threshold(backend):
     return tuple(
         backend.sample_threshold(x, None, segments, 0.01, picks) for picks in (20000, 5000)
     )
+
+
+def quantize_pack(backend):
+    """Two rows and a part of one; a sum that is not finite, and one that almost is not. With a
+    gradient, and without a residual."""
+    numel, results = 2 * 1024 + 77, []
+    grad, status = samples.normal(numel, seed=1), torch.tensor([0, 1], dtype=torch.int32)
+    grad[100], grad[1500] = torch.inf, torch.finfo(torch.float32).max
+    for format in QUANTIZED_CODES:
+        residual = samples.normal(numel)
+        payload = torch.zeros(2, quantized_payload_bytes(numel, format), dtype=torch.uint8)
+        backend.quantize_pack(residual, grad, payload[0], format, torch.tensor(0.5), status)
+        backend.quantize_pack(None, grad, payload[1], format)
+        results += [residual, payload]
+    return results
+
+
+def _quantized(numel, format, ranks, ranges):
+    """Payloads, that of the second rank with a wrong header."""
+    nbytes = quantized_payload_bytes(numel, format, ranges)
+    payloads = torch.zeros(ranks, ranges, nbytes, dtype=torch.uint8)
+    for seed, payload in enumerate(payloads):
+        reference.quantize_pack(None, samples.normal(numel, seed=seed), payload, format)
+    payloads[1, -1, FLAGS_BYTE] |= 1
+    return payloads
+
+
+def dequantize_sum(backend):
+    """The last block has two rows and a part of one. A byte is none of a ternary payload."""
+    numel, results = 16384 + 2 * 1024 + 77, []
+    for ranges, format in zip((1, 2, 1, 2, 1), QUANTIZED_CODES, strict=True):
+        out, payloads = torch.zeros(numel), _quantized(numel, format, 6, ranges)
+        payloads[0, 0, HEADER_BYTES + 7] = 125
+        results += [backend.dequantize_sum(payloads, out, format, 0.3), out]
+    return results
+
+
+def dequantize_sum_pack(backend):
+    numel, results = 2 * 1024 + 77, []
+    for format in QUANTIZED_CODES:
+        residual, payloads = samples.normal(numel, seed=9), _quantized(numel, format, 3, 1)[:, 0]
+        residual[1500] = torch.nan
+        payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
+        status = backend.dequantize_sum_pack(payloads, residual, payload, format, 0.3)
+        results += [status, residual, payload]
+    return results
 
 
 def row_pack(backend):

@@ -169,7 +169,7 @@ ERRORS = {
         "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0+8];",
         "16 bytes misaligned.*thread.*PTX line.*ld.global.v4",
     ),
-    "an opcode not known": ("fma.rn.f32 %f1, %f1, %f1, %f1;", "unknown opcode fma.rn.f32"),
+    "an opcode not known": ("sin.approx.f32 %f1, %f1;", "unknown opcode sin.approx.f32"),
     "a modifier not known": ("ld.weird.u32 %r1, [%rd0];", "unknown opcode ld.weird.u32"),
     "a mask without the lane": ("bar.warp.sync 65535;", "its mask leaves itself out.*thread 16"),
     "masks that differ": (

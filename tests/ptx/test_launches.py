@@ -4,7 +4,7 @@ import pytest
 import torch
 from launches import stated
 
-from dct_kernels import payload_layout
+from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_kernels._schemas import OPS
 
 from . import build
@@ -26,6 +26,7 @@ def _arguments():
     x = torch.randn(3, 64)
     values, positions = torch.ops.dct.row_pack(x, 4, F32)
     rows = torch.ops.dct.row_quantize(x, "int8")
+    few = torch.zeros(2, quantized_payload_bytes(NUMEL, "int4"), dtype=torch.uint8)
     packed = (residual, grad, segments, threshold, payload, seen, CAPACITY, F32)
     return {
         "sample_threshold": [
@@ -33,6 +34,12 @@ def _arguments():
         ],
         "mask_pack": [packed, (*packed, torch.ones(1), status), (residual, None, *packed[2:])],
         "scatter_unpack": [(payload.expand(3, -1).contiguous(), grad, CAPACITY, F32)],
+        "quantize_pack": [
+            (residual, grad, few[0], "int4"),
+            (None, grad, few, "int4", torch.ones(1), status),
+        ],
+        "dequantize_sum": [(few, grad, "int4")],
+        "dequantize_sum_pack": [(few, residual, few[0].clone(), "int4")],
         "row_pack": [(x, 4, F32)],
         "row_gather": [(x, positions, 4, F32)],
         "row_unpack": [(values, positions, 64, F32)],

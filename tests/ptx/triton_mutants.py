@@ -9,10 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from aot import bad_kernels
 from conftest import BACKENDS
 
-from . import runs
+from dct_kernels.layout import QUANTIZED_CODES
+
+from . import runs, triton_runs
 from .backend import executor
 
 BACKEND = BACKENDS["ptx-triton"]
@@ -22,6 +23,7 @@ BY_DEFAULT = (runs.mask_pack, runs.scatter_unpack, runs.row_pack)
 MORE = (
     *(runs.sample_threshold, runs.row_gather),
     *(runs.row_unpack, runs.row_quantize, runs.row_dequantize),
+    *(triton_runs.quantize_pack, triton_runs.dequantize_sum, triton_runs.dequantize_sum_pack),
 )
 every_run = pytest.mark.parametrize(
     "run", [*BY_DEFAULT, *(pytest.param(run, marks=pytest.mark.large) for run in MORE)]
@@ -92,15 +94,35 @@ def test_a_missing_guard_of_a_store_is_caught(run):
     assert caught >= len(missed) // 3, missed
 
 
+@pytest.mark.parametrize("run", [triton_runs.quantize_pack, triton_runs.dequantize_sum_pack])
+def test_a_missing_flag_is_caught(run):
+    """Of a header, which every kernel that packs raises at two places."""
+    left_out = [
+        (kernel, text[: line.start()] + text[line.end() :])
+        for kernel, text in kernels(run).items()
+        for line in lines(text, r"(?:atom|red)\.global\S*\.or\.b32")
+    ]
+    assert len(left_out) == 2 * len(QUANTIZED_CODES)
+    assert {finding(run, *mutant) for mutant in left_out} == {"wrong"}
+
+
 @triton.jit
 def _copy(x, out):
     tl.store(out, tl.load(x))
 
 
+@triton.jit
+def _sine(x, out):
+    sine = tl.inline_asm_elementwise(
+        "sin.approx.f32 $0, $1;", "=f,f", [tl.load(x)], tl.float32, is_pure=True, pack=1
+    )
+    tl.store(out, sine)
+
+
 def test_what_is_left_out_is_named():
-    with pytest.raises(RuntimeError, match=r"unknown opcode fma\.rn\.f32"):
-        bad_kernels.fused()
     x = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"unknown opcode sin\.approx\.f32"):
+        _sine[(1,)](x, torch.zeros_like(x), enable_fp_fusion=False)
     with pytest.raises(NotImplementedError, match="_copy uses launch_cooperative_grid"):
         options = {"enable_fp_fusion": False, "launch_cooperative_grid": True}
         _copy[(1,)](x, torch.zeros_like(x), **options)

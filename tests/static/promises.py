@@ -1,6 +1,6 @@
 """What the sources promise about each kernel, and how a kernel can break it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .kernels import Kernel
 
@@ -24,6 +24,8 @@ class Promise:
     in_order: bool = False
     # A correctly rounded division is made of fused multiply-adds, and flushes where it makes NaNs.
     divides: bool = False
+    # Multiply-adds are fused where the product is exact: that rounds as if they were not.
+    fuses: bool = False
     dynamic_shared_bytes: int = 0
     # Architectures on which fewer blocks fit than __launch_bounds__ asks for.
     fewer_blocks: dict[int, int] = field(default_factory=dict)
@@ -34,6 +36,12 @@ SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.EXCH.STRONG.GPU")
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
 LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
+
+MARKS = ("RED.E.OR.STRONG.GPU",)  # a bit added to what only later kernels read
+QUANTIZES = Promise(
+    wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}, between_blocks=MARKS, divides=True
+)
+SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_blocks=MARKS)
 
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
@@ -71,6 +79,26 @@ PROMISES = {
         dynamic_shared_bytes=16384 * 4,
         fewer_blocks={80: 2},
     ),
+    "quantized_headers_kernel": Promise(),
+    # All of a row, 1,024 elements by a warp, of residual and gradient. A bit that a block adds to a
+    # header says what it saw.
+    "quantize_pack_kernel": QUANTIZES,
+    "quantize_pack_kernel<(PayloadFormat)0>": replace(QUANTIZES, divides=False),
+    "quantize_pack_kernel<(PayloadFormat)1>": replace(QUANTIZES, divides=False),
+    # Several ranks' codes of a row, with their scales. The first block of a range adds to a status.
+    # Sums go to other lanes through 4.5 KB a row, except those of float32; ternary has two rows.
+    "dequantize_sum_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608),
+    "dequantize_sum_kernel<(PayloadFormat)0>": SUMS,
+    "dequantize_sum_kernel<(PayloadFormat)6>": replace(
+        SUMS, in_flight={STREAMS: 4}, dynamic_shared_bytes=8 * 8704, fuses=True
+    ),
+    # The residual's eight vectors, besides.
+    "dequantize_sum_pack_kernel": replace(SUMS, dynamic_shared_bytes=8 * 4608, divides=True),
+    "dequantize_sum_pack_kernel<(PayloadFormat)0>": SUMS,
+    "dequantize_sum_pack_kernel<(PayloadFormat)1>": replace(SUMS, dynamic_shared_bytes=8 * 4608),
+    "dequantize_sum_pack_kernel<(PayloadFormat)6>": replace(
+        SUMS, dynamic_shared_bytes=8 * 8704, divides=True
+    ),
     # Two vectors of a lane or more; those of a row whose width is no multiple of 16 bytes are not.
     "row_pack_narrow_kernel<float": Promise(wide_loads=4, in_flight={VECTORS: 3}),
     "row_pack_narrow_kernel": Promise(wide_loads=2, in_flight={VECTORS: 2}),
@@ -107,8 +135,9 @@ def broken(kernel: Kernel, promise: Promise) -> list[str]:
         "bytes of stack": kernel.stack_bytes,
         "spilled bytes": kernel.spill_bytes,
     }
-    if not promise.divides:
+    if not promise.divides and not promise.fuses:
         none["fused multiply-adds"] = kernel.fused
+    if not promise.divides:
         none["subnormals to zero"] = kernel.count(r"F(ADD|MUL|SETP|MNMX)\S*\.FTZ")
     blocks = promise.fewer_blocks.get(kernel.architecture, kernel.min_blocks)
     at_least = {

@@ -46,7 +46,7 @@ def compile_all(sources: list[Path], architecture: int) -> list[Compiled]:
 def demangle(symbol: str) -> str:
     """`name<arguments>` of a kernel's symbol, without namespaces and parameters."""
     full = _output("c++filt", symbol).replace("(anonymous namespace)", "").strip()
-    return re.sub(r"\w*::", "", re.search(r"[\w:]+(<[^()]*>)?(?=\()", full)[0])
+    return re.sub(r"\w*::", "", re.search(r"[\w:]+(<.*?>)?(?=\()", full)[0])
 
 
 def _compile(source: Path, architecture: int) -> Compiled:

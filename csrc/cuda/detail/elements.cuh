@@ -20,6 +20,9 @@ __device__ float accumulate(float residual, Grad grad, float scale) {
 }
 __device__ inline float accumulate(float residual, NoGrad, float) { return residual; }
 
+// What the residual keeps where the sum is not finite.
+__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
+
 // A sum, split into a payload value (in the low bits) and the remainder for the residual, so that
 // value + remainder == sum. This is exact: the remainder of float32 is 0, and that of bfloat16 has
 // at most 16 significant bits, also where the value saturates or is subnormal. So `restore`

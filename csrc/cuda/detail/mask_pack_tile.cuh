@@ -104,9 +104,6 @@ __device__ inline void add_to_seen(const MaskPackArgs& args, int segment, uint32
   if (before < 0 || before > kMostSeen - added) atomicExch(&args.seen[segment], kMostSeen);
 }
 
-// What the residual keeps where the sum is not finite.
-__device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }
-
 // The slow path, by one warp: calls function(element, sum, owned, kept) for elements [first, end)
 // relative to `begin`, one per lane, of any alignment and any segments. `owned` is false past the
 // end and in skipped segments. Both kernels call it and get the same `kept`.

@@ -1,0 +1,209 @@
+#pragma once
+
+// The rules that several ops have, as contract.cpp applies them.
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "../common/payload.h"
+#include "../common/quantized_payload.h"
+#include "../common/rows.h"
+#include "contract.h"
+
+namespace dct {
+
+using ScalarTypes = std::initializer_list<ScalarType>;
+
+constexpr ScalarTypes kFloats = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+constexpr ScalarTypes kPayloadValues = {ScalarType::Float, ScalarType::BFloat16};
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+constexpr int64_t kUint32Max = std::numeric_limits<uint32_t>::max();
+
+struct Interval {
+  Interval(int64_t value) : low(value), high(value) {}
+  Interval(int64_t low, int64_t high) : low(low), high(high) {}
+  int64_t low, high;
+};
+const Interval kAny = {0, std::numeric_limits<int64_t>::max()};
+
+struct NamedTensor {
+  NamedTensor(const char* name, const Tensor& value) : name(name), tensor(&value) {}
+  NamedTensor(const char* name, const OptionalTensor& value)
+      : name(name), tensor(value.has_value() ? &*value : nullptr) {}
+  const char* name;
+  const Tensor* tensor;  // null if absent
+};
+
+class Checks {
+ public:
+  // All tensors must be on the device of `like`.
+  Checks(const char* op, const Tensor& like) : op_(op), device_(like.device()) {}
+
+  // Not STD_TORCH_CHECK, which puts the source file in front of the text. Nor a stream: writing an
+  // integer to one crashes in a process that has loaded another C++ library than we were built
+  // with.
+  [[noreturn]] void fail(const std::string& arg, const std::string& rule,
+                         const std::string& got) const {
+    throw std::runtime_error(std::string("dct::") + op_ + ": " + arg + " must " + rule + ", got " +
+                             got);
+  }
+
+  // `part`: of the argument, such as ".dim()", or "" where the argument itself is the value.
+  void require_in(const char* arg, const char* part, int64_t value, Interval allowed) const {
+    if (value >= allowed.low && value <= allowed.high) return;
+    std::string rule = "be " + std::to_string(allowed.low);
+    if (allowed.high != allowed.low) rule += " to " + std::to_string(allowed.high);
+    fail(std::string(arg) + part, rule, std::to_string(value));
+  }
+
+  DType require_dtype(const char* arg, ScalarType dtype, ScalarTypes allowed) const {
+    if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
+      std::string rule;
+      for (ScalarType each : allowed) {
+        rule += (rule.empty() ? "be " : " or ") + std::string(torch::headeronly::toString(each));
+      }
+      fail(arg, rule, torch::headeronly::toString(dtype));
+    }
+    return dtype == ScalarType::BFloat16 ? DType::kBFloat16
+           : dtype == ScalarType::Half   ? DType::kFloat16
+                                         : DType::kFloat32;
+  }
+
+  DType require_tensor(const char* arg, const Tensor& tensor, ScalarTypes dtypes, Interval dims,
+                       Interval numel = kAny) const {
+    const DType dtype = require_dtype(arg, tensor.scalar_type(), dtypes);
+    require_in(arg, ".dim()", tensor.dim(), dims);
+    if (tensor.device() != device_) fail(arg, "be on " + name(device_), name(tensor.device()));
+    if (!tensor.is_contiguous()) fail(arg, "be contiguous", "other strides");
+    require_in(arg, ".numel()", tensor.numel(), numel);
+    return dtype;
+  }
+
+  // Returns the tensor's data, or null if it is absent.
+  template <typename T>
+  const T* require_optional(const char* arg, const OptionalTensor& tensor, ScalarType dtype,
+                            Interval dims, Interval numel) const {
+    if (!tensor.has_value()) return nullptr;
+    require_tensor(arg, *tensor, {dtype}, dims, numel);
+    return tensor->const_data_ptr<T>();
+  }
+
+  // Returns the number of segments. The offsets themselves are checked on the CPU only.
+  int64_t require_segments(const Tensor& segments, int64_t numel) const {
+    require_tensor("segments", segments, {ScalarType::Long}, 1);
+    if (segments.numel() < 1) fail("segments", "have at least 1 element", "0");
+    if (device_.is_cpu()) {
+      const int64_t* begin = segments.const_data_ptr<int64_t>();
+      const int64_t *end = begin + segments.numel(), *wrong = std::is_sorted_until(begin, end);
+      if (begin[0] != 0) wrong = begin;
+      if (wrong == end && end[-1] != numel) --wrong;
+      if (wrong != end) {
+        fail("segments", "ascend from 0 to " + std::to_string(numel), std::to_string(*wrong));
+      }
+    }
+    return segments.numel() - 1;
+  }
+
+  // Checks payloads [.., nbytes] and returns their number of ranges.
+  int64_t require_payload(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
+                          int64_t numel, int64_t capacity, DType value_dtype) const {
+    const int64_t dims = payload.dim();
+    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
+    if (ranges < 1) fail(arg, "have at least 1 range", "0");
+    const int64_t nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes;
+    require_in(arg, ".size(-1)", payload.size(dims - 1), nbytes);
+    require_aligned(arg, payload);
+    return ranges;
+  }
+
+  // The same for payloads of every entry.
+  int64_t require_quantized(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
+                            int64_t numel, PayloadFormat format) const {
+    const int64_t dims = payload.dim(), nbytes = payload.size(dims - 1);
+    const int64_t ranges = dims == dims_with_ranges ? payload.size(dims - 2) : 1;
+    if (ranges < 1) fail(arg, "have at least 1 range", "0");
+    const int64_t least = quantized_payload_bytes(numel, format, ranges);
+    if (nbytes < least || nbytes % 16 != 0) {
+      fail(std::string(arg) + ".size(-1)",
+           "be " + std::to_string(least) + " or a multiple of 16 above", std::to_string(nbytes));
+    }
+    require_aligned(arg, payload);
+    return ranges;
+  }
+
+  void require_aligned(const char* arg, const Tensor& payload) const {
+    const auto address = reinterpret_cast<uintptr_t>(payload.const_data_ptr());
+    if (address % 16 != 0) {
+      fail(arg, "be 16-byte aligned", "address % 16 = " + std::to_string(address % 16));
+    }
+  }
+
+  const uint8_t* require_positions(const Tensor& positions, int64_t rows, int64_t width,
+                                   int64_t k) const {
+    require_tensor("positions", positions, {ScalarType::Byte}, 2);
+    require_in("positions", ".size(0)", positions.size(0), rows);
+    require_in("positions", ".size(1)", positions.size(1), position_bytes(width, k));
+    return positions.const_data_ptr<uint8_t>();
+  }
+
+  RowFormat require_format(const std::string& format) const {
+    constexpr const char* kNames[] = {"int8", "int4", "ternary", "sign"};  // in RowFormat's order
+    for (int i = 0; i < 4; ++i) {
+      if (format == kNames[i]) return static_cast<RowFormat>(i);
+    }
+    fail("format", "be int8, int4, ternary or sign", "'" + format + "'");
+  }
+
+  PayloadFormat require_payload_format(const std::string& format) const {
+    constexpr std::pair<const char*, PayloadFormat> kNamed[] = {
+        {"float32", PayloadFormat::kFloat32},
+        {"bfloat16", PayloadFormat::kBFloat16},
+        {"int8", PayloadFormat::kInt8},
+        {"int4", PayloadFormat::kInt4},
+        {"ternary", PayloadFormat::kTernary}};
+    for (const auto& [name, value] : kNamed) {
+      if (format == name) return value;
+    }
+    fail("format", "be float32, bfloat16, int8, int4 or ternary", "'" + format + "'");
+  }
+
+  // The first `written` tensors share memory with no other.
+  void require_apart(std::initializer_list<NamedTensor> tensors, int written) const {
+    for (auto a = tensors.begin(); a != tensors.begin() + written; ++a) {
+      if (a->tensor == nullptr) continue;
+      for (auto b = a + 1; b != tensors.end(); ++b) {
+        const int64_t shared = b->tensor == nullptr ? 0 : overlap(*a->tensor, *b->tensor);
+        if (shared > 0) {
+          fail(b->name, std::string("share no memory with ") + a->name,
+               std::to_string(shared) + " bytes");
+        }
+      }
+    }
+  }
+
+ private:
+  static std::string name(torch::stable::Device device) {
+    return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "cpu";
+  }
+
+  // The bytes that both have, 0 or less if none.
+  static int64_t overlap(const Tensor& a, const Tensor& b) {
+    const auto* start_a = static_cast<const uint8_t*>(a.const_data_ptr());
+    const auto* start_b = static_cast<const uint8_t*>(b.const_data_ptr());
+    return std::min(start_a + a.numel() * a.element_size(),
+                    start_b + b.numel() * b.element_size()) -
+           std::max(start_a, start_b);
+  }
+
+  const char* op_;
+  torch::stable::Device device_;
+};
+
+}  // namespace dct

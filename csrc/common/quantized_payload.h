@@ -1,0 +1,107 @@
+#pragma once
+
+// The payload of every entry: header | rows of 1,024 entries, each its codes, then a bfloat16 scale
+// for every 64 of them. One per range; docs/reference/payload.md describes it.
+
+#include <cstdint>
+#include <type_traits>
+
+#include "host_device.h"
+#include "payload.h"
+#include "row_formats.h"
+
+namespace dct {
+
+// The header's codes of them.
+enum class PayloadFormat : uint8_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kInt8 = 4,
+  kInt4 = 5,
+  kTernary = 6
+};
+
+// Calls `function` with the format as a type.
+template <typename Function>
+decltype(auto) dispatch(PayloadFormat format, Function&& function) {
+  switch (format) {
+    case PayloadFormat::kFloat32:
+      return function(std::integral_constant<PayloadFormat, PayloadFormat::kFloat32>{});
+    case PayloadFormat::kBFloat16:
+      return function(std::integral_constant<PayloadFormat, PayloadFormat::kBFloat16>{});
+    case PayloadFormat::kInt8:
+      return function(std::integral_constant<PayloadFormat, PayloadFormat::kInt8>{});
+    case PayloadFormat::kInt4:
+      return function(std::integral_constant<PayloadFormat, PayloadFormat::kInt4>{});
+    default:
+      return function(std::integral_constant<PayloadFormat, PayloadFormat::kTernary>{});
+  }
+}
+
+constexpr uint16_t kQuantizedVersion = 4;
+constexpr int64_t kRow = 1024;               // elements; a block is whole rows
+constexpr int64_t kScaled = 64;              // elements that have a scale together
+constexpr int64_t kScales = kRow / kScaled;  // of a row
+
+DCT_HOST_DEVICE constexpr bool has_scales(PayloadFormat format) {
+  return format != PayloadFormat::kFloat32 && format != PayloadFormat::kBFloat16;
+}
+
+// Of a format with scales: that of 64 entries as a row of row_quantize.
+DCT_HOST_DEVICE constexpr RowFormat row_format(PayloadFormat format) {
+  return format == PayloadFormat::kInt8   ? RowFormat::kInt8
+         : format == PayloadFormat::kInt4 ? RowFormat::kInt4
+                                          : RowFormat::kTernary;
+}
+
+// Bytes of the codes of 64 entries: 256, 128, 64, 32 or 13.
+DCT_HOST_DEVICE constexpr int64_t scaled_code_bytes(PayloadFormat format) {
+  return format == PayloadFormat::kFloat32    ? 4 * kScaled
+         : format == PayloadFormat::kBFloat16 ? 2 * kScaled
+                                              : code_bytes(kScaled, row_format(format));
+}
+
+// Bytes of a row's codes, which come first, and of a whole row: multiples of 16.
+DCT_HOST_DEVICE constexpr int64_t row_code_bytes(PayloadFormat format) {
+  return kScales * scaled_code_bytes(format);
+}
+
+DCT_HOST_DEVICE constexpr int64_t row_bytes(PayloadFormat format) {
+  return row_code_bytes(format) + (has_scales(format) ? kScales * kScaleBytes : 0);
+}
+
+DCT_HOST_DEVICE constexpr int64_t num_rows(int64_t numel) { return ceil_div(numel, kRow); }
+
+// The least bytes of the payload of one of `ranges` equal ranges of so many elements together.
+constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format, int64_t ranges) {
+  const Range longest = range_bounds(numel, ranges, 0);
+  return static_cast<int64_t>(sizeof(PayloadHeader)) + num_rows(longest.end) * row_bytes(format);
+}
+
+// Of a range of so many elements.
+DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadFormat format,
+                                                      bool non_finite, bool damage) {
+  PayloadHeader header = {};
+  header.magic = kPayloadMagic;
+  header.version = kQuantizedVersion;
+  header.value_dtype = static_cast<uint8_t>(format);
+  header.flags = (non_finite ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
+  header.numel = static_cast<uint64_t>(numel);
+  header.capacity = static_cast<uint32_t>(numel < 0xffffffff ? numel : 0xffffffff);
+  header.count = header.capacity;
+  return header;
+}
+
+// Validates an untrusted header against its range.
+DCT_HOST_DEVICE inline bool quantized_header_ok(const PayloadHeader& header, int64_t numel,
+                                                PayloadFormat format) {
+  const PayloadHeader right = quantized_header(numel, format, false, false);
+  uint64_t reserved = 0;
+  for (uint64_t word : header.reserved) reserved |= word;
+  return header.magic == right.magic && header.version == right.version &&
+         header.value_dtype == right.value_dtype &&
+         (header.flags & ~(kFlagNonFinite | kFlagDamage)) == 0 && header.numel == right.numel &&
+         header.capacity == right.capacity && header.count == right.count && reserved == 0;
+}
+
+}  // namespace dct

@@ -1,0 +1,111 @@
+#pragma once
+
+// Rows of 1,024 entries out of payloads of every entry, added up 64 at a time in registers: what
+// dequantize_sum and dequantize_sum_pack have in common.
+
+#include <cstring>
+#include <vector>
+
+#include "../common/quantized_payload.h"
+#include "lanes.h"
+#include "parallel.h"
+#include "unpack_codes.h"
+
+namespace dct::cpu {
+
+// Which of the payloads [ranks, ranges, nbytes] have a right header; `status` [ranks] says it.
+inline std::vector<uint8_t> check_headers(const uint8_t* payloads, int64_t ranks, int64_t ranges,
+                                          int64_t nbytes, int64_t numel, PayloadFormat format,
+                                          int32_t* status) {
+  std::vector<uint8_t> intact(ranks * ranges);
+  for (int64_t p = 0; p < ranks; ++p) {
+    status[p] = 0;
+    for (int64_t r = 0; r < ranges; ++r) {
+      const Range range = range_bounds(numel, ranges, r);
+      PayloadHeader header;
+      std::memcpy(&header, payloads + (p * ranges + r) * nbytes, sizeof(header));
+      intact[p * ranges + r] = quantized_header_ok(header, range.end - range.begin, format);
+      if (!intact[p * ranges + r]) status[p] = kStatusHeader;
+    }
+  }
+  return intact;
+}
+
+// Adds the values of group `g` of a row to `sum`, in registers.
+template <PayloadFormat kFormat, typename Unpack, typename Sum>
+void add_group(Unpack, const uint8_t* row, int64_t g, Sum& sum) {
+  using Floats = typename Sum::Floats;
+  const uint8_t* codes = row + g * scaled_code_bytes(kFormat);
+  const auto add = [&](const auto* values, float scale) {
+    sum.for_each([&](Floats& floats, int i) {
+      Floats more;
+      Sum::Own::widen(values + i, more);
+      floats += has_scales(kFormat) ? more * scale : more;
+    });
+  };
+  if constexpr (kFormat == PayloadFormat::kFloat32) {
+    add(reinterpret_cast<const float*>(codes), 1);  // rows are aligned to 16 bytes
+  } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
+    add(reinterpret_cast<const BFloat16*>(codes), 1);
+  } else {
+    BFloat16 rounded;
+    std::memcpy(&rounded, row + row_code_bytes(kFormat) + g * kScaleBytes, kScaleBytes);
+    const float scale = to_float(rounded);
+    if constexpr (kFormat == PayloadFormat::kInt8) {
+      add(reinterpret_cast<const int8_t*>(codes), scale);
+    } else {
+      // Both arrays stay in registers: each load takes exactly what one store wrote.
+      constexpr RowFormat kRowFormat = row_format(kFormat);
+      Entries<float> entries;
+      for (int i = 0; i < kMostEntries; i += Sum::Own::kCount) {
+        Floats some;
+        std::memcpy(&some, kCodes<kRowFormat>.of + i, sizeof(some));
+        some *= scale;
+        std::memcpy(entries.of + i, &some, sizeof(some));
+      }
+      alignas(64) float values[kScaled];
+      for (int64_t i = 0; i < kScaled; i += kCodeGroup) {
+        Unpack::template look_up<kRowFormat>(codes, i, entries, values + i);
+      }
+      sum.for_each([&](Floats& floats, int i) {
+        Floats more;
+        std::memcpy(&more, values + i, sizeof(more));
+        floats += more;
+      });
+    }
+  }
+}
+
+// Calls function(begin, sum) for every 64 elements of rows [begin, end), with the number of the
+// first and the sum of the payloads' values, a Group, in the payloads' order, from +0.0.
+template <PayloadFormat kFormat, typename Function>
+void for_each_sum(const uint8_t* payloads, const std::vector<uint8_t>& intact, int64_t ranks,
+                  int64_t ranges, int64_t nbytes, int64_t rows_per_range, Share rows,
+                  const Function& function) {
+  // The hardware does not prefetch several streams of few bytes far enough.
+  constexpr int64_t kAheadBytes = 2048;
+  std::vector<const uint8_t*> row(ranks);  // of each payload that is summed
+  vectorize_unpacking([&](auto how) {
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const int64_t range = r / rows_per_range;
+      const int64_t at = sizeof(PayloadHeader) + r % rows_per_range * row_bytes(kFormat);
+      int64_t count = 0;
+      for (int64_t p = 0; p < ranks; ++p) {
+        const int64_t payload = p * ranges + range;
+        if (intact[payload]) row[count++] = payloads + payload * nbytes + at;
+      }
+      for (int64_t g = 0; g < kScales; ++g) {
+        Group<decltype(how)::kVectorBytes> sum = {};
+        for (int64_t p = 0; p < count; ++p) {
+          if (has_scales(kFormat)) {
+            __builtin_prefetch(row[p] + g * row_bytes(kFormat) / kScales + kAheadBytes);
+          }
+          add_group<kFormat>(how, row[p], g, sum);
+        }
+        function(r * kRow + g * kScaled, sum);
+      }
+    }
+  });
+}
+
+}  // namespace dct::cpu

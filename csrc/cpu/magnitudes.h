@@ -1,0 +1,43 @@
+#pragma once
+
+// What scales are made of: a row's largest magnitude, and sums for means that no order changes.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "../common/row_formats.h"
+
+namespace dct::cpu {
+
+inline int32_t largest_key(const float* x, int64_t width) {
+  int32_t top = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const int32_t magnitude = float_to_bits(x[i]) & 0x7fffffff;
+    top = magnitude > top ? magnitude : top;
+  }
+  return top;
+}
+
+// The sum of the magnitudes, in units: of all of them, or with kBound of those above the bound.
+template <bool kBound>
+int64_t sum_magnitudes(const float* x, int64_t width, float inverse_unit, float bound) {
+  int64_t total = 0;
+  for (int64_t begin = 0; begin < width; begin += kUnitsInWord) {
+    const int64_t n = std::min(width - begin, kUnitsInWord);
+    uint32_t units = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float magnitude = std::fabs(x[begin + i]) * inverse_unit;
+      const uint32_t whole = static_cast<uint32_t>(static_cast<int32_t>(magnitude));
+      units += kBound && !(magnitude > bound) ? 0 : whole;
+    }
+    total += units;
+  }
+  return total;
+}
+
+inline float mean(int64_t total, int64_t count) {
+  return static_cast<float>(total) / static_cast<float>(count);
+}
+
+}  // namespace dct::cpu

@@ -1,0 +1,80 @@
+// A row of 1,024 entries at a time: gradient and residual are read once, and what is left is
+// written while it is in the L1 cache.
+
+#include "quantize_pack.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "accumulate.h"
+#include "quantize_row.h"
+
+namespace dct::cpu {
+namespace {
+
+// acc of `n` entries, and zeros up to the row's end.
+template <typename Grad>
+void accumulate_row(const QuantizePackArgs& args, int64_t begin, int64_t n, float* acc) {
+  const float inv_scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  const auto* grad = static_cast<const Grad*>(args.grad);
+  const float* residual = args.residual;
+  if (grad == nullptr) {
+    std::copy_n(residual + begin, n, acc);
+  } else if (residual == nullptr) {
+    for (int64_t i = 0; i < n; ++i) acc[i] = to_float(grad[begin + i]) * inv_scale;
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      acc[i] = accumulate(residual[begin + i], grad, begin + i, inv_scale);
+    }
+  }
+  std::fill(acc + n, acc + kRow, 0.0f);
+}
+
+template <typename Grad, PayloadFormat kFormat>
+void quantize(const QuantizePackArgs& args, const Parallel& parallel) {
+  const int64_t rows = num_rows(args.numel);
+  const int64_t rows_per_range = range_blocks(args.numel, args.ranges) * (kBlock / kRow);
+  const int64_t tasks = std::min(parallel.threads, rows);
+  std::vector<RowScratch> scratch(tasks);
+  parallel.run(tasks, [&](int64_t task) {
+    const Share span = share(rows, tasks, task);
+    vectorize_packing([&](auto how) {
+      RowScratch& row = scratch[task];
+      for (int64_t r = span.begin; r < span.end; ++r) {
+        const int64_t begin = r * kRow, n = std::min(args.numel - begin, kRow);
+        uint8_t* payload = args.payload + r / rows_per_range * args.nbytes;
+        uint8_t* out = payload + sizeof(PayloadHeader) + r % rows_per_range * row_bytes(kFormat);
+        accumulate_row<Grad>(args, begin, n, row.acc);
+        const bool in_place = args.residual != nullptr && n == kRow;
+        if (args.residual != nullptr && !in_place) {
+          std::copy_n(args.residual + begin, n, row.residual);
+        }
+        float* residual = in_place ? args.residual + begin : row.residual;
+        if (!quantize_row<kFormat>(how, row, residual, out)) say_non_finite(payload);
+        if (args.residual != nullptr && !in_place) {
+          std::copy_n(row.residual, n, args.residual + begin);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void quantize_pack(const QuantizePackArgs& args, const Parallel& parallel) {
+  const bool damage =
+      std::any_of(args.status, args.status + args.num_status, [](int32_t s) { return s != 0; });
+  for (int64_t r = 0; r < args.ranges; ++r) {
+    const Range range = range_bounds(args.numel, args.ranges, r);
+    const PayloadHeader header =
+        quantized_header(range.end - range.begin, args.format, false, damage);
+    std::memcpy(args.payload + r * args.nbytes, &header, sizeof(header));
+  }
+  dispatch(args.grad_dtype, [&](auto grad) {
+    dispatch(args.format, [&](auto format) {
+      quantize<decltype(grad), decltype(format)::value>(args, parallel);
+    });
+  });
+}
+
+}  // namespace dct::cpu

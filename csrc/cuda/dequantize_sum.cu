@@ -1,0 +1,57 @@
+// dequantize_sum.cu -- the sum of all ranks' payloads of every entry, times a factor. A row's sums
+// stay in the registers of a warp while it adds rank after rank, so that a payload is read once and
+// the output written once.
+#include "dequantize_sum.cuh"
+#include "detail/sum_payloads.cuh"
+
+namespace dct::cuda {
+namespace {
+
+template <typename Out>
+__device__ void write_row(const DequantizeSumArgs& args, int64_t begin, int length, bool aligned,
+                          float factor, const RowEntries& sums) {
+  store_row(static_cast<Out*>(args.out) + begin, length, aligned && length == kRow, sums,
+            [factor](float sum) { return round_to<Out>(__fmul_rn(factor, sum)); });
+}
+
+template <PayloadFormat kFormat>
+__global__ void __launch_bounds__(kThreads, kSumMinBlocks)
+    dequantize_sum_kernel(DequantizeSumArgs args, RangeTiles blocks, bool aligned) {
+  __shared__ SumShared shared;
+  extern __shared__ __align__(16) float4 staging[];
+  const RankPayloads payloads = {args.payloads, args.ranks, args.ranges, args.nbytes, args.status};
+  const auto write = [&](int row, const RowEntries& sums, float4*) {
+    const int64_t begin = shared.block.bounds.begin + row * kRow;
+    const int length = static_cast<int>(min(shared.block.bounds.end - begin, kRow));
+    const float factor =
+        args.out_scale != nullptr ? __fmul_rn(args.scale, *args.out_scale) : args.scale;
+    switch (args.out_dtype) {
+      case DType::kBFloat16:
+        return write_row<BFloat16>(args, begin, length, aligned, factor, sums);
+      case DType::kFloat16:
+        return write_row<Float16>(args, begin, length, aligned, factor, sums);
+      default:
+        return write_row<float>(args, begin, length, aligned, factor, sums);
+    }
+  };
+  sum_rows<kFormat>(payloads, blocks, shared, staging, write);
+}
+
+}  // namespace
+
+cudaError_t dequantize_sum(const DequantizeSumArgs& args, cudaStream_t stream) {
+  if (args.ranks > 0) {
+    const cudaError_t cleared =
+        cudaMemsetAsync(args.status, 0, sizeof(int32_t) * args.ranks, stream);
+    if (cleared != cudaSuccess) return cleared;
+  }
+  const RangeTiles blocks(args.numel, args.ranges, kBlock);
+  const auto item = static_cast<size_t>(itemsize(args.out_dtype));
+  const bool aligned = is_aligned(args.out, kVectorElements * item);
+  return dispatch(args.format, [&](auto format) {
+    constexpr PayloadFormat kFormat = decltype(format)::value;
+    return launch_sum<kFormat>(dequantize_sum_kernel<kFormat>, args, blocks, aligned, stream);
+  });
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,55 @@
+#pragma once
+
+// Rows of 1,024 entries, each in the registers of one warp: quantize_pack, dequantize_sum and
+// dequantize_sum_pack.
+
+#include "../../common/quantized_payload.h"
+#include "vectors.cuh"
+#include "warp.cuh"
+
+namespace dct::cuda {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kVectorElements = 4;
+constexpr int kWarpVector = kWarpSize * kVectorElements;  // two groups of entries with one scale
+constexpr int kVectors = kRow / kWarpVector;
+
+// Of a lane: vector v is of the columns from column_of(v) on. The lanes of a half-warp have a group
+// together, of which a vector is a part.
+using RowEntries = float[kVectors][kVectorElements];
+
+__device__ inline int column_of(int vector) {
+  return vector * kWarpVector + lane_index() * kVectorElements;
+}
+
+// Whether entry e of it is one of a row's first `length`. Constants are compared with what is left
+// of them from the lane on: columns would be kept in 32 registers.
+__device__ inline bool is_within(int vector, int e, int length) {
+  return vector * kWarpVector + e < length - lane_index() * kVectorElements;
+}
+
+// Writes convert(x) to a row's first `length` elements: by vectors where the row is `whole` and
+// aligned. By one warp.
+template <typename Out, typename Convert>
+__device__ void store_row(Out* row, int length, bool whole, const RowEntries& x, Convert convert) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    Out converted[kVectorElements];
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) converted[e] = convert(x[v][e]);
+    if (whole) {
+      stream_out(row + column_of(v), converted);
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      if (is_within(v, e, length)) row[column_of(v) + e] = converted[e];
+    }
+  }
+}
+
+__device__ inline void store_row(float* row, int length, bool whole, const RowEntries& x) {
+  store_row(row, length, whole, x, [](float left) { return left; });
+}
+
+}  // namespace dct::cuda

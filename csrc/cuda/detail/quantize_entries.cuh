@@ -1,0 +1,262 @@
+#pragma once
+
+// A row of 1,024 entries to its bytes in a payload, by one warp: no entry leaves its lane's
+// registers in between, and what is left of it is there afterwards. All 16 groups of 64 are
+// quantized together. A half-warp reduces its eight groups at once, so that each group's result is
+// in two lanes, which alone divide, and hand what they found to the others.
+
+#include "elements.cuh"
+#include "entry_rows.cuh"
+#include "row_codes.cuh"
+
+namespace dct::cuda {
+
+// What a row's residual was before: that of entries that are not sent.
+struct OldResidual {
+  const float* row;  // or null
+  int length;
+  __device__ float operator()(int vector, int e) const {
+    const bool there = row != nullptr && is_within(vector, e, length);
+    return there ? finite_or_zero(row[column_of(vector) + e]) : 0.0f;
+  }
+};
+
+// A row of ternary codes on its way from bytes to vectors; the other formats need no staging.
+template <PayloadFormat kFormat>
+constexpr int kStagedBytes = kFormat == PayloadFormat::kTernary ? row_bytes(kFormat) : 0;
+
+constexpr int kHalfWarp = kWarpSize / 2;
+
+// The group of a row that a lane's reduced value is of.
+__device__ inline int group_of_lane() {
+  return lane_index() / 2 % kVectors * 2 + lane_index() / kHalfWarp;
+}
+// The value of the group that a lane's vector belongs to.
+template <typename T>
+__device__ T of_vector(T value, int vector) {
+  return __shfl_sync(kFullWarp, value, 2 * vector, kHalfWarp);
+}
+
+// Reduces every vector's values over its half-warp; returns the result of group_of_lane(). Every
+// step halves the vectors that a lane still reduces: 8 shuffles, where one by one it were 32.
+template <typename T, typename Operation>
+__device__ T reduce_groups(T (&values)[kVectors], Operation operation) {
+#pragma unroll
+  for (int left = kVectors / 2; left > 0; left /= 2) {
+    const bool upper = (lane_index() & 2 * left) != 0;
+#pragma unroll
+    for (int v = 0; v < left; ++v) {
+      const T sent = upper ? values[v] : values[v + left];
+      const T kept = upper ? values[v + left] : values[v];
+      values[v] = operation(kept, __shfl_xor_sync(kFullWarp, sent, 2 * left));
+    }
+  }
+  return operation(values[0], __shfl_xor_sync(kFullWarp, values[0], 1));
+}
+
+__device__ inline int larger_magnitude(int a, int b) { return max(a, b); }
+__device__ inline uint32_t added(uint32_t a, uint32_t b) { return a + b; }
+
+// The largest magnitude of the group, as bits.
+__device__ inline int largest_of_groups(const RowEntries& x) {
+  int tops[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    tops[v] = magnitude_bits(x[v][0]);
+#pragma unroll
+    for (int e = 1; e < kVectorElements; ++e) tops[v] = max(tops[v], magnitude_bits(x[v][e]));
+  }
+  return reduce_groups(tops, larger_magnitude);
+}
+
+// Puts the old residual in place of groups that are not sent: with codes of 0 it is what is left.
+// Few rows have such a group.
+__device__ inline void keep_old(RowEntries& x, bool sent, const OldResidual& old) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (of_vector(static_cast<int>(sent), v) != 0) continue;
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) x[v][e] = old(v, e);
+  }
+}
+
+// The mean magnitude of the group in units, and `bound`, up to which a magnitude becomes 0.
+__device__ inline float mean_of_kept(const RowEntries& x, float inverse_unit, float& bound) {
+  uint32_t totals[kVectors], kept[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    totals[v] = 0;
+    const float factor = of_vector(inverse_unit, v);
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      totals[v] += whole_units(fabsf(__fmul_rn(x[v][e], factor)));
+    }
+  }
+  // A power of two divides without rounding.
+  constexpr float kShare = 1.0f / kScaled;
+  const uint32_t total = reduce_groups(totals, added);
+  bound = __fmul_rn(0.75f, __fmul_rn(static_cast<float>(total), kShare));
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    totals[v] = kept[v] = 0;
+    const float factor = of_vector(inverse_unit, v), bound_of_vector = of_vector(bound, v);
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      const float magnitude = fabsf(__fmul_rn(x[v][e], factor));
+      totals[v] += magnitude > bound_of_vector ? whole_units(magnitude) : 0;
+      kept[v] += magnitude > bound_of_vector;
+    }
+  }
+  return mean_of(reduce_groups(totals, added), reduce_groups(kept, added));
+}
+
+// Codes of integers to the payload. Lanes of a pair join their halves of int4's 32-bit words.
+template <PayloadFormat kFormat>
+__device__ void store_integers(RowEntries& x, float factor, float scale, uint8_t* out) {
+  constexpr int kBits = kFormat == PayloadFormat::kInt8 ? 8 : 4;
+  uint32_t words[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const float factor_of_vector = of_vector(factor, v), scale_of_vector = of_vector(scale, v);
+    words[v] = 0;
+#pragma unroll
+    for (int e = kVectorElements - 1; e >= 0; --e) {
+      const float rounded = __fadd_rn(__fmul_rn(x[v][e], factor_of_vector), kRoundToInteger);
+      words[v] = words[v] << kBits | (float_to_bits(rounded) & ((1 << kBits) - 1));
+      const float code = __fsub_rn(rounded, kRoundToInteger);
+      x[v][e] = __fsub_rn(x[v][e], __fmul_rn(code, scale_of_vector));
+    }
+  }
+  const int lane = lane_index();
+  if constexpr (kFormat == PayloadFormat::kInt8) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      __stcs(reinterpret_cast<uint32_t*>(out + column_of(v)), words[v]);
+    }
+  } else {
+    const bool odd = lane % 2 != 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; v += 2) {
+      const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? words[v] : words[v + 1], 1);
+      const uint32_t word = odd ? other | words[v + 1] << 16 : words[v] | other << 16;
+      const int column = (v + odd) * kWarpVector + lane / 2 * 8;
+      __stcs(reinterpret_cast<uint32_t*>(out + column / 2), word);
+    }
+  }
+}
+
+// Ternary codes to `staged`. Five entries share a byte, and two neighbouring lanes have them: a
+// lane makes one byte of the 13 of its group. Digits are 0 to 2 here, so that no product carries.
+__device__ inline void stage_ternary(RowEntries& x, float inverse_unit, float bound, float scale,
+                                     uint8_t* staged) {
+  const int lane = lane_index() % kHalfWarp, half = lane_index() / kHalfWarp;
+  const int first = lane * 5 / kVectorElements;  // the lane that has the byte's first entry
+  const uint32_t from = 0x3210 + lane * 5 % kVectorElements * 0x1111;
+  constexpr uint32_t kZeros = 0x01010101;
+  constexpr int kGroupBytes = scaled_code_bytes(PayloadFormat::kTernary);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const float factor_of_vector = of_vector(inverse_unit, v),
+                bound_of_vector = of_vector(bound, v), scale_of_vector = of_vector(scale, v);
+    uint32_t digits = 0;
+#pragma unroll
+    for (int e = kVectorElements - 1; e >= 0; --e) {
+      const float scaled = __fmul_rn(x[v][e], factor_of_vector);
+      const bool above = scaled > bound_of_vector, below = scaled < -bound_of_vector;
+      digits = digits << 8 | (above ? 2 : below ? 0 : 1);
+      x[v][e] = __fsub_rn(x[v][e], above ? scale_of_vector : below ? -scale_of_vector : 0.0f);
+    }
+    const uint32_t low = __shfl_sync(kFullWarp, digits, first, kHalfWarp);
+    const uint32_t next = __shfl_sync(kFullWarp, digits, first + 1, kHalfWarp);
+    const uint32_t high = first + 1 < kHalfWarp ? next : kZeros;  // past the 64 entries
+    const uint32_t four = __byte_perm(low, high, from), fifth = high >> 8 * (from & 3) & 255;
+    // The product's top byte is the four digits' number in base 3.
+    const uint32_t byte = (four * 0x0103091bu >> 24) + 81 * fifth - 121;
+    if (lane < kGroupBytes) {
+      staged[(2 * v + half) * kGroupBytes + lane] = static_cast<uint8_t>(byte);
+    }
+  }
+}
+
+// Formats with scales. Returns whether some group is not sent.
+template <PayloadFormat kFormat>
+__device__ bool quantize_groups(RowEntries& x, const OldResidual& old, uint8_t* out,
+                                uint8_t* staged) {
+  constexpr RowFormat kRowFormat = row_format(kFormat);
+  constexpr bool kTernary = kFormat == PayloadFormat::kTernary;
+  const int top = largest_of_groups(x);
+  RowQuantizer group(kRowFormat, top, 0.0f, 0.0f);
+  const bool sent = top < static_cast<int>(kFloat32Infinity);
+  const bool lost = __any_sync(kFullWarp, !sent) != 0;
+  if (lost) keep_old(x, sent, old);
+  if constexpr (kTernary) {
+    float bound;
+    const float mean = mean_of_kept(x, units_of(top).inverse_unit, bound);
+    group = RowQuantizer(kRowFormat, top, mean, bound);
+  }
+  const bool some = sent && group.usable;  // or all codes are 0
+  const float scale = some ? to_float(group.scale) : 0.0f;
+  const uint16_t travels = sent ? group.scale.bits : kNanScale.bits;
+  uint8_t* const scales = (kTernary ? staged : out) + row_code_bytes(kFormat);
+  if (lane_index() % 2 == 0) reinterpret_cast<uint16_t*>(scales)[group_of_lane()] = travels;
+  if constexpr (kTernary) {
+    const float bound = some ? group.bound : bits_to_float(kFloat32Infinity);
+    stage_ternary(x, group.factor, bound, scale, staged);
+    __syncwarp();
+    for (int i = lane_index() * 16; i < row_bytes(kFormat); i += kWarpSize * 16) {
+      __stcs(reinterpret_cast<uint4*>(out + i), *reinterpret_cast<const uint4*>(staged + i));
+    }
+    __syncwarp();
+  } else {
+    store_integers<kFormat>(x, some ? group.factor : 0.0f, scale, out);
+  }
+  return lost;
+}
+
+// float32 and bfloat16, which have no scales. Returns whether some entry is not sent.
+template <typename Value>
+__device__ bool round_entries(RowEntries& x, const OldResidual& old, uint8_t* out) {
+  bool finite = true;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    Value sent[kVectorElements];
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      sent[e] = round_saturating<Value>(x[v][e]);
+      x[v][e] = __fsub_rn(x[v][e], to_float(sent[e]));  // a NaN where x is not finite
+      finite &= is_finite(x[v][e]);
+    }
+    stream_out(reinterpret_cast<Value*>(out) + column_of(v), sent);
+  }
+  const bool lost = __any_sync(kFullWarp, !finite) != 0;
+  if (!lost) return false;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      if (!is_finite(x[v][e])) x[v][e] = old(v, e);
+    }
+  }
+  return true;
+}
+
+// Writes a row of sums `x`, 0 past the range, to `out`; x becomes what is left of them. Marks the
+// header of a payload some of which is not finite. By one warp.
+template <PayloadFormat kFormat>
+__device__ void pack_row(RowEntries& x, const OldResidual& old, uint8_t* payload, int64_t row,
+                         uint8_t* staged) {
+  uint8_t* const out = payload + sizeof(PayloadHeader) + row * row_bytes(kFormat);
+  bool lost;
+  if constexpr (has_scales(kFormat)) {
+    lost = quantize_groups<kFormat>(x, old, out, staged);
+  } else if constexpr (kFormat == PayloadFormat::kBFloat16) {
+    lost = round_entries<BFloat16>(x, old, out);
+  } else {
+    lost = round_entries<float>(x, old, out);
+  }
+  if (!lost || lane_index() != 0) return;
+  static_assert(offsetof(PayloadHeader, flags) == 7, "the highest byte of the second word");
+  atomicOr(reinterpret_cast<uint32_t*>(payload) + 1, uint32_t{kFlagNonFinite} << 24);
+}
+
+}  // namespace dct::cuda

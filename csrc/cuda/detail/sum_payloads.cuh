@@ -1,0 +1,131 @@
+#pragma once
+
+// The sum of all ranks' payloads of every entry, row by row, in rank order from +0.0. A thread
+// block owns a payload block: it checks the ranks' headers once, and each of its warps adds up two
+// rows.
+
+#include "launch.cuh"
+#include "range_tiles.cuh"
+#include "sum_codes.cuh"
+
+namespace dct::cuda {
+
+constexpr int kBlockRows = kBlock / kRow;
+constexpr int kSumMinBlocks = 2;  // a lane's sums, and what it adds to them next
+
+struct RankPayloads {
+  const uint8_t* data;  // [ranks, ranges, nbytes]
+  int64_t ranks, ranges, nbytes;
+  int32_t* status;  // [ranks]
+};
+
+struct SumShared {
+  RangeTiles::Tile block;
+  bool sound[kThreads];  // of as many ranks as threads check together
+};
+
+// Of all warps, in dynamic shared memory.
+template <PayloadFormat kFormat>
+constexpr int kStagingVectors = RowSums<kFormat>::kRows * RowSums<kFormat>::kStagedRow;
+template <PayloadFormat kFormat>
+constexpr size_t kStagingBytes = sizeof(float4) * kWarps * kStagingVectors<kFormat>;
+
+// By a block.
+template <PayloadFormat kFormat>
+__device__ void check_headers(const RankPayloads& payloads, int64_t begin, int count,
+                              SumShared& shared) {
+  const int index = thread_index();
+  if (index >= count) return;
+  const int64_t rank = begin + index;
+  const RangeTiles::Tile& block = shared.block;
+  const auto* words = reinterpret_cast<const uint4*>(
+      payloads.data + (rank * payloads.ranges + block.range) * payloads.nbytes);
+  const uint4 read[] = {words[0], words[1], words[2], words[3]};
+  PayloadHeader header;
+  static_assert(sizeof(header) == sizeof(read));
+  memcpy(&header, read, sizeof(header));
+  shared.sound[index] = quantized_header_ok(header, block.range_numel, kFormat);
+  // Once for a range, though all its blocks see it.
+  if (!shared.sound[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
+}
+
+// Adds rows of `count` ranks' payloads, which begin at `row` and lie `stride` bytes apart. Of those
+// in flight together the first is not used before the last is loaded. By a warp.
+template <PayloadFormat kFormat>
+__device__ void add_ranks(const uint8_t* row, int64_t stride, int count, int rows,
+                          const bool* sound, float4* staging, RowSums<kFormat>& sums) {
+  constexpr int kInFlight = RowSums<kFormat>::kInFlight;
+#pragma unroll 1
+  for (int p = 0; p < count; p += kInFlight, row += kInFlight * stride) {
+    typename RowSums<kFormat>::Loaded loaded[kInFlight];
+    uint32_t used = 0;
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (p + k >= count || !sound[p + k]) continue;
+      loaded[k] = RowSums<kFormat>::load(row + k * stride, rows);
+      used |= 1u << k;
+    }
+    sums.add(loaded, used, staging);
+  }
+}
+
+// Calls finish(row of the block, sums, staging of these) for the rows of shared.block, each by one
+// warp; finish may write over the staging. By a block.
+template <PayloadFormat kFormat, typename Finish>
+__device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks, SumShared& shared,
+                         float4* staging, Finish finish) {
+  constexpr int kRows = RowSums<kFormat>::kRows;  // that a warp adds up at once
+  const RangeTiles::Tile& block = shared.block;
+  if (thread_index() == 0) shared.block = blocks.locate(blockIdx.x);
+  __syncthreads();
+  staging += warp_index() * kStagingVectors<kFormat>;
+#pragma unroll 1
+  for (int pass = 0; pass < kBlockRows; pass += kRows * kWarps) {
+    const int first = pass + warp_index() * kRows;
+    const auto in_block = static_cast<int>(num_rows(block.bounds.end - block.bounds.begin));
+    const int rows = min(in_block - first, kRows);
+    RowSums<kFormat> sums;
+#pragma unroll 1
+    for (int64_t begin = 0; begin < payloads.ranks; begin += kThreads) {
+      const int count = static_cast<int>(min(payloads.ranks - begin, int64_t{kThreads}));
+      if (pass == 0 || payloads.ranks > kThreads) {
+        if (pass > 0 || begin > 0) __syncthreads();  // until the ranks before are added
+        check_headers<kFormat>(payloads, begin, count, shared);
+        __syncthreads();
+      }
+      if (rows <= 0) continue;
+      const uint8_t* row =
+          payloads.data + (begin * payloads.ranges + block.range) * payloads.nbytes +
+          sizeof(PayloadHeader) + (int64_t{block.index} * kBlockRows + first) * row_bytes(kFormat);
+      add_ranks(row, payloads.ranges * payloads.nbytes, count, rows, shared.sound, staging, sums);
+    }
+    if (rows > 0) sums.stage(staging);
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      float4* const staged = staging + r * RowSums<kFormat>::kStagedRow;
+      RowEntries x;
+      sums.take(staged, x);
+      __syncwarp();  // until all have what is written over
+      finish(first + r, x, staged);
+    }
+    __syncwarp();
+  }
+}
+
+// Of a kernel that calls sum_rows.
+template <PayloadFormat kFormat, typename Args>
+cudaError_t launch_sum(void (*kernel)(Args, RangeTiles, bool), const Args& args,
+                       const RangeTiles& blocks, bool aligned, cudaStream_t stream) {
+  if (blocks.total > kMaxGrid) return cudaErrorInvalidValue;
+  constexpr int kBytes = kStagingBytes<kFormat>;
+  const cudaError_t opted_in =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (opted_in != cudaSuccess) return opted_in;
+  const cudaError_t carved = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (carved != cudaSuccess) return carved;
+  return launch(kernel, dim3(static_cast<unsigned>(blocks.total)), kThreads, kBytes, stream, args,
+                blocks, aligned);
+}
+
+}  // namespace dct::cuda

@@ -1,0 +1,145 @@
+// quantize_pack.cu -- error feedback and every entry in few bits. A small kernel writes the
+// headers. Then a warp owns a row of 1,024 entries: it has all loads of residual and gradient in
+// flight before it uses the first, and stores codes, scales and the new residual from the same
+// registers. So every byte moves once, and no warp waits for another.
+#include "detail/launch.cuh"
+#include "detail/quantize_entries.cuh"
+#include "detail/range_tiles.cuh"
+#include "detail/row_elements.cuh"
+#include "quantize_pack.cuh"
+
+namespace dct::cuda {
+namespace {
+
+constexpr int kMinBlocks = 2;  // both inputs of a row are 64 registers
+constexpr int64_t kTile = int64_t{kWarps} * kRow;
+
+struct Headers {
+  uint8_t* payload;
+  int64_t numel, ranges, nbytes;
+  PayloadFormat format;
+  const int32_t* status;
+  int64_t num_status;
+  int32_t* cleared;
+  int64_t num_cleared;
+};
+
+__global__ void __launch_bounds__(kThreads) quantized_headers_kernel(Headers args) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + thread_index();
+  for (int64_t i = index; i < args.num_cleared; i += int64_t{gridDim.x} * kThreads) {
+    args.cleared[i] = 0;
+  }
+  if (index >= args.ranges) return;
+  int32_t damage = 0;
+  for (int64_t i = 0; i < args.num_status; ++i) damage |= args.status[i];
+  const Range bounds = range_bounds(args.numel, args.ranges, index);
+  *reinterpret_cast<PayloadHeader*>(args.payload + index * args.nbytes) =
+      quantized_header(bounds.end - bounds.begin, args.format, false, damage != 0);
+}
+
+// A whole row's sums, by vectors.
+template <typename Grad>
+__device__ void accumulate_row(const float* residual, const Grad* grad, float scale,
+                               RowEntries& x) {
+  Grad gradient[kVectors][kVectorElements];
+  if (residual != nullptr) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) stream_in(residual + column_of(v), x[v]);
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) stream_in(grad + column_of(v), gradient[v]);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int e = 0; e < kVectorElements; ++e) {
+      const float added = __fmul_rn(to_float(gradient[v][e]), scale);
+      x[v][e] = residual != nullptr ? __fadd_rn(x[v][e], added) : added;
+    }
+  }
+}
+
+// The sums of `args` from element `begin` on, `length` of them: 0 past these. `whole` rows are read
+// by vectors.
+__device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int length, bool whole,
+                          RowEntries& x) {
+  const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  const float* residual = args.residual != nullptr ? args.residual + begin : nullptr;
+  if (whole && args.grad == nullptr) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) stream_in(residual + column_of(v), x[v]);
+  } else if (whole) {
+    switch (args.grad_dtype) {
+      case DType::kBFloat16:
+        return accumulate_row(residual, static_cast<const BFloat16*>(args.grad) + begin, scale, x);
+      case DType::kFloat16:
+        return accumulate_row(residual, static_cast<const Float16*>(args.grad) + begin, scale, x);
+      default:
+        return accumulate_row(residual, static_cast<const float*>(args.grad) + begin, scale, x);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int e = 0; e < kVectorElements; ++e) {
+        const int column = column_of(v) + e;
+        x[v][e] = 0.0f;
+        if (!is_within(v, e, length)) continue;
+        if (residual != nullptr) x[v][e] = residual[column];
+        if (args.grad == nullptr) continue;
+        const float grad = load_element(args.grad, begin + column, args.grad_dtype);
+        const float added = __fmul_rn(grad, scale);
+        x[v][e] = residual != nullptr ? __fadd_rn(x[v][e], added) : added;
+      }
+    }
+  }
+}
+
+template <PayloadFormat kFormat>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    quantize_pack_kernel(QuantizePackArgs args, RangeTiles tiles, bool aligned) {
+  constexpr int kStaged = kStagedBytes<kFormat>;
+  __shared__ __align__(16) uint8_t staged[kStaged > 0 ? kWarps * kStaged : 16];
+  const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
+  const int64_t begin = tile.bounds.begin + warp_index() * kRow;
+  if (begin >= tile.bounds.end) return;
+  const int length = static_cast<int>(min(tile.bounds.end - begin, kRow));
+  const bool whole = aligned && length == kRow;
+  RowEntries x;
+  load_sums(args, begin, length, whole, x);
+  float* const residual = args.residual != nullptr ? args.residual + begin : nullptr;
+  const int64_t row = int64_t{tile.index} * kWarps + warp_index();
+  pack_row<kFormat>(x, {residual, length}, args.payload + tile.range * args.nbytes, row,
+                    staged + warp_index() * kStaged);
+  if (residual != nullptr) store_row(residual, length, whole, x);
+}
+
+}  // namespace
+
+cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
+                                    PayloadFormat format, const int32_t* status, int64_t num_status,
+                                    int32_t* cleared, int64_t num_cleared, cudaStream_t stream) {
+  const Headers args = {payload, numel,      ranges,  nbytes,     format,
+                        status,  num_status, cleared, num_cleared};
+  const int64_t blocks = ceil_div(ranges, kThreads);
+  return launch(quantized_headers_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
+                args);
+}
+
+cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream) {
+  const RangeTiles tiles(args.numel, args.ranges, kTile);
+  if (tiles.total > kMaxGrid) return cudaErrorInvalidValue;
+  const cudaError_t headed =
+      write_quantized_headers(args.payload, args.numel, args.ranges, args.nbytes, args.format,
+                              args.status, args.num_status, nullptr, 0, stream);
+  if (headed != cudaSuccess) return headed;
+  const auto item = static_cast<size_t>(itemsize(args.grad_dtype));
+  const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
+                       is_aligned(args.grad, kVectorElements * item);
+  return dispatch(args.format, [&](auto format) {
+    return launch(quantize_pack_kernel<decltype(format)::value>,
+                  dim3(static_cast<unsigned>(tiles.total)), kThreads, 0, stream, args, tiles,
+                  aligned);
+  });
+}
+
+}  // namespace dct::cuda

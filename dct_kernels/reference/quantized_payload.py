@@ -1,0 +1,128 @@
+"""Eager quantize_pack, dequantize_sum and dequantize_sum_pack."""
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from .quantized_rows import row_dequantize, row_quantize
+from .rounding import round_to
+from .thresholds import scaled
+
+_SCALES = layout.ROW // layout.SCALED  # of a row
+_MOST = 2**32 - 1  # of the header's capacity and count
+
+
+def quantize_pack(
+    residual: Tensor | None,
+    grad: Tensor | None,
+    payload: Tensor,
+    format: str,
+    inv_scale: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
+    acc = residual
+    if grad is not None:
+        acc = scaled(grad, inv_scale)
+        if residual is not None:
+            acc = residual + acc
+    assert acc is not None
+    damage = layout.FLAG_DAMAGE if status is not None and bool((status != 0).any()) else 0
+    rows = payload.view(-1, payload.shape[-1])
+    for r, row in enumerate(rows):
+        low, high = layout.range_bounds(acc.numel(), len(rows), r)
+        old = None if residual is None else residual[low:high]
+        _pack(acc[low:high], old, row, format, damage)
+
+
+def dequantize_sum(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    scale: float = 1.0,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    total, status = _sum(payloads, out.numel(), format)
+    factor = total.new_tensor(scale)
+    if out_scale is not None:
+        factor = factor * out_scale.reshape(())
+    out.copy_(round_to(factor * total, out.dtype))
+    return status
+
+
+def dequantize_sum_pack(
+    payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
+) -> Tensor:
+    total, status = _sum(payloads, residual.numel(), format)
+    _pack(residual + total.new_tensor(scale) * total, residual, payload, format, 0)
+    return status
+
+
+def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str, flags: int) -> None:
+    """One range: its payload, and what is left as the new residual."""
+    numel = acc.numel()
+    blocks = torch.nn.functional.pad(acc, (0, -numel % layout.ROW)).view(-1, layout.SCALED)
+    if format in layout.UNSCALED:
+        codes = round_to(blocks, getattr(torch, format), saturate=True)
+        value, sent = codes.to(torch.float32), blocks.isfinite()
+    else:
+        codes = row_quantize(blocks, format)
+        value = row_dequantize(codes, layout.SCALED, format, torch.float32)
+        sent = value.isfinite()
+    body = _to_bytes(codes, format)
+    payload[layout.HEADER_BYTES : layout.HEADER_BYTES + body.numel()] = body
+    if not bool(sent.all()):
+        flags |= layout.FLAG_NON_FINITE
+    header = list(_header(numel, format, flags))
+    payload[: layout.HEADER_BYTES] = torch.tensor(header, dtype=torch.uint8, device=acc.device)
+    if residual is not None:
+        left, sent = (blocks - value).view(-1)[:numel], sent.reshape(-1)[:numel]
+        old = torch.where(residual.isfinite(), residual, 0.0)
+        residual.copy_(torch.where(sent, left, old))
+
+
+def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
+    """(float32 [numel], in the payloads' order from +0.0; the status of each)."""
+    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
+    rows = payloads.view(ranks, payloads.shape[1] if payloads.dim() == 3 else 1, nbytes)
+    status = torch.zeros(ranks, dtype=torch.int32, device=payloads.device)
+    total = torch.zeros(numel, dtype=torch.float32, device=payloads.device)
+    for p in range(ranks):
+        for r in range(rows.shape[1]):
+            low, high = layout.range_bounds(numel, rows.shape[1], r)
+            header = bytearray(rows[p, r, : layout.HEADER_BYTES].tolist())
+            header[layout.FLAGS_BYTE] &= ~(layout.FLAG_NON_FINITE | layout.FLAG_DAMAGE)
+            if header == _header(high - low, format, 0):
+                total[low:high] += _values(rows[p, r], high - low, format)
+            else:
+                status[p] = 1
+    return total, status
+
+
+def _values(payload: Tensor, numel: int, format: str) -> Tensor:
+    """float32 [numel]."""
+    size = layout.quantized_row_bytes(format)
+    nrows = (numel + layout.ROW - 1) // layout.ROW
+    body = payload[layout.HEADER_BYTES :][: nrows * size].reshape(nrows, size)
+    if format in layout.UNSCALED:
+        return body.clone().view(getattr(torch, format)).to(torch.float32).view(-1)[:numel]
+    each = layout.CODE_BYTES[format]
+    codes = body[:, : _SCALES * each].reshape(-1, each)
+    scales = body[:, _SCALES * each :].reshape(-1, 2)
+    rows = torch.cat([codes, scales], 1)
+    return row_dequantize(rows, layout.SCALED, format, torch.float32).view(-1)[:numel]
+
+
+def _to_bytes(codes: Tensor, format: str) -> Tensor:
+    """Of values [., SCALED], or of quantized rows, whose scales follow 1,024 entries' codes."""
+    if format in layout.UNSCALED:
+        return codes.view(torch.uint8).view(-1)
+    each = layout.CODE_BYTES[format]
+    parts = [codes[:, :each].reshape(-1, _SCALES * each), codes[:, each:].reshape(-1, 2 * _SCALES)]
+    return torch.cat(parts, 1).view(-1)
+
+
+def _header(numel: int, format: str, flags: int) -> bytes:
+    entries = min(numel, _MOST)
+    code = layout.QUANTIZED_CODES[format]
+    kind = (layout.MAGIC, layout.QUANTIZED_VERSION, code, flags)
+    return layout.HEADER.pack(*kind, numel, entries, entries, bytes(40))

@@ -1,0 +1,222 @@
+"""Shared by the ops whose payloads hold every entry: device functions for a tile of them.
+
+A tile is [GROUPS, 64]: a row of it are 64 entries that have a scale together. Codes are read and
+written as words of 32 bits, those of "ternary" as bytes: 64 of them take 13.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import layout
+from ._codes import ROUND_TO_INTEGER, scale_bits, ternary_code, units
+from ._launch import INTERPRETED
+from ._numeric import FLOAT32_INFINITY, FLOAT32_NAN, is_finite, round_saturating, to_float
+
+# Elements: whole rows. Interpreted programs take long, not tiles.
+TILE = layout.BLOCK if INTERPRETED else 4096
+SUM_WARPS = 8  # 16 elements to a thread, for wide loads of codes
+PACK_WARPS = 16  # 8: more would take too many registers
+
+ROW = tl.constexpr(layout.ROW)
+SCALED = tl.constexpr(layout.SCALED)
+SCALES = tl.constexpr(layout.ROW // layout.SCALED)  # of a row
+GROUPS = tl.constexpr(TILE // layout.SCALED)
+TERNARY_BYTES = tl.constexpr(layout.CODE_BYTES["ternary"])
+
+
+def header_kind(format: str) -> int:
+    """A header's first 8 bytes as a number: magic, version and format, no flags."""
+    code = layout.QUANTIZED_CODES[format]
+    return layout.MAGIC | layout.QUANTIZED_VERSION << 32 | code << 48
+
+
+@triton.jit
+def header_entries(length):
+    """What the header of so many elements says of its capacity and count."""
+    return tl.minimum(length, 0xFFFFFFFF)
+
+
+@triton.jit
+def elements():
+    """[GROUPS, 64]: each one's index in the tile."""
+    return tl.arange(0, GROUPS)[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+
+
+@triton.jit
+def _present(length):
+    """[GROUPS, 1]: which are in a row that begins before the tile's end."""
+    return tl.arange(0, GROUPS)[:, None] // SCALES * ROW < length
+
+
+@triton.jit
+def _codes_at(rows, CODE_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """[GROUPS, 1]: addresses, where the tile's rows begin at `rows`."""
+    group = tl.arange(0, GROUPS)[:, None]
+    return rows + (group // SCALES * ROW_BYTES + group % SCALES * CODE_BYTES)
+
+
+@triton.jit
+def _scales_at(rows, ROW_BYTES: tl.constexpr):
+    at = _codes_at(rows + (ROW_BYTES - 2 * SCALES), 2, ROW_BYTES)
+    return at.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _words_at(rows, WORDS: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """[GROUPS, WORDS]: addresses."""
+    at = _codes_at(rows, 4 * WORDS, ROW_BYTES).to(tl.pointer_type(tl.int32))
+    return at + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
+def _quantize(acc, FORMAT: tl.constexpr):
+    """(codes in the low bits of int32, what they stand for, bits of the scales [GROUPS, 1], and
+    which groups are sent). What is not sent has codes of 0 and the scale NaN."""
+    bits = acc.to(tl.int32, bitcast=True)
+    top = tl.max(bits & 0x7FFFFFFF, 1)[:, None]
+    sent = top < FLOAT32_INFINITY
+    top = tl.where(sent, top, 0)
+    if FORMAT == "ternary":
+        in_one, unit = units(top)
+        acc = tl.where(sent, acc, 0.0) * in_one
+        magnitude = tl.abs(acc)
+        # Sums of 64 numbers of 22 bits, and a division that is exact.
+        mean = tl.sum(magnitude.to(tl.int32), 1)[:, None].to(tl.float32) * (1 / SCALED)
+        bound = 0.75 * mean
+        keep = magnitude > bound
+        total = tl.sum(tl.where(keep, magnitude, 0.0).to(tl.int32), 1)[:, None]
+        kept = tl.maximum(tl.sum(keep.to(tl.int32), 1)[:, None], 1)
+        exact = tl.div_rn(total.to(tl.float32), kept.to(tl.float32)) * unit
+    else:
+        levels = tl.full([GROUPS, 1], 127.0 if FORMAT == "int8" else 7.0, tl.float32)
+        exact = tl.div_rn(top.to(tl.float32, bitcast=True), levels)
+    scale = scale_bits(exact)
+    factor = (scale << 16).to(tl.float32, bitcast=True)
+    if FORMAT == "ternary":
+        codes = (acc > bound).to(tl.int32) - (acc < -bound).to(tl.int32)
+        codes = tl.where(scale != 0, codes, 0)
+        value = codes.to(tl.float32) * factor
+    else:
+        usable = sent & (scale != 0)
+        inverse = tl.div_rn(tl.full([GROUPS, 1], 1.0, tl.float32), tl.where(usable, factor, 1.0))
+        rounded = tl.where(usable, acc, 0.0) * inverse + ROUND_TO_INTEGER
+        codes = rounded.to(tl.int32, bitcast=True)
+        value = (rounded - ROUND_TO_INTEGER) * factor
+    return codes, value, tl.where(sent, scale, FLOAT32_NAN >> 16), sent
+
+
+@triton.jit
+def _store_codes(rows, codes, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
+    if FORMAT == "ternary":
+        # The 64 signs as bits of one number, from which a byte takes its five.
+        bit = tl.full([1, SCALED], 1, tl.uint64) << tl.arange(0, SCALED)[None, :].to(tl.uint64)
+        positive = tl.sum(tl.where(codes > 0, bit, 0), 1)[:, None]
+        negative = tl.sum(tl.where(codes < 0, bit, 0), 1)[:, None]
+        byte = tl.arange(0, 16)[None, :]
+        first = tl.minimum(5 * byte, 60).to(tl.uint64)
+        positive = (positive >> first & 31).to(tl.int32)
+        negative = (negative >> first & 31).to(tl.int32)
+        packed = tl.zeros([GROUPS, 16], tl.int32)
+        for digit in tl.static_range(5):
+            packed += ((positive >> digit & 1) - (negative >> digit & 1)) * 3**digit
+        target = _codes_at(rows, TERNARY_BYTES, ROW_BYTES) + byte
+        inside = _present(length) & (byte < TERNARY_BYTES)
+        tl.store(target, (packed & 255).to(tl.uint8), mask=inside)
+    else:
+        BITS: tl.constexpr = 8 if FORMAT == "int8" else 4
+        WORDS: tl.constexpr = SCALED * BITS // 32
+        place = tl.arange(0, SCALED)[None, :] % (32 // BITS)
+        codes = (codes & ((1 << BITS) - 1)) << BITS * place
+        words = tl.sum(tl.reshape(codes, [GROUPS, WORDS, 32 // BITS]), 2)
+        tl.store(_words_at(rows, WORDS, ROW_BYTES), words, mask=_present(length))
+
+
+@triton.jit
+def pack(
+    acc, old, residual, rows, length,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A tile into the payload, whose rows for it begin at `rows`, and what is left into `residual`,
+    if there is one: from the tile's first element on, where `old` was. Returns which are sent,
+    [GROUPS, 64] or [GROUPS, 1]."""
+    element = elements()
+    if not WHOLE:
+        acc = tl.where(element < length, acc, 0.0)
+    if FORMAT == "float32" or FORMAT == "bfloat16":
+        DTYPE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16
+        rounded = round_saturating(acc, DTYPE)
+        target = rows.to(tl.pointer_type(DTYPE)) + element
+        tl.store(target, rounded, mask=_present(length))
+        value, sent = to_float(rounded), is_finite(acc)
+    else:
+        codes, value, scale, sent = _quantize(acc, FORMAT)
+        _store_codes(rows, codes, length, FORMAT, ROW_BYTES)
+        tl.store(_scales_at(rows, ROW_BYTES), scale.to(tl.int16), mask=_present(length))
+    if residual is not None:
+        new = tl.where(sent, acc - value, tl.where(is_finite(old), old, 0.0))
+        tl.store(residual + element, new, mask=None if WHOLE else element < length)
+    return sent
+
+
+@triton.jit
+def _load(rows, length, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """(codes or values as they are in memory, bits of the scales [GROUPS, 1])."""
+    present = _present(length)
+    if FORMAT == "float32" or FORMAT == "bfloat16":
+        DTYPE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16
+        codes = tl.load(rows.to(tl.pointer_type(DTYPE)) + elements(), mask=present, other=0.0)
+        scale = tl.zeros([GROUPS, 1], tl.int16)  # there is none
+    else:
+        if FORMAT == "ternary":
+            byte = tl.arange(0, SCALED)[None, :] // 5
+            source = _codes_at(rows, TERNARY_BYTES, ROW_BYTES) + byte
+        else:
+            source = _words_at(rows, SCALED // 4 if FORMAT == "int8" else SCALED // 8, ROW_BYTES)
+        codes = tl.load(source, mask=present, other=0)
+        scale = tl.load(_scales_at(rows, ROW_BYTES), mask=present, other=0)
+    return codes, scale
+
+
+@triton.jit
+def _values(codes, scale, FORMAT: tl.constexpr):
+    """[GROUPS, 64] in float32, of what was loaded."""
+    factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if FORMAT == "float32" or FORMAT == "bfloat16":
+        values = to_float(codes)
+    elif FORMAT == "ternary":
+        digit = tl.arange(0, SCALED)[None, :] % 5
+        values = ternary_code(codes.to(tl.int32), digit).to(tl.float32) * factor
+    else:
+        BITS: tl.constexpr = 8 if FORMAT == "int8" else 4
+        place = tl.arange(0, 32 // BITS)[None, None, :]
+        # Each code to the top of a word, whose sign it takes on its way down.
+        code = codes[:, :, None] << (32 - BITS - BITS * place) >> 32 - BITS
+        values = tl.reshape(code, [GROUPS, SCALED]).to(tl.float32) * factor
+    return values
+
+
+@triton.jit
+def sum_payloads(
+    rows, verdicts, ranks, rank_bytes, rank_verdicts, length,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """[GROUPS, 64] in float32: the sum of a tile over ranks in order, from +0.0.
+
+    The first rank's rows for it begin at `rows`, its verdict is at `verdicts`; the next rank's are
+    so many bytes and verdicts further.
+    """
+    total = tl.zeros([GROUPS, SCALED], tl.float32)
+    rank = ranks * 0
+    codes, scale = _load(rows, tl.where(ranks > 0, length, 0), FORMAT, ROW_BYTES)
+    wrong = tl.load(verdicts, mask=ranks > 0, other=1)
+    while rank < ranks:
+        # The next rank's are on their way while this one's are used.
+        rank += 1
+        rows += rank_bytes
+        verdicts += rank_verdicts
+        length = tl.where(rank < ranks, length, 0)
+        next_codes, next_scale = _load(rows, length, FORMAT, ROW_BYTES)
+        next_wrong = tl.load(verdicts, mask=rank < ranks, other=1)
+        total = tl.where(wrong == 0, total + _values(codes, scale, FORMAT), total)
+        codes, scale, wrong = next_codes, next_scale, next_wrong
+    return total

@@ -1,0 +1,135 @@
+"""dequantize_sum: the sum of all ranks' payloads of every entry, in two kernels.
+
+check  the headers of one rank: its status, and a verdict on each range;
+sum    a tile of the output: the sound payloads in the order of ranks.
+"""
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import layout
+from ._launch import launch
+from ._numeric import round_to
+from ._payload import FLAG_DAMAGE, FLAG_NON_FINITE, HEADER_BYTES, locate, range_numel
+from ._quantized import (
+    ROW,
+    SUM_WARPS,
+    TILE,
+    elements,
+    header_entries,
+    header_kind,
+    sum_payloads,
+)
+
+CHUNK = 16  # headers that are read at once
+
+
+@triton.jit(do_not_specialize=["numel", "ranges", "range_blocks", "nbytes_16"])
+def _check_kernel(
+    payloads, verdicts, status, numel, ranges, range_blocks, nbytes_16,
+    KIND: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    rank = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, 8)[None, :]
+    found = tl.zeros([CHUNK], tl.int32)
+    begin = ranges * 0
+    while begin < ranges:
+        range_index = begin + tl.arange(0, CHUNK)
+        inside = range_index < ranges
+        message = payloads + (rank * ranges + range_index) * nbytes_16 * 16
+        words = message.to(tl.pointer_type(tl.int64))[:, None] + lane
+        header = tl.load(words, mask=inside[:, None], other=0)
+        length = range_numel(numel, range_blocks, range_index.to(tl.int64))[:, None]
+        entries = header_entries(length)
+        expected = tl.where(lane == 1, length, tl.where(lane == 0, KIND, 0))
+        expected = tl.where(lane == 2, entries << 32 | entries, expected)
+        may_be_set: tl.constexpr = (FLAG_NON_FINITE | FLAG_DAMAGE) << 56
+        known = tl.where(lane == 0, ~may_be_set, -1)
+        wrong = tl.max(((header & known) != expected).to(tl.int32), 1)
+        tl.store(verdicts + rank * ranges + range_index, wrong, mask=inside)
+        found |= tl.where(inside, wrong, 0)
+        begin += CHUNK
+    tl.store(status + rank, tl.max(found))
+
+
+@triton.jit
+def _store(out, factor, total, length, WHOLE: tl.constexpr):
+    i = elements()
+    result = round_to(factor * total, out.dtype.element_ty)
+    tl.store(out + i, result, mask=None if WHOLE else i < length)
+
+
+@triton.jit(do_not_specialize=[
+    "numel", "ranks", "ranges", "range_blocks", "range_tiles", "nbytes_16", "scale_bits",
+])  # fmt: skip
+def _sum_kernel(
+    payloads, verdicts, out, out_scale,
+    numel, ranks, ranges, range_blocks, range_tiles, nbytes_16, scale_bits,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    range_index, begin, length = locate(numel, range_blocks, range_tiles, TILE)
+    if length <= 0:
+        return
+    length = length.to(tl.int32)
+    tile = (tl.program_id(0) % range_tiles).to(tl.int64)
+    rows = payloads + (range_index * nbytes_16 * 16 + HEADER_BYTES)
+    rows += tile * (TILE // ROW * ROW_BYTES)
+    rank_bytes = ranges.to(tl.int64) * nbytes_16 * 16
+    total = sum_payloads(
+        rows, verdicts + range_index, ranks, rank_bytes, ranges, length, FORMAT, ROW_BYTES
+    )
+    factor = scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+    if out_scale is not None:
+        factor *= tl.load(out_scale)
+    out += begin
+    if length == TILE:  # without masks: in wide accesses
+        _store(out, factor, total, length, True)
+    else:
+        _store(out, factor, total, length, False)
+
+
+def check(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
+    """(verdicts, 0 or 1 for the header of every range of every rank; the status of every rank)."""
+    ranks, nbytes = payloads.shape[0], payloads.shape[-1]
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    verdicts = torch.empty(ranks, ranges, dtype=torch.int32, device=payloads.device)
+    status = torch.empty(ranks, dtype=torch.int32, device=payloads.device)
+    launch(
+        _check_kernel, ranks,
+        payloads, verdicts, status,
+        numel, ranges, layout.range_blocks(numel, ranges), nbytes // 16,
+        KIND=header_kind(format), CHUNK=CHUNK,
+        device=payloads.device, num_warps=1,
+    )  # fmt: skip
+    return verdicts, status
+
+
+def float_bits(x: float) -> int:
+    """Of x rounded to float32: Triton 3.6 interprets a float -0.0 as 0.0."""
+    return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
+
+
+def dequantize_sum(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    scale: float = 1.0,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    numel, ranks, nbytes = out.numel(), payloads.shape[0], payloads.shape[-1]
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    range_blocks = layout.range_blocks(numel, ranges)
+    range_tiles = range_blocks * (layout.BLOCK // TILE)
+    verdicts, status = check(payloads, numel, format)
+    launch(
+        _sum_kernel, ranges * range_tiles,
+        payloads, verdicts, out, out_scale,
+        numel, ranks, ranges, range_blocks, range_tiles, nbytes // 16, float_bits(scale),
+        FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE,
+        device=out.device, num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return status

@@ -1,0 +1,213 @@
+"""As `calls.py`, for the ops on payloads of every entry."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from oracle import floats
+from oracle import quantized_payload as oracle
+from oracle.quantized_payload import Geometry
+
+from conformance import bits, samples
+from conformance.calls import PREFILL
+from conformance.memory import Arena
+
+
+class Packed(NamedTuple):
+    residual: torch.Tensor | None
+    rows: list  # of every range: bytes
+    geometry: Geometry
+
+    @property
+    def flags(self):
+        """Of every range."""
+        return [row[7] for row in self.rows]
+
+    @property
+    def values(self):
+        """What the payload says, as float32 numbers."""
+        bounds = map(self.geometry.bounds, range(len(self.rows)))
+        return np.concatenate(
+            [
+                oracle.decode(row[oracle.HEADER_BYTES :], high - low, self.geometry.format)
+                for row, (low, high) in zip(self.rows, bounds, strict=True)
+            ]
+        )
+
+
+def quantize_pack(
+    backend,
+    residual,
+    grad,
+    format,
+    ranges=None,
+    inv_scale=None,
+    status=None,
+    room=0,
+    offset=0,
+):
+    """Run quantize_pack, hold residual and every byte against the oracle, return them.
+
+    `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `status` is a list or
+    None, `room` how many bytes the payload has more than it needs.
+    """
+    numel = (grad if residual is None else residual).numel()
+    geometry = Geometry(numel, format, ranges or 1, room)
+    shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
+
+    arena = Arena(backend.device, offset)
+    new = None if residual is None else arena.written(residual)
+    payload = arena.written(torch.full(shape, PREFILL, dtype=torch.uint8), offset=0)
+    backend.quantize_pack(
+        new,
+        arena.read(grad),
+        payload,
+        format,
+        arena.read(inv_scale),
+        None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
+    )
+    arena.check()
+
+    rows = [bytearray([PREFILL]) * geometry.nbytes for _ in range(geometry.ranges)]
+    expected = oracle.quantize_pack(
+        bits.numbers(residual),
+        bits.numbers(grad),
+        rows,
+        geometry,
+        None if inv_scale is None else inv_scale.item(),
+        status or (),
+    )
+    return _compared(new, expected, payload, rows, geometry)
+
+
+def dequantize_sum(
+    backend,
+    payloads,
+    geometry,
+    out_dtype=torch.float32,
+    scale=1.0,
+    out_scale=None,
+    three_dims=False,
+    offset=0,
+):
+    """Run dequantize_sum, hold out and status against the oracle, return them.
+
+    `payloads[p][r]` are bytes. With one range, payloads are [P, nbytes], or with `three_dims`
+    [P, 1, nbytes].
+    """
+    arena = Arena(backend.device, offset)
+    out = arena.written(torch.full((geometry.numel,), torch.nan, dtype=out_dtype))
+    status = backend.dequantize_sum(
+        arena.read(stacked(payloads, geometry, three_dims), offset=0),
+        out,
+        geometry.format,
+        scale,
+        arena.read(out_scale),
+    )
+    arena.check()
+
+    expected, expected_status = oracle.dequantize_sum(
+        payloads,
+        geometry,
+        bits.name(out_dtype),
+        scale,
+        None if out_scale is None else out_scale.item(),
+    )
+    assert status.dtype == torch.int32
+    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
+    bits.assert_floats(out, expected, "out", any_nan=True)
+    return out.cpu(), status.tolist()
+
+
+def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0, offset=0):
+    """Run dequantize_sum_pack, hold all that it writes against the oracle: (Packed, status)."""
+    into = Geometry(geometry.numel, geometry.format, room=room)
+    arena = Arena(backend.device, offset)
+    new = arena.written(residual)
+    payload = arena.written(torch.full((into.nbytes,), PREFILL, dtype=torch.uint8), offset=0)
+    status = backend.dequantize_sum_pack(
+        arena.read(stacked(payloads, geometry), offset=0), new, payload, geometry.format, scale
+    )
+    arena.check()
+
+    row = bytearray([PREFILL]) * into.nbytes
+    expected, expected_status = oracle.dequantize_sum_pack(
+        [rows[0] for rows in payloads], bits.numbers(residual), row, into, scale
+    )
+    assert status.dtype == torch.int32
+    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
+    return _compared(new, expected, payload, [row], into), status.tolist()
+
+
+def stacked(payloads, geometry, three_dims=False):
+    """uint8 [P, nbytes], or [P, R, nbytes] of several ranges or with `three_dims`."""
+    raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
+    shape = (len(payloads), geometry.ranges, geometry.nbytes)
+    if geometry.ranges == 1 and not three_dims:
+        shape = (len(payloads), geometry.nbytes)
+    return torch.from_numpy(raw.copy()).view(shape)
+
+
+def _compared(residual, expected_residual, payload, rows, geometry):
+    actual = payload.cpu().view(geometry.ranges, -1).numpy()
+    for r, row in enumerate(rows):
+        bits.assert_equal(actual[r], np.frombuffer(row, np.uint8), f"payload of range {r}")
+    if residual is not None:
+        bits.assert_floats(residual, expected_residual.view(np.uint32), "residual")
+        residual = residual.cpu()
+    return Packed(residual, list(map(bytes, rows)), geometry)
+
+
+def numbers(numel, dtype=torch.float32, seed=0):
+    """[numel]: every 64 are of one kind, most of them tame: one that is not finite spoils them."""
+    return _numbers(numel, dtype, seed).clone()
+
+
+@functools.cache  # the same ones for every backend
+def _numbers(numel, dtype, seed):
+    n, rng = -(-numel // 64), np.random.default_rng([seed, numel])
+    normal = samples.normal(64 * n, dtype, seed).view(n, 64)
+    largest = 15 if dtype == torch.float16 else 127
+    sizes = torch.from_numpy(2.0 ** rng.integers(-largest - 20, largest - 2, (n, 1)))
+    kinds = [normal] * 4 + [
+        (normal * sizes).to(dtype),
+        samples.hard(64 * n, dtype, seed, non_finite=False).view(n, 64),
+        -3 * torch.eye(64, dtype=dtype)[torch.arange(n) % 64],
+        samples.hard(64 * n, dtype, seed).view(n, 64),
+    ]
+    chosen = torch.from_numpy(rng.integers(0, len(kinds), n))
+    return torch.stack(kinds)[chosen, torch.arange(n)].reshape(-1)[:numel]
+
+
+def random_payload(geometry, seed=0, flags=0):
+    """One rank's payload: codes and values of any bits, and scales around 1."""
+    rng = np.random.default_rng([seed, geometry.numel, geometry.ranges])
+    rows = []
+    for r in range(geometry.ranges):
+        low, high = geometry.bounds(r)
+        nrows = -(-(high - low) // oracle.ROW)
+        if geometry.format in oracle.WITH_SCALES:
+            size = oracle.ROW_BYTES[geometry.format]
+            body = rng.integers(0, 256, (nrows, size), dtype=np.uint8)
+            scales = np.exp(rng.standard_normal((nrows, 16)).astype(np.float32))
+            body[:, -32:] = floats.narrow(scales, "bfloat16").view(np.uint8)
+        else:
+            normal = rng.standard_normal(nrows * oracle.ROW).astype(np.float32)
+            body = floats.narrow(normal, geometry.format)
+        row = oracle.header(high - low, geometry.format, flags) + body.tobytes()
+        rows.append(row + bytes([PREFILL]) * (geometry.nbytes - len(row)))
+    return rows
+
+
+def payloads(geometry, ranks):
+    return [random_payload(geometry, rank) for rank in range(ranks)]
+
+
+def of_values(geometry, *values):
+    """One rank's payload of one range: these values and zeros, as the oracle packs them."""
+    acc = np.zeros(geometry.numel, np.float32)
+    acc[: len(values)] = values
+    row = bytearray([PREFILL]) * geometry.nbytes
+    oracle.quantize_pack(acc, None, [row], geometry)
+    return [bytes(row)]

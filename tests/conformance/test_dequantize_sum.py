@@ -1,0 +1,153 @@
+"""dequantize_sum of sound payloads: the sum in rank order, factor, one rounding."""
+
+import math
+
+import pytest
+import torch
+from oracle import quantized_payload as oracle
+from oracle.quantized_payload import Geometry
+
+from conformance import bits, quantized_calls, samples
+from conformance.quantized_calls import of_values, payloads
+
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+out_dtypes = pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
+
+SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
+
+
+@formats
+@out_dtypes
+@pytest.mark.parametrize("numel", SIZES)
+def test_sizes_and_dtypes(backend, numel, out_dtype, format):
+    geometry = Geometry(numel, format, room=16)
+    quantized_calls.dequantize_sum(backend, payloads(geometry, 2), geometry, out_dtype, 0.5)
+
+
+@formats
+@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+def test_ranges(backend, ranges, format):
+    for numel in (0, 5, 16384, 16385, 2 * 16384 + 7):
+        geometry = Geometry(numel, format, ranges, room=32)
+        _, status = quantized_calls.dequantize_sum(
+            backend, payloads(geometry, 2), geometry, three_dims=True
+        )
+        assert status == [0, 0]
+
+
+@formats
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 8, 64])
+def test_ranks(backend, ranks, format):
+    geometry = Geometry(1500, format)
+    _, status = quantized_calls.dequantize_sum(
+        backend, payloads(geometry, ranks), geometry, scale=1 / max(ranks, 1)
+    )
+    assert status == [0] * ranks
+
+
+@pytest.mark.many_programs
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+def test_a_million_elements(backend, format):
+    geometry = Geometry(samples.LARGE, format)
+    quantized_calls.dequantize_sum(backend, payloads(geometry, 2), geometry, scale=0.5)
+
+
+@formats
+def test_the_sum_by_hand(backend, format):
+    """In rank order, in float32: 2**30 + 1 - 2**30 is 0, whatever else would be more exact."""
+    geometry = Geometry(70, format)
+    large, one, minus = (of_values(geometry, v) for v in (2.0**30, 1.0, -(2.0**30)))
+    for ranks, expected in (
+        ([large, one, minus], 0.0),
+        ([minus, large, one], 2.0),
+        ([one, large, minus], 0.0),
+    ):
+        # A scale of 2**30 / 127 is not exact, and neither is the product.
+        out, status = quantized_calls.dequantize_sum(backend, ranks, geometry, scale=2.0)
+        assert out[0].item() == pytest.approx(expected, rel=0.01)
+        assert out[1:].tolist() == [0.0] * 69
+        assert status == [0, 0, 0]
+
+
+def test_the_order_of_eight_ranks_shows_in_the_bits(backend):
+    geometry = Geometry(1000, "float32")
+    of_all = payloads(geometry, 8)
+    forward, _ = quantized_calls.dequantize_sum(backend, of_all, geometry)
+    backward, _ = quantized_calls.dequantize_sum(backend, of_all[::-1], geometry)
+    assert not torch.equal(forward, backward)
+
+
+def test_codes_that_no_sender_writes_by_hand(backend):
+    """int8's -128, int4's -8, and bytes that are no sum of five ternary codes: five ones."""
+    for format, byte, expected in [
+        ("int8", 0x80, [-256.0]),
+        ("int4", 0x88, [-16.0, -16.0]),
+        ("ternary", 0x7A, [2.0] * 5),
+        ("ternary", 0x80, [2.0] * 5),
+        ("ternary", 0x79, [2.0] * 5),
+        ("ternary", 0x87, [-2.0] * 5),
+    ]:
+        geometry = Geometry(64, format)
+        raw = bytearray(of_values(geometry)[0])
+        raw[64] = byte
+        raw[geometry.nbytes - 32 : geometry.nbytes - 30] = b"\x00\x40"
+        out, _ = quantized_calls.dequantize_sum(backend, [[bytes(raw)]], geometry)
+        assert out.tolist() == expected + [0.0] * (64 - len(expected))
+
+
+SCALES = (1 / 3, -1.0, 0.0, -0.0, 1e-45, 1e-320, 1e39, math.inf, math.nan)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scale_is_rounded_to_float32_once(backend, scale):
+    """Every element is computed: infinity times a sum of 0 is NaN."""
+    for format in ("float32", "int4"):
+        geometry = Geometry(300, format)
+        ranks = [of_values(geometry, 0.0, -1.5, 3e38), of_values(geometry, 0.0, 0.5)]
+        quantized_calls.dequantize_sum(backend, ranks, geometry, scale=scale)
+
+
+@pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
+@out_dtypes
+def test_out_scale(backend, out_scale, out_dtype):
+    """factor = float32(scale) * out_scale is rounded before it meets the sum."""
+    geometry = Geometry(3000, "int8")
+    of_all, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
+    for scale, given in ((1 / 3, out_scale), (0.1, out_scale.view(1))):
+        quantized_calls.dequantize_sum(backend, of_all, geometry, out_dtype, scale, given)
+
+
+@out_dtypes
+def test_one_rounding_to_the_dtype_of_out(backend, out_dtype):
+    """Ties, subnormals, and overflow to infinity: packing saturates, summing does not."""
+    geometry = Geometry(4000, "float32")
+    for values in (samples.hard(4000), samples.patterns(4000)):
+        ranks = [of_values(geometry, *values.tolist())]
+        quantized_calls.dequantize_sum(backend, ranks, geometry, out_dtype)
+    ranks = [of_values(geometry, 3.4028235e38, -65520.0, 65519.0, 0.0)]
+    out, _ = quantized_calls.dequantize_sum(backend, ranks, geometry, out_dtype)
+    expected = {"float32": 3.4028235e38}.get(bits.name(out_dtype), math.inf)
+    assert out[0].item() == pytest.approx(expected)
+
+
+@out_dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, out_dtype):
+    for format in oracle.FORMATS:
+        geometry = Geometry(2500, format)
+        of_all = payloads(geometry, 2)
+        quantized_calls.dequantize_sum(backend, of_all, geometry, out_dtype, 0.5, offset=offset)
+
+
+@formats
+def test_what_is_not_finite_arrives(backend, format):
+    geometry = Geometry(1100, format)
+    first = of_values(geometry, 1.0, math.inf, math.nan, math.inf)
+    second = of_values(geometry, 1.0, 1.0, 1.0, -math.inf)
+    out, status = quantized_calls.dequantize_sum(backend, [first, second], geometry)
+    assert status == [0, 0]
+    if format in oracle.WITH_SCALES:
+        assert torch.equal(out.isnan(), torch.arange(1100) < 64)
+    else:
+        assert out[:2].tolist() == [2.0, math.inf]
+        assert torch.equal(out.isnan(), (torch.arange(1100) - 2.5).abs() < 1)

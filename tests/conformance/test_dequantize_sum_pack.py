@@ -1,0 +1,113 @@
+"""dequantize_sum_pack: dequantize_sum and then quantize_pack of what it wrote, bit for bit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import quantized_payload as oracle
+from oracle.quantized_payload import Geometry
+
+from conformance import quantized_calls, samples
+from conformance.quantized_calls import numbers, of_values, payloads
+
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+
+
+@formats
+@pytest.mark.parametrize("numel", [0, 1, 63, 65, 1023, 1025, 16384, 16385])
+def test_sizes(backend, numel, format):
+    """Into more room than it comes from, or into less."""
+    for room_in, room_out in ((0, 48), (32, 0)):
+        geometry = Geometry(numel, format, room=room_in)
+        quantized_calls.dequantize_sum_pack(
+            backend, payloads(geometry, 2), geometry, numbers(numel), 0.5, room=room_out
+        )
+
+
+@formats
+@pytest.mark.parametrize("ranks", [0, 1, 3, 64])
+def test_ranks_and_the_two_ops_one_after_the_other(backend, ranks, format):
+    geometry = Geometry(1500, format)
+    of_all, residual = payloads(geometry, ranks), samples.normal(1500)
+    scale = 1 / max(ranks, 1)
+    fused, status = quantized_calls.dequantize_sum_pack(backend, of_all, geometry, residual, scale)
+    assert status == [0] * ranks
+    out, _ = quantized_calls.dequantize_sum(backend, of_all, geometry, scale=scale)
+    separate = quantized_calls.quantize_pack(backend, residual, out, format)
+    assert fused.rows == separate.rows
+    assert torch.equal(fused.residual, separate.residual)
+
+
+@pytest.mark.parametrize("scale", [1 / 3, -1.0, 0.0, 1e-45, 1e39, math.inf, math.nan])
+def test_scale_is_rounded_to_float32_once(backend, scale):
+    """And the product before it is added: a fused multiply-add would differ."""
+    for format in ("float32", "int4"):
+        geometry = Geometry(2000, format)
+        quantized_calls.dequantize_sum_pack(
+            backend, payloads(geometry, 3), geometry, samples.normal(2000), scale
+        )
+
+
+@formats
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, format):
+    geometry = Geometry(2500, format)
+    residual = samples.normal(2500)
+    quantized_calls.dequantize_sum_pack(
+        backend, payloads(geometry, 2), geometry, residual, offset=offset
+    )
+
+
+@formats
+def test_the_owner_by_hand(backend, format):
+    """The mean of two ranks and what the owner had kept go out, all in whole steps of a scale."""
+    geometry = Geometry(1030, format)
+    unit = 127.0 if format == "int8" else 7.0
+    kept = torch.zeros(1030)
+    kept[0], kept[1029] = unit, -unit
+    ranks = [of_values(geometry, 2 * unit), of_values(geometry, 4 * unit)]
+    packed, status = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, kept, 0.5)
+    assert packed.values.tolist() == [4 * unit, *[0.0] * 1028, -unit]
+    assert packed.residual.tolist() == [0.0] * 1030
+    assert (packed.flags, status) == ([0], [0, 0])
+
+
+@formats
+def test_what_is_not_finite_goes_on_and_the_owner_keeps_its_residual(backend, format):
+    geometry = Geometry(1100, format)
+    ranks = [of_values(geometry, 1.0, math.inf, math.nan), of_values(geometry, 0.0, 1.0)]
+    residual = torch.full((1100,), 0.5)
+    residual[2] = math.nan
+    packed, _ = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, residual)
+    spoiled = slice(0, 64) if format in oracle.WITH_SCALES else slice(1, 3)
+    assert packed.flags == [2]
+    assert not np.isfinite(packed.values[spoiled]).any()
+    assert np.isfinite(np.delete(packed.values, spoiled)).all()
+    assert packed.residual[spoiled].tolist().count(0.5) == packed.residual[spoiled].numel() - 1
+    assert packed.residual[2] == 0
+
+
+@formats
+def test_conservation(backend, format):
+    """value + residual == old residual + scale * sum, but that "ternary" rounds the residual."""
+    geometry = Geometry(5000, format)
+    of_all, residual = payloads(geometry, 4), samples.normal(5000)
+    out, _ = quantized_calls.dequantize_sum(backend, of_all, geometry, scale=0.25)
+    packed, _ = quantized_calls.dequantize_sum_pack(backend, of_all, geometry, residual, 0.25)
+    exact = (residual + out).numpy().astype(float) - packed.values.astype(float)
+    expected = exact.astype(np.float32) if format == "ternary" else exact
+    assert np.array_equal(packed.residual.numpy(), expected)
+
+
+def test_a_payload_without_a_header_adds_nothing(backend):
+    """The others do, and the owner's payload says no damage: who reads `status` knows."""
+    geometry = Geometry(100, "int8")
+    first, second = of_values(geometry, 127.0), of_values(geometry, 254.0)
+    empty = [bytes(geometry.nbytes)]
+    packed, status = quantized_calls.dequantize_sum_pack(
+        backend, [first, empty, second], geometry, torch.zeros(100)
+    )
+    assert status == [0, 1, 0]
+    assert packed.flags == [0]
+    assert packed.values[0] + packed.residual[0].item() == 381.0

@@ -1,0 +1,201 @@
+"""quantize_pack: sizes, dtypes, scales and ranges; what it does by hand, and what it must keep."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import payload
+from oracle import quantized_payload as oracle
+
+from conformance import bits, quantized_calls, samples
+from conformance.quantized_calls import numbers
+
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+with_scales = pytest.mark.parametrize("format", oracle.WITH_SCALES)
+grad_dtypes = pytest.mark.parametrize(
+    "grad_dtype", (None, *bits.FLOATS), ids=lambda dtype: bits.name(dtype)
+)
+
+# Around groups of 64, rows of 1,024 and blocks of 16,384.
+SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
+
+
+def gradient(numel, dtype, seed=1):
+    return None if dtype is None else numbers(numel, dtype, seed)
+
+
+@formats
+@grad_dtypes
+@pytest.mark.parametrize("numel", SIZES)
+def test_sizes_and_dtypes(backend, numel, grad_dtype, format):
+    quantized_calls.quantize_pack(
+        backend, numbers(numel), gradient(numel, grad_dtype), format, room=16
+    )
+
+
+@formats
+@pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
+@pytest.mark.parametrize("numel", [0, 1, 65, 1025, 16385])
+def test_without_a_residual(backend, numel, grad_dtype, format):
+    """A gradient of -0.0 is not added to anything, and keeps its sign."""
+    grad = numbers(numel, grad_dtype)
+    grad[:3] = -0.0
+    quantized_calls.quantize_pack(backend, None, grad, format)
+    scale = torch.tensor(1 / 3)
+    quantized_calls.quantize_pack(backend, None, grad, format, inv_scale=scale)
+
+
+@formats
+@grad_dtypes
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_views(backend, offset, grad_dtype, format):
+    residual, grad = numbers(4500), gradient(4500, grad_dtype)
+    quantized_calls.quantize_pack(backend, residual, grad, format, offset=offset)
+
+
+SCALES = (0.5, 2.0**-16, 3.0, 0.0, -0.0, -1.0, 1e-45, 3e38, math.inf, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("inv_scale", SCALES)
+@pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
+def test_inv_scale(backend, inv_scale, grad_dtype):
+    """The product is rounded before the sum: a fused multiply-add would differ here."""
+    residual, grad = samples.normal(3011), numbers(3011, grad_dtype)
+    scale = torch.tensor(inv_scale)
+    for format in ("float32", "int8"):
+        quantized_calls.quantize_pack(backend, residual, grad, format, inv_scale=scale)
+    quantized_calls.quantize_pack(backend, residual, grad, "int4", inv_scale=scale.view(1))
+    packed = quantized_calls.quantize_pack(backend, residual, None, "int8", inv_scale=scale)
+    assert packed.flags == [0]  # without a gradient it is not used
+
+
+# The first bytes of the first codes, the last scale's place and bits, what is left.
+BY_HAND = {
+    "int8": ([127.0, 0.5, 1.5, -2.5, -126.5], [127, 0, 2, 254, 130], 0x3F80, [0, 0.5, -0.5, -0.5]),
+    "int4": ([7.0, -7.0, 2.25, -0.5], [0x97, 0x02], 0x3F80, [0, 0, 0.25, -0.5]),
+    # The mean of 64 is 9 / 64, that of the three kept ones 3; a byte is 1 - 3 - 9.
+    "ternary": ([4.0, -4.0, -1.0], [245, 0], 0x4040, [1, -1, 2]),
+}
+
+
+@pytest.mark.parametrize("format", BY_HAND)
+def test_rows_by_hand(backend, format):
+    """1,025 entries: two rows, in each the codes of 16 groups and then their 16 scales."""
+    first, codes, scale, left = BY_HAND[format]
+    each = {"int8": 64, "int4": 32, "ternary": 13}[format]
+    residual = torch.zeros(1025)
+    for begin in (0, 64, 960):
+        residual[begin : begin + len(first)] = torch.tensor(first)
+    residual[1024] = first[0]
+    packed = quantized_calls.quantize_pack(backend, residual, None, format)
+    (raw,) = packed.rows
+    assert raw[:8] == b"DCT1" + bytes([4, 0, oracle.CODES[format], 0])
+    assert raw[8:64] == (1025).to_bytes(8, "little") + 2 * (1025).to_bytes(4, "little") + bytes(40)
+    row = raw[64 : 64 + 16 * each + 32]
+    assert row[: len(codes)] == row[each : each + len(codes)] == bytes(codes)
+    assert row[2 * each : 15 * each] == bytes(13 * each)
+    assert row[15 * each : 15 * each + len(codes)] == bytes(codes)
+    scales = np.frombuffer(row[16 * each :], np.uint16).tolist()
+    assert scales == [scale, scale, *[0] * 13, scale]
+    assert len(raw) == 64 + 2 * len(row)
+    for begin in (0, 64, 960):
+        assert packed.residual[begin : begin + len(left)].tolist() == left
+    assert packed.residual[1024] == 0
+    assert raw[64 + len(row)] == {"int8": 127, "int4": 7, "ternary": 1}[format]
+
+
+def test_ternary_drops_what_is_not_above_three_quarters_of_the_mean(backend):
+    residual = torch.full((64,), 0.25)
+    residual[:2] = torch.tensor([4.0, -4.0])
+    packed = quantized_calls.quantize_pack(backend, residual, None, "ternary")
+    assert packed.values.tolist() == [4.0, -4.0, *[0.0] * 62]
+    assert packed.residual.tolist() == [0.0, 0.0, *[0.25] * 62]
+
+
+def test_values_without_scales_by_hand(backend):
+    """bfloat16: ties to even, saturation, the one NaN; float32: the bits of acc."""
+    acc = [0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0x7F800000, 0xFF812345, 0x00000001]
+    residual = bits.from_raw(np.array([*acc, 0x80000000], np.uint32), torch.float32)
+    packed = quantized_calls.quantize_pack(backend, residual, None, "bfloat16")
+    expected = [0x3F80, 0x3F82, 0xBF81, 0x7F7F, 0x7F80, 0x7FC0, 0x0000, 0x8000]
+    assert np.frombuffer(packed.rows[0][64:80], np.uint16).tolist() == expected
+    left = [2.0**-8, -(2.0**-8), 2.0**-8 - 2.0**-23, 2.0**128 - 2.0**104 - 2.0**128 * 255 / 256]
+    assert packed.residual.tolist() == [*left, 0.0, 0.0, 2.0**-149, 0.0]
+    assert packed.flags == [payload.NON_FINITE]
+    packed = quantized_calls.quantize_pack(backend, residual, None, "float32")
+    assert np.frombuffer(packed.rows[0][64:96], np.uint32).tolist() == [
+        *acc[:5],
+        0x7FC00000,
+        acc[6],
+        0x80000000,
+    ]
+    assert packed.residual.tolist() == [0.0] * 8
+
+
+@pytest.mark.many_programs
+@formats
+def test_conservation_over_all_exponents(backend, format):
+    """value + new residual == acc, exactly; "ternary" rounds the residual once."""
+    exponents = torch.arange(-149, 126, dtype=torch.float64).repeat_interleave(64)
+    of_one_size = samples.normal(len(exponents)) * torch.exp2(exponents)
+    acc = torch.cat([of_one_size.float(), samples.patterns(20_000)])
+    packed = quantized_calls.quantize_pack(backend, acc, None, format)
+    exact = acc.numpy().astype(float) - packed.values.astype(float)
+    left = packed.residual.numpy()
+    assert packed.flags == [0]
+    assert np.isfinite(left).all()
+    if format == "ternary":
+        exact = exact.astype(np.float32)
+    assert np.array_equal(left, exact)
+    if format == "float32":
+        assert not left.any()
+
+
+@with_scales
+def test_the_largest_numbers_arrive_finite(backend, format):
+    """No scale is so large that a code times it is infinite: 7 and 127 times it stay below."""
+    top = np.array([0x7F7FFFFF, 0x7F7FFFFE, 0x7F7F8000, 0x7F7F7FFF, 0x7F400000], np.uint32)
+    acc = bits.from_raw(top.repeat(64), torch.float32)
+    acc[1::2] *= -1
+    acc[::3] *= 0.75
+    packed = quantized_calls.quantize_pack(backend, acc, None, format)
+    assert packed.flags == [0]
+    assert np.isfinite(packed.values).all()
+    assert packed.residual.isfinite().all()
+    assert np.abs(packed.values).max() > 3.38e38 or format == "ternary"
+
+
+@with_scales
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_that_is_not_finite_makes_its_64_nan(backend, bad, format):
+    """The residual keeps its old values there, and 0 in place of what is not finite."""
+    clean = quantized_calls.quantize_pack(backend, samples.normal(1500), None, format)
+    for at in (0, 63, 64, 1023, 1024, 1499):
+        residual, grad = samples.normal(1500), torch.zeros(1500)
+        group = slice(at // 64 * 64, at // 64 * 64 + 64)
+        for tensor in (residual, grad):
+            poisoned = [residual.clone(), grad.clone()]
+            poisoned[tensor is grad][at] = bad
+            packed = quantized_calls.quantize_pack(backend, *poisoned, format)
+            assert packed.flags == [payload.NON_FINITE]
+            expected = clean.residual.clone()
+            expected[group] = residual[group]
+            if tensor is residual:
+                expected[at] = 0.0
+            assert torch.equal(packed.residual, expected)
+            values = clean.values.copy()
+            values[group] = math.nan
+            assert np.array_equal(packed.values, values, equal_nan=True)
+
+
+def test_an_overflowed_step_destroys_no_residual(backend):
+    """An fp16 loss scale that overflows: the gradient is inf or NaN nearly everywhere."""
+    residual = samples.normal(2000)
+    grad = torch.full((2000,), math.inf, dtype=torch.float16)
+    grad[::3] = math.nan
+    for format in oracle.FORMATS:
+        packed = quantized_calls.quantize_pack(backend, residual, grad, format)
+        assert torch.equal(packed.residual, residual)
+        assert packed.flags == [payload.NON_FINITE]
+        assert not np.isfinite(packed.values).any()

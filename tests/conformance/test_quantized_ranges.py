@@ -1,0 +1,140 @@
+"""quantize_pack into several ranges, and into more room than it needs; the header of each."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import payload
+from oracle import quantized_payload as oracle
+from oracle.quantized_payload import Geometry
+
+import dct_kernels
+from conformance import quantized_calls
+from conformance.calls import PREFILL
+from conformance.quantized_calls import numbers
+
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+
+# Of 1, 2, 3 and 5 ranges some are empty, short, or of several blocks.
+NUMELS = (0, 5, 16384, 16385, 2 * 16384 + 7)
+
+
+@formats
+@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", NUMELS)
+def test_ranges(backend, numel, ranges, format):
+    residual, grad = numbers(numel), numbers(numel, torch.bfloat16, seed=1)
+    packed = quantized_calls.quantize_pack(backend, residual, grad, format, ranges)
+    assert sum(int.from_bytes(row[8:16], "little") for row in packed.rows) == numel
+
+
+@formats
+@pytest.mark.parametrize("ranges", [None, 1, 3])
+@pytest.mark.parametrize("room", [16, 4096])
+def test_bytes_past_the_rows_are_kept(backend, room, ranges, format):
+    """Of a payload with more room, of a last range that is shorter, and of an empty one."""
+    residual = numbers(20000)
+    packed = quantized_calls.quantize_pack(backend, residual, None, format, ranges, room=room)
+    for r, row in enumerate(packed.rows):
+        low, high = packed.geometry.bounds(r)
+        end = 64 + -(-(high - low) // 1024) * oracle.ROW_BYTES[format]
+        assert row[end:] == bytes([PREFILL]) * (len(row) - end)
+        assert len(row) - end >= room
+
+
+def test_a_row_of_one_range_is_the_flat_payload(backend):
+    residual, grad = numbers(3000), numbers(3000, seed=1)
+    flat = quantized_calls.quantize_pack(backend, residual, grad, "int4")
+    row = quantized_calls.quantize_pack(backend, residual, grad, "int4", ranges=1)
+    assert flat.rows == row.rows
+
+
+@formats
+def test_a_range_is_packed_as_if_it_were_alone(backend, format):
+    """Beside the same numbers, and beside others: all its bytes are its own."""
+    x = numbers(2 * 16384 + 7)
+    whole = quantized_calls.quantize_pack(backend, x, None, format, ranges=2)
+    for low, high, row in ((0, 32768, whole.rows[0]), (32768, len(x), whole.rows[1])):
+        alone = quantized_calls.quantize_pack(backend, x[low:high].clone(), None, format)
+        assert row[: len(alone.rows[0])] == alone.rows[0]
+        assert torch.equal(alone.residual, whole.residual[low:high])
+
+
+@formats
+def test_a_range_says_of_itself_alone_that_it_is_not_finite(backend, format):
+    residual = torch.ones(2 * 16384 + 100)
+    residual[-1] = math.nan
+    packed = quantized_calls.quantize_pack(backend, residual, None, format, ranges=3)
+    assert packed.flags == [0, 0, payload.NON_FINITE]
+
+
+STATUSES = {
+    "of no ranks": [],
+    "sound": [0],
+    "damaged": [1],
+    "sound ranks": [0] * 33,
+    "the first of 31": [1, *[0] * 30],
+    "the last of 33": [*[0] * 32, 1],
+    "one of 1000": [*[0] * 700, 1, *[0] * 299],
+    "the sign bit": [0, -(2**31), 0],
+}
+
+
+@pytest.mark.parametrize("status", STATUSES.values(), ids=STATUSES)
+@pytest.mark.parametrize("ranges", [1, 3])
+def test_damage_of_the_last_step_is_in_every_header(backend, ranges, status):
+    """Beside the flag of a range's own: here the first has it, and of three the last is empty."""
+    residual = torch.ones(20000)
+    residual[5] = math.inf
+    packed = quantized_calls.quantize_pack(
+        backend, residual, None, "int8", ranges=ranges, status=status
+    )
+    damage = payload.DAMAGE if any(status) else 0
+    assert packed.flags == [payload.NON_FINITE | damage, *[damage] * (ranges - 1)]
+
+
+def test_damage_of_an_empty_tensor(backend):
+    packed = quantized_calls.quantize_pack(
+        backend, torch.empty(0), None, "bfloat16", ranges=2, status=[0, 1]
+    )
+    assert packed.flags == [payload.DAMAGE] * 2
+
+
+@formats
+@pytest.mark.parametrize("flags", [0, 2, 4, 6])
+def test_payload_info_says_what_the_header_says(backend, flags, format):
+    residual = torch.tensor([1.0, math.nan if flags & payload.NON_FINITE else 1.0, 1.0])
+    packed = quantized_calls.quantize_pack(
+        backend, residual, None, format, status=[0, flags & payload.DAMAGE]
+    )
+    info = dct_kernels.payload_info(torch.frombuffer(bytearray(packed.rows[0]), dtype=torch.uint8))
+    sizes = {"numel": 3, "capacity": 3, "count": 3, "overflow": False}
+    said = {"non_finite": bool(flags & 2), "damage": bool(flags & 4)}
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(format, format)
+    assert info._asdict() in ({"value_dtype": d} | sizes | said for d in (format, dtype))
+
+
+@formats
+def test_quantized_payload_bytes_are_the_published_ones(format):
+    for ranges in (1, 2, 3, 5):
+        for numel in (0, 1, 1024, 1025, 16384, 16385, 10**6 + 3, 2**31 + 16385, 2**40):
+            expected = Geometry(numel, format, ranges).nbytes
+            assert dct_kernels.quantized_payload_bytes(numel, format, ranges) == expected
+            assert expected % 16 == 0
+
+
+def test_quantized_payload_bytes_by_hand():
+    sizes = [dct_kernels.quantized_payload_bytes(1025, format) for format in oracle.FORMATS]
+    assert sizes == [64 + 2 * row for row in (4096, 2048, 64 * 16 + 32, 32 * 16 + 32, 13 * 16 + 32)]
+    # Two blocks and a bit, in two ranges: the first has two blocks of 16 rows.
+    assert dct_kernels.quantized_payload_bytes(2 * 16384 + 1, "int4", 2) == 64 + 32 * 544
+    assert dct_kernels.quantized_payload_bytes(0, "int8", 7) == 64
+
+
+def test_more_entries_than_capacity_and_count_can_say():
+    """They stay at the most that 32 bits hold; only the header is looked at here."""
+    raw = oracle.header(2**40, "int4")
+    info = dct_kernels.payload_info(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    assert (info.numel, info.capacity, info.count) == (2**40, 2**32 - 1, 2**32 - 1)
+    assert np.frombuffer(raw[16:24], np.uint32).tolist() == [2**32 - 1] * 2

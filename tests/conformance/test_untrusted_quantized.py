@@ -1,0 +1,162 @@
+"""dequantize_sum, alone and with packing, of payloads that a faulty or hostile peer sent.
+
+One with a wrong header adds nothing and has status 1; rows of any bytes mean some number. The bad
+payload stands between two sound ones.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import payload
+from oracle import quantized_payload as oracle
+from oracle.quantized_payload import Geometry
+
+from conformance import bits, quantized_calls, samples
+from conformance.quantized_calls import random_payload
+
+formats = pytest.mark.parametrize("format", oracle.FORMATS)
+
+
+def statuses(backend, geometry, bad):
+    """Of these payloads of one rank each, after comparison of everything that was written."""
+    ranks = [random_payload(geometry, 1), *bad, random_payload(geometry, 2)]
+    out, status = quantized_calls.dequantize_sum(backend, ranks, geometry)
+    if geometry.ranges == 1:
+        residual = samples.normal(geometry.numel)
+        _, same = quantized_calls.dequantize_sum_pack(backend, ranks, geometry, residual)
+        assert same == status
+    assert status[0] == status[-1] == 0
+    if all(status[1:-1]) and geometry.ranges == 1:
+        alone, _ = quantized_calls.dequantize_sum(backend, [ranks[0], ranks[-1]], geometry)
+        assert bits.raw(out).tolist() == bits.raw(alone).tolist()
+    return status[1:-1]
+
+
+@pytest.mark.many_launches
+@formats
+def test_every_bit_of_the_header(backend, format):
+    """All but two, the flags "non-finite" and "damage", change what a reader expects."""
+    geometry = Geometry(70, format)
+    (sound,) = random_payload(geometry)
+    flips = []
+    for bit in range(512):
+        raw = bytearray(sound)
+        raw[bit // 8] ^= 1 << bit % 8
+        flips.append([bytes(raw)])
+    assert statuses(backend, geometry, flips) == [int(bit not in (57, 58)) for bit in range(512)]
+
+
+@formats
+def test_flags(backend, format):
+    """Of what the sender saw, a sum says nothing; that entries overflowed is not of this format."""
+    geometry = Geometry(100, format)
+    marked = [random_payload(geometry, flags, flags) for flags in range(16)]
+    expected = [int(flags not in (0, 2, 4, 6)) for flags in range(16)]
+    assert statuses(backend, geometry, marked) == expected
+
+
+def headers_of_others(numel, format):
+    """Sound ones, but of another format, version, size or tensor."""
+    others = [oracle.header(numel, other) for other in oracle.FORMATS if other != format]
+    sizes = (0, numel - 1, numel + 1, 1024, 16384, 2 * 16384, numel + 2**32, 2**63)
+    others += [oracle.header(other, format) for other in sizes if other != numel]
+    code, kinds = oracle.CODES[format], [(version, 0) for version in (0, 1, 2, 3, 5, 0x104)]
+    for version, flags in [*kinds, (4, 8), (4, 255)]:
+        kind = payload.MAGIC, version, code, flags
+        others.append(payload.HEADER.pack(*kind, numel, numel, numel, bytes(40)))
+    for capacity, count in ((numel, numel - 1), (numel - 1, numel), (2**32 - 1, 2**32 - 1)):
+        kind = payload.MAGIC, oracle.VERSION, code, 0
+        others.append(payload.HEADER.pack(*kind, numel, capacity, count, bytes(40)))
+    return [*others, bytes(64), bytes([255]) * 64, b"1TCD" + others[0][4:]]
+
+
+@formats
+def test_headers_of_other_payloads(backend, format):
+    geometry = Geometry(1025, format, room=4096)
+    (sound,) = random_payload(geometry)
+    bad = [[header + sound[64:]] for header in headers_of_others(1025, format)]
+    assert statuses(backend, geometry, bad) == [1] * len(bad)
+
+
+@formats
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_only_the_range_with_the_wrong_header_is_ignored(backend, bad, format):
+    """Two blocks and a bit in three ranges. The payload's status is 1, whichever it is."""
+    geometry = Geometry(2 * 16384 + 50, format, ranges=3)
+    rows = [bytearray(row) for row in random_payload(geometry)]
+    rows[bad][63] = 1
+    out, status = quantized_calls.dequantize_sum(backend, [list(map(bytes, rows))], geometry)
+    assert status == [1]
+    for r in range(3):
+        low, high = geometry.bounds(r)
+        assert bool(out[low:high].any()) == (r != bad)
+
+
+def test_the_header_of_an_empty_range(backend):
+    geometry = Geometry(10, "int4", ranges=2)
+    rows = random_payload(geometry)
+    _, status = quantized_calls.dequantize_sum(
+        backend, [rows, [rows[0], bytes(geometry.nbytes)]], geometry
+    )
+    assert status == [0, 1]
+
+
+def test_headers_swapped_between_ranges_of_two_lengths(backend):
+    geometry = Geometry(16384 + 50, "ternary", ranges=2)
+    rows = random_payload(geometry)
+    out, status = quantized_calls.dequantize_sum(backend, [rows[::-1]], geometry)
+    assert status == [1]
+    assert not out.any()
+
+
+@formats
+@pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
+def test_noise_in_rows(backend, out_dtype, format):
+    """Scales and values of any bits too: NaN, infinite, subnormal, negative."""
+    geometry = Geometry(3000, format, ranges=2)
+    rng = np.random.default_rng(0)
+    for ranks in (1, 2):
+        noise = []
+        for _ in range(ranks):
+            rows = random_payload(geometry)
+            noise.append([row[:64] + rng.bytes(len(row) - 64) for row in rows])
+        _, status = quantized_calls.dequantize_sum(backend, noise, geometry, out_dtype, 1 / 3)
+        assert status == [0] * ranks
+
+
+@formats
+def test_noise_in_rows_that_are_packed_again(backend, format):
+    """Residuals stay finite, whatever comes in."""
+    geometry = Geometry(3000, format)
+    (sound,), rng = random_payload(geometry), np.random.default_rng(1)
+    noise = [[sound[:64] + rng.bytes(len(sound) - 64)] for _ in range(2)]
+    for ranks in (noise[:1], noise):
+        packed, status = quantized_calls.dequantize_sum_pack(
+            backend, ranks, geometry, samples.hard(3000), 0.5
+        )
+        assert status == [0] * len(ranks)
+        assert packed.residual.isfinite().all()
+        assert packed.flags == [payload.NON_FINITE]
+
+
+@pytest.mark.parametrize("format", oracle.WITH_SCALES)
+def test_scales_of_every_kind(backend, format):
+    """Of a group each: zeros of both signs, subnormal, the smallest, negative, the largest, NaN."""
+    geometry = Geometry(1024, format)
+    (sound,) = random_payload(geometry)
+    kinds = [0, 0x8000, 1, 0x007F, 0x0080, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81]
+    raw = sound[:-32] + np.array([*kinds, 0x3F80, 0x3F81, 0x0001, 0x8001], np.uint16).tobytes()
+    out, _ = quantized_calls.dequantize_sum(backend, [[raw]], geometry)
+    groups = out.view(16, 64)
+    assert groups[:2].eq(0).all()
+    assert groups[2].any()  # a subnormal scale counts, though no sender has one
+    assert groups[[10, 11]].isnan().all()
+
+
+@settings(max_examples=30)
+@given(data=st.binary(min_size=304, max_size=304))
+def test_nothing_but_garbage(backend, data):
+    geometry = Geometry(30, "ternary")
+    assert geometry.nbytes == len(data)
+    assert statuses(backend, geometry, [[data]]) == [1]

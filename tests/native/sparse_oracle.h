@@ -1,0 +1,58 @@
+#pragma once
+
+// Payloads of the entries above a threshold, read as docs/reference/payload.md says, to the letter.
+
+#include <cmath>
+#include <cstring>
+
+#include "../../csrc/common/payload.h"
+#include "support.h"
+
+namespace dct::test {
+
+// Calls add(element, value) for every entry of a range's payload that is to be added; returns its
+// status.
+template <typename Value, typename Add>
+int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int64_t capacity,
+             const Add& add) {
+  auto number = [&](int64_t offset, int bytes) {
+    uint64_t n = 0;
+    std::memcpy(&n, in + offset, bytes);
+    return static_cast<int64_t>(n);
+  };
+  const int64_t count = number(20, 4), flags = number(7, 1), code = sizeof(Value) == 4 ? 0 : 1;
+  bool ok = std::memcmp(in, "DCT1", 4) == 0 && number(4, 2) == 1 && number(6, 1) == code &&
+            flags < 8 && number(8, 8) == numel && number(16, 4) == capacity && count <= capacity &&
+            count <= numel;
+  for (int i = 24; i < 64; ++i) ok = ok && in[i] == 0;
+  if (!ok) return 1;
+  const int64_t blocks = (numel + kBlock - 1) / kBlock;
+  int32_t status = 0;
+  if (blocks == 0 && number(layout.starts, 4) != 0) status |= 2;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = number(layout.starts + 4 * b, 4);
+    const int64_t end = number(layout.starts + 4 * b + 4, 4);
+    if (first > end || end > count || (b == 0 && first != 0) || (b + 1 == blocks && end != count)) {
+      status |= 2;
+      continue;
+    }
+    const int64_t length = std::min(kBlock, numel - b * kBlock);
+    bool ascending = true;
+    for (int64_t e = first, last = -1; e < end; ++e) {
+      const int64_t position = number(layout.positions + 2 * e, 2);
+      ascending = ascending && position > last && position < length;
+      last = position;
+    }
+    if (!ascending) status |= 4;
+    for (int64_t e = first; ascending && e < end; ++e) {
+      const auto pattern =
+          static_cast<uint32_t>(number(layout.values + sizeof(Value) * e, sizeof(Value)));
+      add(b * kBlock + number(layout.positions + 2 * e, 2),
+          static_cast<float>(decode<Value>(pattern)));
+    }
+  }
+  if (numel > 0 && (flags & 3) == 3) add(0, NAN);
+  return status;
+}
+
+}  // namespace dct::test

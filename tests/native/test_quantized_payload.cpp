@@ -1,0 +1,204 @@
+// quantize_pack, dequantize_sum and dequantize_sum_pack against the payload's definition, in
+// integers and doubles; payloads are sound, damaged and random.
+
+#include "../../csrc/cpu/dequantize_sum.h"
+#include "../../csrc/cpu/dequantize_sum_pack.h"
+#include "../../csrc/cpu/quantize_pack.h"
+#include "payload_oracle.h"
+#include "support.h"
+
+using namespace dct;
+using namespace dct::test;
+
+namespace {
+
+// Entries of which most groups of 64 are finite.
+template <typename T>
+std::vector<T> mostly_finite(Random& random, int64_t numel) {
+  std::vector<T> x = random.reals<T>(numel);
+  bool tame = true;
+  for (int64_t i = 0; i < numel; ++i) {
+    if (i % kTogether == 0) tame = random.chance(0.9);
+    if (tame && !std::isfinite(value(x[i]))) x[i] = make<T>(random.integer(-3, 3) / 2.0);
+  }
+  return x;
+}
+
+void check_bytes(const char* what, AlignedBytes& actual, AlignedBytes& expected) {
+  for (int64_t i = 0; i < actual.size(); ++i) {
+    CHECK(actual.data()[i] == expected.data()[i], "%s: byte %ld: %d, got %d", what, long(i),
+          expected.data()[i], actual.data()[i]);
+  }
+}
+
+void check_floats(const char* what, const float* actual, const float* expected, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    CHECK(bits(actual[i]) == bits(expected[i]), "%s[%ld]: expected %g, got %g", what, long(i),
+          double(expected[i]), double(actual[i]));
+  }
+}
+
+template <typename Grad>
+void pack(Random& random, int64_t numel, const Kind& kind) {
+  const int64_t ranges = random.pick({1, 1, 2, 5}), left_out = random.integer(0, 3);
+  const int64_t nbytes = bytes_for(kind, numel, ranges, random.pick({0, 16, 160}));
+  const std::vector<Grad> grad = mostly_finite<Grad>(random, numel + 1);
+  std::vector<float> residual = mostly_finite<float>(random, numel + 1), expected = residual;
+  const std::vector<int32_t> status(random.integer(0, 40), random.chance(0.8) ? 0 : 2);
+  const float inv_scale = random.pick({0.125f, 3.0f, -1.0f, NAN});
+  AlignedBytes payload(ranges * nbytes, 0xA5), wanted(ranges * nbytes, 0xA5);
+
+  QuantizePackArgs args{};
+  args.residual = left_out == 1 ? nullptr : residual.data() + 1;
+  args.grad = left_out == 2 ? nullptr : grad.data() + 1;
+  args.grad_dtype = kDType<Grad>;
+  args.numel = numel;
+  args.payload = payload.data();
+  args.ranges = ranges;
+  args.nbytes = nbytes;
+  args.format = kind.format;
+  args.inv_scale = random.chance(0.5) ? &inv_scale : nullptr;
+  args.status = status.data();
+  args.num_status = static_cast<int64_t>(status.size());
+  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) { cpu::quantize_pack(args, p); });
+
+  for (int64_t r = 0; r < ranges; ++r) {
+    const Range range = range_bounds(numel, ranges, r);
+    std::vector<float> acc;
+    for (int64_t i = range.begin + 1; i <= range.end; ++i) {
+      float scaled = static_cast<float>(value(grad[i]));
+      if (args.inv_scale != nullptr) scaled = multiply(scaled, inv_scale);
+      acc.push_back(left_out == 1   ? scaled
+                    : left_out == 2 ? expected[i]
+                                    : add(expected[i], scaled));
+    }
+    put(wanted.data() + r * nbytes, acc,
+        left_out == 1 ? nullptr : expected.data() + 1 + range.begin, kind,
+        !status.empty() && status[0] != 0);
+  }
+  check_bytes("payload", payload, wanted);
+  check_floats("residual", residual.data(), expected.data(), numel + 1);
+}
+
+// Payloads of any rows, most of them with the right header; adds up what they mean.
+AlignedBytes received(Random& random, int64_t numel, const Kind& kind, int64_t ranks,
+                      int64_t ranges, int64_t nbytes, std::vector<float>& sum,
+                      std::vector<int32_t>& status) {
+  AlignedBytes payloads(ranks * ranges * nbytes, 0xA5);
+  sum.assign(numel, 0.0f);
+  status.assign(ranks, 0);
+  for (int64_t p = 0; p < ranks; ++p) {
+    for (int64_t r = 0; r < ranges; ++r) {
+      const Range range = range_bounds(numel, ranges, r);
+      uint8_t* out = payloads.data() + (p * ranges + r) * nbytes;
+      const std::vector<float> values =
+          mostly_finite<float>(random, rows_of(range.end - range.begin) * kEntries);
+      put(out, values, nullptr, kind, false);
+      put_header(out, kind, range.end - range.begin, random.pick({0, 2, 4, 6}));
+      for (int64_t hits = random.integer(0, 9) * random.integer(0, 1); hits > 0; --hits) {
+        if (nbytes > 64) out[random.integer(64, nbytes - 1)] = random.integer(0, 255);
+      }
+      const int64_t bit = random.chance(0.2) ? random.integer(0, 511) : 57;
+      out[bit / 8] ^= 1 << bit % 8;
+      if (bit != 57 && bit != 58) {
+        status[p] = 1;
+        continue;
+      }
+      for (int64_t i = 0; i < range.end - range.begin; ++i) {
+        const uint8_t* row = out + 64 + i / kEntries * kind.row_bytes();
+        float& target = sum[range.begin + i];
+        target = add(target, entry(row, i % kEntries, kind));
+      }
+    }
+  }
+  return payloads;
+}
+
+template <typename Out>
+void unpack(Random& random, int64_t numel, const Kind& kind, int64_t ranks) {
+  const int64_t ranges = random.pick({1, 1, 2, 5});
+  const int64_t nbytes = bytes_for(kind, numel, ranges, random.pick({0, 16, 160}));
+  std::vector<float> sum;
+  std::vector<int32_t> expected, status(ranks, -1);
+  AlignedBytes payloads = received(random, numel, kind, ranks, ranges, nbytes, sum, expected);
+  const float out_scale = random.pick({1.0f, 65536.0f, NAN});
+  std::vector<Out> out(numel + 2, make<Out>(7));
+
+  DequantizeSumArgs args{};
+  args.payloads = payloads.data();
+  args.ranks = ranks;
+  args.ranges = ranges;
+  args.nbytes = nbytes;
+  args.format = kind.format;
+  args.out = out.data() + 1;
+  args.out_dtype = kDType<Out>;
+  args.numel = numel;
+  args.scale = random.pick({1.0f, 1.0f / 3, -0.5f});
+  args.out_scale = random.chance(0.5) ? &out_scale : nullptr;
+  args.status = status.data();
+  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) { cpu::dequantize_sum(args, p); });
+
+  CHECK(status == expected, "status");
+  const float factor = args.out_scale != nullptr ? multiply(args.scale, out_scale) : args.scale;
+  for (int64_t i = -1; i <= numel; ++i) {
+    const bool outside = i < 0 || i == numel;
+    const Out wanted = make<Out>(outside ? 7.0f : multiply(factor, sum[i]));
+    CHECK(bits(out[i + 1]) == bits(wanted), "out[%ld]: expected %g, got %g", long(i), value(wanted),
+          value(out[i + 1]));
+  }
+}
+
+void sum_and_pack(Random& random, int64_t numel, const Kind& kind) {
+  const int64_t ranks = random.integer(0, 5);
+  const int64_t nbytes_in = bytes_for(kind, numel, 1, random.pick({0, 32}));
+  const int64_t nbytes = bytes_for(kind, numel, 1, random.pick({0, 48}));
+  std::vector<float> sum;
+  std::vector<int32_t> expected_status, status(ranks, -1);
+  AlignedBytes payloads = received(random, numel, kind, ranks, 1, nbytes_in, sum, expected_status);
+  std::vector<float> residual = mostly_finite<float>(random, numel + 1), expected = residual;
+  AlignedBytes payload(nbytes, 0xA5), wanted(nbytes, 0xA5);
+
+  DequantizeSumPackArgs args{};
+  args.payloads = payloads.data();
+  args.ranks = ranks;
+  args.nbytes_in = nbytes_in;
+  args.residual = residual.data() + 1;
+  args.numel = numel;
+  args.payload = payload.data();
+  args.nbytes = nbytes;
+  args.format = kind.format;
+  args.scale = random.pick({1.0f, 1.0f / 3, -0.5f});
+  args.status = status.data();
+  with_threads(random.integer(1, 4),
+               [&](const cpu::Parallel& p) { cpu::dequantize_sum_pack(args, p); });
+
+  CHECK(status == expected_status, "status");
+  std::vector<float> acc;
+  for (int64_t i = 0; i < numel; ++i) {
+    acc.push_back(add(expected[i + 1], multiply(args.scale, sum[i])));
+  }
+  put(wanted.data(), acc, expected.data() + 1, kind, false);
+  check_bytes("payload", payload, wanted);
+  check_floats("residual", residual.data(), expected.data(), numel + 1);
+}
+
+}  // namespace
+
+int main() {
+  Random random(6);
+  for (const Kind& kind : kKinds) {
+    for (int64_t numel : {0, 1, 63, 64, 65, 1023, 1024, 1025, 5000, 16383, 16384, 16385, 33000}) {
+      for (int repeat = numel < 10000 ? 3 : 1; repeat > 0; --repeat) {
+        pack<float>(random, numel, kind);
+        pack<BFloat16>(random, numel, kind);
+        pack<Float16>(random, numel, kind);
+        unpack<float>(random, numel, kind, random.integer(0, 5));
+        unpack<BFloat16>(random, numel, kind, random.integer(0, 5));
+        unpack<Float16>(random, numel, kind, random.integer(0, 5));
+        sum_and_pack(random, numel, kind);
+      }
+    }
+  }
+  // So large that it is written past the caches, from an address that is a multiple of 4 only.
+  unpack<float>(random, 8'400'001, kKinds[1], 1);
+}
