@@ -1,5 +1,6 @@
 """Shared by every test: seeds, hypothesis settings, and the backends under test."""
 
+import gc
 import os
 
 import forked
@@ -53,6 +54,12 @@ def pytest_addoption(parser):
         help="orders the blocks, warps and lanes of the executed PTX; 0 runs them in turn",
     )
     parser.addoption(
+        "--ptx-cases",
+        type=int,
+        default=12,
+        help="run a test on so many of its cases where nvcc's PTX is executed; 0 for all",
+    )
+    parser.addoption(
         "--triton-cases",
         type=int,
         default=3,
@@ -71,7 +78,8 @@ def seed():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of this process alone."""
+    """A process group of this process alone; garbage of tests before neither uses it nor warns."""
+    gc.collect()
     store = f"file://{tmp_path}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     yield

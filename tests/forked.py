@@ -11,18 +11,27 @@ from pathlib import Path
 
 import torch
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
 _PRELOAD = ["dct_parallel", "dlrm.experiment", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
+_PRELOAD += ["reliability.processes"]  # which imports the packages
 _TESTS = Path(__file__).parent
 _MOST = 300  # characters of a value
 
 
 def start():
     """Start the process that the others are forked from, unless it runs."""
-    _context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
+
+
+def start_process(function, *args):
+    """A multiprocessing.Process that calls function(*args), started."""
+    start()
+    process = context.Process(target=function, args=args)
+    process.start()
+    return process
 
 
 def run_forked(function, calls, timeout):
@@ -34,7 +43,7 @@ def run_forked(function, calls, timeout):
     start()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_call, args=(function, call, number, folder))
+            context.Process(target=_call, args=(function, call, number, folder))
             for number, call in enumerate(calls)
         ]
         for process in processes:

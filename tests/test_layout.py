@@ -18,12 +18,13 @@ PACKAGES = tuple(FOLDERS)
 PUBLIC = {
     "dct_kernels": {
         *("PayloadInfo", "PayloadLayout", "payload_info", "payload_layout", "backend_of"),
+        *("quantize_pack", "dequantize_sum", "dequantize_sum_pack", "quantized_payload_bytes"),
         *("sample_threshold", "mask_pack", "scatter_unpack"),
         *("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize"),
     },
     "dct_parallel": {
         *("Compressor", "DCTState", "dct_hook", "merge_states", "DCTAverager"),
-        *("dct_fully_shard_hook", "node_mesh"),
+        *("dct_fully_shard_hook", "node_mesh", "all_reduce_compressed"),
         *("RowQuantize", "RowDequantize", "RowPack", "RowUnpack", "pack_rows", "unpack_rows"),
         *("RowFormat", "all_to_all_rows", "all_gather_rows"),
         *("all_to_all_rows_async", "all_gather_rows_async"),
@@ -82,6 +83,7 @@ def test_public_names(package):
     module = importlib.import_module(package)
     assert set(module.__all__) == PUBLIC[package]
     assert all(hasattr(module, name) for name in PUBLIC[package])
+    assert set(dir(module)) - {"__version__"} == PUBLIC[package]
 
 
 def test_a_package_imports_only_those_below_it():

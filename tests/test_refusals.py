@@ -71,7 +71,12 @@ def _cases():
         ("DynamicFeatureRows", dynamic, {"device": "x"}, f"{device}, got 'x'"),
         ("EquivalentSubstitution", layer, {"ids_group": 3}, "group must be a process group"),
         ("node_mesh", nodes, {"local_size": 5}, "local_size must be in [1, 4], got 5"),
-        ("node_mesh", nodes, {"device_type": "tpu"}, "device_type must be cuda or cpu, got 'tpu'"),
+        (
+            "node_mesh",
+            nodes,
+            {"device_type": "tpu"},
+            "device_type must be 'cuda' or 'cpu', got 'tpu'",
+        ),
     ]
 
 

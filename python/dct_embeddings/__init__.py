@@ -51,3 +51,7 @@ __all__ = [
     "merge_feature_rows",
     "plan_shards",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,6 +18,10 @@ FSDP2: between replicas of a model that fully_shard has cut.
 
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.005)
 
+Without a hook: torch's all-reduce, with every entry in few bits.
+
+    all_reduce_compressed(tensor, residual, format="int4")
+
 Model parallel: the largest activations of every row, and their gradients.
 
     values, positions = pack_rows(x, k)  # on one device; send them as you like
@@ -31,13 +35,14 @@ Or every entry of every row, in few bits.
 A folder holds one idea: exchange (a flat tensor into its mean over ranks), and three entry points
 that use it: data_parallel (gradients of torch's DistributedDataParallel), fully_sharded (those of
 FSDP2) and local_steps (weights); rows (activations at a cut of a model). All use the modules here:
-formats, compressor (one tensor, no network), agreement, collectives, groups, mesh and wire (bytes).
-Embedding tables are in dct_embeddings, which uses this package.
+formats, compressor (one tensor, no network), agreement, collectives, groups, mesh, patience and
+wire (bytes). Embedding tables are in dct_embeddings, which uses this package.
 """
 
 from .compressor import Compressor
 from .data_parallel import DCTState, dct_hook
 from .exchange import merge_states
+from .exchange.all_reduce import all_reduce_compressed
 from .fully_sharded import dct_fully_shard_hook
 from .local_steps import DCTAverager
 from .mesh import node_mesh
@@ -58,6 +63,7 @@ __all__ = [
     "RowUnpack",
     "all_gather_rows",
     "all_gather_rows_async",
+    "all_reduce_compressed",
     "all_to_all_rows",
     "all_to_all_rows_async",
     "dct_fully_shard_hook",
@@ -67,3 +73,7 @@ __all__ = [
     "pack_rows",
     "unpack_rows",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,15 +7,18 @@ the cause. The store answers whatever the ranks do, so all of them can say what 
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dct_kernels import checks
 
+from .patience import ANSWER_SECONDS, STOPPED, within
+
 POLL_SECONDS = 0.02  # a wait in the store would keep other threads of this process from it
+_Answer = TypeVar("_Answer")
 
 
 def named(ranks: Iterable[int | str]) -> str:
@@ -28,6 +31,10 @@ class PeerError(RuntimeError):
     """A different rank cannot, or does not, take part; the text names it and says why."""
 
 
+class _NoAnswer(PeerError):
+    """The store does not answer, so that no rank can be told either."""
+
+
 class _Round:
     """One comparison: the n-th of this rank in its group is the n-th of every other rank.
 
@@ -35,56 +42,76 @@ class _Round:
     alike, they can try again. Where only some fail, numbers could differ from then on: the group is
     marked as broken, and every later comparison in it fails at once.
 
-    Waits end at the timeout as long as the store's host answers: a call of the store has none.
+    Waits end at the timeout, and half a second later where the store's host is stopped.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, op: str, group: dist.ProcessGroup, timeout: float = 0) -> None:
+        self._op, self._timeout = op, timeout
+        self._deadline = time.monotonic() + timeout
         self._ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
-        self._store = dist.PrefixStore("dct/agreement", group.get_group_store())
-        number = self._store.add(f"rounds/{own}", 1)
+        self._store = store = dist.PrefixStore("dct/agreement", group.get_group_store())
+        number = self._ask(lambda: store.add(f"rounds/{own}", 1))
         self._keys = {rank: f"{number}/{rank}" for rank in self._ranks}
         self._own, self._arrived, self._end = self._keys[own], f"{number}/arrived", f"{number}/end"
 
-    def refuse(self, op: str, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """End the round on all ranks with this rank's error."""
-        self._store.compare_set(self._end, "", _refusal(op, error))
+        self._set_once(self._end, _refusal(self._op, error))
 
-    def exchange(
-        self, op: str, values: Mapping[str, Any], timeout: timedelta
-    ) -> dict[int, dict[str, Any]]:
+    def exchange(self, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """{rank: {"op": its op, "values": its values}}, once every rank has told its own."""
         self._require_whole()
         try:
-            self._store.set(self._own, json.dumps({"op": op, "values": values}))
-            if self._store.add(self._arrived, 1) == len(self._ranks):
-                self._store.compare_set(self._end, "", "all")
-            self._wait(op, timeout)
+            self._ask(lambda: self._tell(json.dumps({"op": self._op, "values": values})))
+            self._wait()
+        except _NoAnswer:
+            raise
         except BaseException as error:  # as by Ctrl-C: the others need not wait any longer
             with contextlib.suppress(RuntimeError):  # of a store that is gone
-                self._store.compare_set("broken", "", _refusal(op, error))
+                self._set_once("broken", _refusal(self._op, error))
             raise
-        return {rank: json.loads(self._store.get(key)) for rank, key in self._keys.items()}
+        told = self._ask(lambda: [self._store.get(key) for key in self._keys.values()])
+        return dict(zip(self._keys, map(json.loads, told), strict=True))
 
-    def _wait(self, op: str, timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self._store.check([self._end]):
+    def _tell(self, own: str) -> None:
+        self._store.set(self._own, own)
+        if self._store.add(self._arrived, 1) == len(self._ranks):
+            self._store.compare_set(self._end, "", "all")
+
+    def _wait(self) -> None:
+        while not self._has(self._end):
             self._require_whole()
-            if time.monotonic() > deadline:
-                missing = [r for r, key in self._keys.items() if not self._store.check([key])]
+            if time.monotonic() > self._deadline:
+                missing = [rank for rank, key in self._keys.items() if not self._has(key)]
                 if missing:
-                    rule = f"do the same within {timeout.total_seconds():g} s"
                     got = f"nothing from {named(missing)}: see the output there"
-                    raise PeerError(f"dct::{op}: every rank must {rule}, got {got}")
-                self._store.compare_set(self._end, "", "all")  # one has told, and counted late
+                    raise PeerError(self._late(got))
+                self._set_once(self._end, "all")  # one has told, and counted late
             time.sleep(POLL_SECONDS)
-        reason = self._store.get(self._end).decode()
+        reason = self._ask(lambda: self._store.get(self._end)).decode()
         if reason != "all":
             raise PeerError(reason)
 
     def _require_whole(self) -> None:
-        if self._store.check(["broken"]):
-            reason = self._store.get("broken").decode()
+        if self._has("broken"):
+            reason = self._ask(lambda: self._store.get("broken")).decode()
             raise PeerError(f"{reason}; restart the process on every rank")
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda: self._store.check([key]))
+
+    def _set_once(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.compare_set(key, "", value))
+
+    def _ask(self, call: Callable[[], _Answer]) -> _Answer:
+        try:
+            return within(max(self._deadline - time.monotonic(), ANSWER_SECONDS), call)
+        except TimeoutError:
+            raise _NoAnswer(self._late(f"no answer: {STOPPED}")) from None
+
+    def _late(self, got: str) -> str:
+        rule = f"do the same within {self._timeout:g} s"
+        return f"dct::{self._op}: every rank must {rule}, got {got}"
 
 
 def _refusal(op: str, error: BaseException) -> str:
@@ -109,7 +136,7 @@ def exchange(
             in this call or an earlier one. After it this group compares nothing any more.
         ValueError: ranks are at different ops; on all of them, naming every rank's.
     """
-    told = _Round(group).exchange(op, values, timeout)
+    told = _Round(op, group, timeout.total_seconds()).exchange(values)
     if len({entry["op"] for entry in told.values()}) > 1:
         got = ", ".join(f"{entry['op']} on rank {rank}" for rank, entry in told.items())
         checks.fail(op, "every rank", "the same", got, verb="do")
@@ -129,11 +156,13 @@ def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
+    except _NoAnswer:
+        raise
     except Exception as error:
         with contextlib.suppress(Exception):  # of a group that is gone; this error matters more
             for group in groups:
                 if isinstance(group, dist.ProcessGroup):
-                    _Round(group).refuse(op, error)
+                    _Round(op, group).refuse(error)
         raise
 
 

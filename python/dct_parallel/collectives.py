@@ -41,6 +41,14 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
         dist.reduce_scatter_tensor(output, tensor, group=group)
 
 
+def on_any(said: bool, device: torch.device, *groups: dist.ProcessGroup) -> bool:
+    """Whether any rank of these groups, a grid's rows and columns, says so. 8 bytes per group."""
+    flag = torch.tensor([int(said)], device=device)
+    for group in groups:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return bool(flag)
+
+
 def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """The mean of every rank's `tensor`, sent and returned in `dtype`; the same on every rank.
 

@@ -141,6 +141,7 @@ class Compressor:
         # The parts of a row that are kept here.
         self._cuts = slice(self._layout.positions), slice(row.positions, row.nbytes)
         self._sampled = False  # yet
+        self._mean: Tensor | None = None  # of `pack_mean`
 
     def pack(self, grad: Tensor, inv_scale: Tensor | None = None) -> Tensor:
         """Add `grad` to the residual, move entries that pass into the payload, and return it.
@@ -198,18 +199,37 @@ class Compressor:
             payloads = torch.cat([payloads[..., cut] for cut in self._cuts], dim=-1)
         return self._unpack(payloads, out, out_scale)
 
-    def take_back(self) -> None:
+    def pack_mean(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
+        """Pack the mean of P payloads: what an owner of a range does.
+
+        Args:
+            payloads: uint8 [P, nbytes], as of `unpack`.
+
+        Returns:
+            status int32 [P], as of `unpack`, and `payload`.
+        """
+        if self._mean is None:
+            self._mean = torch.empty_like(self.residual)
+        status = self.unpack(payloads, self._mean)
+        return status, self.pack(self._mean)
+
+    def take_back(self, mean: Tensor | None = None) -> None:
         """Return the last payload's values to the residual, as if they had not been sent.
 
         For a step that was exchanged but not applied. Exact for finite entries, because packed
         value + residual is the accumulated value; non-finite ones are dropped. Voids the payload,
         so a second call adds nothing. Allocates `numel` float32.
+
+        Args:
+            mean: what `pack_mean` packed, which is taken out of the residual.
         """
         # With both flags set, unpacking would put a NaN over element 0.
         self.payload[..., FLAGS_BYTE].zero_()
         sent = torch.empty_like(self.residual)
         self._unpack(self.payload.unsqueeze(0), sent)
         self.residual += torch.where(sent.isfinite(), sent, 0.0)
+        if mean is not None:
+            self.residual -= torch.where(mean.isfinite(), mean, 0.0)
         self.payload[..., :HEADER_BYTES].zero_()
         self._sampled = False  # a fixed threshold may have been sampled from infinite values
 
@@ -255,9 +275,8 @@ def warn_of_eager(device_type: str) -> None:
     if dct_kernels.backend_of(device_type) == "eager" and "DCT_BACKEND" not in os.environ:
         warnings.warn(
             f"DCT: backend eager on {device_type}, which is for correctness only: on a CPU it is "
-            "some hundred times slower than compiled kernels. Install dct_kernels again with a "
-            f"C++ compiler (this one is in {Path(dct_kernels.__file__).parent}); `python -m "
-            "dct_kernels` says what is missing.",
+            "some hundred times slower than compiled kernels. `python -m dct_kernels` says what is "
+            f"missing; this installation is in {Path(dct_kernels.__file__).parent}.",
             stacklevel=3,
         )
 

@@ -19,6 +19,5 @@ def require_format(
     of_dtype = [name for name, dtype in DTYPES.items() if dtype == format]
     name = of_dtype[0] if of_dtype else format
     if name not in formats:
-        *others, last = formats
-        checks.fail(op, arg, f"{', '.join(others)} or {last}{why}", repr(format))
+        checks.fail(op, arg, checks.either([repr(known) for known in formats]) + why, repr(format))
     return str(name)

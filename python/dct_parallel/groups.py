@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dct_kernels import checks
+
+from .patience import ANSWER_SECONDS, STOPPED, within
 
 
 class GroupForBackward:
@@ -39,7 +42,7 @@ def require_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup
         checks.fail(op, "group", f"{rule} (call init_process_group first)", None)
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        checks.fail(op, "group", "a process group that this rank is in", group)
+        checks.fail(op, "group", "a process group that this rank is in", repr(group))
     return group
 
 
@@ -59,24 +62,48 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
     Args:
         name: the same on all ranks, and never used before with this `group`.
         timeout: of its collectives, and of making it.
+
+    Raises:
+        RuntimeError: some rank does not make it, or is stopped.
     """
     ranks = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        "gloo",
-        group.get_group_store(),
-        f"{group.group_name}/dct/{name}",  # type: ignore[arg-type]  # its GroupName is a str
-        timeout=timeout,
-        group_desc="dct",
-    )
+    seconds = timeout.total_seconds()
+
+    def make() -> dist.ProcessGroup:
+        made: dist.ProcessGroup
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            group.rank(),
+            ranks,
+            "gloo",
+            group.get_group_store(),
+            f"{group.group_name}/dct/{name}",  # type: ignore[arg-type]  # its GroupName is a str
+            timeout=timeout,
+            group_desc="dct",
+        )
+        return made
+
+    try:
+        made = within(seconds + ANSWER_SECONDS, make)
+    except TimeoutError:
+        rule = f"dct: every rank must make a process group within {seconds:g} s"
+        raise RuntimeError(f"{rule}, got no answer: {STOPPED}") from None
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
 
-def end_group(group: dist.ProcessGroup) -> None:
-    """Destroy a `separate_group`, unless all groups have been destroyed."""
-    with contextlib.suppress(ValueError):
-        dist.destroy_process_group(group)
+def ending(owner: object, *groups: dist.ProcessGroup) -> Callable[[], object]:
+    """A function that destroys these `separate_group`s, once: called, or as `owner` is collected.
+
+    No rank waits for another in it. `owner` is not kept alive, and may hold the groups. It is not
+    called at exit, where collectives may be under way, nor does it mind groups that are destroyed.
+    """
+    end = weakref.finalize(owner, _destroy, groups)
+    end.atexit = False
+    return end
+
+
+def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(ValueError):  # if all groups have been destroyed
+            dist.destroy_process_group(group)

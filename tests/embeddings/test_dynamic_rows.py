@@ -267,7 +267,7 @@ def test_what_is_refused_leaves_what_was_there(rank):
     refused(f"{owner}seed must be in [0", lambda: DynamicFeatureRows(1, 1, seed=-1))
     most = f"{owner}bound must be in [0, 3.4e+38], got 1e+39"  # of float32
     refused(most, lambda: DynamicFeatureRows(1, 1, bound=1e39))
-    text = f"{owner}bound must be a number, got str"
+    text = f"{owner}bound must be a number, got 'x'"
     refused(text, lambda: DynamicFeatureRows(1, 1, bound="x"), TypeError)
     refused(
         "dtype must be float32 or", lambda: DynamicFeatureRows(1, 1, dtype=torch.half), TypeError

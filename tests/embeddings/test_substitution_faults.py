@@ -83,7 +83,7 @@ def test_errors_name_the_argument(rank):
         lambda: _of(rows, [LinearTerms(), FactorizationMachine(2, first=2)]),
     )
     _refused(
-        "aggregate must be reduce_scatter or all_reduce, got 'gather'",
+        "aggregate must be 'reduce_scatter' or 'all_reduce', got 'gather'",
         lambda: _of(rows, [LinearTerms()], "gather"),
     )
     _refused("FirstLayer: fields must be in [1", lambda: FirstLayer(0, 1, 1))

@@ -387,10 +387,10 @@ def test_plans():
         plan_shards([0, 2], 2)
     for text, arguments in (
         ("rows must be integers, one for each table, got int", (5, 1)),
-        (r"rows\[1\] must be an integer, got str", ([5, "x"], 1)),
-        ("ranks must be an integer, got str", ([5], "x")),
+        (r"rows\[1\] must be an integer, got 'x'", ([5, "x"], 1)),
+        ("ranks must be an integer, got 'x'", ([5], "x")),
         ("row_wise must be numbers of tables, got int", ([5], 1, 0)),
-        (r"row_wise\[1\] must be an integer, got str", ([5], 1, [0, "x"])),
+        (r"row_wise\[1\] must be an integer, got 'x'", ([5], 1, [0, "x"])),
     ):
         with pytest.raises(TypeError, match="dct::plan_shards: " + text):
             plan_shards(*arguments)

@@ -36,8 +36,7 @@ def owed_by_all(state_dict):
     nodes = own["world_size"] // own["local_size"]
     owed = torch.cat(
         [
-            parts["residual"].double() / nodes
-            + parts.get("owner_residual", torch.zeros(())).double()
+            parts["residual"].double() / nodes + sum(parts["owner_residual"])
             for parts in own["parameters"].values()
         ]
     )

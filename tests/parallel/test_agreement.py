@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, node_mesh
 from dct_parallel import agreement as agreement_module
 from dct_parallel.agreement import PeerError, _Round, exchange, refusing
 from dct_parallel.exchange import ledger as ledger_module
+from dct_parallel.groups import separate_group
 from ranks import (
     batch,
     ddp,
@@ -196,6 +198,33 @@ def test_a_peer_that_is_silent_is_an_error_at_the_timeout_of_all_ranks(rank, how
         os.kill(int(store.get("pid")), signal.SIGCONT)
 
 
+@on_ranks(2)
+def test_a_host_of_the_store_that_is_stopped_is_an_error_at_the_timeout(rank):
+    """Rank 0, which hosts it: torch's own calls of the store would wait for ever."""
+    told = _store()
+    dist.destroy_process_group()
+    if rank == 0:
+        hosted = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        told.set("port", str(hosted.port))
+    else:
+        hosted = dist.TCPStore("127.0.0.1", int(told.get("port")), 2)
+    timeout = timedelta(seconds=1)
+    dist.init_process_group("gloo", store=hosted, rank=rank, world_size=2, timeout=timeout)
+    dist.barrier()
+    if rank == 0:
+        told.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    host = int(told.get("pid"))
+    while "T" not in Path(f"/proc/{host}/stat").read_text().rpartition(")")[2]:
+        time.sleep(0.01)
+    with pytest.raises(PeerError, match="must do the same within 1 s, got no answer: the host"):
+        DCTAverager(mlp())
+    with pytest.raises(RuntimeError, match="must make a process group within 1 s, got no answer"):
+        separate_group(dist.group.WORLD, "a test", timeout)
+    os.kill(host, signal.SIGCONT)
+
+
 # What the ranks of a group tell each other, and what becomes of it if one of them fails.
 
 
@@ -330,7 +359,7 @@ def test_nothing_is_heard_but_what_all_ranks_tell_now(seed):
 def test_a_rank_that_told_its_values_is_not_missing(rank):
     """Rank 1 has told its values and is stopped before it counts itself: nobody is missing."""
     if rank == 1:
-        told = _Round(dist.group.WORLD)
+        told = _Round("a test", dist.group.WORLD)
         told._store.set(told._own, '{"op": "a test", "values": {"from": 1}}')
         _store().wait(["0 agreed"])
         return

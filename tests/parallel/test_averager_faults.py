@@ -118,6 +118,39 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_rece
     assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport, overlap):
+    if overlap and transport == "reduce_scatter":
+        return  # is refused
+    model = nn.ParameterList([torch.zeros(40_000)])
+    period, moved = overlap + 1, torch.zeros(40_000)
+    options = {"format": "int4", "transport": transport, "period": period, "overlap": overlap}
+    averager = DCTAverager(model, **options)
+
+    def fails(*args, **options):
+        raise ConnectionError
+
+    for step in range(4 * period):
+        move = torch.randn(40_000, generator=torch.Generator().manual_seed(10 * step + rank))
+        moved += move
+        model[0].data += move
+        with pytest.MonkeyPatch.context() as patch:
+            if step + 1 == 3 * period:
+                patch.setattr(by_all_gather, "all_gather", fails)
+                patch.setattr(dist, "all_to_all_single", fails)
+                with pytest.raises(ConnectionError):
+                    averager.average_parameters()
+            else:
+                averager.average_parameters()
+    averager.flush()
+    dist.all_reduce(moved)
+    assert_same(model[0].detach())
+    worst = (model[0].detach() - moved / 2).abs().max().item()
+    assert worst < 1e-5, worst
+
+
 @on_ranks(2)
 def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout(rank):
     """Rank 1 is gone before it begins the second exchange."""
@@ -180,11 +213,59 @@ def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
         before, after, moved = torch.load(tmp_path / f"{rank}.pt")
         old, new = (saved["parameters"]["0"] for saved in (before, after))
         assert after["step"] == 9 + overlap
-        owner = new.pop("owner_residual", None)
-        assert (owner is not None) == (transport == "reduce_scatter")
-        if owner is not None:
-            assert torch.equal(owner, old["owner_residual"])
+        owners = new.pop("owner_residual")
+        assert len(owners) == (transport == "reduce_scatter")
+        for owner in owners:
+            assert torch.equal(owner, *old["owner_residual"])
             assert (owner.count_nonzero() > 100) == (rank == 0)
         assert new.keys() == {"residual", "base"}
         assert torch.equal(new["base"], old["base"]) and old["base"].count_nonzero() > 100
         assert torch.equal(new["residual"], old["residual"] + moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@on_ranks(2)
+def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
+    """In the sum of ranks, or in the weights' dtype; what else changed is not lost."""
+    tenths = torch.arange(300) / 10
+    for format, overlap, transport in (
+        *(("float32", 0, None), ("float32", 1, None), ("bfloat16", 0, "reduce_scatter")),
+        *((few, overlap, None) for few in ("int8", "int4", "ternary") for overlap in (0, 1)),
+        ("int4", 0, "reduce_scatter"),
+    ):
+        model = nn.ParameterList([torch.zeros(300, dtype=dtype) for _ in "ab"])
+        options = {"density": 0.5} if format == "bfloat16" else {"density": 1}
+        options |= {"format": format, "period": overlap + 1, "overlap": overlap}
+        averager = DCTAverager(model, transport=transport, **options)
+        with torch.no_grad():
+            model[0] += tenths
+            if dtype == torch.float32:
+                model[1][40] = 2e38
+            else:  # the base, and the mean of the changes, fit in float32
+                averager._base[340] = model[1][40] = 60_000.0
+                averager._bucket.codec.residual[340] = 6_000.0
+        base = averager._base.clone()
+        refused = "averaging 1 must be finite on every rank, .* overflow, in 1$"
+        for _ in range(2 * overlap):
+            averager.average_parameters()
+        with pytest.raises(RuntimeError, match=refused):
+            averager.average_parameters()
+        assert torch.equal(averager._base, base)
+        assert torch.equal(weights(model), base.to(dtype))
+        for _ in range(2 * averager.period):
+            averager.average_parameters()
+        averager.flush()
+        assert_same(weights(model))
+        torch.testing.assert_close(model[0], tenths.to(dtype), rtol=1e-3, atol=1e-3)
+        assert torch.equal(model[1].float(), base[300:]), (format, overlap)
+
+
+@on_ranks(2)
+def test_a_flush_refuses_what_overflows(rank):
+    model = nn.ParameterList([torch.full((8,), 60_000.0, dtype=torch.float16)])
+    averager = DCTAverager(model)
+    averager._bucket.codec.residual[3] = 6_000.0
+    with pytest.raises(RuntimeError, match="flush: weights must be finite on every rank"):
+        averager.flush()
+    assert torch.equal(weights(model), torch.full((8,), 60_000.0, dtype=torch.float16))
+    assert averager._base.isfinite().all() and averager._bucket.codec.residual[3] == 6_000

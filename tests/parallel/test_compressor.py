@@ -223,10 +223,15 @@ def test_take_back_undoes_the_sending_exactly():
     [
         ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
         ({"density": math.nan}, ValueError, r"density must be in \(0, 1\], got nan"),
-        ({"density": "1"}, TypeError, "density must be a number, got str"),
+        ({"density": "1"}, TypeError, "density must be a number, got '1'"),
         ({"refresh_every": 0}, ValueError, "refresh_every must be in"),
-        ({"policy": "tracked"}, ValueError, "policy must be fresh or fixed, got 'tracked'"),
+        ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"value_dtype": torch.float16}, TypeError, "value_dtype must be float32 or bfloat16, got"),
+        (
+            {"value_dtype": "bfloat16"},
+            TypeError,
+            "must be torch.float32 or torch.bfloat16, got 'bf",
+        ),
         (
             {"segments": [0, 5]},
             ValueError,

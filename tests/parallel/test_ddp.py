@@ -185,7 +185,7 @@ def test_one_rank_alone_trains_and_sends_nothing(rank):
 @on_ranks(2)
 def test_half_precision_models(rank, dtype):
     """Small integers are exact in every dtype, and so is a density of 1."""
-    model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1)
+    model, _ = hooked(ddp(Dictated(SIZES).to(dtype)), density=1, format="bfloat16")
     for step in range(4):
         model.zero_grad()
         every = [integers(SIZES, step, r, limit=16) for r in range(2)]
@@ -202,7 +202,8 @@ def test_process_group_limits_the_averaging(rank):
     group = groups[rank // 2]
     whole = ddp(Dictated(SIZES))
     inner = ddp(Dictated(SIZES), process_group=group)
-    states = [DCTState(whole, density=1, process_group=group), DCTState(inner, density=1)]
+    options = {"density": 1, "format": "bfloat16"}
+    states = [DCTState(whole, process_group=group, **options), DCTState(inner, **options)]
     for model, state in zip((whole, inner), states, strict=True):
         model.register_comm_hook(state, dct_hook)
         for _ in range(4):

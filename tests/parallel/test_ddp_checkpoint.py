@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dct_parallel import merge_states
+from nodes import owed_by_all, same_step
 from ranks import (
     Dictated,
     assert_same,
@@ -45,7 +46,6 @@ def test_a_checkpoint_goes_on_bit_equal(rank, transport):
             )
         train_step(model, optimizer, *batch(step, rank))
     resumed, resumed_state, resumed_optimizer = _make(density=0.02, transport=transport)
-    resumed(batch(0, rank)[0]).sum().backward()  # DDP deals its buckets as it has by then
     resumed.module.load_state_dict(saved[0])
     resumed_optimizer.load_state_dict(saved[1])
     resumed_state.load_state_dict(saved[2])
@@ -63,7 +63,6 @@ def _through_dcp(rank, folder, steps, transport):
     app = {"model": model.module.state_dict(), "dct": state}
     dcp.save(app, checkpoint_id=folder)
     resumed, resumed_state, resumed_optimizer = _make(transport=transport)
-    train_step(resumed, resumed_optimizer, *batch(0, rank))  # DDP deals its buckets anew
     app = {"model": resumed.module.state_dict(), "dct": resumed_state}
     dcp.load(app, checkpoint_id=folder)
     resumed.module.load_state_dict(app["model"])
@@ -82,6 +81,30 @@ def _through_dcp(rank, folder, steps, transport):
 def test_dcp_gives_every_rank_its_own_bits(tmp_path, transport):
     (moved, ours), (_, theirs) = run_ranks(_through_dcp, 2, tmp_path / "later", 7, transport)
     assert moved > 1000 and not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("given", [{"density": 0.05}, {"format": "int4"}], ids=["5 %", "int4"])
+@pytest.mark.parametrize("first", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_dcp_takes_a_state_to_the_other_transport(rank, first, given, tmp_path):
+    """What all ranks owe stays the same, and comes in the steps that follow."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    second = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[first]
+    model, state = hooked(ddp(Dictated(SIZES)), start_step=0, transport=first, **given)
+    for step in range(4):
+        model(*integers(SIZES, step, rank)).backward()
+    before = owed_by_all(state.state_dict())
+    assert before.count_nonzero() > 5000
+    dcp.save({"dct": state}, checkpoint_id=tmp_path)
+
+    model, state = hooked(ddp(Dictated(SIZES)), start_step=0, transport=second, **given)
+    dcp.load({"dct": state}, checkpoint_id=tmp_path)
+    torch.testing.assert_close(owed_by_all(state.state_dict()), before)
+    came = torch.zeros(sum(SIZES), dtype=torch.float64)
+    for _ in range(3):
+        came += same_step(model, [torch.zeros(n) for n in SIZES])
+    torch.testing.assert_close(came + owed_by_all(state.state_dict()), before)
+    assert came.count_nonzero() > 1000
 
 
 def test_dcp_before_compression_starts(tmp_path):
@@ -129,10 +152,10 @@ def test_the_mean_residual_carries_over_to_another_world_size(world_size, ranks,
 
 def _state(rank, world_size=2, numel=3, **changes):
     own = torch.full((numel,), float(rank))
-    parameters = {"p.0": {"residual": own}}
+    parameters = {"p.0": {"residual": own, "owner_residual": ()}}
     numbers = {"run_id": "a", "world_size": world_size, "local_size": 1, "step": 5}
-    numbers |= {"density": 0.1, "owners": 0}
-    return {"version": 6, "ranks": {str(rank): {**numbers, "parameters": parameters, **changes}}}
+    own = {**numbers, "density": 0.1, "parameters": parameters, **changes}
+    return {"version": 6, "ranks": {str(rank): own}}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -149,7 +172,7 @@ def test_merging_wants_every_rank_of_one_run_once(tmp_path):
         ([_state(0), _state(1, world_size=3)], "world_size must be the same .* 2 on rank 0, 3 on"),
         (
             [_state(0), _state(1, parameters={})],
-            r"parameters must be the same .* p.0 \(residual\) on",
+            r"parameters must be the same .* p.0 \(residual, owner_residual\) on",
         ),
         ([_state(0), _state(1, numel=4)], r"residual of p.0 of rank 1 must be a float32 \[3\]"),
         ([_state(0), _state(1, step="5")], r"step of rank 1 must be an integer .*, got '5'"),

@@ -1,6 +1,7 @@
 """The one word for what is sent, at every entry point; and states do not know of it."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -41,10 +42,10 @@ def test_a_state_loads_into_a_run_of_another_dtype(rank):
 @pytest.mark.parametrize(
     ("format", "error", "got"),
     [
-        ("fp8", ValueError, "float32, bfloat16, int8, int4 or ternary, got 'fp8'"),
-        ("sign", ValueError, "float32, bfloat16, int8, int4 or ternary, got 'sign'"),
-        (torch.float16, ValueError, "ternary, got torch.float16"),
-        (torch.int8, ValueError, "ternary, got torch.int8"),
+        ("fp8", ValueError, "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got 'fp8'"),
+        ("sign", ValueError, "'float32', 'bfloat16', 'int8', 'int4' or 'ternary', got 'sign'"),
+        (torch.float16, ValueError, "'ternary', got torch.float16"),
+        (torch.int8, ValueError, "'ternary', got torch.int8"),
         (3, TypeError, "a string or a torch.dtype, got int"),
     ],
 )
@@ -69,3 +70,25 @@ def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
     assert [name for name in ddp if name in averager] == [name for name in averager if name in ddp]
     assert sharded == [name for name in ddp if name != "process_group"]
     assert set(averager) - set(ddp) == {"period", "overlap", "residual_decay"}
+
+
+def test_a_density_of_1_that_may_mean_1_percent_is_told():
+    with pytest.warns(UserWarning, match=r"density is a fraction, .* 1 % is 0.01") as told:
+        DCTState(density=1)
+    assert len(told) == 1 and told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings in ({"format": "bfloat16"}, {"format": torch.float32}, {"format": "int4"}):
+            DCTState(density=1, **settings)
+        DCTState(density=0.01)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16"])
+def test_a_plan_says_that_a_density_of_1_saves_nothing(one_rank, format):
+    ddp = DDP(torch.nn.Linear(4, 4))
+    line = f"Density is a fraction: 1 sends every entry in {format}, as many bytes as a plain "
+    plans = [
+        state.plan()
+        for state in (DCTState(ddp, density=1, format=format), DCTState(ddp, format="int4"))
+    ]
+    assert line in plans[0] and "fraction" not in plans[1]

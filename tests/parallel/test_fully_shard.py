@@ -204,9 +204,8 @@ def test_local_steps_of_replicas(rank):
     """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
     mesh = shard_mesh()
     model = _wrap(mlp(depth=2), mesh)
-    shards = nn.ParameterList(nn.Parameter(p.to_local()) for p in model.parameters())
     group = mesh["replicate"].get_group()
-    averager = DCTAverager(shards, density=0.1, period=4, process_group=group)
+    averager = DCTAverager(model, density=0.1, period=4, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(12):
         train_step(model, optimizer, *batch(step, rank))

@@ -1,6 +1,7 @@
 """Checkpoints of sharded replicas: bit for bit on the same mesh, and all that is owed on others."""
 
 import io
+import math
 import os
 import signal
 
@@ -218,6 +219,48 @@ def test_what_is_owed_carries_over_to_another_mesh(saved, loaded, transport, tmp
             torch.testing.assert_close(later, old, rtol=0, atol=1e-6 * largest)
 
 
+def _int4(rank, mesh, folder, before):
+    """Trains and saves, or goes on from the folder; what is owed, and the transport by default."""
+    mesh = shard_mesh(*mesh)
+    model = fully_shard(Dictated(SHAPES), mesh=mesh["shard"])
+    state = dct_fully_shard_hook(model, mesh=mesh, format="int4", start_step=0)
+    if before:
+        state.load_merged(folder)
+    else:
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            model(*(torch.randn(shape, generator=generator) for shape in SHAPES)).backward()
+        dcp.save({"dct": state}, checkpoint_id=folder)
+    return _owed(state, mesh), _entry(state.state_dict())["transport"]
+
+
+@pytest.mark.parametrize("first, second", [((2, 1), (3, 1)), ((4, 1), (2, 2))])
+def test_load_merged_where_the_default_transport_changes(first, second, tmp_path):
+    owed, transport = run_ranks(_int4, first[0], first, tmp_path / "dcp", False)[0]
+    for later, other in run_ranks(_int4, math.prod(second), second, tmp_path / "dcp", True):
+        assert {transport, other} == {"all_gather", "reduce_scatter"}
+        for old, new in zip(owed, later, strict=True):
+            assert old.count_nonzero() > 0.9 * old.numel()
+            torch.testing.assert_close(new, old, rtol=0, atol=1e-6 * old.abs().max().item())
+
+
+@pytest.mark.parametrize("first", ["all_gather", "reduce_scatter"])
+@on_ranks(2)
+def test_a_state_dict_is_loaded_into_the_other_transport(rank, first):
+    """From files, which hold what owners keep or do not: all that is owed stays the same."""
+    mesh, second = shard_mesh(2, 1), {"all_gather", "reduce_scatter"} - {first}
+    model, state = _dictated(mesh, transport=first)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        model(*(torch.randn(shape, generator=generator) for shape in SHAPES)).backward()
+    _, other = _dictated(mesh, transport=second.pop())
+    other.load_state_dict(through_a_file(state.state_dict()))
+    assert other.step == 4
+    for old, new in zip(_owed(state, mesh), _owed(other, mesh), strict=True):
+        assert old.count_nonzero() > 0.9 * old.numel()
+        torch.testing.assert_close(new, old, rtol=0, atol=1e-6 * old.abs().max().item())
+
+
 @on_ranks(2)
 def test_states_that_do_not_fit_are_refused_by_name(rank, tmp_path):
     mesh = shard_mesh(2, 1)
@@ -233,7 +276,8 @@ def test_states_that_do_not_fit_are_refused_by_name(rank, tmp_path):
             state.load_state_dict({"version": 6, "replicas": {str(rank): entry}})
 
     refuses("density must be 0.05, as in this run", lambda e: e.update(density=0.1))
-    refuses("transport must be all_gather", lambda e: e.update(transport="reduce_scatter"))
+    text = r"state must have owners' residuals \(load_merged reads .*\), got one by reduce_scatter"
+    refuses(text, lambda e: e.update(transport="reduce_scatter"))
     refuses("reduction must be mean", lambda e: e.update(reduction="sum of 2"))
     refuses(r"replicas must be 2, as in this run \(load_merged", lambda e: e.update(replicas=4))
     other = {name.replace("p.1", "p.9"): p for name, p in _entry(saved)["parameters"].items()}
@@ -245,6 +289,15 @@ def test_states_that_do_not_fit_are_refused_by_name(rank, tmp_path):
         state.load_state_dict({"version": 6, "replicas": {str(1 - rank): _entry(saved)}})
     with pytest.raises(ValueError, match="key must be the name of a dct_fully_shard_hook's state"):
         state.load_merged(tmp_path, key="other")
+    smaller = fully_shard(Dictated(SHAPES[:2]), mesh=mesh["shard"])
+    early = dct_fully_shard_hook(smaller, mesh=mesh, density=0.05, start_step=0)
+    with pytest.raises(ValueError, match="parameters must be those of this model, got a diff"):
+        early.load_merged(tmp_path)
+    longer = fully_shard(Dictated([(9, 9), *SHAPES[1:]]), mesh=mesh["shard"])
+    early = dct_fully_shard_hook(longer, mesh=mesh, density=0.05, start_step=0)
+    text = r"folder must hold a state that fits this model in 'dct', got Size mismatch"
+    with pytest.raises(ValueError, match=text):
+        early.load_merged(tmp_path)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(4.0)

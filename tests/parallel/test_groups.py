@@ -1,16 +1,20 @@
 """The process group of a state: whatever other groups there are, and until it is closed."""
 
 import gc
+import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.groups import separate_group, timeout_of
-from ranks import assert_same, ddp, entry, mlp, on_ranks, train, weights
+from ranks import assert_same, ddp, entry, mlp, on_ranks, shard_mesh, train, weights
 
 
 def _train(rank, model, state, steps=4):
@@ -85,3 +89,46 @@ def test_close_ends_thread_and_group(rank):
     del model, other, state
     gc.collect()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _dct_state(mesh):
+    model = ddp(mlp(depth=1))
+    model.register_comm_hook(DCTState(model, density=0.1), dct_hook)
+    return model
+
+
+def _sharded_state(mesh):
+    model = nn.Linear(64, 1)
+    fully_shard(model, mesh=mesh["shard"])
+    dct_fully_shard_hook(model, mesh=mesh)
+    return model
+
+
+def _averager(mesh):
+    model = nn.Linear(64, 1)
+    averager = DCTAverager(model, period=1)
+    model.register_forward_pre_hook(lambda *_: averager.average_parameters())
+    return model
+
+
+@pytest.mark.parametrize("made", [_dct_state, _sharded_state, _averager])
+@on_ranks(2)
+def test_what_is_dropped_without_close_gives_back_threads_and_files(rank, made):
+    mesh = shard_mesh(2, 1)
+
+    def held():
+        gc.collect()
+        threads, files = (len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd"))
+        return threads, files, len(dist.distributed_c10d._world.pg_names)
+
+    before = None
+    for _ in range(8):
+        model = made(mesh)
+        for _ in range(3):
+            model(torch.ones(1, 64)).sum().backward()
+        del model
+        before = before or held()  # what the first one alone starts is torch's
+    deadline = time.monotonic() + 20  # threads end when the system lets them
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < deadline, (held(), before)
+        time.sleep(0.05)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import DCTState, node_mesh
+from dct_parallel import DCTAverager, DCTState, node_mesh
 from dct_parallel.data_parallel.node import Node
 from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
@@ -20,6 +20,7 @@ from nodes import ALL_SIZES, SIZES, TRANSPORTS, meshed_model, owed_by_all, same_
 from ranks import (
     Dictated,
     assert_same,
+    assert_same_parts,
     batch,
     entry,
     hooked,
@@ -101,8 +102,7 @@ def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
     assert ours["version"] == theirs["version"]
     assert entry(ours).keys() == entry(theirs).keys()
     for name, parts in entry(ours)["parameters"].items():
-        for key, value in parts.items():
-            assert torch.equal(value, entry(theirs)["parameters"][name][key]), (name, key)
+        assert_same_parts(parts, entry(theirs)["parameters"][name])
     assert state.plan() == parted.plan()
 
 
@@ -157,6 +157,18 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh(rank):
     flat = DCTState(DDP(Dictated(SIZES)), density=0.05)
     # Of half the elements, to one rank instead of three.
     assert counted == pytest.approx(flat.stats()["wire_bytes"] / 6, rel=0.05)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        whole = {"density": 1, "format": "float32", "transport": "all_gather"}
+        model = DDP(Dictated([1024]))
+        # Three messages of 64 + 4,096 bytes, and of a ring 3 / 2 of 4,096 bytes.
+        text = "\nA node of 2 ranks sends 12,480 bytes to others, 6,144 in the ring all-reduce: "
+        by_mesh = f"{text}mesh=node_mesh() sends less (docs/guide/cluster.md).\n"
+        assert by_mesh in DCTState(model, **whole).plan()
+        assert text not in DCTState(model, **whole, mesh=node_mesh(2, "cpu")).plan()
+        assert text not in DCTState(model, density=0.05).plan()
+        averager = DCTAverager(model.module, **whole)
+        assert f"{text}fewer bits send less (docs/guide/cluster.md).\nEvery 10" in averager.plan()
 
 
 FIRST_PART, LAST_PART = [(2, 17)], [(0, 19_999)]  # DDP's order is from the last parameter on

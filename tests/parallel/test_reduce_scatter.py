@@ -97,7 +97,7 @@ def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(rank, s
         dist.all_reduce(total[index])
         assert torch.equal(applied[index] * ranks + left, total[index]), name
     for parameter in entry(state.state_dict())["parameters"].values():
-        kept += int(parameter["owner_residual"].count_nonzero())
+        kept += int(parameter["owner_residual"][0].count_nonzero())
     owners = {SIZES: 2, ONE_BLOCK: 1, THREE_OF_FOUR: 3}[sizes]
     assert (kept > 100) == (rank < owners)
 
@@ -176,7 +176,6 @@ def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
             saved = state.state_dict()
         expected = _step(model, integers(sizes, step, rank))
     resumed, again = _model(sizes, density=0.02)
-    _step(resumed, integers(sizes, 0, rank))  # DDP's buckets get their final order
     again.load_state_dict(saved)
     for step in range(6, 9):
         got = _step(resumed, integers(sizes, step, rank))
@@ -200,7 +199,8 @@ def _run(rank, steps, saved, silent, transport):
 def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
     results = run_ranks(_run, world_size, 6, None, False, "reduce_scatter")
     merged = merge_states(state for _, state in results)
-    assert entry(merged)["owners"] == 0  # they begin anew: what they owed is in every residual
+    # Owners begin anew: what they owed is in every residual.
+    assert [p["owner_residual"] for p in entry(merged)["parameters"].values()] == [()] * len(SIZES)
     later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
     left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
     every = [integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
@@ -227,19 +227,12 @@ def _load_own(rank, states, transport):
     return _run(rank, 3, states[rank], True, transport)
 
 
-def test_a_state_that_lost_what_owners_keep_is_refused():
-    parts = {"residual": torch.zeros(3)}
-    entry = {"run_id": "a", "world_size": 1, "local_size": 1, "step": 5, "density": 0.1}
-    entry |= {"owners": 1, "parameters": {"p": parts}}
-    text = "state of rank 0 must have owners' residuals .load into transport 'reduce_scatter', or"
-    with pytest.raises(ValueError, match=text):
-        merge_states([{"version": 6, "ranks": {"0": entry}}])
-
-
 def _state_parts(state):
     # Only the next step takes back what a skipped one sent; asking for a state does it, too.
     parameters = entry(state.state_dict())["parameters"].values()
-    return [torch.cat([p[part] for p in parameters]) for part in ("residual", "owner_residual")]
+    residuals = torch.cat([p["residual"] for p in parameters])
+    owners = [owner for p in parameters for owner in p["owner_residual"]]  # none at the start
+    return residuals, torch.cat(owners or [torch.zeros(0)])
 
 
 @pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])

@@ -14,6 +14,7 @@ from ranks import assert_same, batch, ddp, mlp, on_ranks, shard_mesh, train_step
 GONE = object()
 WEIGHT = "0.weight"  # of 32 x 32 elements
 
+OWNER = ["parameters", WEIGHT, "owner_residual"]
 INTEGER = r"an integer in \[0, 2147483647\], got "
 ENTRY = [  # (keys below a rank's entry, what is put there, what the error says)
     (["step"], -3, f"step must be {INTEGER}-3"),
@@ -36,8 +37,11 @@ ENTRY = [  # (keys below a rank's entry, what is put there, what the error says)
 FLAT = [  # also of states that are not of shards
     (["local_size"], GONE, "local_size must be an integer in .*, got nothing"),
     (["local_size"], 0, "local_size must be an integer in .*, got 0"),
-    (["owners"], GONE, r"owners must be an integer in \[0, 1\], got nothing"),
-    (["owners"], 2, r"owners must be an integer in \[0, 1\], got 2"),
+    (OWNER, GONE, f"owner_residual of {WEIGHT} must be a tuple, empty or with .*, got nothing"),
+    (OWNER, torch.zeros(1024), f"owner_residual of {WEIGHT} must be a tuple.*, got Tensor"),
+    (OWNER, (torch.zeros(1024),) * 2, f"owner_residual of {WEIGHT} must be .*, got 2 values"),
+    (OWNER, (torch.zeros(3),), rf"owner_residual of {WEIGHT} must be .*, got float32 \[3\]"),
+    (OWNER, (torch.full((1024,), math.nan),), f"owner_residual of {WEIGHT} must be .*, got nan"),
 ]
 
 
@@ -49,6 +53,8 @@ def _of_tensors(saved, **gone):
     """
     flaws = []
     for key, good in saved.items():
+        if isinstance(good, tuple):
+            continue
         values = {
             "str": "x",
             "Tensor" if isinstance(good, DTensor) else r"float32 \[3\]": torch.zeros(3),
@@ -95,6 +101,8 @@ def _bits(state):
     for key, value in state.items():
         if isinstance(value, dict):
             bits |= {(key, *path): leaf for path, leaf in _bits(value).items()}
+        elif isinstance(value, tuple):
+            bits[key,] = [tensor.tolist() for tensor in value]
         elif isinstance(value, torch.Tensor):
             local = value.to_local() if isinstance(value, DTensor) else value
             bits[key,] = local.double().nan_to_num(-7).tolist()
@@ -149,14 +157,26 @@ def test_the_hooks_state(rank, transport):
     def make():
         model = ddp(mlp(32, 2))
         # At density 1 results do not depend on how buckets are dealt after a load.
-        state = DCTState(model, density=1, transport=transport)
+        state = DCTState(model, density=1, format="bfloat16", transport=transport)
         model.register_comm_hook(state, dct_hook)
         return model, state, _sgd(model), lambda: None
 
     def flaws(entry):
         saved = entry["parameters"][WEIGHT]
-        assert ("owner_residual" in saved) == (transport == "reduce_scatter")
-        return ENTRY + FLAT + _of_tensors(saved, owner_residual="state must have owners")
+        assert len(saved["owner_residual"]) == (transport == "reduce_scatter")
+        rule = "buckets must be lists of "
+        names = [  # by which the first step would be dealt out
+            (["buckets"], "x", f"{rule}strings, got 'x'"),
+            (["buckets"], [WEIGHT], f"{rule}strings, got"),
+            (["buckets"], [[]], f"{rule}strings, got"),
+            (["buckets"], [["other"]], f"{rule}parameters of this model, .*, got other"),
+            (
+                ["buckets"],
+                [[WEIGHT], [WEIGHT]],
+                f"{rule}parameters .* once, got {WEIGHT}, {WEIGHT}",
+            ),
+        ]
+        return ENTRY + FLAT + names + _of_tensors(saved)
 
     _refuses_and_goes_on(rank, make, flaws)
 
@@ -182,6 +202,10 @@ def test_the_averager(rank):
                 started="started must hold all weights while an exchange is under way",
             ),
             (["step"], 7, "started must hold all weights while .* got .* at step 7"),
+            (["under_way"], 0, "started must hold all weights while .* got .* at step 5"),
+            (["under_way"], 2, r"under_way must be an integer in \[0, 1\], got 2"),
+            (["shard"], "1 of 2", "shard must be whole, as in this run, got 1 of 2"),
+            (["shard"], 1, "shard must be a string, got 1"),
             (["overlap"], 1, "overlap must be 2, as in this run, got 1"),
             (["overlap"], -1, "overlap must be an integer in .*, got -1"),
             (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
@@ -241,9 +265,9 @@ def test_load_merged(rank, tmp_path):
 def _saved(rank):
     """A rank's state, made by hand."""
     residual = torch.full((1024,), float(rank))
-    parts = {"residual": residual}
+    parts = {"residual": residual, "owner_residual": ()}
     numbers = {"run_id": "a", "world_size": 2, "local_size": 1, "step": 5, "density": 0.1}
-    entry = {**numbers, "owners": 0, "parameters": {WEIGHT: parts}}
+    entry = {**numbers, "parameters": {WEIGHT: parts}}
     return {"version": 6, "ranks": {str(rank): entry}}
 
 

@@ -180,7 +180,7 @@ def test_a_format_is_a_value():
         RowFormat("int4").forward = "int8"
 
 
-KNOWN = "float32, bfloat16, float16, int8, int4, ternary or sign"
+KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4', 'ternary' or 'sign'"
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ KNOWN = "float32, bfloat16, float16, int8, int4, ternary or sign"
         (("int4", "int5"), ValueError, f"backward must be {KNOWN}, got 'int5'"),
         ((torch.int8,), ValueError, f"forward must be {KNOWN}, got torch.int8"),
         ((8,), TypeError, "forward must be a string or a torch.dtype, got int"),
-        (("int4", None, 0.5), ValueError, "bfloat16 or float16 with a density, got 'int4'"),
+        (("int4", None, 0.5), ValueError, "'bfloat16' or 'float16' with a density, got 'int4'"),
         ((None, "int4", 0.5), ValueError, "backward must be None with a density, got 'int4'"),
         ((None, None, 0), ValueError, "density must be in (0, 1], got 0"),
         ((None, None, 1.5), ValueError, "density must be in (0, 1], got 1.5"),
-        ((None, None, "1"), TypeError, "density must be a number, got str"),
+        ((None, None, "1"), TypeError, "density must be a number, got '1'"),
     ],
 )
 def test_formats_that_are_refused(given, error, text):
@@ -230,7 +230,7 @@ def test_modules_carry_rows_and_gradients(shape, forward, backward):
 
 
 def test_modules_name_what_is_wrong():
-    with pytest.raises(ValueError, match="RowQuantize: format must be float32"):
+    with pytest.raises(ValueError, match="RowQuantize: format must be 'float32'"):
         RowQuantize("int3")
     with pytest.raises(
         ValueError, match=re.escape("message must have shape [..., 3] for width 8, got [1, 4]")

@@ -170,7 +170,7 @@ WRONG_VALUES = [
     (lambda x: RowPack(1.5), r"density must be in \(0, 1\], got 1.5"),
     (lambda x: RowPack(k=0), r"dct::RowPack: k must be in \[1, \d+\], got 0"),
     (lambda x: RowPack(k=9)(x), r"dct::row_pack: k must be in \[1, 8\], got 9"),
-    (lambda x: RowPack(0.5, format=torch.int8), r"format must be float32"),
+    (lambda x: RowPack(0.5, format=torch.int8), r"format must be 'float32'"),
     (lambda x: RowUnpack(0), r"dct::RowUnpack: width must be in \[1, .*, got 0"),
 ]
 

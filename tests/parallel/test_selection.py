@@ -1,5 +1,6 @@
 """Which transport a bucket takes where none is asked for, and buckets of both in one model."""
 
+import itertools
 import re
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from dct_kernels import quantized_payload_bytes
 from dct_parallel import DCTState
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.plan import BucketPlan, node_sentence
 from ranks import Dictated, entry, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
@@ -35,10 +38,73 @@ def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
     assert selection.transport_for(asked, LARGEST_ENTRIES, numel, ranks) == taken
 
 
-@pytest.mark.parametrize("ranks, taken", [(2, "all_gather"), (3, "reduce_scatter")])
-def test_every_entry_goes_to_owners_sooner(ranks, taken):
-    every_entry = Settings(1, "int4")
-    assert selection.transport_for(None, every_entry, 2**24, ranks) == taken
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "ternary"])
+def test_every_entry_goes_where_it_costs_fewer_bytes(format):
+    """From 3 ranks on to owners, but for buckets of too few blocks; by what each rank sends."""
+    every_entry = Settings(1, format)
+    row = quantized_payload_bytes(1024, format) - 64
+    for ranks, blocks in itertools.product((1, 2, 3, 8, 100, 128), (1, 2, 3, 15, 16, 400)):
+        taken = selection.transport_for(None, every_entry, blocks * BLOCK, ranks)
+        each = -(-blocks // ranks)  # blocks of a range
+        owners = -(-blocks // each)
+        gathered = (ranks - 1) * (64 + 16 * row * blocks)
+        scattered = (min(owners, ranks - 1) + ranks - 1) * (64 + 16 * row * each)
+        assert taken == ("reduce_scatter" if scattered < gathered else "all_gather")
+        assert (taken == "all_gather") == (ranks < 3 or blocks == 1 or (ranks, blocks) == (3, 2))
+    assert not selection.keeps_owners(None, every_entry, 2)
+    assert selection.keeps_owners(None, every_entry, 3)
+
+
+def _leaves(plan, local):
+    """Bytes that leave the node that sends most, message by message."""
+    nodes = [rank // local for rank in range(plan.ranks)]
+    payloads = [0] * (nodes[-1] + 1)
+    if plan.transport == "reduce_scatter":
+        for sender, owner in itertools.product(range(plan.ranks), range(plan.owners)):
+            payloads[nodes[sender]] += nodes[sender] != nodes[owner]
+    # A ring: everything passes the last rank of a node, but for what its neighbour contributed.
+    return (max(payloads) + plan.ranks - 1) * plan.payload_bytes
+
+
+@pytest.mark.parametrize("transport", selection.TRANSPORTS)
+def test_a_plan_tells_where_nodes_send_more_than_a_ring(transport, monkeypatch):
+    told = set()
+    formats = [(1, "float32"), (1, "bfloat16"), (1, "int8"), (1, "int4"), (0.05, "bfloat16")]
+    for (nodes, local), setting, blocks in itertools.product(
+        [(2, 1), (1, 8), (2, 2), (2, 8), (16, 8), (3, 16)], formats, (3, 400)
+    ):
+        ranks, numel = nodes * local, blocks * BLOCK
+        plan = BucketPlan(("p",), (numel,), Settings(*setting), transport, ranks)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        sent, ring = 2 * _leaves(plan, local), 2 * (ranks - 1) * 4 * 2 * numel // ranks
+        more = nodes > 1 and local > 1 and sent > ring
+        text = f"\nA node of {local} ranks sends {sent:,} bytes to others, {ring:,} in the ring"
+        text = f"{text} all-reduce: x." if more else ""
+        assert node_sentence([plan, plan], range(ranks), "x") == text
+        told.add(more)
+    assert told == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("of_node", "ranks", "text"),
+    [
+        # 64 + 16 x 2,048 bytes for each of 16 blocks: 8 x 8 to owners on the other node, and 15.
+        ("8", range(16), "2,593,728 bytes to others, 1,966,080 in the ring all-reduce"),
+        ("16", range(16), ""),  # one node
+        (None, range(16), ""),  # no torchrun: nothing is known of nodes
+        ("x", range(16), ""),
+        ("0", range(16), ""),
+        ("8", range(0, 128, 8), ""),  # one rank of every node, as of replicas of shards
+        ("8", range(4, 20), ""),  # nodes are not equal
+    ],
+)
+def test_ranks_of_a_node_are_those_that_torchrun_starts_there(of_node, ranks, text, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if of_node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", of_node)
+    plan = BucketPlan(("p",), (16 * BLOCK,), Settings(1, "bfloat16"), "reduce_scatter", 16)
+    told = f"\nA node of 8 ranks sends {text}: x." if text else ""
+    assert node_sentence([plan], ranks, "x") == told
 
 
 @pytest.mark.parametrize("wrong", ["auto", 1, ["all_gather"], {}])
@@ -62,7 +128,7 @@ def _step(model, grads):
 def _owed(state):
     """What all ranks together owe to the mean, flat."""
     owed = [
-        parts["residual"] / 2 + parts["owner_residual"]
+        parts["residual"] / 2 + sum(parts["owner_residual"])
         for parts in entry(state.state_dict())["parameters"].values()
     ]
     total = torch.cat(owed)
@@ -138,9 +204,8 @@ def test_an_empty_parameter_may_have_a_bucket_of_its_own(rank):
     """A bucket of an empty parameter alone."""
     sizes = (0, 2000)
     for transport in ("all_gather", "reduce_scatter"):
-        model, state = hooked(
-            DDP(Dictated(sizes), bucket_cap_mb=0.001), density=1, start_step=0, transport=transport
-        )
+        options = {"density": 1, "format": "bfloat16", "start_step": 0, "transport": transport}
+        model, state = hooked(DDP(Dictated(sizes), bucket_cap_mb=0.001), **options)
         for _ in range(3):
             model.zero_grad()
             model(*[torch.ones(n) + rank for n in sizes]).backward()

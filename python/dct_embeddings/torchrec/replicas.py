@@ -61,7 +61,7 @@ def replica_sync(
     >>> replicas.flush()  # before evaluation: nothing is pending
     """
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
-    if density is None and format not in quantized.FORMATS:
+    if density is None and format not in quantized.FEW_BITS:
         density = 0.01
     settings = Settings.checked(_OP, density, format)
     require_transport(_OP, transport)
@@ -188,7 +188,7 @@ class _Weights:
             torch._foreach_zero_(self._bucket.residuals())
         else:
             self.ledger.begin()
-            self.ledger.reduction(0, self._bucket, mean)()
+            self.ledger.reduction(0, self._bucket)(mean)
             self.ledger.finish()
         self._base += mean
         parts = self._base.split([tensor.numel() for tensor in self._tensors])
@@ -204,7 +204,7 @@ class _Weights:
         own, here = fields.tensor([self._plan.numel]), self._layout
         layout = fields.Field(here, lambda found: None if found == here else repr(found))
         table = {"layout": layout, "run_id": fields.TEXT, "step": fields.integer(0)}
-        table |= {RESIDUAL: own, OWNER_RESIDUAL: own._replace(default=None)}
+        table |= {RESIDUAL: own, OWNER_RESIDUAL: fields.at_most_one(own)}
         return fields.checked(_OP, saved, table)
 
     def restart(self, saved: Mapping[str, Any]) -> None:

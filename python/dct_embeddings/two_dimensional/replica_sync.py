@@ -39,7 +39,8 @@ class ReplicaSync:
             copy of the optimizer does not have the hook.
         every: steps from one sync to the next.
         density: fraction of the changed rows' entries to send at a sync, the largest, in (0, 1].
-            None: all of them, without a residual, unless in few bits. See `DCTState`.
+            1: all of them, with a residual. None: all of them, without one, unless in few bits. See
+            `DCTState`.
         format: "float32": rows as they are. "bfloat16": their changes, rounded. "int8", "int4" or
             "ternary": changes in few bits. Or the torch dtype.
         transport: see `DCTState`; of changes with a density or in few bits.
@@ -66,7 +67,7 @@ class ReplicaSync:
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
             settings = Settings.checked(_OP, density, format)
             require_transport(_OP, transport)
-            compresses = density is not None or settings.few_bits
+            compresses = density is not None or settings.every_entry
             if compresses:
                 arg = "weight of bags, with a density or in few bits,"
                 checks.require_dtype(_OP, arg, bags.weight.dtype, (torch.float32,))

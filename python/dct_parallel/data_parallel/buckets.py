@@ -1,6 +1,6 @@
 """DDP's buckets and their parameters, whose states move with them from bucket to bucket."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -46,36 +46,52 @@ class Buckets:
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._parked: dict[str, SegmentState] = {}
+        # Whether layouts are a saved run's that no step has used yet, or only the one under way.
+        self._loaded = self._resumes = False
 
-    def plan(self, index: int, bucket: dist.GradBucket) -> BucketPlan:
-        """The plan of DDP's bucket: made once, and again if it holds different parameters.
+    def begin(self) -> None:
+        """A step begins."""
+        self._resumes, self._loaded = self._loaded, False
+
+    def parts(self, index: int, bucket: dist.GradBucket) -> dict[int, list[Parameter]] | None:
+        """{number: its parameters} of the buckets to reduce in place of DDP's; None: that itself.
+
+        In the first step after a load they are those of the saved run, if DDP's holds them whole:
+        until it has seen in which order gradients come, DDP has all parameters in one bucket.
 
         Raises:
             ValueError: the hook belongs to a different model, or the gradient is sparse.
         """
         parameters = cast(list[Parameter], bucket.parameters())  # "tensors", by torch's stubs
-        known, plan = self._layouts.get(index, ([], None))
-        if plan is None or not _same(parameters, known):
-            plan = self._new_plan(bucket, parameters)
-            self._layouts[index] = parameters, plan
-        return plan
+        if index in self._layouts and _same(parameters, self._layouts[index][0]):
+            return None
+        if self._resumes:
+            here = set(parameters)
+            parts = {i: own for i, (own, _) in self._layouts.items() if here.issuperset(own)}
+            if sum(map(len, parts.values())) == len(parameters):
+                return parts
+        plan = self._new_plan(bucket, parameters)
+        self._layouts = {i: known for i, known in self._layouts.items() if i < index}
+        self._layouts[index] = parameters, plan
+        return None
 
-    def bucket(self, index: int, plan: BucketPlan, step: int) -> Bucket:
-        """The bucket of this plan, to be sent now; a new one, from its parameters' states, if the
+    def bucket(self, number: int, step: int) -> Bucket:
+        """The bucket of this number, to be sent now; a new one, from its parameters' states, if the
         layout has changed.
         """
-        known = self._buckets.get(index)
+        parameters, plan = self._layouts[number]
+        known = self._buckets.get(number)
         if known is not None and known.plan is plan:
             return known
         # Buckets before this one are unchanged, and may be in use. So this and later ones hold the
         # same parameters as before, in a different order.
-        for later in [i for i in self._buckets if i >= index]:
+        for later in [i for i in self._buckets if i >= number]:
             self._parked |= self._buckets.pop(later).states()
-        sizes = {self._names[p]: p.numel() for p in self._layouts[index][0]}
+        sizes = {self._names[p]: p.numel() for p in parameters}
         states = {name: self._parked.pop(name) for name in sizes if name in self._parked}
         in_node = self._node.size > 1
         make = partial(NodeBucket, self._node, sizes) if in_node else Bucket
-        made = self._buckets[index] = make(plan, self._group, self._device, step, states)
+        made = self._buckets[number] = make(plan, self._group, self._device, step, states)
         return made
 
     def in_order(self) -> list[Bucket]:
@@ -97,19 +113,23 @@ class Buckets:
         known = dict(self._parked)
         for bucket in self._buckets.values():
             known |= bucket.states()
-        # A loaded state may have owners though buckets have none. All parameters do, or none.
-        owners = selection.keeps_owners(self._transport, self._settings, self._group.size())
-        owners = owners or any(state.owner is not None for state in known.values())
         states = {}
         for parameter, name in self._names.items():
             state = known.get(name, SegmentState(torch.zeros(parameter.numel())))
-            state = state.with_owner() if owners else state
             states[name] = state.map(partial(layout.to_logical, parameter=parameter))
         return {name: state.map(torch.clone) for name, state in states.items()}
 
-    def load(self, states: dict[str, SegmentState]) -> None:
-        """Start from these, once there are buckets."""
+    def names(self) -> list[list[str]]:
+        """The names of each bucket's parameters, as far as buckets are known."""
+        layouts = [parameters for _, (parameters, _) in sorted(self._layouts.items())]
+        return [[self._names[p] for p in parameters] for parameters in layouts]
+
+    def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
+        """Start from these, once there are buckets; `names` are of the saved run."""
         self._buckets.clear()
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        self._loaded, saved = True, [[parameters[name] for name in own] for own in names]
+        self._layouts = {i: (own, self._plan_of(own)) for i, own in enumerate(saved)}
         self._parked = {
             name: states[name].map(partial(layout.to_physical, parameter=parameter))
             for parameter, name in self._names.items()
@@ -146,6 +166,24 @@ class Buckets:
             selection.transport_for(self._transport, self._settings, longest, ranks),
             ranks,
         )
+
+
+def reduce_parts(
+    order: Sequence[Tensor],
+    reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Tensor]]],
+    buffer: Tensor,
+) -> Tensor:
+    """Reduce a buffer, of parameters in this order, in place, part by part.
+
+    Args:
+        reductions: (parameters of a part, what reduces their gradients as one flat tensor).
+    """
+    pieces = dict(zip(order, buffer.split([p.numel() for p in order]), strict=True))
+    for own, reduce in reductions:
+        mean = reduce(torch.cat([pieces[p] for p in own]))
+        for parameter, piece in zip(own, mean.split([p.numel() for p in own]), strict=True):
+            pieces[parameter].copy_(piece)
+    return buffer
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -11,7 +11,6 @@ from .. import wire
 from ..collectives import all_gather, reduce_scatter
 from ..exchange.plan import Slice, slices
 
-FLAG_BYTES = 4  # whether something was not finite, which the node's ranks reduce
 _ALIGNMENT = 8  # elements: 16 bytes or more of every dtype
 
 
@@ -69,8 +68,7 @@ class Node:
     def wire_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes sent per rank and step inside the node for a bucket of so many elements."""
         part = self._length(numel) * itemsize
-        dense = wire.all_reduce_bytes(self.size * part, self.size)  # in two halves
-        return dense + wire.all_reduce_bytes(FLAG_BYTES, self.size)
+        return wire.all_reduce_bytes(self.size * part, self.size)  # in two halves
 
     def sentence(self, nbytes: int) -> str:
         """The line after a plan's table: whose part it is of, and the bytes inside the node."""

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..exchange.bucket import Bucket
 from ..exchange.plan import BucketPlan
-from ..exchange.readback import Readback
-from ..exchange.results import ExchangeResult
 from ..exchange.segment_state import SegmentState
 from .node import Node
 
@@ -19,8 +17,6 @@ class NodeBucket(Bucket):
 
     The node's residual is the sum of its ranks' states. Each rank keeps its own part; residuals in
     a state for other ranks' parts go to these ranks once, before the first gradient.
-
-    Every rank of the node learns whether a gradient was not finite, on any of its ranks.
 
     Args:
         node: this rank's.
@@ -44,7 +40,6 @@ class NodeBucket(Bucket):
         own = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
         super().__init__(plan, group, device, step, own)
         self._others: Tensor | None = torch.cat([self._of_others(name, states) for name in names])
-        self._of_node = Readback()
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -58,17 +53,6 @@ class NodeBucket(Bucket):
         part = self._node.mean_part(buffer)
         super().reduce(part[:numel], scale, inv_scale)
         self._node.gather(part, buffer)
-        non_finite = self._transport.non_finite(self._raw_status)
-        dist.all_reduce(non_finite, dist.ReduceOp.MAX, self._node.group)
-        self._of_node.post(non_finite)
-
-    def take_result(self) -> ExchangeResult | None:
-        """The result of the last `reduce`, once; what is not finite on any rank of the node."""
-        own = super().take_result()
-        if own is None:
-            return None
-        (non_finite,) = self._of_node.wait()
-        return own._replace(non_finite=bool(non_finite))
 
     def states(self) -> dict[str, SegmentState]:
         """{name: copies, as long as the parameter}, 0 outside of this rank's part."""

@@ -9,6 +9,7 @@ on every rank. The result (damage, overflow) is read before the next step.
 
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,11 +36,11 @@ from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.parameters import describe
-from ..exchange.plan import plan_table
+from ..exchange.plan import node_sentence, plan_table
 from ..exchange.segment_state import SegmentState
 from ..exchange.selection import require_transport
 from . import ddp_parameters
-from .buckets import Buckets
+from .buckets import Buckets, reduce_parts
 from .executors import Executor, executor_for
 from .topology import Topology
 
@@ -57,16 +58,18 @@ class DCTState:
         ddp: the model the hook is registered with; dense gradients, on one CPU or CUDA device.
             None if it is not made yet: `bind` it before the first step.
         density: fraction of each bucket's entries sent per step, in (0, 1]; default 0.005, and 1 in
-            few bits.
-        format: of what is sent, a name or a torch dtype. "bfloat16" or "float32": the largest
-            entries. "int8", "int4" or "ternary": every entry in few bits.
+            few bits. 1 % is 0.01.
+        format: of what is sent, a name or a torch dtype. "bfloat16" (the default) or "float32": the
+            largest entries, or at density 1 all of them, whole. "int8", "int4" or "ternary": every
+            entry in few bits.
         transport: how payloads reach the other ranks, "all_gather" or "reduce_scatter"; None: by
             the number of ranks and the format (docs/guide/choosing.md).
         process_group: ranks to average over, this one among them; default those of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): dense inside a
             node, compressed between nodes. See `node_mesh` and docs/guide/cluster.md.
         grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
-            none. If it skips a step, the entries that were sent in it return to the residual.
+            none. If it skips the optimizer of these parameters, for an overflow in whichever of
+            its gradients, the entries that were sent return to the residual.
         start_step: steps before compression; they average in bfloat16.
         policy: "fresh": the threshold is sampled in every step; or "fixed", the paper's way: in
             every `refresh_every`-th, and after a load; see `Compressor`.
@@ -93,7 +96,7 @@ class DCTState:
         ddp: DistributedDataParallel | None = None,
         *,
         density: float | None = None,
-        format: str | torch.dtype = "bfloat16",
+        format: str | torch.dtype | None = None,
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -111,8 +114,7 @@ class DCTState:
                 checks.fail(op, "process_group", "None with a mesh", process_group)
             self._loss_scale = LossScale(op, grad_scaler)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
-        self._transport, self.start_step = transport, start_step
-        self._next_index = 0
+        self._transport, self.start_step, self._next_index = transport, start_step, 0
 
         # Once bound to a DDP:
         self._names: dict[Parameter, str] = {}
@@ -150,6 +152,7 @@ class DCTState:
             self._loss_scale,
             self.start_step,
         )
+        self._loss_scale.watch(names)
         topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, self._transport, topology, device)
         self._topology, self.node_group = topology, topology.node.group
@@ -193,7 +196,12 @@ class DCTState:
         """
         self._require_usable("plan")
         device = ddp_parameters.device_of(self._names)
-        table = plan_table(self._buckets.plans(), self._buckets.reason(), device)
+        plans = self._buckets.plans()
+        table = plan_table(plans, self._buckets.reason(), device)
+        if self._mesh is None:
+            ranks = dist.get_process_group_ranks(self._topology.everyone)
+            less = "mesh=node_mesh() sends less (docs/guide/cluster.md)"
+            table += node_sentence(plans, ranks, less)
         table += self._topology.node.sentence(self._buckets.node_bytes())
         if not self._buckets.in_order():
             table += "\nOne bucket is assumed: DDP's are known from the first compressed step on."
@@ -204,7 +212,8 @@ class DCTState:
 
         - `step`: steps taken.
         - `density`: entries that this rank sent over those that were compressed; None before any.
-        - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed.
+        - `overflow`: fraction of payloads, of all ranks, with less room than entries that passed;
+          None before any.
         - `wire_bytes`: bytes sent per rank and compressed step, with a mesh those to other nodes.
           Messages have a fixed size, so this is the same in every step and on ranks of equal part.
 
@@ -243,9 +252,10 @@ class DCTState:
                 continue
 
         Exact for finite gradients (owners' residuals with "reduce_scatter": to float32 rounding).
-        NaN and Inf are dropped; with a mesh, so is the rest of that entry of the node's mean. If
-        several backward passes were exchanged, as DDP adds them up, all of them are taken back.
-        Called again, or after a GradScaler skipped the step, it does nothing.
+        NaN and Inf are dropped, in few bits with the 64 gradients that share a scale; with a mesh,
+        so is the rest of that entry of the node's mean. If several backward passes were exchanged,
+        as DDP adds them up, all of them are taken back. Called again, or after a GradScaler skipped
+        the step, it does nothing.
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
@@ -275,6 +285,7 @@ class DCTState:
             "run_id": self._ledger.run_id,
             "step": self.step,
             "density": self.settings.density,
+            "buckets": self._buckets.names(),
             "parameters": {name: state.as_dict() for name, state in states},
         }
         return checkpoint.make(dist.get_rank(), entry)
@@ -299,7 +310,8 @@ class DCTState:
         self._ledger.load(entry)
         self._next_index = 0
         parameters = entry["parameters"].items()
-        self._buckets.load({name: SegmentState.from_dict(saved) for name, saved in parameters})
+        states = {name: SegmentState.from_dict(saved) for name, saved in parameters}
+        self._buckets.load(states, entry["buckets"])
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""
@@ -323,18 +335,26 @@ class DCTState:
             checks.fail("dct_hook", "state", "open", "a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
-        plan = self._buckets.plan(index, bucket)
         # DDP goes through its buckets in order, and may leave out any, also the first or last.
         if not 0 < self._next_index <= index:
             self._finish_last_step("dct_hook")
             self._ledger.begin()
-        if self._ledger.compresses:
-            compressed = self._buckets.bucket(index, plan, self._ledger.packed)
-            job = self._ledger.reduction(index, compressed, buffer)
+            self._buckets.begin()
+        parts = self._buckets.parts(index, bucket)
+        if parts is None:
+            job = partial(self._reduction(index), buffer)
         else:
-            job = partial(self._topology.dense_mean, buffer)
+            reductions = [(own, self._reduction(number)) for number, own in parts.items()]
+            job = partial(reduce_parts, bucket.parameters(), reductions, buffer)
         self._next_index = 0 if bucket.is_last() else index + 1
         return self._executor.submit(job)
+
+    def _reduction(self, number: int) -> Callable[[Tensor], Tensor]:
+        """What reduces the gradients of a bucket in this step, as one flat tensor."""
+        if not self._ledger.compresses:
+            return self._topology.dense_mean
+        bucket = self._buckets.bucket(number, self._ledger.packed)
+        return self._ledger.reduction(number, bucket)
 
     def _finish_last_step(self, op: str) -> None:
         self._require_usable(op)

@@ -28,8 +28,9 @@ class Topology:
     Attributes:
         everyone: the group of all ranks.
         layout: of a mesh, in words: the ranks of each node.
-        node: this rank's; known once opened, like `between`.
+        node: this rank's; known once opened, like `between` and `close`.
         between: the group that exchanges payloads: ranks of equal number in their nodes.
+        close: a function that destroys the groups that `open` made, as the end of this object does.
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class Topology:
         Args:
             name: for these groups, the same on all ranks and never used before.
         """
+        made: tuple[dist.ProcessGroup, ...] = ()
         if self._owns:
             # A mesh has torch's default timeout, unless its maker set a different one.
             given = (self.everyone, *self._given)
             timeout = min(groups.timeout_of(group, _CPU) for group in given)
-            self._given = tuple(
+            self._given = made = tuple(
                 groups.separate_group(group, f"{name}/{index}", timeout)
                 for index, group in enumerate(self._given)
             )
+        self.close = groups.ending(self, *made)
         self.between, *inside = self._given
         self.node = Node(*inside)
 
@@ -78,9 +81,3 @@ class Topology:
             part.copy_(dense_mean(part, torch.bfloat16, self.between))
         self.node.gather(part, buffer)
         return buffer
-
-    def close(self) -> None:
-        """Destroy the groups that `open` made."""
-        if self._owns:
-            for group in self._given:
-                groups.end_group(group)

@@ -3,8 +3,8 @@
 Reading order: codec (the content of payloads), plan (their number and bytes), headers and results
 (damage, overflow, counts), transport (payloads of all ranks into their mean: all_gather,
 reduce_scatter) and selection (which of them), segment_state (the state of a parameter), bucket (all
-of this for one flat tensor), readback; then the cycle of a step: loss_scale, recent_stats, ledger;
-and checkpoints: fields, checkpoint, merge.
+of this for one flat tensor), readback; then the cycle of a step: loss_scale, optimizer_steps,
+recent_stats, ledger; and checkpoints: fields, checkpoint, merge.
 """
 
 from .merge import merge_states

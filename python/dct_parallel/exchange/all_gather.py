@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from ..collectives import all_gather
 from .codec import Codec
-from .headers import any_non_finite, headers, read_headers
+from .headers import headers, read_headers
 from .plan import BucketPlan
 from .results import ExchangeResult
 from .transport import Transport
@@ -50,10 +50,6 @@ class AllGather(Transport):
             overflowed=sum(header.overflow for header in intact),
             payloads=len(sent),
         )
-
-    def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
-        status, *words = raw_status
-        return any_non_finite(words, status == 0)
 
     def _gather(self) -> None:
         """All ranks' payloads into this rank's, if that has not begun."""

@@ -111,6 +111,20 @@ class Bucket:
             low, residual = self._transport.owned
             total[low : low + len(residual)] += self.plan.ranks * residual
 
+    def keep_owed(self) -> None:
+        """Move what this rank has not sent as an owner to its own residual."""
+        if self._transport.owned is not None:
+            low, residual = self._transport.owned
+            self.codec.residual[low : low + len(residual)] += self.plan.ranks * residual
+            residual.zero_()
+
+    def drop(self, where: Tensor) -> None:
+        """Lose what has not been sent of these entries, a bool [numel]."""
+        self.codec.residual.masked_fill_(where, 0)
+        if self._transport.owned is not None:
+            low, residual = self._transport.owned
+            residual.masked_fill_(where[low : low + len(residual)], 0)
+
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy, on the CPU, of the parameter's state}."""
         residuals = self.codec.residual.split(self.plan.sizes)

@@ -2,11 +2,15 @@
 
     {"version": 6, "ranks": {"0": {run_id, world_size, step, density, parameters: {name: ...}}}}
 
+An owner's residual is in a tuple, which is empty where a rank owns nothing.
+torch.distributed.checkpoint takes a tuple as it is, so states of both transports have the same
+keys, and either is read into the other.
+
 With a mesh, the node's residual is the sum of its ranks', in units of the node's mean, and each
 rank's is as long as the parameter, 0 outside of its part.
 
 The key below "ranks" is the rank, because torch.distributed.checkpoint saves equal keys of several
-ranks once, and then loads that on all of them. Numbers, strings and tensors only, so
+ranks once, and then loads that on all of them. Numbers, strings, tensors, tuples and lists only, so
 torch.load(weights_only=True) reads it.
 """
 
@@ -25,6 +29,7 @@ from .segment_state import OWNER_RESIDUAL, RESIDUAL
 # Of every saved state of this package. States of versions 1 to 5 were of unreleased code.
 VERSION = 6
 BASE, STARTED = "base", "started"  # of a DCTAverager; weights as an exchange under way began
+WHOLE = "whole"  # in place of a shard: those of a module that is not sharded
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
 
@@ -39,11 +44,14 @@ ENTRY = {  # also of sharded states
 }
 _ENTRY = ENTRY | {
     "local_size": fields.integer(1),  # ranks in each node of a mesh, else 1
-    "owners": fields.integer(0, 1),  # whether there are residuals of owners ("reduce_scatter")
+    "buckets": fields.NAMES._replace(default=[]),  # of a DCTState: the parameters of each
     # Of a DCTAverager:
     "period": fields.integer(1, default=None),
     "residual_decay": fields.FRACTION._replace(default=None),
     "overlap": fields.integer(0, default=None),
+    "under_way": fields.integer(0, 1, default=None),  # DCP would load no weights as one began
+    "shard": fields.TEXT._replace(default=None),  # which one of how many its weights are
+    "unaveraged": fields.integer(0, default=None),  # steps that only this rank's weights have
 }
 _RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
 IS_VERSION = {"version": fields.integer(VERSION, VERSION)._replace(rule=_RULE)}
@@ -54,16 +62,15 @@ def _segment(numel: int) -> dict[str, fields.Field]:
     """The table of one parameter."""
     return {
         RESIDUAL: fields.tensor([numel]),
-        OWNER_RESIDUAL: fields.tensor([numel], default=None),
+        OWNER_RESIDUAL: fields.at_most_one(fields.tensor([numel])),
         BASE: fields.tensor([numel], default=None),
         STARTED: fields.tensor([numel], default=None),
     }
 
 
 def make(rank: int | str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of one rank, or the one for all, from an entry without `owners`."""
-    owners = any(OWNER_RESIDUAL in state for state in entry["parameters"].values())
-    return {"version": VERSION, "ranks": {str(rank): {**entry, "owners": int(owners)}}}
+    """The state dict of one rank, or the one for all."""
+    return {"version": VERSION, "ranks": {str(rank): dict(entry)}}
 
 
 def opened(op: str, state: object) -> dict[str, Any]:
@@ -86,10 +93,6 @@ def require_entry(op: str, saved: object, sizes: dict[str, int], of: str = "") -
     for name, segment in entry["parameters"].items():
         table = _segment(sizes.get(name, _numel(segment)))
         parameters[name] = fields.checked(op, segment, table, f" of {name}{of}")
-    # DCP reads only keys that the loading state has, and does not report the rest.
-    if entry["owners"] and not all(OWNER_RESIDUAL in segment for segment in parameters.values()):
-        rule = "owners' residuals (load into transport 'reduce_scatter', or use merge_states)"
-        checks.fail(op, f"state{of}", rule, "none", verb="have")
     return {**entry, "parameters": parameters}
 
 
@@ -126,6 +129,10 @@ def find(
     if saved is None:
         got = f"that of {named(found)}"
         checks.fail(op, "state", f"rank {rank}'s own, or one from merge_states", got)
+    if averager is not None:  # before sizes, which follow from it
+        shard = fields.checked(op, saved, _ENTRY).get("shard", WHOLE)
+        if shard != averager["shard"]:
+            checks.fail(op, "shard", f"{averager['shard']}, as in this run", shard)
     entry = require_entry(op, saved, sizes)
     parameters = entry["parameters"]
     based = {name for name, segment in parameters.items() if BASE in segment}
@@ -145,6 +152,10 @@ def find(
     if difference:
         got = f"a difference in {', '.join(sorted(difference))}"
         checks.fail(op, "parameters", "those of this model", got)
+    dealt = [name for names in entry["buckets"] for name in names]
+    if len(set(dealt)) < len(dealt) or set(dealt) - sizes.keys():
+        rule = "lists of parameters of this model, each of them once"
+        checks.fail(op, "buckets", rule, ", ".join(dealt))
     if MEAN in found and local_size > 1:
         parameters = {
             name: segment | {"residual": segment["residual"] / local_size}

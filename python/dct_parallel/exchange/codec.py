@@ -1,29 +1,29 @@
 """The content of payloads: the interface between compression and transports.
 
 Buckets, plans and transports use what both codecs have: the largest entries (Compressor) and every
-entry in few bits (quantized). A third needs a payload that begins with the header of
+entry (Quantized). A third needs a payload that begins with the header of
 dct_kernels.layout, and a case in Settings.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import torch
 
-from dct_kernels import checks
+from dct_kernels import checks, quantized_payload_bytes
 from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
 from ..formats import DTYPES, require_format
 from . import quantized
 
-# The largest entries in the first two, by default this fraction of them, and every entry in few
-# bits in the others.
-FORMATS = ("float32", "bfloat16", *quantized.FORMATS)
-DENSITY = 0.005
+# In the first two of them by default this fraction of the entries, in the others every one.
+FORMATS = quantized.FORMATS
+DENSITY, FORMAT = 0.005, "bfloat16"
 
 # Packs a flat tensor, or each of its ranges, and keeps the residual.
-Codec = Compressor | quantized.QuantizedRows
+Codec = Compressor | quantized.Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
     def checked(
         op: str,
         density: float | None,
-        format: str | torch.dtype,
+        format: str | torch.dtype | None,
         policy: str = "fresh",
         refresh_every: int = 1000,
     ) -> "Settings":
@@ -47,17 +47,26 @@ class Settings:
 
         Args:
             density: None: the format's own, 1 in few bits and otherwise 0.005.
+            format: None: "bfloat16". Density 1 then warns, because it saves less than few bits do
+                and may have been meant as 1 %.
 
         Raises:
             ValueError, TypeError: one of them is out of its range; the text names it.
         """
-        format = require_format(op, "format", format, FORMATS)
-        few_bits = format in quantized.FORMATS
+        named = format is not None
+        format = require_format(op, "format", FORMAT if format is None else format, FORMATS)
+        few_bits = format in quantized.FEW_BITS
         if density is None:
             density = 1.0 if few_bits else DENSITY
         check_settings(op, density, policy, refresh_every)
         if few_bits and density < 1:
             checks.fail(op, "density", f"1 with format {format}, which sends every entry", density)
+        if density == 1 and not named:
+            warnings.warn(
+                f"DCT: density is a fraction, and 1 sends every entry in {FORMAT}; 1 % is 0.01. "
+                f'If you mean 1, say format="{FORMAT}"; "int4" sends a quarter of its bytes.',
+                stacklevel=3,  # of an entry point's caller
+            )
         return Settings(float(density), format, policy, refresh_every)
 
     def as_told(self) -> dict[str, str]:
@@ -65,9 +74,9 @@ class Settings:
         return {name: str(value) for name, value in dataclasses.asdict(self).items()}
 
     @property
-    def few_bits(self) -> bool:
-        """Whether every entry is sent, in few bits."""
-        return self.format in quantized.FORMATS
+    def every_entry(self) -> bool:
+        """Whether every entry is sent, and no positions."""
+        return self.density == 1
 
     def capacity(self, numel: int) -> int:
         """Entries of room in the payload of a range of so many elements."""
@@ -75,8 +84,8 @@ class Settings:
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
         """Bytes of the payload of one range; the longest has so many elements."""
-        if self.few_bits:
-            return quantized.payload_bytes(longest, self.format)
+        if self.every_entry:
+            return quantized_payload_bytes(longest, self.format)
         capacity, dtype = self.capacity(longest), DTYPES[self.format]
         return payload_layout(numel, capacity, dtype, ranges).nbytes
 
@@ -90,9 +99,8 @@ class Settings:
             row_of: if the tensor is itself a range, the elements of the longest one.
         """
         made: Codec
-        if self.few_bits:
-            ranges = len(bounds) - 1
-            made = quantized.QuantizedRows(bounds[-1], self.format, ranges, row_of, device)
+        if self.every_entry:
+            made = quantized.Quantized(bounds[-1], self.format, len(bounds) - 1, row_of, device)
         else:
             made = Compressor(
                 bounds[-1],

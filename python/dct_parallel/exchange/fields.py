@@ -81,6 +81,17 @@ def tensor(shape: Sequence[int], default: Any = REQUIRED) -> Field:
     return Field(f"a float32 {list(shape)} tensor of finite numbers", flaw, default)
 
 
+def at_most_one(of: Field) -> Field:
+    """A tuple that is empty, or holds one value of this rule."""
+
+    def flaw(value: object) -> object:
+        if not isinstance(value, tuple):
+            return type(value).__name__
+        return f"{len(value)} values" if len(value) > 1 else of.flaw(*value) if value else None
+
+    return Field(f"a tuple, empty or with {of.rule}", flaw)
+
+
 def _field(rule: str, holds: Callable[[Any], bool], default: Any = REQUIRED) -> Field:
     return Field(rule, lambda value: None if holds(value) else reprlib.repr(value), default)
 
@@ -91,6 +102,13 @@ def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
 
 TEXT = _field("a string", lambda v: isinstance(v, str))
 FRACTION = _field("a number in (0, 1]", lambda v: _is_number(v, (int, float)) and 0 < v <= 1)
+NAMES = _field(
+    "lists of strings",
+    lambda v: (
+        isinstance(v, list)
+        and all(isinstance(own, list) and own and all(type(k) is str for k in own) for own in v)
+    ),
+)
 BY_NAME = _field(
     "a dict with strings as keys", lambda v: isinstance(v, dict) and all(type(k) is str for k in v)
 )

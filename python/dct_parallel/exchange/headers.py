@@ -1,4 +1,4 @@
-"""The headers of payloads, as the host and the device read them."""
+"""The headers of payloads, as the host reads them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER, HEADER_BYTES
-
-_FLAGS_WORD, _FLAGS_SHIFT = 1, 24  # byte 7 of a header, in little-endian int32
 
 
 class Header(NamedTuple):
@@ -35,14 +33,3 @@ def read_headers(words: Sequence[Tensor]) -> list[Header]:
     """Views from `headers`, copied to the host, as numbers."""
     fields = HEADER.iter_unpack(bytes(torch.cat(list(words)).view(torch.uint8).tolist()))
     return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]
-
-
-def any_non_finite(words: Sequence[Tensor], intact: Tensor) -> Tensor:
-    """Whether a sender saw a NaN or Inf, int32 [1] on the device.
-
-    Args:
-        words: from `headers`.
-        intact: bool, of each header or of all: those of damaged payloads are ignored.
-    """
-    flags = (torch.stack(list(words))[:, _FLAGS_WORD] >> _FLAGS_SHIFT) * intact
-    return (flags & FLAG_NON_FINITE).any().int().view(1)

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from dct_kernels import __version__
 
-from ..agreement import exchange, require_same
+from ..agreement import exchange, refusing, require_same
 from ..groups import timeout_of
 from .bucket import Bucket
 from .codec import Settings
@@ -41,6 +41,8 @@ class StepLedger:
         loss_scale: of the gradients, if they are scaled.
         start_step: steps before compression.
         step_name: the unit of `step`, for errors.
+        shards: if what `group` reduces is one of several shards, the ranks that hold this rank's
+            others. They go on with it: all that ranks compare is the same there, but told["shard"].
 
     Attributes:
         run_id: made by the first rank as training begins, and kept in checkpoints.
@@ -62,20 +64,34 @@ class StepLedger:
         loss_scale: LossScale | None = None,
         start_step: int = 0,
         step_name: str = "step",
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         self._op, self._step_name, self._start_step = op, step_name, start_step
-        self._group, self._timeout = group, timeout_of(group, device)
+        self._group, self._shards, self._device = group, shards, device
         self._loss_scale = LossScale(op, None) if loss_scale is None else loss_scale
         self._recent = RecentStats()
         own = {"version": __version__, **told, **settings.as_told(), "start_step": start_step}
-        own |= {"grad_scaler": self._loss_scale.as_told(), "run_id": uuid.uuid4().hex}
-        everyone = exchange(op, own, group, self._timeout)
-        ids = [values.pop("run_id") for values in everyone.values()]
-        require_same(op, everyone)
-        self.run_id: str = ids[0]
+        own |= {"grad_scaler": self._loss_scale.as_told()}
+        self.run_id = uuid.uuid4().hex
+        with refusing(op, shards):
+            self._join(own, group)
+        if shards is not None:  # whose first rank has the id of its group by now
+            self._join({name: own[name] for name in own if name != "shard"}, shards)
         self._checkpoint, self._start = "none", 0  # what this rank goes on from
         self._damage: str | None = None  # the error that every later call raises
         self._go_on_at(0)
+
+    def _join(self, own: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        """Compare settings with the ranks of a group, and take the first one's run id."""
+        everyone = self._everyones(self._op, {**own, "run_id": self.run_id}, group)
+        ids = [values.pop("run_id") for values in everyone.values()]
+        require_same(self._op, everyone)
+        self.run_id = ids[0]
+
+    def _everyones(
+        self, op: str, own: Mapping[str, Any], group: dist.ProcessGroup
+    ) -> dict[int, dict[str, Any]]:
+        return exchange(op, own, group, timeout_of(group, self._device))
 
     def _go_on_at(self, step: int) -> None:
         self.step, self._number, self.non_finite = step, step, False
@@ -116,13 +132,16 @@ class StepLedger:
         if not self._compared:
             own = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
             op = "load_state_dict"
-            require_same(op, exchange(op, own, self._group, self._timeout))
+            with refusing(op, self._shards):
+                require_same(op, self._everyones(op, own, self._group))
+            if self._shards is not None:
+                require_same(op, self._everyones(op, own, self._shards))
             self._compared = True
 
-    def reduction(self, number: int, bucket: Bucket, buffer: Tensor) -> Callable[[], Tensor]:
-        """A function that reduces `buffer` by this bucket of the step, on any thread."""
+    def reduction(self, number: int, bucket: Bucket) -> Callable[[Tensor], Tensor]:
+        """A function that reduces a buffer by this bucket of the step, on any thread."""
         self._sent[number] = bucket
-        return partial(self._reduce, bucket, buffer)
+        return partial(self._reduce, bucket)
 
     def start(self, bucket: Bucket, buffer: Tensor) -> None:
         """Begin to send a step's only bucket: see `Bucket.start`."""
@@ -142,7 +161,7 @@ class StepLedger:
             return
         self._recent.note(list(results.values()))
         # Buckets may have been read before the step's end.
-        self.hear(self.non_finite or any(result.non_finite for result in results.values()))
+        self.non_finite |= any(result.non_finite for result in results.values())
         damaged = [
             f"{what} in bucket {n}" for n, result in results.items() for what in result.damaged
         ]
@@ -151,11 +170,6 @@ class StepLedger:
                 f"dct::{self._op}: every payload of {self._step_name} {self._number} must be "
                 f"intact, got {'; '.join(damaged)}: load a checkpoint into a new state"
             )
-
-    def hear(self, non_finite: bool) -> None:
-        """Set whether a gradient of the last step was not finite, on any rank."""
-        self.non_finite = non_finite
-        self._loss_scale.saw(overflow=non_finite)
 
     def require_intact(self) -> None:
         """Raise if a payload was damaged, in any step that was looked at."""
@@ -166,7 +180,8 @@ class StepLedger:
         """Finish the last step: take back the entries of one that a GradScaler skipped.
 
         Raises:
-            RuntimeError: a payload was damaged, now or before.
+            RuntimeError: a payload was damaged, now or before; or it cannot be told whether the
+                step was skipped.
         """
         self.look()
         self.require_intact()
@@ -196,5 +211,4 @@ class StepLedger:
         self._checkpoint = f"one of {entry['world_size']} ranks"
         self._start = entry["step"]
         self._recent = RecentStats()
-        self._loss_scale.saw(overflow=False)
         self._go_on_at(entry["step"] if step is None else step)

@@ -1,9 +1,13 @@
 """The scale of a GradScaler, and whether it skipped the last step."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.amp import GradScaler
 
 from dct_kernels import checks
+
+from .optimizer_steps import OptimizerSteps
 
 
 class LossScale:
@@ -13,11 +17,16 @@ class LossScale:
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
             checks.fail(op, "grad_scaler", "a torch.amp.GradScaler", got, TypeError)
+        self._op = op
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value: Tensor | None = None
         self.inverse: Tensor | None = None
-        self._version = 0
-        self._overflowed = False
+        self._steps: OptimizerSteps | None = None
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Follow the optimizers of these parameters from now on."""
+        if self.scaler is not None:
+            self._steps = OptimizerSteps(self._op, self.scaler, parameters)
 
     def begin(self) -> None:
         """A backward pass starts to exchange its gradients."""
@@ -26,23 +35,17 @@ class LossScale:
             self.value = self.scaler._scale  # get_scale() would synchronize
         if self.value is not None:
             self.inverse = self.value.reciprocal()
-            self._version = self.value._version
-        # An overflow without an update is of an accumulation: the result of the last pass is in
-        # .grad, and is added to that of this pass, with its overflow.
-        self._overflowed = False
+        if self._steps is not None:
+            self._steps.begin()
 
     def as_told(self) -> str:
         """Its description, for ranks to compare."""
         return "none" if self.scaler is None else "given"
 
-    def saw(self, overflow: bool) -> None:
-        """Whether some rank's gradients of this pass overflowed."""
-        self._overflowed = overflow and self.value is not None
-
     def skipped(self) -> bool:
-        """Whether the scaler skipped the step that this pass was the last of; true once."""
-        # update() writes the scale, to the same or a different value.
-        if not self._overflowed or self.value is None or self.value._version == self._version:
-            return False
-        self._overflowed = False
-        return True
+        """Whether the scaler skipped the step that this pass was the last of; true once.
+
+        Raises:
+            RuntimeError: see `OptimizerSteps.skipped`.
+        """
+        return self._steps is not None and self._steps.skipped()

@@ -70,7 +70,8 @@ def merge_states(
                 sizes[name] = segment[RESIDUAL].numel()
                 total = sums.setdefault(name, {})
                 for part, value in segment.items():
-                    total[part] = total.get(part, 0) + value.to("cpu", torch.float64)
+                    for tensor in value if part == OWNER_RESIDUAL else (value,):
+                        total[part] = total.get(part, 0) + tensor.to("cpu", torch.float64)
     if not told:
         checks.fail(_OP, "states", "those of all ranks", "none")
     require_same(_OP, told)
@@ -84,13 +85,13 @@ def merge_states(
     return checkpoint.make(checkpoint.MEAN, merged)
 
 
-def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Tensor]:
-    """The merged residuals of one parameter, from sums over ranks."""
+def _mean(total: dict[str, Tensor], ranks: int, local_size: int) -> dict[str, Any]:
+    """The merged state of one parameter, from sums over ranks."""
     mean = {key: value / ranks for key, value in total.items() if key != OWNER_RESIDUAL}
     mean[RESIDUAL] = mean[RESIDUAL] * local_size
     if OWNER_RESIDUAL in total:  # one owner per element, in units of the mean
         mean[RESIDUAL] = mean[RESIDUAL] + total[OWNER_RESIDUAL]
-    return {key: value.float() for key, value in mean.items()}
+    return {key: value.float() for key, value in mean.items()} | {OWNER_RESIDUAL: ()}
 
 
 def _from_folder(folder: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Sizes of buckets, payloads and messages: arithmetic on parameter sizes, no tensors."""
 
 import dataclasses
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,6 +15,7 @@ from dct_kernels.layout import range_bounds
 
 from .. import wire
 from ..compressor import HEADROOM
+from ..formats import DTYPES
 from .codec import Settings
 
 
@@ -89,6 +92,14 @@ class BucketPlan:
         # And before that to all other owners; a rank that owns nothing sends to all of them.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + everybody
 
+    def node_bytes(self, local: int) -> int:
+        """Bytes per step that leave the last of equal nodes of so many ranks, which sends most."""
+        gathered = (self.ranks - 1) * self.payload_bytes  # in a ring, which leaves a node once
+        if self.transport == "all_gather":
+            return gathered
+        # Before that from each of its ranks to owners elsewhere; the first ranks are owners.
+        return local * min(self.owners, self.ranks - local) * self.payload_bytes + gathered
+
     def slices(self, index: int) -> Iterator[Slice]:
         """Range `index` as slices of parameters, in the bucket's order."""
         yield from slices(self.sizes, *self.range_bounds[index : index + 2])
@@ -97,6 +108,28 @@ class BucketPlan:
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
     """Bytes per compressed step, of the rank that sends most."""
     return sum(plan.wire_bytes for plan in plans)
+
+
+def node_sentence(plans: Sequence[BucketPlan], ranks: Sequence[int], less: str) -> str:
+    """The line after a plan's table if nodes send more than in a float32 ring; else none.
+
+    Args:
+        plans: of an exchange that knows of no nodes.
+        ranks: that take part, as numbered by torchrun, LOCAL_WORLD_SIZE to a node.
+        less: what sends less.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    of_node = max(int(told), 1) if told.isdecimal() else 1
+    nodes = Counter(rank // of_node for rank in ranks)
+    local, *others = set(nodes.values())
+    if local == 1 or others or len(nodes) == 1:  # every rank has a link, or none is in between
+        return ""
+    sent = sum(plan.node_bytes(local) for plan in plans)
+    ring = wire.all_reduce_bytes(4 * sum(plan.numel for plan in plans), len(ranks))
+    if sent <= ring:
+        return ""
+    who = f"A node of {local} ranks"
+    return f"\n{who} sends {sent:,} bytes to others, {ring:,} in the ring all-reduce: {less}."
 
 
 def plan_table(
@@ -130,5 +163,10 @@ def plan_table(
     if settings.density < 1:
         lines.append(
             f"Capacity is {HEADROOM} x density x numel. It sets the bytes, whatever passes."
+        )
+    elif settings.format in DTYPES:
+        lines.append(
+            f"Density is a fraction: 1 sends every entry in {settings.format}, as many bytes as a "
+            f"plain all-reduce in {settings.format}. 1 % is 0.01."
         )
     return "\n".join(lines)

@@ -32,11 +32,11 @@ class RecentStats:
     def add(self, density: float, overflow: float) -> None:
         """Note a step: the fraction of entries sent, and of payloads without room for all."""
         self._steps.append((density, overflow))
-        often = self.overflow > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS
-        if often and not self._warned:
+        late = self.overflow or 0.0
+        if late > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS and not self._warned:
             self._warned = True
             warnings.warn(
-                f"DCT: {self.overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
+                f"DCT: {late:.0%} of the payloads of the last {RECENT_STEPS} steps had "
                 "no room for all entries above the threshold: the rest is sent in later steps. "
                 "Use policy 'fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
@@ -48,6 +48,6 @@ class RecentStats:
         return sum(d for d, _ in self._steps) / len(self._steps) if self._steps else None
 
     @property
-    def overflow(self) -> float:
-        """Fraction of payloads with less room than entries that passed."""
-        return sum(o for _, o in self._steps) / max(len(self._steps), 1)
+    def overflow(self) -> float | None:
+        """Fraction of payloads with less room than entries that passed; None before the first."""
+        return sum(o for _, o in self._steps) / len(self._steps) if self._steps else None

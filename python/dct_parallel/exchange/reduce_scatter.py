@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from ..collectives import all_gather
 from .codec import Codec
-from .headers import any_non_finite, headers, read_headers
+from .headers import headers, read_headers
 from .plan import BucketPlan, Slice
 from .results import ExchangeResult
 from .transport import Transport
@@ -39,8 +39,7 @@ class ReduceScatter(Transport):
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
-        self._mean = torch.zeros_like(self._owner.residual)
-        self._packed = False  # this mean, by the owner
+        self._packed = False  # the mean of what has arrived, by the owner
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         rows = codec.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
@@ -48,11 +47,20 @@ class ReduceScatter(Transport):
         self._results = torch.zeros_like(rows)
         self._no_status = torch.zeros(ranks, dtype=torch.int32, device=device)
         self._headers = [*headers(codec.payload), *headers(self._results)]
+        self._started: dist.Work | None = None
+
+    def start(self) -> None:
+        self._packed = False
+        self._started = self._to_owners(async_op=True)
 
     def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
         self._packed = False
         with record_function("dct::exchange"):
-            self._to_owners()
+            if self._started is None:
+                self._to_owners()
+            else:
+                self._started.wait()  # on CUDA it is the stream that waits
+                self._started = None
         with record_function("dct::sum"):
             status, packed = self._compress_mean()
         with record_function("dct::gather_results"):
@@ -81,10 +89,6 @@ class ReduceScatter(Transport):
             payloads=len(payloads),
         )
 
-    def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
-        _, result, *words = raw_status
-        return any_non_finite(words[len(words) // 2 :], result == 0)
-
     def _damaged_results(self) -> list[str]:
         """The owners whose payloads cannot be read: unpacked one by one, only after damage."""
         codes = []
@@ -103,9 +107,10 @@ class ReduceScatter(Transport):
     def take_back(self) -> None:
         """Exact for the ranks' own residuals, to float32 rounding for the owner's."""
         super().take_back()
-        if self._packed:  # not if the first exchange failed
-            self._owner.take_back()
-            self._owner.residual -= torch.where(self._mean.isfinite(), self._mean, 0.0)
+        if self._packed and len(self._arrived):  # not if the first exchange failed
+            mean = torch.empty_like(self._owner.residual)
+            self._owner.unpack(self._arrived, mean)
+            self._owner.take_back(mean)
 
     def owner_state(self, index: int) -> Tensor:
         residual = torch.zeros(self._plan.sizes[index])
@@ -125,16 +130,20 @@ class ReduceScatter(Transport):
         others[piece.low : piece.high] = 0
         return others
 
-    def _to_owners(self) -> None:
+    def _to_owners(self, async_op: bool = False) -> dist.Work | None:
         """The ranges of the payload to their owners."""
         received = [len(self._arrived) // self._group.size()] * self._group.size()
-        dist.all_to_all_single(self._arrived, self._sent, received, self._splits, group=self._group)
+        work: dist.Work | None = dist.all_to_all_single(
+            self._arrived, self._sent, received, self._splits, self._group, async_op
+        )
+        return work
 
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
         """(the senders' status, the payload) of the mean of this rank's own range."""
-        owns = len(self._arrived) > 0
-        status = self._owner.unpack(self._arrived, self._mean) if owns else self._no_status
-        packed = self._owner.pack(self._mean)
+        if len(self._arrived):
+            status, packed = self._owner.pack_mean(self._arrived)
+        else:  # an empty range
+            status, packed = self._no_status, self._owner.pack(self._owner.residual)
         self._packed = True
         return status, packed
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +40,16 @@ class SegmentState:
             return self.residual
         return self.residual + ranks * self.owner
 
-    def as_dict(self) -> dict[str, Tensor]:
-        """As a checkpoint holds it."""
-        owner = {} if self.owner is None else {OWNER_RESIDUAL: self.owner}
-        return {RESIDUAL: self.residual, **owner}
+    def as_dict(self) -> dict[str, Any]:
+        """As a checkpoint of one rank holds it.
+
+        The owner's is in a tuple, or an empty one is there: torch.distributed.checkpoint takes a
+        tuple as it is, so that a state of either transport is read into one of the other.
+        """
+        owner = () if self.owner is None else (self.owner,)
+        return {RESIDUAL: self.residual, OWNER_RESIDUAL: owner}
 
     @staticmethod
-    def from_dict(saved: Mapping[str, Tensor]) -> "SegmentState":
+    def from_dict(saved: Mapping[str, Any]) -> "SegmentState":
         """From a checkpoint."""
-        return SegmentState(saved[RESIDUAL], saved.get(OWNER_RESIDUAL))
+        return SegmentState(saved[RESIDUAL], *saved[OWNER_RESIDUAL])

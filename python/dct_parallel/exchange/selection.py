@@ -14,9 +14,10 @@ from .transport import Transport
 TRANSPORTS: dict[str, type[Transport]]
 TRANSPORTS = {"all_gather": AllGather, "reduce_scatter": ReduceScatter}
 
-# By default payloads go to everybody up to so many ranks, fewer if every entry is sent; beyond that
-# in buckets of fewer blocks per rank, whose ranges are too short to repay a second collective.
-GATHER_RANKS, GATHER_RANKS_FEW_BITS, LEAST_BLOCKS = 8, 2, 4
+# By default the largest entries go to everybody up to so many ranks, and beyond that in buckets of
+# fewer blocks per rank, whose ranges are too short to repay a second collective. Where every entry
+# is sent, bytes decide.
+GATHER_RANKS, LEAST_BLOCKS = 8, 4
 
 
 def require_transport(op: str, transport: str | None) -> None:
@@ -31,8 +32,11 @@ def transport_for(transport: str | None, settings: Settings, numel: int, ranks: 
     """The transport of a bucket of so many elements between so many ranks."""
     if transport is not None:
         return transport
-    few = ranks <= _gather_ranks(settings)
-    return "all_gather" if few or numel < _least(ranks) else "reduce_scatter"
+    if settings.every_entry:
+        plans = [BucketPlan(("",), (numel,), settings, name, ranks) for name in TRANSPORTS]
+        return min(plans, key=lambda plan: plan.wire_bytes).transport  # the first of equal ones
+    few = ranks <= GATHER_RANKS or numel < _least(ranks)
+    return "all_gather" if few else "reduce_scatter"
 
 
 def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
@@ -44,17 +48,15 @@ def reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
     """Why these plans have their transports."""
     if transport is not None:
         return "as asked"
-    ranks, most = plans[0].ranks, _gather_ranks(plans[0].settings)
-    if ranks <= most:
-        return f"up to {most} ranks"
-    why = f"more than {most} ranks"
+    if plans[0].settings.every_entry:
+        return "fewer bytes"
+    ranks = plans[0].ranks
+    if ranks <= GATHER_RANKS:
+        return f"up to {GATHER_RANKS} ranks"
+    why = f"more than {GATHER_RANKS} ranks"
     if any(plan.transport == "all_gather" for plan in plans):
         why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
     return why
-
-
-def _gather_ranks(settings: Settings) -> int:
-    return GATHER_RANKS_FEW_BITS if settings.few_bits else GATHER_RANKS
 
 
 def _least(ranks: int) -> int:

@@ -49,10 +49,6 @@ class Transport(ABC):
     def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
         """The result of the last `reduce`, from its raw status on the host."""
 
-    @abstractmethod
-    def non_finite(self, raw_status: Sequence[Tensor]) -> Tensor:
-        """What `result` will find, int32 [1] on the device: see `any_non_finite`."""
-
     def take_back(self) -> None:
         """Return the entries of the last `reduce` to residuals, for a step that was not applied."""
         self._codec.take_back()

@@ -9,7 +9,7 @@ shard's number, once for each row of the dimension that is cut.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dct_kernels import checks
 
 from ..exchange import fields
 from ..exchange.checkpoint import ENTRY, IS_VERSION, VERSION
-from ..exchange.segment_state import SegmentState
+from ..exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
 from .units import Piece
 
 Entry = dict[str, Any]  # one replica's part of a checkpoint, of which each rank holds a shard
@@ -65,15 +65,17 @@ def spread(piece: Piece, segment: SegmentState, packed: int) -> dict[str, Tensor
     parameter, local = piece.parameter, piece.local
     mesh, rows = parameter.device_mesh, parameter.shape[piece.dim]
     saved: dict[str, Tensor | int] = {"packed": packed}  # the same on all shards
-    for key, value in segment.as_dict().items():
-        saved[key] = DTensor.from_local(
-            value[: local.numel()].view(local),
-            mesh,
-            [Shard(piece.dim)],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    parts = {RESIDUAL: segment.residual, OWNER_RESIDUAL: segment.owner}
+    for key, value in parts.items():
+        if value is not None:
+            saved[key] = DTensor.from_local(
+                value[: local.numel()].view(local),
+                mesh,
+                [Shard(piece.dim)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
     number = torch.full((local[piece.dim],), float(mesh.get_local_rank()))
     saved["shard"] = DTensor.from_local(
         number, mesh, [Shard(0)], run_check=False, shape=torch.Size([rows]), stride=(1,)
@@ -89,7 +91,7 @@ def gather_up(piece: Piece, saved: dict[str, Tensor]) -> SegmentState:
         flat[: local.numel()] = local.flatten()
         return flat
 
-    return SegmentState.from_dict(saved).map(padded)
+    return SegmentState(saved[RESIDUAL], saved.get(OWNER_RESIDUAL)).map(padded)
 
 
 def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> Entry:
@@ -109,18 +111,34 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
     if entry["replicas"] != here["replicas"]:
         rule = f"{here['replicas']}, as in this run (load_merged takes any number)"
         checks.fail(op, "replicas", rule, entry["replicas"])
-    return _require_fit(op, entry, here, pieces)
+    stored = {
+        name
+        for name, parts in entry["parameters"].items()
+        if isinstance(parts, dict) and OWNER_RESIDUAL in parts
+    }
+    # torch.distributed.checkpoint is silent of what it finds beside what this run's own state has.
+    if entry["transport"] == "reduce_scatter" and entry["parameters"].keys() - stored:
+        rule = "owners' residuals (load_merged reads a folder of either transport)"
+        checks.fail(op, "state", rule, "one by reduce_scatter without them", verb="have")
+    return _require_fit(op, entry, _as_stored(here, stored), pieces)
+
+
+def _as_stored(here: Entry, owners: Collection[str]) -> Entry:
+    """`here`, with owners' residuals for these parameters only, whichever its own transport."""
+    parameters = {}
+    for name, own in here["parameters"].items():
+        parameters[name] = {key: value for key, value in own.items() if key != OWNER_RESIDUAL}
+        if name in owners:
+            parameters[name][OWNER_RESIDUAL] = torch.zeros_like(own[RESIDUAL])
+    return {**here, "parameters": parameters}
 
 
 def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) -> Entry:
     """The entry; raises unless it is sound, and of this run's settings and model."""
-    for key in ("density", "transport", "reduction"):
+    for key in ("density", "reduction"):
         if entry[key] != here[key]:
             checks.fail(op, key, f"{here[key]}, as in this run", entry[key])
-    difference = entry["parameters"].keys() ^ here["parameters"].keys()
-    if difference:
-        got = f"a difference in {', '.join(sorted(difference))}"
-        checks.fail(op, "parameters", "those of this model", got)
+    _require_same_names(op, entry["parameters"].keys(), here)
     parameters = {}
     for piece in pieces:
         own = here["parameters"][piece.name]
@@ -132,6 +150,12 @@ def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) ->
             checks.fail(op, "state", f"that of shard {ours[0]:.0f}", got)
         parameters[piece.name] = found
     return {**entry, "parameters": parameters}
+
+
+def _require_same_names(op: str, names: Set[str], here: Entry) -> None:
+    if difference := names ^ here["parameters"].keys():
+        got = f"a difference in {', '.join(sorted(difference))}"
+        checks.fail(op, "parameters", "those of this model", got)
 
 
 def _local(value: Tensor) -> Tensor:
@@ -146,8 +170,11 @@ def read(
 
     Args:
         key: the name the state was saved under; dots go deeper.
-        here: the entry that this run would save now; overwritten.
+        here: the entry that this run would save now; its tensors are overwritten.
         pieces: of all parameters of this model.
+
+    Raises:
+        ValueError: there is no such state, a replica's is missing, or it does not fit.
     """
     import torch.distributed.checkpoint as dcp  # late: it takes a second to import
 
@@ -161,16 +188,24 @@ def read(
         rule = f"the name of a dct_fully_shard_hook's state in {folder}"
         checks.fail(op, "key", rule, repr(key))
     for replica in found:
-        state = make(replica, here.copy())
+        below = [path[depth + 2 :] for path in of_state if path[depth + 1] == replica]
+        # Told here, because a load does not notice what is there beside what it looks for.
+        _require_same_names(op, {path[1] for path in below if path[0] == "parameters"}, here)
+        template = _as_stored(here, {p[1] for p in below if p[-1] == OWNER_RESIDUAL})
+        state = make(replica, template)
         tree = state
         for name in reversed(prefix):
             tree = {name: tree}
-        dcp.load(tree, checkpoint_id=folder)
+        try:
+            dcp.load(tree, checkpoint_id=folder)
+        except dcp.CheckpointException as error:  # a BaseException, on all ranks alike
+            why = next(iter(error.failures.values()))[0]
+            checks.fail(op, "folder", f"a state that fits this model in {key!r}", why, verb="hold")
         entry = fields.checked(op, state["replicas"][replica], _ENTRY)
         if len(found) != entry["replicas"]:
             rule = f"all {entry['replicas']} replicas"
             checks.fail(op, "folder", rule, f"only {', '.join(found)}", verb="hold")
-        yield _require_fit(op, entry, here, pieces)
+        yield _require_fit(op, entry, template, pieces)
 
 
 def mean(segments: Iterable[dict[str, SegmentState]]) -> dict[str, SegmentState]:

@@ -28,7 +28,7 @@ def dct_fully_shard_hook(
     model: nn.Module,
     *,
     density: float | None = None,
-    format: str | torch.dtype = "bfloat16",
+    format: str | torch.dtype | None = None,
     transport: str | None = None,
     mesh: DeviceMesh,
     grad_scaler: GradScaler | None = None,

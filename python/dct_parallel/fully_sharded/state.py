@@ -66,7 +66,9 @@ class FullyShardState:
         self._ledger = StepLedger(OP, world, self._device, settings, told, loss_scale, start_step)
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
+        self._end_group = groups.ending(self, self._after_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
+        loss_scale.watch(piece.parameter for piece in self._pieces)
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
 
@@ -97,7 +99,7 @@ class FullyShardState:
             self._open = False
             for unit in self._units:
                 unit.close()
-            groups.end_group(self._after_step)
+            self._end_group()
         self._ledger.finish()
 
     def plan(self) -> str:
@@ -116,7 +118,7 @@ class FullyShardState:
         """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
 
         `wire_bytes`: bytes sent per rank to other replicas in a compressed step. Besides, FSDP
-        sends its own messages inside a shard group, and all ranks reduce 24 bytes.
+        sends its own messages inside a shard group, and all ranks reduce 16 bytes.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -165,9 +167,9 @@ class FullyShardState:
         compares run and step between ranks. A refused state changes nothing.
 
         Raises:
-            ValueError: made with a different version, density, transport or number of replicas, by
-                a different replica or shard, or for a different model; or something in it is
-                missing, of a wrong type or shape or not finite.
+            ValueError: made with a different version, density or number of replicas, by a different
+                replica or shard, or for a different model; or something in it is missing, of a
+                wrong type or shape or not finite.
             TypeError: not a state dict.
             RuntimeError: this state received a damaged payload: load into a new one.
         """
@@ -176,7 +178,7 @@ class FullyShardState:
         self._go_on(entry, self._segments(entry))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
-        """Go on from states of a different number of replicas, of any number of shards.
+        """Go on from states of any number of replicas and shards, and of either transport.
 
         Every replica starts from the mean of their residuals. A step applies the mean over replicas
         of their messages, so the pending updates of the model stay the same, to float32 rounding
@@ -248,7 +250,7 @@ class FullyShardState:
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.compresses:
-            self._ledger.reduction(index, self._buckets[index], flat)()
+            self._ledger.reduction(index, self._buckets[index])(flat)
         else:
             with record_function("dct::exchange_dense"):
                 flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
@@ -276,5 +278,5 @@ class FullyShardState:
         self._in_step = False
         if self._order:
             order, self._order = self._order, []
-            self._ledger.hear(agree(self._ledger.non_finite, order, self._after_step))
+            agree(order, self._after_step)
         self._ledger.finish()

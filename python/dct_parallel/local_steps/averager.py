@@ -1,6 +1,5 @@
 """Weights of ranks that train on their own, averaged every few steps by compressed changes."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -14,37 +13,25 @@ from dct_kernels import checks
 
 from .. import groups, wire
 from ..agreement import refusing
-from ..collectives import dense_mean
+from ..collectives import dense_mean, on_any
 from ..exchange import checkpoint, selection
 from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
-from ..exchange.parameters import describe
-from ..exchange.plan import BucketPlan, plan_table
+from ..exchange.plan import BucketPlan, node_sentence, plan_table
 from ..exchange.segment_state import SegmentState
+from . import shards
+from .own_steps import OwnSteps
+from .under_way import UnderWay
 from .weights import FlatWeights
 
 _OP = "DCTAverager"
-
-
-@dataclasses.dataclass
-class _UnderWay:
-    """An exchange between its start and its end.
-
-    Attributes:
-        weights: of this rank as it began, flat; None if it ends in the same step.
-        base: the next one, once the payloads are here.
-    """
-
-    weights: Tensor | None
-    base: Tensor | None = None
 
 
 class DCTAverager(ModelAverager):
     """Averages the weights of all ranks every `period` steps: local SGD, compressed.
 
         averager = DCTAverager(module, period=10)
-        ...
         optimizer.step()
         averager.average_parameters()
 
@@ -65,8 +52,9 @@ class DCTAverager(ModelAverager):
 
     Args:
         module: parameters on one CPU or CUDA device, float32, bfloat16 or float16; those that
-            require grad are averaged. No DDP. All parameters of the first rank, frozen ones as
-            well, replace the others'. Which of them require grad must stay the same.
+            require grad are averaged. No DDP. Of one that `fully_shard` has cut, on a mesh of one
+            dimension, this rank's shards. All parameters of the first rank, frozen ones as well,
+            replace the others'. Which of them require grad must stay the same.
         period: steps from one averaging to the next.
         overlap: steps that an exchange may take, from 0 (it ends at once) to period - 1; ranks
             train on meanwhile.
@@ -74,7 +62,8 @@ class DCTAverager(ModelAverager):
         density: fraction of all entries sent each time, in (0, 1]; default 1.
         format: see `DCTState`; default "ternary", and "bfloat16" with a density below 1.
         transport: see `DCTState`; with overlap always "all_gather".
-        process_group: ranks to average over, this one among them; default all.
+        process_group: ranks to average over, this one among them; default all. With shards: those
+            that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
 
@@ -82,13 +71,12 @@ class DCTAverager(ModelAverager):
         step: calls of `average_parameters`.
         period, overlap, residual_decay: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
-            ranks reduce 8 bytes: either all of them apply an averaging or none.
+            ranks reduce 8 bytes (shards twice): either all of them apply an averaging or none.
 
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its averager
-            within the group's timeout. Restart the process then; where all ranks raised alike,
-            they can try again.
+            within the group's timeout. Restart it then; where all raised alike, they can try again.
     """
 
     def __init__(
@@ -107,7 +95,7 @@ class DCTAverager(ModelAverager):
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
-        with refusing(_OP, group):
+        with refusing(_OP, group, *shards.shard_groups(module)):
             density = 1.0 if density is None else density
             format = format or ("ternary" if density == 1 else "bfloat16")
             self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
@@ -120,29 +108,34 @@ class DCTAverager(ModelAverager):
             if overlap and transport == "reduce_scatter":
                 rule = "None or 'all_gather' with overlap: the other has two exchanges in a row"
                 checks.fail(_OP, "transport", rule, repr(transport))
-            self._weights = FlatWeights(_OP, module)
+            self._weights = FlatWeights(_OP, module, group)
         self.period, self.overlap, self.residual_decay = period, overlap, float(residual_decay)
-        self._own = {"period": period, "overlap": overlap, "residual_decay": self.residual_decay}
-        names = self._weights.names
-        sizes, ranks = self._weights.sizes, group.size()
+        decay, shard = self.residual_decay, self._weights.shard
+        self._own = {"period": period, "overlap": overlap, "residual_decay": decay, "shard": shard}
+        names, sizes = tuple(self._weights.names.values()), self._weights.sizes
+        numel, ranks = self._weights.numel, group.size()
         self._transport = "all_gather" if overlap else transport
-        chosen = selection.transport_for(self._transport, self._settings, sum(sizes), ranks)
-        self._plan = BucketPlan(tuple(names.values()), sizes, self._settings, chosen, ranks)
+        chosen = selection.transport_for(self._transport, self._settings, numel, ranks)
+        self._plan = BucketPlan(names, sizes, self._settings, chosen, ranks)
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
-        told = {
-            "model": describe(names),
-            "frozen": describe(self._weights.frozen),
-            "transport": chosen,
-            **self._own,
-        }
-        self._ledger = StepLedger(  # its steps are averagings
-            _OP, group, self._device, self._settings, told, step_name="averaging"
+        told = {**self._weights.told(), "transport": chosen, **self._own}
+        others = self._weights.shard_group
+        self._shard_groups = () if others is None else (others,)
+        self._ledger = StepLedger(
+            _OP,
+            group,
+            self._device,
+            self._settings,
+            told,
+            step_name="averaging",  # its steps are averagings
+            shards=others,
         )
         self._weights.take_those_of_first_rank(group)
         self._base = self._weights.read()
+        self._own_steps = OwnSteps(self, self._weights.names, first=group.rank() == 0)
         self._bucket = self._new_bucket({})
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
 
     @torch.no_grad()
     def average_parameters(
@@ -159,11 +152,11 @@ class DCTAverager(ModelAverager):
             ValueError: at an averaging, different parameters require grad than when this was made;
                 on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
                 until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had NaN or infinite weights as the exchange began. Every rank
-                raises as that exchange ends. Its weights are those of the last averaging; their
-                change since then is in the residual, which did not decay once more. So training can
-                go on. NaN and Inf are lost, and in few bits the changes of rows of 1,024 with such
-                a weight.
+            RuntimeError: some rank had NaN or infinite weights as the exchange began, or the sum of
+                finite changes overflows. Every rank raises as that exchange ends. Its weights are
+                those of the last averaging; their change since then is in the residual, which did
+                not decay once more. So training can go on. NaN, Inf and what overflowed are lost,
+                and in few bits the changes of 64 weights beside a NaN or Inf.
                 Or a rank is gone: the others raise the same way, at the group's timeout at the
                 latest. They lose nothing, and `state_dict` saves it; this group cannot be used
                 again.
@@ -176,6 +169,7 @@ class DCTAverager(ModelAverager):
         if averages:
             self._weights.require_same("average_parameters")
         self.step += 1
+        self._own_steps.add()
         if averages:
             self._start()
         if self.step % self.period >= self.overlap:
@@ -193,21 +187,21 @@ class DCTAverager(ModelAverager):
             ValueError: ranks do not go on from the same step, after a load. Or different parameters
                 require grad than when this was made, on this rank: other ranks wait until the
                 group's timeout.
-            RuntimeError: some rank has NaN or infinite weights. Every rank raises, and nothing has
-                changed. Or as `average_parameters`, for the exchange that was under way.
+            RuntimeError: some rank has NaN or infinite weights, or a mean overflows. Every rank
+                raises; nothing has changed. Or as `average_parameters`, for what was under way.
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
         self._arrive()
-        owed = self._weights.moved_from(self._base)
-        self._bucket.add_owed(owed)
-        mean = dense_mean(owed, torch.float32, self.process_group)
-        if not mean.isfinite().all():
+        self._bucket.add_owed(owed := self._weights.moved_from(self._base))
+        base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
+        if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
-        self._base += mean
-        self._weights.write(self._base)
+        self._base, self._own_steps.count = base, 0
+        self._weights.write(base)
+        self._own_steps.warn_if_never_called()
 
     def plan(self) -> str:
         """The bytes of an averaging, as a table, and the bytes per step.
@@ -218,6 +212,8 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         reason = "overlap" if self.overlap else selection.reason(self._transport, [self._plan])
         table = plan_table([self._plan], reason, self._device, "averaging")
+        ranks = dist.get_process_group_ranks(self.process_group)
+        table += node_sentence([self._plan], ranks, "fewer bits send less (docs/guide/cluster.md)")
         dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
@@ -228,35 +224,41 @@ class DCTAverager(ModelAverager):
     def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 averagings that ended. Does not wait.
 
-        `step`: steps taken; `density`: entries that this rank sent over all entries (None before
-        the first averaging); `overflow`: fraction of payloads, of all ranks, with less room than
-        entries that passed; `wire_bytes`: bytes sent per rank and averaging; `under_way`: whether
-        an exchange is, which these figures do not include.
+        `step`: steps taken; `unaveraged`: those since the last averaging began, in this rank's
+        weights alone; `density`: entries that this rank sent over all entries; `overflow`: fraction
+        of payloads, of all ranks, with less room than entries that passed (both None before the
+        first averaging); `wire_bytes`: bytes sent per rank and averaging; `under_way`: whether an
+        exchange is, which these figures do not include.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        stats = self._ledger.stats([self._plan])
-        return {**stats, "step": self.step, "under_way": self._under_way is not None}
+        self._own_steps.warn_if_never_called()
+        own = {"step": self.step, "unaveraged": self._own_steps.count}
+        under_way = self._under_way is not None
+        return {**self._ledger.stats([self._plan]), **own, "under_way": under_way}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
 
-        One file per rank, beside the rank's weights and optimizer, which differ between averagings.
-        Waits for the payloads of an exchange under way. It still ends in its own step, in this run
-        and in one that goes on from this state.
+        One file per rank, beside the rank's weights and optimizer, which differ between averagings:
+        the entry's "unaveraged" says how many steps only this rank's weights have.
+        Waits for the payloads of an exchange under way, with shards on every rank of the mesh. It
+        still ends in its own step, in this run and in one that goes on from this state.
 
         Raises:
             RuntimeError: that exchange failed, so that `average_parameters` will raise. Nothing has
                 changed; once that has raised, the state can be saved, unless a payload was damaged.
         """
         self._ledger.require_intact()
+        self._own_steps.warn_if_never_called()
         flat = {checkpoint.BASE: self._base}
         if self._under_way is not None:
-            flat[checkpoint.BASE] = self._receive(self._under_way)
-            self._require_sound("state_dict")
+            flat[checkpoint.BASE] = base = self._receive(self._under_way)
+            self._agree(*self._shard_groups)
+            self._require_sound("state_dict", base)
             if self._under_way.weights is not None:
                 flat[checkpoint.STARTED] = self._under_way.weights
         parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
@@ -270,6 +272,8 @@ class DCTAverager(ModelAverager):
             "world_size": self.process_group.size(),
             "local_size": 1,
             "density": self._settings.density,
+            "under_way": int(checkpoint.STARTED in flat),
+            "unaveraged": self._own_steps.save(),
             **self._own,
             "parameters": parameters,
         }
@@ -296,9 +300,10 @@ class DCTAverager(ModelAverager):
         )
         saved, step = entry["parameters"], entry["step"]
         started = [name for name in sizes if checkpoint.STARTED in saved[name]]
-        if started and (len(started) < len(sizes) or step % self.period >= self.overlap):
+        whole = len(started) == len(sizes) * entry.get("under_way", bool(started))
+        if not whole or (started and step % self.period >= self.overlap):
             rule = "all weights while an exchange is under way, otherwise none"
-            got = f"{', '.join(started)} at step {step}"
+            got = f"{', '.join(started) or 'none'} at step {step}"
             checks.fail("load_state_dict", checkpoint.STARTED, rule, got, verb="hold")
 
         def flat(key: str) -> Tensor:
@@ -307,7 +312,8 @@ class DCTAverager(ModelAverager):
         self._ledger.load(entry, step // self.period)
         self._bucket = self._new_bucket(saved)
         self.step, self._base = step, flat(checkpoint.BASE)
-        self._under_way = _UnderWay(flat(checkpoint.STARTED), self._base) if started else None
+        self._own_steps.load(entry.get("unaveraged", step % self.period))
+        self._under_way = UnderWay(flat(checkpoint.STARTED), self._base) if started else None
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
@@ -322,16 +328,22 @@ class DCTAverager(ModelAverager):
         """Begin an averaging. Waits only the first time, for all ranks to compare steps."""
         self._ledger.begin(self.step // self.period)
         weights = self._weights.read() if self.overlap else None
-        self._ledger.start(self._bucket, self._weights.moved_from(self._base))
-        self._under_way = _UnderWay(weights)
+        try:
+            self._ledger.start(self._bucket, self._weights.moved_from(self._base))
+        except BaseException:  # as if the exchange had failed later: see `_arrive`
+            self._ledger.take_back()
+            self._weights.write(self._base)
+            raise
+        self._under_way = UnderWay(weights)
 
-    def _receive(self, under_way: _UnderWay) -> Tensor:
+    def _receive(self, under_way: UnderWay) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
         if under_way.base is None:
             mean = torch.empty_like(self._base)
             self._bucket.finish(mean)
             self._ledger.look()
-            under_way.base = mean.add_(self._base)
+            base = under_way.base = mean.add_(self._base)
+            self._ledger.non_finite |= not self._weights.can_be(base).all()
         return under_way.base
 
     def _arrive(self) -> None:
@@ -342,21 +354,27 @@ class DCTAverager(ModelAverager):
         self._ledger.compare()  # after a load in the middle of it
         try:
             base = self._receive(under_way)
-            self._agree()
-            self._require_sound("average_parameters")
+            self._agree(self.process_group, *self._shard_groups)
+            self._require_sound("average_parameters", base)
         except RuntimeError:
             self._under_way = None
             self._ledger.take_back()
+            if self._ledger.non_finite and under_way.base is not None:
+                self._bucket.add_owed(most := torch.zeros_like(self._base))
+                most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
+                fits = self._weights.can_be(under_way.base) | self._weights.can_be(most)
+                self._bucket.drop(~fits)  # or it would overflow again
             self._go_on(self._moved_since(under_way), self._base)
             raise
         self._under_way = None
+        self._own_steps.count = self.step % self.period
         moved = self._moved_since(under_way)
         self._base = base
         if self.residual_decay < 1:
             torch._foreach_mul_(self._bucket.residuals(), self.residual_decay)
         self._go_on(moved, base if moved is None else base + moved)
 
-    def _moved_since(self, under_way: _UnderWay) -> Tensor | None:
+    def _moved_since(self, under_way: UnderWay) -> Tensor | None:
         """The change of this rank's weights since it began; None if no step was taken."""
         return None if under_way.weights is None else self._weights.read().sub_(under_way.weights)
 
@@ -367,21 +385,16 @@ class DCTAverager(ModelAverager):
             moved.sub_(self._weights.moved_from(self._base))
             self._bucket.codec.residual += moved.nan_to_num_(0, 0, 0)
 
-    def _agree(self) -> None:
+    def _agree(self, *among: dist.ProcessGroup) -> None:
         """Wait until all ranks have received all payloads; learn whether one had NaN or Inf.
 
         A rank that received damage does not come: then no rank applies this averaging.
         """
         self._ledger.require_intact()
-        said = torch.tensor([int(self._ledger.non_finite)], device=self._device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, self.process_group)
-        self._ledger.hear(bool(said))
+        self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
 
-    def _require_sound(self, op: str) -> None:
-        """Raise if a payload cannot be used: one that is not finite on all ranks."""
-        self._ledger.require_intact()
+    def _require_sound(self, op: str, base: Tensor) -> None:
+        """Raise if what arrived is not finite: after `_agree`, on all ranks."""
         if self._ledger.non_finite:
-            here = self._weights.non_finite()
-            got = f"NaN or Inf in {', '.join(here)}" if here else "NaN or Inf on another rank"
             arg = f"weights at averaging {self.step // self.period}"
-            checks.fail(op, arg, "finite on every rank", got, RuntimeError)
+            checks.fail(op, arg, "finite on every rank", self._weights.cause(base), RuntimeError)

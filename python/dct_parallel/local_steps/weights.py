@@ -8,44 +8,71 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from ..exchange.parameters import unwrapped
+from ..exchange.checkpoint import WHOLE
+from ..exchange.parameters import describe, unwrapped
+from . import shards
 
 
 class FlatWeights:
     """The parameters of a module that require grad, one after another, in float32.
 
+    Of a module that fully_shard has cut, this rank's shards.
+
     Args:
         op: their owner, for errors.
         module: float32, bfloat16 or float16 parameters, on one CPU or CUDA device; no DDP.
+        group: the ranks that average them.
 
     Attributes:
         names: {parameter: name} of those that require grad.
         frozen: {parameter: name} of the others.
-        sizes: elements of each.
+        shard: which one they are of how many, in words.
+        shard_group: the ranks with the others, or None.
+        sizes: elements of each, on this rank.
         device: of all.
 
     Raises:
         ValueError, TypeError: the module is not like this.
     """
 
-    def __init__(self, op: str, module: nn.Module) -> None:
+    def __init__(self, op: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         if not isinstance(module, nn.Module):
             checks.fail(op, "module", "an nn.Module", type(module).__name__, TypeError)
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             rule = "without DistributedDataParallel, which averages all gradients (pass ddp.module)"
             checks.fail(op, "module", rule, type(module).__name__, TypeError)
         self._module = module
+        self.shard, self.shard_group = WHOLE, None
+        mesh = shards.require_mesh(op, module)
+        if mesh is not None:
+            shards.require_replicas(op, group, mesh)
+            self.shard = f"{mesh.get_local_rank()} of {mesh.size()}"
+            self.shard_group = mesh.get_group()
+            cuts = [shards.cut_of(parameter) for parameter in module.parameters()]
+            if any(cuts):  # not the first dimension of all, where parts of one size may differ
+                self.shard += f", cut along {', '.join(map(str, cuts))}"
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
         if not self.names:
             checks.fail(op, "module", "parameters that require grad", "none", verb="have")
         for parameter, name in self.names.items():
             checks.require_dtype(op, f"parameter {name}", parameter.dtype, checks.FLOATS)
-        devices = {parameter.device for parameter in self.names | self.frozen}
+        devices = {shards.local(parameter).device for parameter in self.names | self.frozen}
         self.device = next(iter(devices))
         if len(devices) > 1 or self.device.type not in ("cpu", "cuda"):
             got = ", ".join(sorted(map(str, devices)))
             checks.fail(op, "module", "on one device, the CPU or CUDA", got)
-        self.sizes = tuple(parameter.numel() for parameter in self.names)
+        self.sizes = tuple(shards.local(parameter).numel() for parameter in self.names)
+
+    @property
+    def numel(self) -> int:
+        """Elements of an average shard: the same on every rank, unlike the sum of sizes."""
+        ranks = 1 if self.shard_group is None else self.shard_group.size()
+        return -(-sum(parameter.numel() for parameter in self.names) // ranks)
+
+    def told(self) -> dict[str, str]:
+        """What must be the same on every rank, in words."""
+        cut = {p: f"{n} {getattr(p, 'placements', '')}" for p, n in self.names.items()}
+        return {"model": describe(cut), "frozen": describe(self.frozen)}
 
     def require_same(self, op: str) -> None:
         """Raise if different parameters require grad than at the start: each rank would train its
@@ -62,36 +89,55 @@ class FlatWeights:
     def take_those_of_first_rank(self, group: dist.ProcessGroup) -> None:
         """Broadcast all parameters of the first rank, frozen ones as well, to the others."""
         first = dist.get_global_rank(group, 0)
-        for parameter in self._module.parameters():
-            flat = parameter.detach().flatten().contiguous()  # its memory, if that is
+        for own in map(shards.local, self._module.parameters()):
+            flat = own.flatten().contiguous()  # its memory, if that is
             dist.broadcast(flat.view(torch.uint8), first, group)  # of any dtype
-            parameter.copy_(flat.view_as(parameter))
+            own.copy_(flat.view_as(own))
 
     def read(self) -> Tensor:
         """A copy."""
-        return torch.cat([parameter.detach().flatten().float() for parameter in self.names])
+        return torch.cat([own.flatten().float() for own in self._own()])
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy them into the parameters, rounded to each one's dtype."""
-        for parameter, part in zip(self.names, flat.split(self.sizes), strict=True):
-            parameter.copy_(part.view_as(parameter))
+        shards.reshard(self._module)  # what was gathered would not change with them
+        for own, part in zip(self._own(), flat.split(self.sizes), strict=True):
+            own.copy_(part.view_as(own))
 
     def moved_from(self, base: Tensor) -> Tensor:
         """The difference between them and `base` rounded to their dtype.
 
         So the base's rounding error is in no difference: the base keeps it.
         """
-        moved = self.read()
-        parts = zip(self.names, moved.split(self.sizes), base.split(self.sizes), strict=True)
-        for parameter, part, of_base in parts:
-            part.sub_(of_base.to(parameter.dtype))
+        moved = torch.empty_like(base)
+        parts = zip(self._own(), moved.split(self.sizes), base.split(self.sizes), strict=True)
+        for own, part, of_base in parts:
+            whole = own.float()
+            torch.sub(whole, of_base.to(own.dtype).view_as(whole), out=part.view_as(whole))
         return moved
 
-    def non_finite(self) -> list[str]:
-        """Names of parameters with NaN or Inf. Waits for the device."""
-        return [name for parameter, name in self.names.items() if not parameter.isfinite().all()]
+    def can_be(self, flat: Tensor) -> Tensor:
+        """Of each element of `flat`, on this rank, whether its parameter's dtype can hold it."""
+        parts = zip(self._own(), flat.split(self.sizes), strict=True)
+        return torch.cat([part.to(own.dtype).isfinite() for own, part in parts])
+
+    def cause(self, base: Tensor) -> str:
+        """Which of them, or else of the next `base`, are not finite: for errors."""
+        here = self._names_of(~self.read().isfinite())
+        if here:
+            return f"NaN or Inf in {here}"
+        there = self._names_of(~self.can_be(base)) or "another shard"
+        return f"NaN or Inf on another rank, or changes that overflow, in {there}"
+
+    def _names_of(self, where: Tensor) -> str:
+        parts = zip(self.names.values(), where.split(self.sizes), strict=True)
+        return ", ".join(name for name, part in parts if part.any())
+
+    def _own(self) -> list[Tensor]:
+        return [shards.local(parameter) for parameter in self.names]
 
     def _named(self, trained: bool) -> dict[Parameter, str]:
+        shards.reshard(self._module)
         named = self._module.named_parameters()
         return {p: unwrapped(name) for name, p in named if p.requires_grad == trained}

@@ -1,0 +1,214 @@
+"""all_reduce_compressed: the sum, what waits, and what is left of both after a failure."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import floats
+from oracle import quantized_payload as oracle
+from torch.distributed import ReduceOp
+
+from dct_parallel import all_reduce_compressed, collectives
+from dct_parallel.exchange.quantized import FORMATS
+from ranks import on_ranks, run_ranks
+from wire_meter import WireMeter
+
+BLOCK = 16_384
+NUMEL = 2 * BLOCK + 1000  # three ranks own a block each, the last one not a whole one
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+def _grad(rank, step, numel=NUMEL):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(numel, generator=generator) * 10.0 ** (rank - 1)
+
+
+def _rounded(accs, format, scale=1.0):
+    """The sum of what is received of each rank's entries, and what is left of them."""
+    geometry = oracle.Geometry(len(accs[0]), format)
+    payloads = [bytearray(geometry.nbytes) for _ in accs]
+    left = [
+        oracle.quantize_pack(acc, None, [payload], geometry)
+        for acc, payload in zip(accs, payloads, strict=True)
+    ]
+    bits, _ = oracle.dequantize_sum([[p] for p in payloads], geometry, "float32", scale)
+    return floats.widen(bits, "float32"), left
+
+
+def _expected(residuals, grads, format):
+    """The sum and every rank's new residual, by the payload's oracle."""
+    accs = [(r + g).numpy() for r, g in zip(residuals, grads, strict=True)]
+    ranks = len(accs)
+    if ranks == 2:
+        total, left = _rounded(accs, format)
+        return torch.from_numpy(total), list(map(torch.from_numpy, left))
+    total, left = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in accs]
+    for owner in range(ranks):
+        part = slice(owner * BLOCK, min((owner + 1) * BLOCK, NUMEL))
+        mean, own = _rounded([acc[part] for acc in accs], format, 1 / ranks)
+        total[part], [owed] = _rounded([mean], format, float(ranks))
+        for whole, x in zip(left, own, strict=True):
+            whole[part] = x
+        left[owner][part] += np.float32(ranks) * owed
+    return torch.from_numpy(total), list(map(torch.from_numpy, left))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_and_residuals(world_size):
+    outcome = run_ranks(_steps, world_size)
+    for format in FORMATS:
+        residuals = [torch.zeros(NUMEL)] * world_size
+        for step in range(2):
+            grads = [_grad(rank, step) for rank in range(world_size)]
+            total, residuals = _expected(residuals, grads, format)
+            for rank in range(world_size):
+                result, residual = outcome[rank][format][step]
+                assert torch.equal(result, total), (format, step, rank)
+                assert torch.equal(residual, residuals[rank]), (format, step, rank)
+
+
+def _steps(rank):
+    found = {}
+    for format in FORMATS:
+        residual, found[format] = torch.zeros(NUMEL), []
+        for step in range(2):
+            x = _grad(rank, step)
+            assert all_reduce_compressed(x, residual, format=format) is None
+            found[format].append((x, residual.clone()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_uses(rank):
+    ranks = dist.get_world_size()
+    # In float32 on two ranks torch's own bits; a dtype of torch is a format.
+    x = y = _grad(rank, 0)
+    all_reduce_compressed(x := x.clone(), format=torch.float32)
+    dist.all_reduce(y := y.clone())
+    assert torch.equal(x, y) if ranks == 2 else torch.allclose(x, y, rtol=1e-5, atol=1e-5)
+    # AVG, of any shape and dtype, with no residual.
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.full((3, 1, 7), rank + 1.0, dtype=dtype)
+        all_reduce_compressed(x, format="bfloat16", op=ReduceOp.AVG)
+        assert (x == (ranks + 1) / 2).all() and x.shape == (3, 1, 7)
+    for shape in ((), (0,)):
+        x = torch.ones(shape)
+        all_reduce_compressed(x, torch.zeros(shape), format="bfloat16")
+        assert x.shape == shape and (x == ranks).all()
+    # Several under way give what one after another gives.
+    xs, again = [_grad(rank, s) for s in range(3)], [_grad(rank, s) for s in range(3)]
+    works = [all_reduce_compressed(x, format="int4", async_op=True) for x in xs]
+    assert all(work.wait() and work.wait() for work in works)
+    for x in again:
+        all_reduce_compressed(x, format="int4")
+    assert all(map(torch.equal, xs, again))
+    # Bytes of the payload's formula.
+    with WireMeter() as meter:
+        all_reduce_compressed(_grad(rank, 0), format="int4")
+    rows = math.ceil(NUMEL / 1024) if ranks == 2 else 16
+    payload = 64 + rows * 544
+    assert meter.take() == (payload if ranks == 2 else 4 * payload)
+    # NaN stays among the 64 entries around it, and the residual keeps its values there.
+    x, residual = torch.ones(NUMEL), torch.full((NUMEL,), 0.5)
+    if rank == 0:
+        x[70] = math.nan
+    all_reduce_compressed(x, residual, format="int8", op=ReduceOp.AVG)
+    assert x[64:128].isnan().all() and x.isnan().sum() == 64
+    kept = residual == 0.5
+    assert kept.sum() == 64 * (rank == 0) and kept[64:128].all() == (rank == 0)
+
+
+@on_ranks(2)
+def test_arguments_are_checked_before_anything_changes(rank):
+    x, r = torch.ones(6), torch.zeros(6)
+    wrong = [
+        (TypeError, "tensor must be a tensor, got list", ([1.0],), {}),
+        (TypeError, "tensor must be .* got int32", (x.int(),), {}),
+        (ValueError, "tensor must be contiguous", (x.view(2, 3).T,), {}),
+        (TypeError, "residual must be a tensor or None", (x, 1), {}),
+        (TypeError, "residual must be float32", (x, r.half()), {}),
+        (ValueError, r"residual must have shape \[6\], as the tensor, got \[3\]", (x, r[:3]), {}),
+        (ValueError, "residual must share no memory with tensor, got 24", (x, x), {}),
+        (ValueError, "format must be .* got 'int5'", (x, r), {"format": "int5"}),
+        (TypeError, "tensor must be a plain tensor .* got Mine", (x.as_subclass(Mine),), {}),
+        (ValueError, "tensor must be on the CPU or CUDA, got meta", (x.to("meta"),), {}),
+        (ValueError, "op must be .* got 1", (x, r), {"op": 1}),
+        (ValueError, "op must be ReduceOp.SUM or ReduceOp.AVG", (x, r), {"op": ReduceOp.MAX}),
+    ]
+    for error, text, args, options in wrong:
+        with pytest.raises(error, match=f"dct::all_reduce_compressed: {text}"):
+            all_reduce_compressed(*args, **{"format": "int4"} | options)
+    assert (x == 1).all() and (r == 0).all()
+    all_reduce_compressed(x, r, format="bfloat16")
+    assert (x == 2).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_failures_lose_nothing(rank):
+    class Gone(Exception):
+        pass
+
+    def fails(*args, **options):
+        raise Gone
+
+    names = ["all_gather"] if dist.get_world_size() == 2 else ["all_gather", "all_to_all"]
+    for name in names:
+        x, residual = _grad(rank, 0), _grad(rank, 1)
+        before, acc = x.clone(), x + residual
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "all_to_all":
+                patch.setattr(dist, "all_to_all_single", fails)
+            else:
+                for module in ("all_gather", "reduce_scatter"):
+                    patch.setattr(f"dct_parallel.exchange.{module}.all_gather", fails)
+            with pytest.raises(Gone):
+                all_reduce_compressed(x, residual, format="int4")
+        work = all_reduce_compressed(_grad(rank, 2), format="int4", async_op=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(work._bucket, "finish", fails)
+            for error in (Gone, RuntimeError):  # and again, in every later wait
+                with pytest.raises(error):
+                    work.wait()
+        assert torch.equal(x, before) and torch.equal(residual, acc), name
+
+
+@on_ranks(2)
+def test_damage_raises_on_its_receiver(rank):
+    whole = collectives.all_gather
+
+    def damaged(output, *args, **options):
+        work = whole(output, *args, **options)
+        work.wait()
+        if rank == 1:
+            output[0, 0] ^= 255
+        return work
+
+    x = torch.ones(100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dct_parallel.exchange.all_gather.all_gather", damaged)
+        if rank == 0:
+            all_reduce_compressed(x, format="bfloat16")
+            assert (x == 2).all()
+        else:
+            work = all_reduce_compressed(x, format="bfloat16", async_op=True)
+            for _ in range(2):  # every time
+                with pytest.raises(RuntimeError, match=r"payload must .* status 1 from rank 0"):
+                    work.wait()
+
+
+@on_ranks(2)
+def test_a_rank_that_is_gone(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank == 0:
+        x, residual = _grad(0, 0), torch.zeros(NUMEL)
+        with pytest.raises(RuntimeError):
+            all_reduce_compressed(x, residual, format="ternary", group=group)
+        assert torch.equal(x, _grad(0, 0)) and torch.allclose(residual, x, rtol=1e-6)

@@ -1,0 +1,285 @@
+"""DCTAverager of modules that FSDP2 has cut: HSDP inside a node, local steps between nodes.
+
+Meshes are 2 replicas of 2 shards, on 4 ranks: rank r holds shard r % 2 of replica r // 2.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dct_parallel import DCTAverager
+from ranks import (
+    Dictated,
+    assert_same,
+    assert_same_state,
+    entry,
+    gathered,
+    on_ranks,
+    shard_mesh,
+    through_a_file,
+)
+
+SHAPES = (301, 7), (1, 900), (31,), (2000, 2)  # rows that do not divide, and one for two shards
+
+
+def _sharded(mesh, shapes=SHAPES):
+    """Cut; the third parameter, if there is one, is frozen. Different on every rank."""
+    model = Dictated(shapes)
+    for parameter in model.p[2:3]:
+        parameter.requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"])
+    with torch.no_grad():
+        for own in _locals(model):
+            own += torch.randn(own.shape) + dist.get_rank()
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def _locals(model):
+    with torch.no_grad():
+        return [parameter.to_local() for parameter in model.parameters()]
+
+
+def _flat(model):
+    return torch.cat([own.flatten() for own in _locals(model)])
+
+
+def _full(model):
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def _gradients(model, step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
+
+
+def _train_step(model, optimizer, step):
+    optimizer.zero_grad()
+    model(*_gradients(model, step)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[1:2]], ids=["uneven", "one-shard-is-empty"])
+@on_ranks(4)
+def test_it_averages_shards_as_it_does_whole_weights(rank, shapes):
+    """Bit for bit as averagers of modules that hold this rank's shards, and replicas are equal."""
+    mesh = shard_mesh()
+    group = mesh["replicate"].get_group()
+    for format, overlap in {"ternary": 0, "int4": 1, "bfloat16": 0, "float32": 1}.items():
+        model, optimizer = _sharded(mesh, shapes)
+        own = _locals(model)
+        plain = nn.ParameterList(value.clone() for value in own)
+        for parameter, cut in zip(plain, model.parameters(), strict=True):
+            parameter.requires_grad_(cut.requires_grad)
+        options = {"period": 2, "overlap": overlap, "format": format, "process_group": group}
+        averager, other = DCTAverager(model, **options), DCTAverager(plain, **options)
+        assert averager.wire_bytes == other.wire_bytes
+        for step in range(6 + overlap):
+            _train_step(model, optimizer, step)
+            ones = [torch.ones(p.shape) for p in model.parameters()]
+            with torch.no_grad():
+                model(*ones)  # after this FSDP keeps what it has gathered
+                for parameter, value in zip(plain, own, strict=True):
+                    parameter.copy_(value)
+            averager.average_parameters()
+            other.average_parameters()
+            for parameter, value in zip(plain, own, strict=True):
+                assert torch.equal(parameter, value), (format, step)
+            with torch.no_grad():
+                total = model(*ones)
+            model.reshard()
+            torch.testing.assert_close(total, _full(model).sum())
+            if step % 2 == 1 and not overlap:
+                assert_same(_full(model))
+        averager.flush()
+        other.flush()
+        assert all(map(torch.equal, plain, own))
+        assert_same(_full(model))
+        assert averager.stats() == other.stats()
+        averager.plan()
+
+
+@on_ranks(4)
+def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
+    """From files and by DCP, with an exchange under way."""
+    mesh = shard_mesh()
+    options = {"density": 0.1, "period": 2, "overlap": 1, "residual_decay": 0.9}
+    options["process_group"] = mesh["replicate"].get_group()
+    replica = f"replica{rank // 2}"
+
+    def run(model, optimizer, averager, steps):
+        for step in steps:
+            _train_step(model, optimizer, step)
+            averager.average_parameters()
+
+    def state(model, optimizer, averager):
+        weights, steps = get_state_dict(model, optimizer)
+        # Under a name of the replica's own: replicas differ between averagings.
+        return {
+            replica: {"model": weights, "optimizer": steps},
+            "averager": averager.state_dict(),
+        }
+
+    def made():
+        model, optimizer = _sharded(mesh)
+        return model, optimizer, DCTAverager(model, **options)
+
+    undisturbed = made()
+    run(*undisturbed, range(4))
+    assert undisturbed[2].stats()["under_way"]
+    saved = state(*undisturbed)
+    dcp.save(saved, checkpoint_id=tmp_path)
+    saved = through_a_file(saved, weights_only=False)  # DTensors
+    run(*undisturbed, range(4, 8))
+    for source in ("file", "dcp"):
+        model, optimizer, averager = resumed = made()
+        loaded = saved
+        if source == "dcp":
+            partial = {"averager": averager.state_dict()}  # DCP reads what is in there
+            dcp.load(partial, checkpoint_id=tmp_path)
+            with pytest.raises(ValueError, match=r"started must hold .*, got none at step 4"):
+                averager.load_state_dict(partial["averager"])
+            run(*resumed, range(4))
+            loaded = state(*resumed)
+            dcp.load(loaded, checkpoint_id=tmp_path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=loaded[replica]["model"],
+            optim_state_dict=loaded[replica]["optimizer"],
+        )
+        averager.load_state_dict(loaded["averager"])
+        run(*resumed, range(4, 8))
+        assert torch.equal(_flat(model), _flat(undisturbed[0])), source
+        assert assert_same_state(averager.state_dict(), undisturbed[2].state_dict()) > 50
+
+
+@on_ranks(4)
+def test_nan_in_one_shard_stops_all_ranks_alike(rank):
+    """All raise, in every call; nothing else is lost, and training goes on. Twice."""
+    mesh = shard_mesh()
+    group = mesh["replicate"].get_group()
+    model, _ = _sharded(mesh, SHAPES[::3])
+    options = {"format": torch.float32, "density": 0.05, "process_group": group}
+    with torch.no_grad():
+        for own in _locals(model):
+            own.zero_()
+    averager = DCTAverager(model, period=2, overlap=1, **options)
+    generator, moved = torch.Generator().manual_seed(rank), torch.zeros_like(_flat(model))
+    for step in range(1, 12):
+        before = _flat(model)
+        with torch.no_grad():
+            for own in _locals(model):
+                own += torch.randint(-8, 9, own.shape, generator=generator) / 8.0
+            _locals(model)[0][0, 0] = before[0]  # this one does not move
+            moved[1:] += (_flat(model) - before)[1:]
+            if (step, rank) in ((4, 3), (8, 0)):
+                _locals(model)[0][0, 0] = torch.nan
+        if step not in (5, 9):
+            averager.average_parameters()
+        else:
+            text = f"weights at averaging {step // 2} must be finite on every rank, got"
+            with pytest.raises(RuntimeError, match=f"dct::average_parameters: {text}"):
+                averager.average_parameters()
+            assert not averager.stats()["under_way"]
+            assert_same(_full(model))
+        if step == 8:
+            with pytest.raises(RuntimeError, match="dct::state_dict: weights at averaging 4 must"):
+                averager.state_dict()
+    averager.flush()
+    both = gathered(torch.nn.functional.pad(moved, (0, 10_000 - len(moved))))
+    mean = (both[rank % 2] + both[rank % 2 + 2])[: len(moved)] / 2
+    assert mean.count_nonzero() > 1000 and torch.equal(_flat(model), mean)
+    before = averager.state_dict()
+    with torch.no_grad():
+        kept = _locals(model)[0][0, 0].item()
+        _locals(model)[0][0, 0] = torch.inf if rank == 2 else kept
+    with pytest.raises(RuntimeError, match="dct::flush: weights must be finite on every rank"):
+        averager.flush()
+    assert assert_same_state(averager.state_dict(), before) == 0
+
+
+@on_ranks(4)
+def test_what_cannot_be_is_refused(rank):
+    mesh = shard_mesh()
+    group = mesh["replicate"].get_group()
+
+    def refused(text, module, error=ValueError, **options):
+        with pytest.raises(error, match=text):
+            DCTAverager(module, **{"process_group": group, **options})
+
+    model, _ = _sharded(mesh)
+    one = {0: "1", 1: "0", 2: "3", 3: "2"}[rank]
+    for wrong in (None, mesh["shard"].get_group()):
+        text = f"process_group must be the ranks with the same shard, .* got a group with {one}, "
+        refused(text, model, process_group=wrong)
+    crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    refused("shard must be the same on every rank, got", model, process_group=crossed)
+
+    rule = "must be cut by fully_shard.*, like every other, got"
+    mixed = nn.ModuleList([model, nn.Linear(2, 2)])
+    refused(rf"parameter 1\.weight {rule} one that is not sharded", mixed)
+    refused(rf"parameter p\.0 {rule} .*Replicate", fully_shard(Dictated(SHAPES), mesh=mesh))
+    whole = distribute_tensor(torch.zeros(5), mesh["shard"], [Replicate()])
+    refused(rf"parameter 0 {rule} \(Replicate", nn.ParameterList([nn.Parameter(whole)]))
+
+    for name, values in {"period": (2, 3), "density": (0.1, 0.2), "overlap": (0, 1)}.items():
+        first = rank // 2 * 2
+        told = f"{values[0]} on rank {first}, {values[1]} on rank {first + 1}"
+        text = f"{name} must be the same on every rank, got {told}"
+        refused(text, model, **{name: values[rank % 2]})
+
+    averager, saved = DCTAverager(model, period=1, process_group=group), []
+    for _ in range(2):
+        averager.average_parameters()
+        saved.append(averager.state_dict())
+    averager.load_state_dict(saved[rank % 2])
+    with pytest.raises(ValueError, match="step must be the same on every rank, got 1 on rank"):
+        averager.flush()
+    # Parts of one size, along the other dimension of a square.
+    squares = Dictated([(4, 4)]), Dictated([(4, 4)])
+    fully_shard(squares[0], mesh=mesh["shard"])
+    fully_shard(squares[1], mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
+    rows, columns = (DCTAverager(square, process_group=group) for square in squares)
+    with pytest.raises(ValueError, match=f"shard must be {rank % 2} of 2, cut along 1, as in this"):
+        columns.load_state_dict(rows.state_dict())
+    columns.load_state_dict(columns.state_dict())
+
+    row = shard_mesh(1, 4)
+    narrow, _ = _sharded(row)
+    other = DCTAverager(narrow, period=1, process_group=row["replicate"].get_group())
+    assert entry(other.state_dict())["shard"] == f"{rank} of 4"
+    got = f"got {rank % 2} of 2"
+    with pytest.raises(ValueError, match=f"shard must be {rank} of 4, as in this run, {got}"):
+        other.load_state_dict(saved[0])
+
+    # One rank's refusal reaches all, at once; nothing works on these groups from then on.
+    wrong = {"period": 0} if rank == 1 else {}
+    error, text = (ValueError, "period must be in") if rank == 1 else (RuntimeError, "from rank 1")
+    refused(text, model, error, **wrong)
+
+
+@on_ranks(4)
+def test_changes_that_overflow_in_one_shard_are_refused_in_all(rank):
+    """Finite on both replicas; their sum is not, in the first row of p.0."""
+    mesh = shard_mesh()
+    model, _ = _sharded(mesh)
+    averager = DCTAverager(model, period=1, process_group=mesh["replicate"].get_group())
+    before = _full(model)
+    with torch.no_grad():
+        if rank % 2 == 0:
+            _locals(model)[0][0] = 2e38
+        where = "p.0" if rank % 2 == 0 else "another shard"
+        with pytest.raises(RuntimeError, match=f"or changes that overflow, in {where}$"):
+            averager.average_parameters()
+        assert torch.equal(_full(model), before)
+        for own in _locals(model):
+            own += 1
+        averager.average_parameters()
+    averager.flush()
+    assert_same(_full(model))
+    torch.testing.assert_close(_full(model), before + 1)
