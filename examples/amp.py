@@ -8,6 +8,8 @@ the step that was skipped, and the sum of its weights, which is the same to the 
 """
 
 import gc
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -52,4 +54,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
     main()

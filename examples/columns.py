@@ -7,6 +7,8 @@ step, beside those in float32.
 """
 
 import gc
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -52,4 +54,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
     main()

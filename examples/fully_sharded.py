@@ -92,4 +92,6 @@ def main(folder, stop):
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ or len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(sys.argv[1], int(sys.argv[2]))

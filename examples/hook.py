@@ -7,6 +7,8 @@ fraction of entries that was sent, and the bytes that a rank sends in a step.
 """
 
 import gc
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -54,4 +56,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
     main()

@@ -8,6 +8,8 @@ same exchange in float32.
 """
 
 import gc
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -62,4 +64,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
     main()

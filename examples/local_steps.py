@@ -6,6 +6,9 @@ Weights are bfloat16. Prints what is sent every tenth step; then the loss, which
 fraction of entries that was sent each time; and a sum of the weights, the same on both ranks.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,4 +56,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
     main()

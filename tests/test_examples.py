@@ -1,21 +1,37 @@
 """Every program in examples/ runs and prints what its docstring says."""
 
 import re
+import runpy
+import sys
 
 import pytest
 from programs import ROOT, in_forks, run
 
 EXAMPLES = ROOT / "examples"
+STARTED_BY_TORCHRUN = [
+    path for path in sorted(EXAMPLES.glob("*.py")) if "torchrun --nproc" in path.read_text()
+]
 
 
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir()} == {
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fully_sharded.py"),
-        *("local_steps.py", "columns.py"),
+        *("local_steps.py", "sharded_local_steps.py", "columns.py"),
         "recipes",  # tests/recipes
         *("train_dlrm.py", "dlrm"),  # tests/dlrm
         "wire_meter.py",  # tests/parallel/test_collectives.py
     }
+
+
+@pytest.mark.parametrize("program", STARTED_BY_TORCHRUN, ids=lambda path: path.stem)
+def test_started_otherwise_it_says_how(program, monkeypatch):
+    """Without torchrun, or without the arguments that it needs."""
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.delenv("RANK", raising=False)
+    if "FOLDER" in program.read_text():
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match=rf"torchrun --nproc-per-node \d examples/{program.name}"):
+        runpy.run_path(str(program), run_name="__main__")
 
 
 @in_forks
@@ -91,3 +107,24 @@ def test_fully_sharded_goes_on(tmp_path):
     whole = run(EXAMPLES / "fully_sharded.py", tmp_path, "whole", "80", ranks=4)
     assert "starts at step 0" in first and "starts at step 40" in second
     assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]
+
+
+@in_forks
+def test_sharded_local_steps(run, tmp_path):
+    printed = run(EXAMPLES / "sharded_local_steps.py", tmp_path, "whole", "80", ranks=4)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "starts at step 0" in printed and "Every 10 steps: " in printed
+    weights = re.findall(r"stops after step 80, weights (-?\d+\.\d+)", printed)
+    assert len(weights) == 4 and len(set(weights)) == 1
+
+
+@pytest.mark.large
+def test_sharded_local_steps_go_on(tmp_path):
+    program = EXAMPLES / "sharded_local_steps.py"
+    first = run(program, tmp_path, "interrupted", "40", ranks=4)
+    second = run(program, tmp_path, "interrupted", "80", ranks=4)
+    whole = run(program, tmp_path, "whole", "80", ranks=4)
+    assert "starts at step 0" in first and "starts at step 40" in second
+    told = [set(re.findall(r"weights (-?\d+\.\d+)", text)) for text in (first, second, whole)]
+    assert all(len(weights) == 1 for weights in told) and told[1] == told[2] != told[0]

@@ -125,6 +125,25 @@ def test_without_a_torch_it_says_how_to_get_one(setup, monkeypatch):
         setup.main()
 
 
+@pytest.mark.parametrize("compiler", ["no-such-c++", "/nowhere/g++ -pthread"])
+def test_without_a_compiler_it_stops(setup, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    name = compiler.partition(" ")[0]
+    line = rf"^setup.py: there is no C\+\+ compiler \({re.escape(name)} is not on PATH\): .*DCT_BUI"
+    with pytest.raises(SystemExit, match=line):
+        setup.main()
+
+
+def test_kernels_are_left_out_where_that_was_asked_for(setup, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-c++")
+    monkeypatch.setenv("DCT_BUILD", "0")
+    given = []
+    monkeypatch.setattr(setup.setuptools, "setup", lambda **keywords: given.append(keywords))
+    setup.main()
+    assert given == [{"license": "BSD-3-Clause"}]
+    assert capsys.readouterr().err.startswith("setup.py: DCT_BUILD=0: nothing is compiled")
+
+
 def test_the_oldest_torch_is_the_same_everywhere(setup):
     (required,) = re.findall(r'"torch>=(.*?)"', (ROOT / "pyproject.toml").read_text())
     assert required == setup.OLDEST_TORCH

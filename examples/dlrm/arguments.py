@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
 from dct_parallel.exchange.codec import FORMATS
-from dct_parallel.exchange.quantized import FORMATS as FEW_BITS
+from dct_parallel.exchange.quantized import FEW_BITS
 from dct_parallel.exchange.selection import TRANSPORTS
 from dct_parallel.rows.counts import ROW_FORMATS
 
@@ -41,9 +41,9 @@ examples:
       2 replicas of the tables, each shared by 2 ranks, averaged every 10 steps
   python examples/train_dlrm.py --parallel des --model deepfm --multi-hot 10 --dynamic-rows 100000
       DeepFM by the sums of partial results, on rows that appear in training
-  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 \\
       examples/train_dlrm.py --data train.txt.gz
-      the same on the ranks that torchrun starts
+      the same on the ranks that torchrun starts; on the second machine with --node-rank 1
   python examples/train_dlrm.py --seeds 5 --out runs/five --checkpoint-every 500 --resume
       started again after whatever ended it, it goes on, and ends as if nothing had happened
 

@@ -66,8 +66,12 @@ class Checkpoints:
             UsageError: on every rank, if one could not write its file; the last checkpoint stays.
         """
         self._number += 1
-        written = from_all_ranks(all_or_none(lambda: self._write_own(state)))
-        all_or_none(lambda: self._write_manifest(written))
+        try:
+            written = from_all_ranks(all_or_none(lambda: self._write_own(state)))
+            all_or_none(lambda: self._write_manifest(written))
+        except UsageError:
+            self._path().unlink(missing_ok=True)  # which no manifest names
+            raise
         for path in self._manifest.parent.glob(f"*-rank{self._rank}.pt*"):
             if path.name != written[self._rank]["name"]:
                 path.unlink()
@@ -123,13 +127,16 @@ class Checkpoints:
                 f"{path} must load with weights_only=True, got a file that does not"
             ) from None
 
+    def _path(self) -> Path:
+        return self._manifest.with_name(f"{self._number}-rank{self._rank}.pt")
+
     def _write_own(self, state: object) -> dict[str, str]:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getbuffer()
-        name = f"{self._number}-rank{self._rank}.pt"
-        files.write(self._manifest.with_name(name), content)
-        return {"name": name, "sha256": hashlib.sha256(content).hexdigest()}
+        path = self._path()
+        files.write(path, content)
+        return {"name": path.name, "sha256": hashlib.sha256(content).hexdigest()}
 
     def _write_manifest(self, written: list[dict[str, str]]) -> None:
         if self._rank == 0:
@@ -139,7 +146,7 @@ class Checkpoints:
                 "settings": self._settings,
                 "files": written,
             }
-            files.write(self._manifest, json.dumps(manifest, indent=1).encode())
+            files.write_json(self._manifest, manifest)
 
 
 def capture(parts: dict[str, object], noted: dict[str, list]) -> dict[str, object]:

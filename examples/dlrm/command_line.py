@@ -7,6 +7,8 @@ import argparse
 import contextlib
 import errno
 import os
+import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -30,7 +32,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the usage, which would push it off the screen.
+    """Says in one line what is wrong, and which help has it, without the usage.
+
+    The usage would push the line off the screen.
 
     Takes no abbreviations: a script's would change its meaning with the next option's name.
     """
@@ -39,7 +43,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        told = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        told, shown = "--help", self._option_string_actions.get("--help")
+        named = re.match(r"argument (\S+):", message)
+        if isinstance(shown, _ShortHelp) and not (named and named[1] in shown.const):
+            told = "--help-all"
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} {told}\n")
 
 
@@ -166,12 +173,20 @@ def on_ending_signals(handler: Callable | signal.Handlers) -> None:
 def exit_status(command: str, work: Callable[[], int | None]) -> int:
     """The status of a command that does `work`; if it fails, one line on stderr says why.
 
-    SIGTERM and SIGHUP do as Ctrl-C does: an exception, so that contexts are left in order.
+    SIGTERM and SIGHUP do as Ctrl-C does: an exception, so that contexts are left in order. Where
+    nobody reads any longer what it prints (`| head`), it ends without a word.
     """
     before = [signal.getsignal(number) for number in ENDING_SIGNALS]
     on_ending_signals(signal.default_int_handler)
     try:
-        return work() or 0
+        try:
+            return work() or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 128 + signal.SIGPIPE
     except (UsageError, WorkerError) as error:
         text, status = str(error), 1
     except ModuleNotFoundError as error:
@@ -189,3 +204,13 @@ def exit_status(command: str, work: Callable[[], int | None]) -> int:
             signal.signal(number, handler)
     print(f"{command}: {text}", file=sys.stderr)
     return status
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of stdout is gone. Then it leads nowhere: Python flushes it once more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    gone = bool(poll.poll(0))  # of a closed pipe an error is always reported
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone

@@ -10,6 +10,7 @@ from rich.console import Console
 from . import plot, progress, report
 from .checkpoint import Checkpoints
 from .data.dataset import Dataset, load
+from .errors import UsageError
 from .loop import Run, gather_rows, run, score
 from .parallel import describe, plan_tables
 from .ranks import from_all_ranks
@@ -60,7 +61,11 @@ def compare(options: argparse.Namespace) -> None:
                 finished.append((mode, result.saved()))
                 save(None)
             if console is not None:
-                _write(options, data, runs, bayes)
+                try:
+                    _write(options, data, runs, bayes)
+                except UsageError:
+                    report.print_table(console, runs, bayes, options.local_size)
+                    raise
                 console.print(report.line(mode, result), markup=False, highlight=False)
     if console is not None:
         report.print_table(console, runs, bayes, options.local_size)

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from . import files
 from .report import Runs
 
 SMOOTHED_STEPS = 100  # at most; a tenth of a short run
@@ -32,7 +33,7 @@ def write_curves(folder: Path, runs: Runs) -> None:
     for axes in (loss_axes, bytes_axes):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
+    files.write_figure(folder / "curves.png", figure, dpi=120)
 
 
 def _smoothed(loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

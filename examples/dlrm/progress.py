@@ -1,6 +1,7 @@
 """Progress of a run: on the terminal a bar, or nothing but a line at the end."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -27,18 +28,19 @@ def bar(
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[loss]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=steps, completed=done, loss=float("nan"))
+        task = progress.add_task(title, total=steps, completed=done, loss="")
         smooth = None
 
         def on_step(loss: float) -> None:
             nonlocal smooth
-            if smooth is None:
-                smooth = loss
-            smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * loss
-            progress.update(task, advance=1, loss=smooth)
+            told = "loss not finite"
+            if math.isfinite(loss):  # one that is not would stay in the mean for ever
+                smooth = loss if smooth is None else _SMOOTHING * smooth + (1 - _SMOOTHING) * loss
+                told = f"loss {smooth:.4f}"
+            progress.update(task, advance=1, loss=told)
 
         yield on_step
 

@@ -1,6 +1,5 @@
 """What is left of a training: summary.json, history.json and a table."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bay
     summary["modes"] = {mode: [run.summary() for run in of_mode] for mode, of_mode in runs.items()}
     if bayes is not None:
         summary["bayes"] = bayes._asdict()
-    _write(folder / "summary.json", summary)
+    files.write_json(folder / "summary.json", summary)
 
 
 def write_history(folder: Path, runs: Runs) -> None:
@@ -47,7 +46,7 @@ def write_history(folder: Path, runs: Runs) -> None:
         ]
         for mode, of_mode in runs.items()
     }
-    _write(folder / "history.json", history)
+    files.write_json(folder / "history.json", history)
 
 
 def line(mode: str, run: Run) -> str:
@@ -163,7 +162,3 @@ def _spread(runs: Runs, mode: str, key: str) -> str:
     if len(values) == 1:
         return f"{values[0]:.4f}"
     return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
-
-
-def _write(path: Path, content: dict) -> None:
-    files.write(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -7,6 +7,9 @@ each on one rank, and an MLP on both. Prints the loss of the first steps and of 
 a rank sent.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,6 +93,9 @@ def train():
     state.close()
 
 
-dist.init_process_group("gloo")
-train()
-dist.destroy_process_group()
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(__doc__)
+    dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_disk import full_disk
 
 from dlrm.checkpoint import MANIFEST, Checkpoints
 from dlrm.errors import UsageError
@@ -43,8 +44,19 @@ def test_the_last_is_loaded(saved):
     assert _checkpoints(saved).load() == {"step": 5}
 
 
+def test_on_a_full_disk_the_last_one_stays(saved):
+    before = sorted(os.listdir(saved / "checkpoint"))
+    checkpoints = _checkpoints(saved)
+    assert checkpoints.load()["step"] == 4
+    with full_disk(), pytest.raises(UsageError, match=r"3-rank0\.pt cannot be written"):
+        checkpoints.save({"step": 5})
+    assert sorted(os.listdir(saved / "checkpoint")) == before
+    del checkpoints
+    assert _checkpoints(saved).load()["step"] == 4
+
+
 def _cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-2])  # of a manifest more than the line's end
 
 
 def _change_a_byte(path):

@@ -55,6 +55,28 @@ def test_help_needs_torch_alone():
         assert printed.startswith(f"usage: {run} [-h]")
 
 
+@pytest.mark.parametrize("printed", [1, 2**20])  # at its end, and meanwhile
+def test_it_ends_quietly_where_nobody_reads(printed):
+    """As in `| head`, whose reader is gone before this one has printed."""
+    program = (
+        f"import sys; sys.path[:0] = {PATH!r}; from dlrm.command_line import exit_status\n"
+        f"sys.exit(exit_status('program', lambda: print(input() * {printed})))"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        process.stdout.close()
+        _, errors = process.communicate("x\n", timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error():
+    def work():
+        raise BrokenPipeError("to a rank")
+
+    with pytest.raises(BrokenPipeError, match="to a rank"):
+        exit_status("program", work)
+
+
 def test_a_run_without_the_extra_says_what_to_install():
     for run, status, _, errors in _bare():
         assert status == 1

@@ -111,7 +111,7 @@ KILLS = {
 }
 
 
-SHORT = ("data", "hybrid", "rows that appear")
+SHORT = ("data", "hybrid")
 
 
 @pytest.mark.parametrize(

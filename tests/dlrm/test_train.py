@@ -203,6 +203,15 @@ def test_a_file_with_malformed_lines(tmp_path):
     assert "bayes" not in summary
 
 
+def test_where_results_cannot_be_written_the_table_is_printed(tmp_path):
+    path = tmp_path / "history.json"
+    path.with_name(f"{path.name}.part").mkdir()
+    done = _call_on_ranks(*("--rows", 1500, "--modes", "dct", "--out", tmp_path, *SMALL))
+    assert done.returncode == 1 and "no model beats" in done.stdout
+    assert done.stderr == f"train_dlrm.py: {path} cannot be written: Is a directory\n"
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("start", _in_short(_call, _start))
 def test_a_damaged_file_ends_the_command(start, tmp_path):
     """Found out by the ranks, far from the start of the file; told by the command, in a line."""

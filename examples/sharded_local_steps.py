@@ -1,0 +1,94 @@
+"""FSDP2 inside a node, local steps between nodes: two replicas of a model, each cut over two ranks.
+
+    torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 40
+    torchrun --nproc-per-node 4 examples/sharded_local_steps.py FOLDER 80
+
+Replicas train with AdamW on their own, and every tenth step each rank averages its shards with the
+rank that holds the same ones in the other replica. The first run stops after step 40 and saves, the
+second goes on to step 80. Prints what a rank sends; the loss, which falls; and the sum of the
+weights, to the last digit: one run of 80 steps, in another folder, ends the same.
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dct_parallel import DCTAverager
+
+SHARDS = 2  # on GPUs as many as a node has
+
+
+def batch(step, rank):
+    """A regression task; every rank and step has samples of its own."""
+    generator = torch.Generator().manual_seed(4 * step + rank)
+    x = torch.randn(32, 128, generator=generator)
+    return x, x[:, :8].sum(1, keepdim=True).tanh()
+
+
+def saved(mesh, model, optimizer, averager):
+    """What DCP saves and loads. Optimizers of replicas differ, so each has a name of its own."""
+    weights, steps = get_state_dict(model, optimizer)
+    replica = f"replica{mesh.get_local_rank('replicate')}"
+    return {replica: {"model": weights, "optimizer": steps}, "averager": averager.state_dict()}
+
+
+def load(folder, mesh, model, optimizer, averager):
+    state = saved(mesh, model, optimizer, averager)
+    dcp.load(state, checkpoint_id=folder)
+    averager.load_state_dict(state.pop("averager"))
+    (own,) = state.values()
+    set_state_dict(
+        model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+    )
+
+
+def train(rank, folder, stop):
+    replicas = dist.get_world_size() // SHARDS
+    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
+    fully_shard(model[0], mesh=mesh["shard"])  # not the whole mesh: torch would average gradients
+    fully_shard(model, mesh=mesh["shard"])
+    averager = DCTAverager(model, period=10, process_group=mesh["replicate"].get_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
+
+    if os.path.exists(os.path.join(folder, ".metadata")):
+        load(folder, mesh, model, optimizer, averager)
+    if rank == 0:
+        print(f"starts at step {averager.step}")
+        print(averager.plan())
+
+    for step in range(averager.step, stop):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        averager.average_parameters()
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+
+    dcp.save(saved(mesh, model, optimizer, averager), checkpoint_id=folder)
+    total = sum(parameter.full_tensor().double().sum().item() for parameter in model.parameters())
+    print(f"rank {rank} stops after step {averager.step}, weights {total!r}")
+
+
+def main(folder, stop):
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), folder, stop)
+    gc.collect()  # the model ends before its process group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ or len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(sys.argv[1], int(sys.argv[2]))
