@@ -16,7 +16,7 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 CUDA_ARCHS  ?= 9.0
 WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 
-.PHONY: help train test lint docs native sanitize abi recipes torchrec wheel aot cuda triton check-all clean
+.PHONY: help train test lint docs native sanitize reliability abi recipes torchrec wheel aot cuda triton check-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,13 +25,15 @@ help:
 	@echo "make lint       ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
 	@echo "make abi        the binary built on $(TORCH), tested on $(OTHER_TORCH)"
-	@echo "make recipes    examples/recipes, with the Lightning and Accelerate of today"
+	@echo "make recipes    examples/recipes, with the Lightning, Accelerate and HF Trainer of today"
 	@echo "make torchrec   the adapters for TorchRec, beside it"
 	@echo "make wheel      one wheel for PyPI, CPU and CUDA kernels, audited (needs nvcc)"
 	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
+	@echo "make reliability PART=kills|fuzz|programs|soak|sizes|files  faults by the thousand: 90 minutes"
+	@echo "                at most, then again to go on; OPTIONS=--help"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
 $(VENV)/installed: pyproject.toml setup.py
@@ -102,7 +104,7 @@ abi: $(VENV)/built $(VENV)-abi/installed
 
 $(VENV)-recipes/installed:
 	$(PYTHON) -m venv $(VENV)-recipes
-	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate hypothesis numpy pytest
+	$(RECIPES)/pip install --quiet $(TORCH) lightning accelerate transformers hypothesis numpy pytest
 	touch $@
 
 # Programs that use frameworks, run as they are written beside those frameworks.
@@ -158,9 +160,13 @@ sanitize: $(VENV)/installed
 	setarch -R $(MAKE) native NATIVE=build/native-tsan SANITIZE=thread
 	$(call COPY,build/asan)
 	cd build/asan && DCT_SANITIZE=address,undefined $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	export PYTHONPATH=$(abspath build/asan); cd tests \
+	  && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  PYTHONPATH=build/asan $(BIN)/python -m pytest tests/conformance -k cpp
+	  $(abspath $(BIN))/python -m pytest conformance -k cpp
+
+reliability: $(VENV)/built
+	cd tests && $(abspath $(BIN))/python -m reliability $(PART) $(OPTIONS)
 
 aot: $(VENV)/built
 	$(BIN)/python -m pytest tests/aot
@@ -178,7 +184,7 @@ triton: $(VENV)/built
 
 check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
-	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-seed $$seed || exit 1; done
+	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
 	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --triton-cases 8 --ptx-seed $$seed || exit 1; done
 	$(BIN)/python -m pytest $(PARALLEL) -m large tests/ptx
 	$(BIN)/python -m pytest -m large --ignore tests/ptx --ignore tests/aot

@@ -1,0 +1,387 @@
+#pragma once
+
+// The readers of payloads, beside decoders that follow docs/reference/payload.md.
+
+#include "../../csrc/cpu/dequantize_sum.h"
+#include "../../csrc/cpu/dequantize_sum_pack.h"
+#include "../../csrc/cpu/mask_pack.h"
+#include "../../csrc/cpu/quantize_pack.h"
+#include "../../csrc/cpu/scatter_unpack.h"
+#include "fuzz_input.h"
+#include "payload_oracle.h"
+#include "sparse_oracle.h"
+
+namespace dct::test {
+
+// One of the header's fields.
+inline Field header_field(Random& random) {
+  return random.pick<Field>(
+      {{0, 4}, {4, 2}, {6, 1}, {7, 1}, {8, 8}, {16, 4}, {20, 4}, {24, 8}, {56, 8}});
+}
+
+// The untrusted bytes as the call needs them.
+inline uint8_t* received(Input& input, int64_t nbytes, Memory& memory, int64_t offset = 0) {
+  input.bytes.resize(nbytes);
+  auto* bytes = memory.take<uint8_t>(nbytes, offset);
+  std::copy_n(input.bytes.begin(), nbytes, bytes);
+  return bytes;
+}
+
+inline void check_unchanged(const uint8_t* bytes, const Input& input) {
+  CHECK(std::equal(input.bytes.begin(), input.bytes.end(), bytes), "the input was written to");
+}
+
+inline bool check_status(const int32_t* status, const std::vector<int32_t>& expected) {
+  bool sound = true;
+  for (size_t p = 0; p < expected.size(); ++p) {
+    CHECK(status[p] == expected[p], "status %d, got %d", expected[p], status[p]);
+    sound = sound && expected[p] == 0;
+  }
+  return sound;
+}
+
+class ScatterUnpack : public Target {
+  struct Call {
+    explicit Call(uint32_t number) {
+      Setting setting(number);
+      numel = setting.pick<int64_t>({300, 40, 70, 5, 300, 1, 1000, 40, 0, 16385, 300, 40, 32771});
+      ranks = setting.pick<int64_t>({1, 2, 1, 3});
+      ranges = setting.pick<int64_t>({1, 2, 1, 3});
+      capacity = setting.pick<int64_t>({16, 3, 40, 1});
+      value = setting.pick({DType::kFloat32, DType::kBFloat16});
+      out = setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
+      accumulate = setting.pick({false, true});
+      tasks = setting.pick<int64_t>({1, 3});
+      scale = setting.pick({1.0f, 1.0f / 3, -0.5f});
+      layout = payload_layout(numel, capacity, value, ranges);
+    }
+    int64_t numel, ranks, ranges, capacity, tasks;
+    DType value, out;
+    bool accumulate;
+    float scale;
+    PayloadLayout layout;
+  };
+
+ public:
+  Input sound(Random& random) const override {
+    Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
+    const Call call(input.setting);
+    const float threshold = random.pick({0.0f, 0.5f, 2.0f});
+    const int64_t segments[] = {0, call.numel};
+    for (int64_t p = 0; p < call.ranks; ++p) {
+      AlignedBytes payload(call.ranges * call.layout.nbytes, 0);
+      auto residual = random.reals<float>(call.numel);
+      if (call.numel > kBlock && random.chance(0.7)) {  // few in each block
+        for (float& x : residual) x = random.chance(0.999) ? 0 : x;
+      }
+      int32_t seen;
+      MaskPackArgs args{};
+      args.residual = residual.data();
+      args.numel = call.numel;
+      args.segments = segments;
+      args.threshold = &threshold;
+      args.seen = &seen;
+      args.num_segments = 1;
+      args.payload = payload.data();
+      args.ranges = call.ranges;
+      args.capacity = call.capacity;
+      args.value_dtype = call.value;
+      with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::mask_pack(args, parallel); });
+      input.bytes.insert(input.bytes.end(), payload.data(), payload.data() + payload.size());
+    }
+    return input;
+  }
+
+  bool run(Input& input, Memory& memory) const override {
+    const Call call(input.setting);
+    return dispatch_payload_value(call.value, [&](auto value) {
+      return dispatch(call.out, [&](auto out) {
+        return unpack<decltype(value), decltype(out)>(call, input, memory);
+      });
+    });
+  }
+
+  Field field(Random& random, const Input& input) const override {
+    const Call call(input.setting);
+    const int64_t payload = random.integer(0, call.ranks * call.ranges - 1) * call.layout.nbytes;
+    Field field = header_field(random);
+    if (random.chance(0.4)) {
+      const int64_t blocks = range_blocks(call.numel, call.ranges);
+      field = {call.layout.starts + 4 * random.integer(0, blocks), 4};
+    } else if (random.chance(0.5)) {
+      field = {call.layout.positions + 2 * random.integer(0, call.capacity - 1), 2};
+    }
+    return {payload + field.offset, field.bytes};
+  }
+
+ private:
+  template <typename Value, typename Out>
+  static bool unpack(const Call& call, Input& input, Memory& memory) {
+    const int64_t nbytes = call.layout.nbytes;
+    uint8_t* payloads = received(input, call.ranks * call.ranges * nbytes, memory);
+    Out* out = memory.take<Out>(call.numel);
+    auto* status = memory.take<int32_t>(call.ranks);
+    const float before = 1.5f;
+    std::fill_n(out, call.numel, make<Out>(before));
+    std::vector<float> sum(call.numel, 0.0f);
+    std::vector<int64_t> touched;
+    std::vector<int32_t> expected(call.ranks, 0);
+    for (int64_t p = 0; p < call.ranks; ++p) {
+      for (int64_t r = 0; r < call.ranges; ++r) {
+        const Range range = range_bounds(call.numel, call.ranges, r);
+        expected[p] |= read<Value>(payloads + (p * call.ranges + r) * nbytes, call.layout,
+                                   range.end - range.begin, call.capacity, [&](int64_t i, float x) {
+                                     sum[range.begin + i] = add(sum[range.begin + i], x);
+                                     touched.push_back(range.begin + i);
+                                   });
+      }
+    }
+    ScatterUnpackArgs args{};
+    args.payloads = payloads;
+    args.ranks = call.ranks;
+    args.ranges = call.ranges;
+    args.capacity = call.capacity;
+    args.value_dtype = call.value;
+    args.out = out;
+    args.out_dtype = call.out;
+    args.numel = call.numel;
+    args.scale = call.scale;
+    args.accumulate = call.accumulate;
+    args.status = status;
+    with_tasks(call.tasks,
+               [&](const cpu::Parallel& parallel) { cpu::scatter_unpack(args, parallel); });
+    const float base = call.accumulate ? before : 0.0f;
+    const auto rounded = [&](float x) { return make<Out>(add(base, multiply(call.scale, x))); };
+    std::vector<Out> wanted(call.numel, rounded(0));
+    for (int64_t i : touched) wanted[i] = rounded(sum[i]);
+    if (call.numel > 0 && std::memcmp(out, wanted.data(), call.numel * sizeof(Out)) != 0) {
+      for (int64_t i = 0; i < call.numel; ++i) {
+        CHECK(bits(out[i]) == bits(wanted[i]), "out[%ld]: expected %g, got %g", long(i),
+              value(wanted[i]), value(out[i]));
+      }
+    }
+    check_unchanged(payloads, input);
+    return check_status(status, expected);
+  }
+};
+
+// What the readers of payloads of every entry have in common.
+class Quantized : public Target {
+ protected:
+  struct Call {
+    Call(uint32_t number, bool cut) {
+      Setting setting(number);
+      kind = &kKinds[setting.pick({0, 1, 2, 3, 4})];
+      numel = setting.pick<int64_t>({65, 1, 64, 130, 5, 63, 0, 300, 1, 64, 1024, 1030});
+      ranks = setting.pick<int64_t>({1, 2, 1, 0, 3});
+      ranges = setting.pick<int64_t>({1, 1, 2});
+      if (!cut) ranges = 1;
+      tasks = setting.pick<int64_t>({1, 3});
+      scale = setting.pick({1.0f, 1.0f / 3, -0.5f});
+      out = setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
+      nbytes = bytes_for(*kind, numel, ranges, setting.pick({0, 16}));
+      if (cut &&
+          setting.pick({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) {  // two ranges
+        numel += kBlock;
+        nbytes = bytes_for(*kind, numel, ranges, 0);
+      }
+      exactly = setting.pick({1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}) == 1;
+    }
+    const Kind* kind;
+    int64_t numel, ranks, ranges, tasks, nbytes;
+    float scale;
+    DType out;
+    bool exactly;  // by the definition of packing, which takes long
+  };
+
+  // What entry `i` of a row means, in float32.
+  static float meant(const uint8_t* row, int64_t i, const Kind& kind) {
+    uint32_t u = 0;
+    if (!kind.scaled()) {
+      const int64_t size = kind.code_bytes / kTogether;
+      std::memcpy(&u, row + i * size, size);
+      return from_bits(size == 4 ? u : u << 16);
+    }
+    const int64_t group = i / kTogether;
+    std::memcpy(&u, row + kGroups * kind.code_bytes + 2 * group, 2);
+    const int code = code_at(row + group * kind.code_bytes, i % kTogether, kind.rows);
+    return static_cast<float>(code) * from_bits(u << 16);
+  }
+
+  // The sum of what was received, and the status.
+  static std::vector<float> sum_of(const Call& call, const uint8_t* payloads,
+                                   std::vector<int32_t>& status) {
+    std::vector<float> sum(call.numel, 0.0f);
+    status.assign(call.ranks, 0);
+    for (int64_t p = 0; p < call.ranks; ++p) {
+      for (int64_t r = 0; r < call.ranges; ++r) {
+        const Range range = range_bounds(call.numel, call.ranges, r);
+        const uint8_t* in = payloads + (p * call.ranges + r) * call.nbytes;
+        uint8_t right[64];
+        put_header(right, *call.kind, range.end - range.begin, in[7] & 6);
+        if (std::memcmp(in, right, 64) != 0) {
+          status[p] = 1;
+          continue;
+        }
+        for (int64_t i = 0; i < range.end - range.begin; ++i) {
+          const uint8_t* row = in + 64 + i / kEntries * call.kind->row_bytes();
+          sum[range.begin + i] += meant(row, i % kEntries, *call.kind);
+        }
+      }
+    }
+    return sum;
+  }
+
+  static Input sent(Random& random, bool cut) {
+    Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
+    const Call call(input.setting, cut);
+    for (int64_t p = 0; p < call.ranks; ++p) {
+      AlignedBytes payload(call.ranges * call.nbytes, 0);
+      std::vector<float> x = random.reals<float>(call.numel);
+      for (float& v : x) v = std::isfinite(v) || random.chance(0.1) ? v : 1;
+      QuantizePackArgs args{};
+      args.grad = x.data();
+      args.numel = call.numel;
+      args.payload = payload.data();
+      args.ranges = call.ranges;
+      args.nbytes = call.nbytes;
+      args.format = call.kind->format;
+      with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::quantize_pack(args, parallel); });
+      input.bytes.insert(input.bytes.end(), payload.data(), payload.data() + payload.size());
+    }
+    return input;
+  }
+
+  static Field field_of(Random& random, const Call& call) {
+    const int64_t count = std::max<int64_t>(call.ranks * call.ranges, 1);
+    const int64_t payload = random.integer(0, count - 1) * call.nbytes;
+    Field field = header_field(random);
+    if (random.chance(0.6) && call.kind->scaled()) {  // a scale
+      const int64_t scales = 64 + kGroups * call.kind->code_bytes;
+      field = {scales + 2 * random.integer(0, kGroups - 1), 2};
+    }
+    return {payload + field.offset, field.bytes};
+  }
+};
+
+class DequantizeSum : public Quantized {
+ public:
+  Input sound(Random& random) const override { return sent(random, true); }
+  Field field(Random& random, const Input& input) const override {
+    return field_of(random, Call(input.setting, true));
+  }
+  bool run(Input& input, Memory& memory) const override {
+    const Call call(input.setting, true);
+    return dispatch(call.out, [&](auto out) { return sum<decltype(out)>(call, input, memory); });
+  }
+
+ private:
+  template <typename Out>
+  static bool sum(const Call& call, Input& input, Memory& memory) {
+    uint8_t* payloads = received(input, call.ranks * call.ranges * call.nbytes, memory);
+    Out* out = memory.take<Out>(call.numel);
+    auto* status = memory.take<int32_t>(call.ranks);
+    DequantizeSumArgs args{};
+    args.payloads = payloads;
+    args.ranks = call.ranks;
+    args.ranges = call.ranges;
+    args.nbytes = call.nbytes;
+    args.format = call.kind->format;
+    args.out = out;
+    args.out_dtype = call.out;
+    args.numel = call.numel;
+    args.scale = call.scale;
+    args.status = status;
+    with_tasks(call.tasks,
+               [&](const cpu::Parallel& parallel) { cpu::dequantize_sum(args, parallel); });
+    std::vector<int32_t> expected;
+    const std::vector<float> total = sum_of(call, payloads, expected);
+    for (int64_t i = 0; i < call.numel; ++i) {
+      const float scaled = call.scale * total[i];
+      const Out wanted = make<Out>(scaled);
+      CHECK(bits(out[i]) == bits(wanted), "out[%ld]: expected %g, got %g", long(i), value(wanted),
+            value(out[i]));
+    }
+    check_unchanged(payloads, input);
+    return check_status(status, expected);
+  }
+};
+
+class DequantizeSumPack : public Quantized {
+ public:
+  Input sound(Random& random) const override { return sent(random, false); }
+  Field field(Random& random, const Input& input) const override {
+    return field_of(random, Call(input.setting, false));
+  }
+
+  bool run(Input& input, Memory& memory) const override {
+    const Call call(input.setting, false);
+    uint8_t* payloads = received(input, call.ranks * call.nbytes, memory);
+    auto* residual = memory.take<float>(call.numel, 4);
+    auto* payload = memory.take<uint8_t>(call.nbytes);
+    auto* status = memory.take<int32_t>(call.ranks);
+    const float* before = floats().data() + input.setting % 4096;
+    std::copy_n(before, call.numel, residual);
+    std::fill_n(payload, call.nbytes, uint8_t{0xA5});
+    DequantizeSumPackArgs args{};
+    args.payloads = payloads;
+    args.ranks = call.ranks;
+    args.nbytes_in = call.nbytes;
+    args.residual = residual;
+    args.numel = call.numel;
+    args.payload = payload;
+    args.nbytes = call.nbytes;
+    args.format = call.kind->format;
+    args.scale = call.scale;
+    args.status = status;
+    with_tasks(call.tasks,
+               [&](const cpu::Parallel& parallel) { cpu::dequantize_sum_pack(args, parallel); });
+
+    std::vector<int32_t> expected;
+    std::vector<float> acc = sum_of(call, payloads, expected);
+    for (int64_t i = 0; i < call.numel; ++i) acc[i] = before[i] + call.scale * acc[i];
+    AlignedBytes wanted(call.nbytes, 0xA5);
+    std::vector<float> left(before, before + call.numel);
+    if (call.exactly) {
+      put(wanted.data(), acc, left.data(), *call.kind, false);
+    } else {
+      pack(call, acc, left, wanted.data());
+    }
+    CHECK(std::memcmp(payload, wanted.data(), call.nbytes) == 0, "the payload differs");
+    for (int64_t i = 0; i < call.numel; ++i) {
+      CHECK(bits(residual[i]) == bits(left[i]), "residual[%ld]: expected %g, got %g", long(i),
+            double(left[i]), double(residual[i]));
+    }
+    check_unchanged(payloads, input);
+    return check_status(status, expected);
+  }
+
+ private:
+  // By the op that packs, which has tests of its own.
+  static void pack(const Call& call, const std::vector<float>& acc, std::vector<float>& residual,
+                   uint8_t* payload) {
+    const std::vector<float> old = residual;
+    residual = acc;
+    QuantizePackArgs args{};
+    args.residual = residual.data();
+    args.numel = call.numel;
+    args.payload = payload;
+    args.ranges = 1;
+    args.nbytes = call.nbytes;
+    args.format = call.kind->format;
+    with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::quantize_pack(args, parallel); });
+    // Where nothing was sent the residual stays as it was, or becomes 0.
+    for (int64_t i = 0; i < call.numel; ++i) {
+      if (unsent(call, acc, i)) residual[i] = std::isfinite(old[i]) ? old[i] : 0;
+    }
+  }
+  static bool unsent(const Call& call, const std::vector<float>& acc, int64_t i) {
+    if (!call.kind->scaled()) return !std::isfinite(acc[i]);
+    const int64_t begin = i / kTogether * kTogether;
+    const int64_t end = std::min(begin + kTogether, call.numel);
+    return !std::all_of(acc.begin() + begin, acc.begin() + end,
+                        [](float x) { return std::isfinite(x); });
+  }
+};
+
+}  // namespace dct::test

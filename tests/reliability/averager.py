@@ -1,0 +1,332 @@
+"""Programs at local steps: DCTAverager."""
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from dct_parallel import DCTAverager
+from ranks import owed
+
+from .account import Account
+from .common import (
+    TRANSPORTS,
+    Odd,
+    beside,
+    digest,
+    draw_format,
+    draw_shapes,
+    flat,
+    from_first,
+    group_of,
+    poison,
+    refused,
+    require_equal,
+    through_a_file,
+    values,
+)
+
+_WRONG = ["rank", "density", "period", "missing", "nan", "type", "hook's", "copy", "frozen"]
+
+
+def draw(draw):
+    """(the most ranks of a program, its settings, its calls)."""
+    ranks = draw.choice([1, 2, 2, 2, 3, 3])
+    most = max(ranks, draw.choice([2, 2, 3]))
+    period = draw.choice([1, 2, 2, 3, 4])
+    overlap = draw.choice([0, 0, draw.randrange(period)])
+    options = draw_format(draw) | {"period": period, "overlap": overlap}
+    options["transport"] = draw.choice([None, "all_gather"] if overlap else TRANSPORTS)
+    if draw.random() < 0.1:
+        options |= {"policy": "fixed", "refresh_every": 3}
+    shapes = draw_shapes(draw)
+    settings = {
+        "ranks": ranks,
+        "shapes": shapes,
+        "dtypes": [draw.choice(["float32", "float32", "bfloat16", "float16"]) for _ in shapes],
+        "frozen": [0] if draw.random() < 0.2 else [],
+        "options": options,
+    }
+    if draw.random() < 0.15:
+        settings["dtypes"] = ["float32"] * len(shapes)
+        options |= {"residual_decay": 0.75, "overlap": 0}
+    return most, settings, [_call(draw, most) for _ in range(draw.randint(5, 20))]
+
+
+def _call(draw, most):
+    roll = draw.random()
+    if roll < 0.70:
+        return ("step", draw_step(draw, most))
+    if roll < 0.78:
+        steps = [draw_step(draw, most) for _ in range(draw.randint(1, 4))]
+        return ("replay", draw.choice(["same", "new"]), steps)
+    if roll < 0.82:
+        return ("flush",)
+    if roll < 0.86:
+        return ("resize", draw.randint(1, most))
+    if roll < 0.92:
+        return ("wrong", draw.choice(_WRONG))
+    if roll < 0.94:
+        return ("unfreeze",)
+    return ("check",)
+
+
+def draw_step(draw, most):
+    step = {"seed": draw.randrange(10**6)}
+    if draw.random() < 0.1:  # by a GradScaler, or one's own loop
+        step["skipped_by"] = draw.randrange(most)
+    if draw.random() < 0.12:
+        value = draw.choice(["nan", "inf", "-inf"])
+        count = draw.choice([1, 1, 3, 500])
+        step["bad"] = (draw.randrange(most), value, draw.randrange(1000), count)
+    return step
+
+
+class Door:
+    """A rank of a run; ranks that are not in its group wait for a `resize`."""
+
+    OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
+
+    def __init__(self, rank, ranks, shapes, dtypes, frozen, options, whole=False):
+        # Programs end wherever they do.
+        warnings.filterwarnings("ignore", "DCT: the run's last .* were not averaged")
+        self.rank, self._shapes, self._options, self._whole = rank, shapes, options, whole
+        self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
+        self._frozen = [i for i in frozen if i < len(shapes) - 1]
+        self._join(ranks)
+        self._make([torch.zeros(()).expand(p.shape) for p in Odd(shapes).p])
+
+    def _join(self, ranks):
+        self.idle, self._ranks = self.rank >= ranks, ranks
+        self._group = group_of(ranks)
+
+    def _make(self, weights):
+        """A new model and averager, and an account that begins with them."""
+        model = Odd(self._shapes, self._frozen)
+        for p, dtype, own in zip(model.p, self._dtypes, weights, strict=True):
+            p.data = p.data.to(dtype)
+            p.data.copy_(own)
+        self._model = model
+        self._parameters = [p for p in model.p if p.requires_grad]
+        self.account = Account(
+            [p.numel() for p in self._parameters],
+            flat(p.float() for p in self._parameters),
+            self._whole,
+        )
+        if not self.idle:
+            self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
+            self._averager = self._new()
+            self._since = torch.zeros_like(self.account.own)  # put in since the last base
+            self._sending = None  # of that, what an exchange under way sends
+            self._bad = torch.zeros(len(self._since), dtype=torch.bool)  # not finite here
+
+    def _new(self):
+        return DCTAverager(self._model, process_group=self._group, **self._options)
+
+    # What a program calls:
+
+    def step(self, step):
+        before = flat(p.double() for p in self._parameters)
+        if step.get("skipped_by") != self.rank:
+            self._optimizer.zero_grad()
+            moves = values(self._model.p, step["seed"], self.rank, self._whole)
+            for p, move in zip(self._model.p, moves, strict=True):
+                if p.requires_grad:
+                    p.grad = move.to(p.dtype)
+            if step.get("bad"):
+                poison([p.grad for p in self._parameters], self.rank, step["bad"])
+            self._optimizer.step()
+        moved = flat(p.double() for p in self._parameters) - before
+        self._bad |= ~moved.isfinite()
+        moved = moved.nan_to_num(0, 0, 0)
+        self.account.put(moved)
+        self._since += moved
+        self._average()
+
+    def flush(self):
+        sent_bad = self._sends_bad()
+        if sent_bad:  # arrives first, and fails
+            with refused(RuntimeError):
+                self._averager.flush()
+            self._returned()
+        self._sending = None
+        if self._anywhere(self._bad):
+            with refused(RuntimeError):
+                self._averager.flush()
+            return
+        self._averager.flush()
+        self._since.zero_()
+        require_equal(flat(self._parameters), self._group, "weights")
+        assert not any(s["residual"].any() for s in self._saved()["parameters"].values())
+
+    def replay(self, how, steps):
+        """Once more from a checkpoint: bit for bit the same."""
+        if self._sends_bad():  # cannot be saved
+            return
+        own = "account", "_since", "_sending", "_bad"
+        saved = through_a_file(self._averager.state_dict())
+        kept = copy.deepcopy([getattr(self, name) for name in own])
+        weights = [p.detach().clone() for p in self._model.p]
+        ends = []
+        for again in (False, True):
+            if again:
+                self._restore(saved, weights, how)
+                for name, value in zip(own, kept, strict=True):
+                    setattr(self, name, value)
+            for step in steps:
+                self.step(step)
+            end = None if self._sends_bad() else self._averager.state_dict()
+            ends.append(digest([flat(p.double() for p in self._parameters), end]))
+        assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
+
+    def resize(self, ranks):
+        self._anew(ranks)
+
+    def unfreeze(self):
+        self._frozen = []
+        self._anew(self._ranks)
+
+    def wrong(self, kind):
+        """A call that is refused, and changes nothing."""
+        if self._sends_bad():
+            return
+        saved = self._averager.state_dict()
+        entry, before = self._saved(), digest(saved)
+        name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
+        part = entry["parameters"][name]
+        spoilt = part | {"residual": part["residual"] * torch.nan}
+        changed = {
+            "rank": ("77", entry),
+            "density": (str(self.rank), entry | {"density": 0.123}),
+            "period": (str(self.rank), entry | {"period": 99}),
+            "missing": (str(self.rank), entry | {"parameters": {}}),
+            "nan": (
+                str(self.rank),
+                entry | {"parameters": entry["parameters"] | {name: spoilt}},
+            ),
+            "hook's": (str(self.rank), {k: v for k, v in entry.items() if k != "period"}),
+        }
+        frozen = self._parameters[-1]
+        with refused(ValueError, TypeError):
+            if kind == "copy":
+                copy.deepcopy(self._averager)
+            elif kind == "type":
+                self._averager.load_state_dict(7)
+            elif kind == "frozen":
+                frozen.requires_grad_(False)
+                self._averager.flush()
+            else:
+                self._averager.load_state_dict({**saved, "ranks": dict([changed[kind]])})
+        frozen.requires_grad_(True)
+        assert digest(self._averager.state_dict()) == before
+
+    def check(self):
+        if self._sends_bad():
+            with refused(RuntimeError):
+                self._averager.state_dict()
+            return
+        stats = self._averager.stats()
+        assert stats["step"] == self._averager.step
+        assert stats["overflow"] is None or 0 <= stats["overflow"] <= 1
+        base = self._base()
+        require_equal(base, self._group, "bases")
+        self.account.check(base, self._owed() + self._moved(), self._group)
+
+    def end(self):
+        self.check()
+        assert "averaging" in self._averager.plan()
+
+    # What they stand on:
+
+    def _average(self):
+        averager = self._averager
+        step, period, overlap = averager.step + 1, averager.period, averager.overlap
+        if step % period == 0:
+            self._sending = self._since.clone(), self._bad.clone()
+            self._since.zero_()
+        arrives = self._sending is not None and step % period >= overlap
+        if arrives and self._sends_bad():
+            with refused(RuntimeError):
+                averager.average_parameters()
+            self._returned()
+            require_equal(flat(self._parameters), self._group, "weights")
+        else:
+            averager.average_parameters()
+            if arrives:
+                self._sending = None
+                self._since = self._moved()
+                if not overlap:
+                    require_equal(flat(self._parameters), self._group, "weights")
+                decay = averager.residual_decay
+                if decay < 1:
+                    self.account.put(self._owed(), 1 - 1 / decay)
+        assert averager.step == step
+
+    def _moved(self):
+        """The change of the weights since the base, or since the exchange under way began.
+
+        Weights are rounded to their dtype, and the residual has what that leaves.
+        """
+        key = "base" if self._sending is None else "started"
+        parts = self._saved()["parameters"].values()
+        moved = [
+            p.detach().double().flatten() - part[key].to(p.dtype).double()
+            for p, part in zip(self._parameters, parts, strict=True)
+        ]
+        return torch.where(self._bad, self._since, flat(moved))
+
+    def _returned(self):
+        """An exchange failed: what was not finite is lost, with what shares its scale."""
+        sent, bad = self._sending
+        self._sending = None
+        self.account.put(torch.where(self._beside(bad), sent, 0.0), -1)
+        self.account.put(torch.where(self._bad, self._since, 0.0), -1)
+        self._since.zero_()
+        self._bad.zero_()
+
+    def _beside(self, mask):
+        return beside(mask, 0, torch.arange(len(mask)), self._options["format"])
+
+    def _sends_bad(self):
+        return self._sending is not None and self._anywhere(self._sending[1])
+
+    def _anywhere(self, mask):
+        told = mask.any().int().view(1)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return bool(told)
+
+    def _saved(self):
+        (entry,) = self._averager.state_dict()["ranks"].values()
+        return entry
+
+    def _base(self):
+        return flat(s["base"] for s in self._saved()["parameters"].values())
+
+    def _owed(self):
+        return flat(owed(self._averager.state_dict()).values())
+
+    def _restore(self, saved, weights, how):
+        if how == "new":
+            self._model = Odd(self._shapes, self._frozen)
+            for p, own in zip(self._model.p, weights, strict=True):
+                p.data = p.data.to(own.dtype)
+            self._parameters = [p for p in self._model.p if p.requires_grad]
+            self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
+            self._averager = self._new()
+        for p, own in zip(self._model.p, weights, strict=True):
+            p.data.copy_(own)
+        self._averager.load_state_dict(saved)
+
+    def _anew(self, ranks):
+        """A new averager, from weights in which nothing is pending."""
+        weights = None
+        if not self.idle:
+            while self._anywhere(self._bad):
+                self.step({"seed": 0, "skipped_by": self.rank})
+            self.flush()
+            self.check()
+            weights = [p.detach() for p in self._model.p]
+        weights = from_first(weights)
+        self._join(ranks)
+        self._make(weights)

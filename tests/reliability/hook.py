@@ -1,0 +1,218 @@
+"""Programs at DDP's hook: DCTState and dct_hook."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_parallel import DCTState, dct_hook, merge_states
+from ranks import owed
+
+from .common import (
+    TRANSPORTS,
+    Odd,
+    digest,
+    draw_format,
+    draw_shapes,
+    flat,
+    from_everyone,
+    from_first,
+    group_of,
+    refused,
+    through_a_file,
+    values,
+)
+from .gradients import GradientDoor, draw_step, folder
+
+_WRONG = ["rank", "density", "missing", "nan", "type", "version", "merge", "hook"]
+
+
+def draw(draw):
+    """(the most ranks of a program, its settings, its calls)."""
+    ranks = draw.choice([1, 2, 2, 2, 3, 3])
+    most = max(ranks, draw.choice([2, 2, 3]))
+    shapes = draw_shapes(draw)
+    settings = {
+        "ranks": ranks,
+        "shapes": shapes,
+        "frozen": [0] if draw.random() < 0.15 else [],
+        "options": draw_format(draw)
+        | {"transport": draw.choice(TRANSPORTS), "start_step": draw.choice([0, 0, 1, 2])},
+        "bucket_mb": draw.choice([0.0005, 0.004, 0.02, 25]),
+        "view": draw.random() < 0.3,
+        "scale": draw.choice([None, 1.0, 2.0**10]),
+    }
+    if draw.random() < 0.1:
+        settings["options"] |= {"policy": "fixed", "refresh_every": 3}
+    return most, settings, [_call(draw, most) for _ in range(draw.randint(4, 14))]
+
+
+def _call(draw, most):
+    roll = draw.random()
+    if roll < 0.62:
+        return ("step", draw_step(draw, most))
+    if roll < 0.72:
+        steps = [draw_step(draw, most) for _ in range(draw.randint(1, 3))]
+        return ("replay", draw.choice(["same", "new", "new", "dcp"]), steps)
+    if roll < 0.80:
+        return ("resize", draw.randint(1, most), draw.choice(TRANSPORTS), draw.random() < 0.2)
+    if roll < 0.83:
+        return ("move", draw.choice(TRANSPORTS), draw.choice(["new", "dcp"]))
+    if roll < 0.88:
+        return ("wrong", draw.choice(_WRONG))
+    if roll < 0.91:
+        return ("unfreeze",)
+    return ("check",)
+
+
+class Door(GradientDoor):
+    """A rank of a run; ranks that are not in its group wait for a `resize`."""
+
+    OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
+
+    def __init__(self, rank, shapes, frozen, options, bucket_mb, view, scale, ranks, whole=False):
+        self.rank, self._frozen = rank, [i for i in frozen if i < len(shapes) - 1]
+        self._shapes, self._options, self._whole = shapes, options, whole
+        self._ddp_options = {"bucket_cap_mb": bucket_mb, "gradient_as_bucket_view": view}
+        self._scaler = torch.amp.GradScaler(
+            "cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None
+        )
+        self._join(ranks)
+        if not self.idle:
+            self._make()
+            self._account_anew()
+
+    def _join(self, ranks):
+        self.idle = self.rank >= ranks
+        self._group = group_of(ranks)
+
+    def _make(self, weights=None):
+        """A new model, DDP, state, optimizer; scaler and account stay."""
+        self._model = Odd(self._shapes, self._frozen)
+        self._all = list(self._model.p)
+        self._parameters = [p for p in self._all if p.requires_grad]
+        if weights is not None:
+            self._set(weights)
+        group = self._group
+        self._ddp = DistributedDataParallel(self._model, process_group=group, **self._ddp_options)
+        self._state = DCTState(self._ddp, grad_scaler=self._scaler, **self._options)
+        self._ddp.register_comm_hook(self._state, self._hook)
+        self._outside = nn.Parameter(torch.zeros(3))
+        self._optimizer = torch.optim.SGD([*self._parameters, self._outside], lr=1.0)
+        self._places = {}  # {parameter: (bucket, positions in it)} of the last pass
+        self._passes = 0
+
+    def _set(self, weights):
+        parts = weights.split([p.numel() for p in self._all])
+        for p, part in zip(self._all, parts, strict=True):
+            p.data.copy_(part.view(p.shape))
+
+    def _hook(self, state, bucket):
+        places = torch.arange(bucket.buffer().numel())
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            at = gradient.storage_offset() - bucket.buffer().storage_offset()
+            # In the order of the parameter's memory, which is dense.
+            view = places[at:].as_strided(p.shape, p.stride())
+            self._places[p] = bucket.index(), view.reshape(-1)
+        return dct_hook(state, bucket)
+
+    # What a program calls:
+
+    def replay(self, how, steps):
+        if self._passes:  # or else DDP has not brought its buckets into their order
+            super().replay(how, steps)
+
+    def resize(self, ranks, transport, by_dcp):
+        with folder(dist.group.WORLD) as place:
+            saved = None
+            if not self.idle:
+                self.check()
+                self.account.regroup(self._group)
+                saved = self._save(place if by_dcp else None)
+                self._state.close()
+            states = [one["state"] for one in from_everyone(saved) if one is not None]
+            merged = merge_states(place if by_dcp else states)
+        saved = from_first(saved)
+        self._options = self._options | {"transport": transport}
+        self._join(ranks)
+        self.account = saved["account"]
+        if not self.idle:
+            self._make(saved["weights"])
+            self._scaler.load_state_dict(saved["scaler"])
+            self._state.load_state_dict(through_a_file(merged))
+
+    def unfreeze(self):
+        """A new DDP and state, to which nothing of the old one's is pending."""
+        if not self._frozen:
+            return
+        self._frozen = []
+        if self.idle:
+            return
+        self.check()
+        saved, weights = self._state.state_dict(), flat(self._all)
+        self._state.close()
+        self._make(weights)
+        with refused(ValueError):
+            self._state.load_state_dict(saved)
+        self._account_anew()
+
+    def wrong(self, kind):
+        """A call that is refused, and changes nothing."""
+        saved = self._state.state_dict()
+        (entry,) = saved["ranks"].values()
+        before = digest(saved)
+        name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
+        part = entry["parameters"][name]
+        spoilt = part | {"residual": part["residual"] * torch.nan}
+        changed = {
+            "rank": {**saved, "ranks": {"77": entry}},
+            "density": {**saved, "ranks": {str(self.rank): entry | {"density": 0.123}}},
+            "missing": {**saved, "ranks": {str(self.rank): entry | {"parameters": {}}}},
+            "nan": {
+                **saved,
+                "ranks": {
+                    str(self.rank): entry | {"parameters": entry["parameters"] | {name: spoilt}}
+                },
+            },
+            "type": 7,
+            "version": {**saved, "version": 5},
+        }
+        with refused(ValueError, TypeError):
+            if kind == "merge":
+                merge_states([saved, saved])
+            elif kind == "hook":
+                dct_hook(self._ddp, None)
+            else:
+                self._state.load_state_dict(changed[kind])
+        assert digest(self._state.state_dict()) == before
+
+    # What they stand on:
+
+    def _owed(self):
+        return flat(part for _, part in sorted(owed(self._state.state_dict()).items()))
+
+    def _backward(self, gradients, exchanged):
+        with contextlib.nullcontext() if exchanged else self._ddp.no_sync():
+            self._scaler.scale(self._ddp(*gradients)).backward()
+        self._passes += 1
+
+    def _gradient(self):
+        return flat(p.grad for p in self._parameters)
+
+    def _flat(self, parameters):
+        return flat(parameters)
+
+    def _renew(self, weights):
+        self._make(weights)
+        # DDP brings its buckets into their order after its first pass.
+        self._backward(values(self._all, 0, self.rank), True)
+
+    def _placed(self):
+        placed = [self._places[p] for p in self._parameters]
+        messages = torch.cat([torch.full_like(at, index) for index, at in placed])
+        return messages, torch.cat([at for _, at in placed])
+
+    def _hurts(self, rank):
+        return rank == self.rank

@@ -1,0 +1,279 @@
+"""Programs at replicas of tables: ReplicaSync on ShardedEmbeddingBags."""
+
+import copy
+import random
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dct_embeddings import (
+    MomentumScaledRowWiseAdagrad,
+    ReplicaSync,
+    RowWiseAdagrad,
+    ShardedEmbeddingBags,
+    plan_shards,
+)
+
+from .account import Account
+from .common import (
+    BLOCK,
+    SCALES,
+    TRANSPORTS,
+    beside,
+    digest,
+    draw_format,
+    from_everyone,
+    from_first,
+    mesh_of,
+    refused,
+    require_equal,
+)
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.125),
+    "rowwise": partial(RowWiseAdagrad, lr=0.125),
+    "delayed": partial(MomentumScaledRowWiseAdagrad, lr=0.125, scale=2, delayed=True),
+}
+_WRONG = ["second", "copy", "every", "owned", "ids", "momentum"]
+BFLOAT16 = 2.0**-7  # of rounding a change, and a sum of changes
+
+
+def draw(draw):
+    """(the most ranks of a program, its settings, its calls)."""
+    shards = draw.choice([1, 1, 1, 2])
+    replicas = draw.choice([1, 2, 2, 2, 3] if shards == 1 else [1, 2])
+    most = max(replicas, draw.choice([2, 2, 3]) if shards == 1 else 2)
+    options = {"every": draw.choice([1, 2, 3])}
+    if draw.random() < 0.25:
+        options |= {"format": draw.choice(["float32", "bfloat16"])}
+    else:
+        options |= draw_format(draw) | {"transport": draw.choice(TRANSPORTS)}
+    settings = {
+        "mesh": (replicas, shards),
+        "rows": [draw.choice([3, 40, 150]) for _ in range(draw.randint(shards, 3))],
+        "width": draw.choice([1, 4, 8, 19]),
+        "optimizer": draw.choice(list(OPTIMIZERS)),
+        "options": options,
+        "dedup": draw.random() < 0.3,
+        "sparse": draw.random() < 0.6,
+    }
+    if draw.random() < 0.1:  # more than a block
+        settings["rows"][0], settings["width"] = 2000, 19
+    calls = [_call(draw, most) for _ in range(draw.randint(5, 18))]
+    return most * shards, settings, calls
+
+
+def _call(draw, most):
+    roll = draw.random()
+    if roll < 0.70:
+        return ("step", draw_step(draw, most))
+    if roll < 0.78:
+        steps = [draw_step(draw, most) for _ in range(draw.randint(1, 5))]
+        return ("replay", draw.choice(["same", "new"]), steps)
+    if roll < 0.82:
+        return ("sync",)
+    if roll < 0.87:
+        return ("check",)
+    if roll < 0.92:
+        return ("resize", draw.randint(1, most))
+    return ("wrong", draw.choice(_WRONG))
+
+
+def draw_step(draw, most):
+    step = {"seed": draw.randrange(10**6), "batch": draw.choice([0, 1, 4, 30])}
+    if draw.random() < 0.2:
+        step["passes"] = 2
+    if draw.random() < 0.1:
+        step["skipped"] = True
+    if draw.random() < 0.1:
+        step["bad"] = (draw.randrange(most), draw.choice(["nan", "inf", "-inf"]))
+    return step
+
+
+class Door:
+    """A rank of a run; ranks that are not in its mesh wait for a `resize`."""
+
+    OF_ALL = ("resize",)  # also called on ranks that wait
+
+    def __init__(self, rank, mesh, rows, width, optimizer, options, dedup, sparse, whole=False):
+        self.rank, self._rows, self._width, self._whole = rank, rows, width, whole
+        self._optimizer_name, self._options = optimizer, options
+        self._bag_options = {"dedup": dedup, "sparse": sparse}
+        self._make(*mesh)
+
+    def _make(self, replicas, shards):
+        self.idle = self.rank >= replicas * shards
+        self._mesh = mesh_of(replicas, shards)
+        if self.idle:
+            return
+        self._group = self._mesh.get_group("replicate")
+        generator = torch.Generator().manual_seed(0)
+        tables = [
+            torch.randint(-8, 9, (n, self._width), generator=generator) / 8 for n in self._rows
+        ]
+        plan = plan_shards(self._rows, shards, [0] if self._rows[0] >= shards > 1 else [])
+        self._bags = ShardedEmbeddingBags(tables, plan, self._mesh, **self._bag_options)
+        self._optimizer = OPTIMIZERS[self._optimizer_name]([self._bags.weight])
+        self._sync = ReplicaSync(self._bags, optimizer=self._optimizer, **self._options)
+        self._account_anew()
+
+    def _account_anew(self):
+        """Nothing is pending."""
+        weight = self._bags.weight.detach()
+        self.account = Account([weight.numel()], weight.flatten(), self._whole)
+        self._of_state = Account([len(weight)], self._state(), self._whole)
+        self._since = torch.zeros(weight.numel(), dtype=torch.float64)  # put in since a sync
+        self._touched, self._union = (torch.zeros(len(weight), dtype=torch.bool) for _ in "ab")
+        self._steps = 0
+
+    # What a program calls:
+
+    def step(self, step):
+        self._optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(31 * step["seed"] + self.rank)
+        scale = random.Random(step["seed"]).choice(SCALES)
+        for _ in range(step.get("passes", 1)):
+            lengths = torch.randint(0, 4, (len(self._rows), step["batch"]), generator=draw)
+            ids = [
+                (torch.rand(int(n.sum()), generator=draw) ** 2 * rows).long()
+                for n, rows in zip(lengths, self._rows, strict=True)
+            ]
+            out = self._bags(torch.cat(ids), lengths)
+            slopes = torch.randn(out.shape, generator=draw) * scale
+            if self._whole:
+                slopes = slopes.sign()
+            if step.get("bad", (-1,))[0] == self.rank and slopes.numel():
+                slopes.view(-1)[-1] = float(step["bad"][1])
+            (out * slopes).sum().backward()
+        if not step.get("skipped"):
+            weight, state = self._bags.weight.detach().clone(), self._state()
+            self._note_rows()
+            self._optimizer.step()
+            moved = (self._bags.weight.detach().double() - weight.double()).flatten()
+            grown = self._state().double() - state.double()
+            self._since += moved.nan_to_num(0, 0, 0).abs()
+            self.account.put(torch.where(moved.isfinite(), moved, 0.0))
+            self._of_state.put(torch.where(grown.isfinite(), grown, 0.0))
+        self._steps += 1
+        if self._steps == self._options["every"]:
+            self._synced()
+        self._sync.step()
+        if self._steps == 0:
+            self._require_alike()
+
+    def sync(self):
+        self._synced()
+        self._sync.sync()
+        self._require_alike()
+
+    def check(self):
+        """Once all is sent, it is there."""
+        self._synced()
+        self._sync.flush()
+        self._require_alike()
+        nothing = torch.zeros(len(self.account.own))
+        self.account.check(self._bags.weight.detach().flatten(), nothing, self._group)
+        self._of_state.check(self._state(), nothing[: len(self._touched)], self._group)
+        self._union.zero_()
+
+    def replay(self, how, steps):
+        """Once more from a checkpoint: bit for bit the same."""
+        self.check()
+        saved = copy.deepcopy([self._bags.state_dict(), self._optimizer.state_dict()])
+        ends = []
+        for again in (False, True):
+            if again:
+                if how == "new":
+                    self._make(*self._mesh.shape)
+                self._load(saved)
+            for step in steps:
+                self.step(step)
+            self.check()
+            ends.append(digest([self._bags.weight, self._state()]))
+        assert ends[0] == ends[1]
+
+    def resize(self, replicas):
+        saved = None
+        if not self.idle:
+            self.check()
+            saved = self._bags.state_dict(), self._optimizer.state_dict()
+        everyones = from_everyone(saved)
+        self._make(replicas, from_first(self._mesh.shape[1]))
+        if not self.idle:
+            self._load(copy.deepcopy(everyones[self._mesh.get_local_rank("shard")]))
+
+    def wrong(self, kind):
+        """A call that is refused, and changes nothing."""
+        bags, optimizer = self._bags, self._optimizer
+        before = digest([bags.weight, self._state()])
+        with refused(ValueError, TypeError):
+            if kind == "second":
+                ReplicaSync(bags, optimizer=optimizer)
+            elif kind == "copy":
+                copy.deepcopy(self._sync)
+            elif kind == "owned":
+                other = torch.tensor([[0, 0, 77]])
+                bags.load_state_dict(bags.state_dict() | {"owned": other})
+            elif kind == "ids":
+                lengths = torch.ones(len(self._rows), 1, dtype=torch.int64)
+                bags(torch.full((len(self._rows),), 10**6), lengths)
+            elif kind == "momentum" and self._optimizer_name == "sgd":
+                optimizer.param_groups[0]["momentum"] = 0.9
+                optimizer.step()
+            else:
+                ReplicaSync(bags, optimizer=optimizer, every=0)
+        for group in optimizer.param_groups:
+            group.update({"momentum": 0} if "momentum" in group else {})
+        assert digest([bags.weight, self._state()]) == before
+
+    def end(self):
+        self.check()
+
+    # What they stand on:
+
+    def _state(self):
+        """[rows]: what the optimizer accumulates, all of it; zeros if it does not."""
+        state = self._optimizer.state.get(self._bags.weight, {})
+        if "sum" not in state:
+            return torch.zeros(len(self._bags.weight))
+        return state["sum"] + state.get("pending", 0)
+
+    def _note_rows(self):
+        grad = self._bags.weight.grad
+        if grad is not None:
+            dense = grad.to_dense() if grad.is_sparse else grad
+            rows = torch.zeros(len(dense), dtype=torch.bool)
+            if grad.is_sparse:
+                rows[grad._indices()[0]] = True
+            self._touched |= rows | dense.any(1)
+
+    def _synced(self):
+        """Before a sync: what it may lose, and round."""
+        bad = ~self._bags.weight.detach().isfinite()
+        told = torch.cat([self._touched.view(-1, 1), bad, ~self._state().isfinite().view(-1, 1)], 1)
+        told = told.int()
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        touched, bad, of_state = told[:, 0] > 0, told[:, 1:-1] > 0, told[:, -1] > 0
+        self._of_state.may_lose |= of_state
+        self._union |= touched
+        at = torch.arange(self._union.sum() * self._width)
+        if bad.any():
+            within = beside(bad[self._union].flatten(), 0, at, self._options["format"])
+            bad[self._union] |= (within | (at % BLOCK == 0)).view(-1, self._width)
+        self.account.may_lose |= bad.flatten()
+        if self._options["format"] == "bfloat16" and "density" not in self._options:
+            self.account.rough += BFLOAT16 * self._since
+            self._union.zero_()
+        self._touched.zero_()
+        self._since.zero_()
+        self._steps = 0
+
+    def _require_alike(self):
+        require_equal([self._bags.weight, self._state()], self._group, "replicas")
+
+    def _load(self, saved):
+        weights, state = saved
+        self._bags.load_state_dict(weights)
+        self._optimizer.load_state_dict(state)
+        self._account_anew()

@@ -1,0 +1,128 @@
+"""Defects that are planted: programs and soak find them, and say what is wrong."""
+
+import os
+import random
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from dct_parallel import Compressor
+from reliability import programs, soak
+from reliability.pool import Failed, Pool
+
+
+def _forgets_an_entry():
+    pack = Compressor.pack
+
+    def planted(self, *args):
+        payload = pack(self, *args)
+        self.residual[7] = 0
+        return payload
+
+    Compressor.pack = planted
+
+
+def _takes_nothing_back():
+    Compressor.take_back = lambda self, mean=None: None
+
+
+def _differs():
+    unpack = Compressor.unpack
+
+    def planted(self, payloads, out, out_scale=None):
+        status = unpack(self, payloads, out, out_scale)
+        out[3] += 2.0**-10 * dist.get_rank()
+        return status
+
+    Compressor.unpack = planted
+
+
+def _hangs():
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+
+
+def _planted(rank, plant, door):
+    plant()
+    draw = random.Random(1)
+    draw_step = programs.door_of(door).draw_step
+    calls = [("step", draw_step(draw, 2)) for _ in range(20)]
+    programs.play(rank, door, soak.SETTINGS[door], calls)
+
+
+def _case(door, plant, said, large=True):
+    marks = [pytest.mark.large] if large else []
+    return pytest.param(door, plant, said, id=f"{door}{plant.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("door", "plant", "said"),
+    [
+        _case("hook", _forgets_an_entry, "entries of .* are not conserved", large=False),
+        _case("averager", _forgets_an_entry, "are not conserved"),
+        _case("fsdp2", _forgets_an_entry, "are not conserved"),
+        _case("replicas", _forgets_an_entry, "are not conserved"),
+        _case("hook", _takes_nothing_back, "are not conserved"),
+        _case("fsdp2", _takes_nothing_back, "are not conserved"),
+        _case("hook", _differs, "gradients differ between ranks"),
+        _case("averager", _differs, "weights differ between ranks"),
+        _case("replicas", _differs, "replicas differ between ranks"),
+    ],
+)
+def test_a_planted_defect_is_found(door, plant, said):
+    with Pool(2) as pool, pytest.raises(Failed, match=said):
+        pool.call(_planted, plant, door)
+
+
+def test_a_rank_that_hangs_is_named():
+    with Pool(2) as pool:
+        with pytest.raises(Failed, match="rank 1 did not return"):
+            pool.call(_planted, _hangs, "averager", seconds=2)
+        assert pool.call(max, 1) == [1, 1]  # by new processes
+
+
+def _leaks(*args):
+    soak.CHECKED = 10
+    door = programs.door_of("averager").Door
+    check = door.check
+
+    def planted(self):
+        os.open("/dev/null", os.O_RDONLY)
+        check(self)
+
+    door.check = planted
+    return _soak(*args)
+
+
+_soak = soak.soak
+
+
+def test_a_file_handle_that_leaks_is_found(monkeypatch):
+    monkeypatch.setattr(soak, "soak", _leaks)
+    found = soak.run("averager", 0, 1, seed=0)
+    assert found["max_handles_grown"] >= 5 and found["steps"] == 100
+    assert "grew by" in found["failures"][0]["what"]
+
+
+class _FailsAt:
+    """A pool whose programs fail where they have both of these calls."""
+
+    def __init__(self, *needed):
+        self._needed = set(needed)
+
+    def call(self, function, door, settings, calls):
+        if self._needed <= set(calls):
+            raise Failed("both")
+
+
+def test_a_program_that_fails_is_made_shorter():
+    calls = [(name,) for name in "abcdefg"]
+    program, text = programs.shrunk(_FailsAt(("b",), ("f",)), "hook", (2, {}, calls), "")
+    assert program == (2, {}, [("b",), ("f",)]) and text == "both"
+
+
+def test_a_program_follows_from_its_number_and_the_seed():
+    for door in programs.COUNTS:
+        assert programs.drawn(door, 3, 0) == programs.drawn(door, 3, 0)
+        assert programs.drawn(door, 3, 0) != programs.drawn(door, 3, 1)
