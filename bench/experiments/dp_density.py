@@ -5,33 +5,47 @@
     python -m experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
 Problems: text-... train a transformer (--width 96, --layers 3, 8 x 64 characters a rank) on the
-characters of --text, which is generated if it is not there; text-muon has Muon on the matrices of
-its layers and AdamW on the rest. clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a
+characters of --text, which is generated if it is not there; a short text, read many times over, is
+overfitted, and noise then helps. text-muon and python-muon have Muon on the matrices of the layers
+and AdamW on the rest. clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a
 rank), generated or --data: with SGD, or with row-wise AdaGrad on its tables and Adam on its MLPs,
-where the rate is Adam's, and the tables' is --table-lr.
+where the rate is Adam's, and the tables' is --table-lr; tables-adam, with Adam on all. python-adamw
+trains the transformer on the sources of torch and sympy, of which no character is read twice;
+finetune-adamw goes on with sympy's from one that was trained on torch's. mlp-adam trains a deep MLP
+that needs its biases (128 rows a rank).
 
-Schedules: the rate of text-... rises over the first 50 steps. Then it falls to 0 along a cosine;
-stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is constant.
+Schedules: the rate of transformers and of the MLP rises over the first 50 steps. Then it falls to 0
+along a cosine; stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is
+constant.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
 range of the gradient, and compresses its mean once more. Entries are sent in bfloat16;
-dct-float32:D%: in float32; int8, int4 and ternary: every entry in so few bits.
+dct-float32:D%: in float32; int8, int4 and ternary: every entry in so few bits;
+blocks-int4,width=W and the like: with a scale for every W entries; blocks-e2m1: with one for every
+16 and one for every 1,024. Blocks take exact=vectors: biases and norms go in bfloat16.
 
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
 by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
-few bits. They take settings after commas: decay=B (of the residual), overlap=N (steps that ranks go
-on while an exchange runs), and spaced=rate (as many exchanges, further apart where the rate is
-lower). They, and those of gradients, also take transport=reduce_scatter. Beside them:
-postlocal:xH, float32 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with
-its top-k, 2-bit values and decay.
+few bits, local-blocks-int4:xH,width=W in blocks. They take settings after commas: decay=B (of the
+residual); overlap=N (steps that ranks go on while an exchange runs); spaced=rate, root or rate2 (as
+many exchanges, further apart where the rate is lower: by it, its root or its square), first=N (so
+many of them at the first steps, the others further apart); outer=R and momentum=B (an outer
+optimizer, SGD with Nesterov's momentum); moments=first, second or both (of Adam, averaged as well,
+in float32); and pull=K (first moments are corrected by what the exchange tells).
+They, and those of gradients, also take transport=reduce_scatter. Beside them: postlocal:xH, float32
+weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with its top-k, 2-bit values
+and decay.
 
 The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
 formula.
 
-1. With several rates every method is trained with each, from seed 0, for 600 steps. Its best rate
-   is that of the lowest loss on the validation part.
-2. At its best rate it is trained for --steps from seeds 0, 1, 2, ... and scored on the test part.
+1. With several rates every method is trained with each, from seed 0. Its best rate is that of the
+   lowest loss on the validation part after as many steps.
+2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part.
+
+With --validation-only the test part is left alone, as it should be where methods are chosen among;
+whoever asks for its scores later trains these runs again.
 
 Each finished run is a file in --out, and is not repeated: a command that was interrupted goes on
 where it was, and methods, rates and seeds may be added. In the end it prints a report on all runs
@@ -59,14 +73,15 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from dct_embeddings import RowWiseAdagrad
+from dlrm import files
 from dlrm.argument_types import count, positive, several
-from dlrm.command_line import Formatter, Parser
+from dlrm.command_line import Formatter, Parser, exit_status, make_folder
 
-from . import dp_local, dp_methods, dp_ranks, dp_tasks
-from .run_files import spread, with_error, write
+from . import dp_local, dp_methods, dp_python, dp_ranks, dp_tasks
+from .run_files import spread, with_error
 
-RATE_SEED, RATE_STEPS = 0, 600
-WARMUP_STEPS = 50  # of the text tasks' rate
+RATE_SEED = 0  # of the runs that learning rates are chosen by
+WARMUP_STEPS = 50  # of a transformer's rate, and the MLP's
 CURVE_EVERY = 20  # steps
 TEST_POINTS = 20  # of a run's curve of the test loss
 
@@ -99,7 +114,7 @@ def _one(make: Callable) -> Callable:
 def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
     mlps = [*model.bottom.parameters(), *model.top.parameters()]
     tables = RowWiseAdagrad(model.tables.parameters(), lr=table_rate)
-    return [tables, torch.optim.Adam(mlps, lr=rate, fused=True)]
+    return [tables, _adam(mlps, lr=rate)]
 
 
 def _muon_and_adamw(model: nn.Module, rate: float, table_rate: float) -> list:
@@ -110,6 +125,7 @@ def _muon_and_adamw(model: nn.Module, rate: float, table_rate: float) -> list:
 
 
 _sgd = partial(torch.optim.SGD, fused=True)
+_adam = partial(torch.optim.Adam, fused=True)
 _adamw = partial(torch.optim.AdamW, fused=True)
 PROBLEMS = {
     "text-adamw": Problem("text", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
@@ -118,6 +134,11 @@ PROBLEMS = {
     "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
+    "tables-adam": Problem("clicks", _one(_adam), 0, (1e-3, 2e-3)),
+    "mlp-adam": Problem("mlp", _one(_adam), WARMUP_STEPS, (1e-3, 2e-3)),
+    "python-adamw": Problem("python", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
+    "python-muon": Problem("python", _muon_and_adamw, WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
+    "finetune-adamw": Problem("finetune", _one(_adamw), WARMUP_STEPS, (1e-3, 2e-3)),
 }
 
 
@@ -143,16 +164,18 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     make = dp_methods.method(run.method)
     if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
-        updates = [stepper(own, run, options) for own in models]
-        spaced = make.keywords.pop("spaced", None)
+        optimizers = [optimizers_of(own, run, options) for own in models]
+        updates = [stepper(own, run) for own in optimizers]
+        when = {key: make.keywords.pop(key) for key in dp_methods.WHEN if key in make.keywords}
         averaging = make(models)
-        if spaced == "rate":
+        averaging.optimizers = [own[0] for own in optimizers]
+        if when:
             rate_at = partial(PROBLEMS[run.problem].rate_at, run.schedule, steps=run.steps)
             rates = [rate_at(step) for step in range(run.steps)]
-            averaging.due = dp_local.equal_progress(rates, averaging.period)
+            averaging.due = dp_local.schedule(rates, averaging.period, **when)
         steps = dp_local.train(models, task.loss, batches, averaging, updates, run.steps)
     else:
-        update = stepper(model, run, options)
+        update = stepper(optimizers_of(model, run, options), run)
         steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
     curve, recent, tested = [], [], []
     record = run._asdict() | {"ranks": options.ranks, "data": task.description}
@@ -169,8 +192,10 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
             curve.append([step, counts.sent, round(statistics.mean(recent), 5)])
             recent.clear()
         if step * TEST_POINTS % run.steps < TEST_POINTS:
-            tested.append([step, task.score(model, "test")["loss"]])
-    record |= {part: task.score(model, part) for part in ("validation", "test")}
+            tested.append([step, task.score(model, task.curve)["loss"]])
+    record |= {part: task.score(model, part) for part in parts(options)}
+    if counts.errors:
+        record["vnmse"] = counts.errors
     if counts.payloads:
         record["overflow"] = counts.overflowed / counts.payloads
     record |= {
@@ -180,10 +205,20 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     return record
 
 
-def stepper(model: nn.Module, run: Run, options: argparse.Namespace) -> Callable[[int], None]:
+def parts(options: argparse.Namespace) -> tuple[str, ...]:
+    """That a run's model is scored on in the end."""
+    return ("validation",) if options.validation_only else ("validation", "test")
+
+
+def optimizers_of(
+    model: nn.Module, run: Run, options: argparse.Namespace
+) -> list[torch.optim.Optimizer]:
+    return PROBLEMS[run.problem].optimizers(model, run.rate, options.table_lr)
+
+
+def stepper(optimizers: list[torch.optim.Optimizer], run: Run) -> Callable[[int], None]:
     """A function of the step's number that takes a step of the weights by their gradients."""
     problem = PROBLEMS[run.problem]
-    optimizers = problem.optimizers(model, run.rate, options.table_lr)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 
@@ -201,12 +236,15 @@ def load(folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))]
 
 
-def best_rate(records: Sequence[dict], problem: str, schedule: str, name: str) -> float | None:
-    """The only one, or that of the lowest validation loss at 600 steps, from seed 0."""
+def best_rate(
+    records: Sequence[dict], problem: str, schedule: str, name: str, steps: int
+) -> float | None:
+    """The only one, or that of the lowest validation loss from seed 0, after as many steps."""
+    setting = (problem, schedule, name, steps)
     runs = [
         record
         for record in records
-        if (record["problem"], record["schedule"], record["method"]) == (problem, schedule, name)
+        if (record["problem"], record["schedule"], record["method"], record["steps"]) == setting
         and "diverged" not in record
     ]
     rates = {record["rate"] for record in runs}
@@ -215,7 +253,7 @@ def best_rate(records: Sequence[dict], problem: str, schedule: str, name: str) -
     tried = {
         record["rate"]: record["validation"]["loss"]
         for record in runs
-        if (record["seed"], record["steps"]) == (RATE_SEED, RATE_STEPS)
+        if record["seed"] == RATE_SEED
     }
     return min(tried, key=tried.get, default=None)
 
@@ -228,30 +266,41 @@ def work(options: argparse.Namespace) -> None:
         batch = {} if options.batch is None else {"batch": options.batch}
         if name == "text":
             return dp_tasks.TextTask(options.text, options.width, options.layers, **batch)
+        if name == "python":
+            return dp_python.PythonTask(options.width, options.layers, **batch)
+        if name == "finetune":
+            start = options.out / "start.pt"
+            return dp_python.FineTuneTask(start, options.width, options.layers, **batch)
+        if name == "mlp":
+            return dp_tasks.BiasesTask(**batch)
         return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
-    def finish(run: Run) -> None:
+    def finish(run: Run, needed: Sequence[str]) -> None:
         path = run.path(options.out)
         if path.exists():
-            return
+            known = json.loads(path.read_text()).keys()
+            if known >= {*needed} or "diverged" in known:
+                return
         record = train(run, task(PROBLEMS[run.problem].task), options)
-        write(path, record)
+        files.write_json(path, record)
         said = record.get("validation") or f"diverged in step {record['diverged']}"
         print(f"{path.stem}: {said}", flush=True)
 
     for problem, name in itertools.product(options.problems, options.methods):
         rates = options.rates or PROBLEMS[problem].rates
         for rate in rates if len(rates) > 1 else ():
-            finish(Run(problem, options.schedule, name, rate, RATE_SEED, RATE_STEPS))
+            run = Run(problem, options.schedule, name, rate, RATE_SEED, options.steps)
+            finish(run, ["validation"])
     for seed, problem, name in itertools.product(
         range(options.seeds), options.problems, options.methods
     ):
         rates = options.rates or PROBLEMS[problem].rates
         rate = rates[0]
         if len(rates) > 1:
-            rate = best_rate(load(options.out), problem, options.schedule, name)
+            rate = best_rate(load(options.out), problem, options.schedule, name, options.steps)
         if rate is not None:
-            finish(Run(problem, options.schedule, name, rate, seed, options.steps))
+            run = Run(problem, options.schedule, name, rate, seed, options.steps)
+            finish(run, parts(options))
 
 
 def best_runs(records: Sequence[dict]) -> dict[tuple[str, str, int], dict[str, list[dict]]]:
@@ -259,8 +308,8 @@ def best_runs(records: Sequence[dict]) -> dict[tuple[str, str, int], dict[str, l
     found: dict = {}
     for record in sorted(records, key=lambda record: record["seed"]):
         problem, schedule, name = record["problem"], record["schedule"], record["method"]
-        rate = best_rate(records, problem, schedule, name)
-        if "diverged" not in record and record["rate"] == rate:
+        rate = best_rate(records, problem, schedule, name, record["steps"])
+        if "test" in record and record["rate"] == rate:
             runs = found.setdefault((problem, schedule, record["steps"]), {})
             runs.setdefault(name, []).append(record)
     return found
@@ -275,7 +324,7 @@ def tables(records: Sequence[dict]) -> str:
         scores = next(iter(methods.values()))[0]["test"]
         headings = ["method", *scores, "worst seed's loss", "loss over dense's, by seed", "at most"]
         headings += ["overflow", "bytes a step", "fewer by"]
-        headings += ["rate", "rates tried", "seeds"]
+        headings += ["rate", "rates tried", "seeds", "vNMSE"]
         lines += [f"**{problem}, {schedule}, {steps:,} steps**", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
         for name, runs in sorted(methods.items(), key=lambda item: -item[1][0]["bytes_per_step"]):
@@ -288,8 +337,8 @@ def tables(records: Sequence[dict]) -> str:
                 {
                     record["rate"]
                     for record in records
-                    if (record["problem"], record["schedule"], record["method"])
-                    == (problem, schedule, name)
+                    if (record["problem"], record["schedule"], record["method"], record["steps"])
+                    == (problem, schedule, name, steps)
                 }
             )
             cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
@@ -297,10 +346,18 @@ def tables(records: Sequence[dict]) -> str:
             late = [run["overflow"] for run in runs if "overflow" in run]
             cells.append(f"{statistics.mean(late):.1%}" if late else "")
             cells += [f"{runs[0]['bytes_per_step']:,.0f}", fewer, f"{runs[0]['rate']:g}"]
-            cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs))]
+            cells += [", ".join(f"{rate:g}" for rate in tried), str(len(runs)), vnmse(runs)]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def vnmse(runs: Sequence[dict]) -> str:
+    """The error of the mean gradient at every step that has it: the mean over seeds."""
+    found = [run["vnmse"] for run in runs if "vnmse" in run]
+    steps = found[0] if found else ()
+    means = {step: statistics.mean(errors[step] for errors in found) for step in steps}
+    return ", ".join(f"{mean:.2g} at {step}" for step, mean in means.items())
 
 
 def paired(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
@@ -333,7 +390,7 @@ def plot(folder: Path, records: Sequence[dict]) -> None:
         figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=8)
         seeds = {len(runs) for runs in methods.values()}
         figure.suptitle(f"{problem}, {schedule}, {steps:,} steps; means of {max(seeds)} seeds")
-        figure.savefig(folder / f"{problem}-{schedule}-{steps}.png", dpi=110)
+        files.write_figure(folder / f"{problem}-{schedule}-{steps}.png", figure, dpi=110)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -350,9 +407,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
     add("--schedule", choices=SCHEDULES, default="cosine")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
-    add("--steps", type=count, default=RATE_STEPS)
+    add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)
-    add("--ranks", type=count, default=2)
+    add("--ranks", type=count, default=2, help="other numbers need their own --out")
+    add("--validation-only", action="store_true", help="do not score the test part")
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
     add("--width", type=count, default=96, help="of the transformer; needs its own --out")
     add("--layers", type=count, default=3, help="of the transformer; needs its own --out")
@@ -365,14 +423,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     work(options)
     records = load(options.out)
     report = tables(records)
-    (options.out / "report.md").write_text(report)
+    print(report, flush=True)
+    files.write(options.out / "report.md", report.encode())
     plot(options.out, records)
-    print(report)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_status("dp_density", main))

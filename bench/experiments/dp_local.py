@@ -17,6 +17,9 @@ from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
 from . import dp_ranks
 from .in_process import Buckets
 
+MOMENTS = {None: (), "first": ("exp_avg",), "second": ("exp_avg_sq",)}
+MOMENTS["both"] = MOMENTS["first"] + MOMENTS["second"]
+
 
 class Averaging(dp_ranks.Counts):
     """Averages the models every `period` steps.
@@ -26,27 +29,56 @@ class Averaging(dp_ranks.Counts):
         period: steps.
         overlap: steps that ranks go on while an exchange runs. What weights have moved by in them
             is kept.
+        outer, momentum: rate and momentum of an outer optimizer, SGD with Nesterov's momentum,
+            whose gradient is the mean change. At rate 1 without momentum it does nothing.
+        moments: of Adam, that are averaged as well, in float32: "first", "second" or "both".
+        pull: of a rank's deviation from the mean of Adam's first moments, so much is taken off,
+            as its weights' deviation tells; the best for few steps is 1.1.
     Attributes:
         due: the steps to average after, where they are others than every `period`th.
+        optimizers: every rank's, where moments are averaged.
     """
 
     due: Collection[int] | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
-    def __init__(self, models: Sequence[nn.Module], period: int, overlap: int = 0) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        period: int,
+        overlap: int = 0,
+        outer: float = 1.0,
+        momentum: float = 0.0,
+        moments: str | None = None,
+        pull: float = 0.0,
+    ) -> None:
         self.weights = [list(model.parameters()) for model in models]
         self.sizes = [weight.numel() for weight in self.weights[0]]
         self.ranks, self.period, self.overlap = len(models), period, overlap
         self.base = self._flat(0)
+        self.outer, self.momentum = outer, momentum
+        self.velocity = torch.zeros_like(self.base)
+        self.moments = MOMENTS[moments]
+        self.pull, self.rates = pull, 0.0
         self.sent_from: list[Tensor] = []  # every rank's weights when an exchange began
         self.arrives_after = 0  # this step
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
         """To be called after step number `step`, from 1 up."""
+        if self.pull:
+            self.rates += self.optimizers[0].param_groups[0]["lr"]
         if step in self.due if self.due is not None else step % self.period == 0:
             self.arrives_after = step + self.overlap
             self.sent_from = [self._flat(rank) for rank in range(self.ranks)]
-            self.base += self.change([weights - self.base for weights in self.sent_from])
+            moved = [weights - self.base for weights in self.sent_from]
+            mean = self.change(moved)
+            if self.pull:
+                self.pull_moments(moved, mean)
+            self.velocity.mul_(self.momentum).add_(mean)
+            self.base += self.outer * (mean + self.momentum * self.velocity)
+            for name in self.moments:
+                self.average_moments(name)
         if step == self.arrives_after:
             self.arrive()
 
@@ -59,6 +91,29 @@ class Averaging(dp_ranks.Counts):
                 base, sent_from = base.view_as(weight), sent_from.view_as(weight)
                 weight.copy_(base + (weight - sent_from) if self.overlap else base)
         self.sent_from = []
+
+    def average_moments(self, name: str) -> None:
+        """Let every rank have the mean of what their optimizers keep under this name."""
+        for of_ranks in zip(*self.weights, strict=True):
+            pairs = zip(self.optimizers, of_ranks, strict=True)
+            own = [optimizer.state[weight][name] for optimizer, weight in pairs]
+            mean = sum(own) / self.ranks
+            for moment in own:
+                moment.copy_(mean)
+            self.sent += all_reduce_bytes(mean.nbytes, self.ranks)
+
+    def pull_moments(self, moved: Sequence[Tensor], mean: Tensor) -> None:
+        """Take off every rank's first moments what they have over the mean, as weights tell."""
+        for optimizer, weights, own in zip(self.optimizers, self.weights, moved, strict=True):
+            beta1, beta2 = optimizer.param_groups[0]["betas"]
+            parts = (own - mean).split(self.sizes)
+            for weight, part in zip(weights, parts, strict=True):
+                state = optimizer.state[weight]
+                step = state["step"].item()
+                scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_()
+                scale *= self.pull * (1 - beta1**step) / self.rates
+                state["exp_avg"].addcmul_(part.view_as(weight), scale)
+        self.rates = 0.0
 
     def change(self, moved: Sequence[Tensor]) -> Tensor:
         """Of the base, by what every rank's weights have moved by [numel]."""
@@ -82,12 +137,12 @@ class Local(Averaging):
         models: Sequence[nn.Module],
         density: float,
         period: int,
-        overlap: int = 0,
         decay: float = 1.0,
         format: str = "bfloat16",
         transport: str = "all_gather",
+        **settings,
     ) -> None:
-        super().__init__(models, period, overlap)
+        super().__init__(models, period, **settings)
         self.buckets = Buckets(self.sizes, self.ranks, density, format, transport)
         self.decay = decay
 
@@ -98,29 +153,14 @@ class Local(Averaging):
 
 
 class Dense(Averaging):
-    """Every entry in float32, and an outer optimizer: SGD with Nesterov's momentum.
-
-    At rate 1 without momentum it is torch's PostLocalSGD; at rate .7 with momentum .9 DiLoCo
-    (arXiv 2311.08105).
+    """Every entry in float32: without an outer optimizer torch's PostLocalSGD; at the outer rate
+    .7 with momentum .9 DiLoCo (arXiv 2311.08105).
     """
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        period: int,
-        overlap: int = 0,
-        rate: float = 1.0,
-        momentum: float = 0.0,
-    ) -> None:
-        super().__init__(models, period, overlap)
-        self.rate, self.momentum = rate, momentum
-        self.velocity = torch.zeros_like(self.base)
 
     def change(self, moved: Sequence[Tensor]) -> Tensor:
         mean = sum(moved) / self.ranks
         self.sent += all_reduce_bytes(mean.nbytes, self.ranks)
-        self.velocity.mul_(self.momentum).add_(mean)
-        return self.rate * (mean + self.momentum * self.velocity)
+        return mean
 
 
 class SparseLoCo(Averaging):
@@ -137,10 +177,10 @@ class SparseLoCo(Averaging):
         models: Sequence[nn.Module],
         density: float,
         period: int,
-        overlap: int = 0,
         decay: float = 0.95,
+        **settings,
     ) -> None:
-        super().__init__(models, period, overlap)
+        super().__init__(models, period, **settings)
         self.density, self.decay = density, decay
         self.residuals = [torch.zeros_like(self.base) for _ in models]
 
@@ -171,7 +211,25 @@ class SparseLoCo(Averaging):
         return sparse
 
 
-def equal_progress(rates: Sequence[float], period: int) -> set[int]:
+def schedule(
+    rates: Sequence[float], period: int, spaced: str | None = None, first: int = 0
+) -> set[int]:
+    """Steps to average after: as many as every `period`th.
+
+    Args:
+        rates: every step's.
+        spaced: "rate": further apart where the rate is lower; "rate2": by its square; "root": by
+            its root.
+        first: so many steps at the start are each followed by an averaging.
+    """
+    power = {None: 0, "root": 0.5, "rate": 1, "rate2": 2}[spaced]
+    left = len(rates) // period - first
+    later = [rate**power for rate in rates[first:]]
+    due = equal_progress(later, len(later) / left) if left else set()
+    return {*range(1, first + 1), *(first + step for step in due)}
+
+
+def equal_progress(rates: Sequence[float], period: float) -> set[int]:
     """Steps to average after: as many as every `period`th, further apart where the rate is lower.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from dct_parallel.exchange import quantized
 
-from . import dp_local, dp_ranks
+from . import dp_local, dp_ranks, few_bits
 
 # What a method's name has after its colon: D, a percentage, and xH, a number.
 METHODS: dict[str, tuple[str, partial]] = {
@@ -23,13 +23,19 @@ METHODS: dict[str, tuple[str, partial]] = {
     "local": ("D%xH", partial(dp_local.Local)),
     "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
     "postlocal": ("xH", partial(dp_local.Dense)),
-    "diloco": ("xH", partial(dp_local.Dense, rate=0.7, momentum=0.9)),
+    "diloco": ("xH", partial(dp_local.Dense, outer=0.7, momentum=0.9)),
 }
-for _format in quantized.FORMATS:
+for _format in quantized.FEW_BITS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
-for _format in ("float32", *quantized.FORMATS):
+for _format in ("float32", *quantized.FEW_BITS):
     METHODS[f"local-{_format}"] = ("D%xH", partial(dp_local.Local, format=_format))
-SETTINGS = {"decay": float, "overlap": int, "spaced": ("rate",), "transport": ("reduce_scatter",)}
+for _format in (*quantized.FORMATS, "e2m1"):
+    METHODS[f"blocks-{_format}"] = ("", partial(few_bits.Blocks, format=_format))
+    METHODS[f"local-blocks-{_format}"] = ("xH", partial(few_bits.Local, format=_format))
+SETTINGS = {"decay": float, "transport": ("reduce_scatter",), "width": int, "exact": ("vectors",)}
+AVERAGING = {"overlap": int, "outer": float, "momentum": float, "moments": (*dp_local.MOMENTS,)}
+AVERAGING |= {"pull": float}
+WHEN = {"spaced": ("root", "rate", "rate2"), "first": int}  # to average, see dp_local.schedule
 
 
 def method(name: str) -> partial:
@@ -45,7 +51,7 @@ def method(name: str) -> partial:
         made = partial(made, density=float(percent) / 100)
         if not 0 < made.keywords["density"] <= 1:
             raise argparse.ArgumentTypeError(f"must have a D above 0 and up to 100, got {name!r}")
-        if made.keywords.get("format") in quantized.FORMATS and float(percent) < 100:
+        if made.keywords.get("format") in quantized.FEW_BITS and float(percent) < 100:
             raise argparse.ArgumentTypeError(f"must have a D of 100 in few bits, got {name!r}")
     if number is not None:
         if int(number) < 1:
@@ -53,11 +59,12 @@ def method(name: str) -> partial:
         made = partial(made, period=int(number))
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
-        read = SETTINGS.get(key)
-        takes = key in inspect.signature(made.func).parameters
-        takes |= key == "spaced" and is_local(made)
-        if not takes or not read or (isinstance(read, tuple) and value not in read):
-            rule = f"without settings, or with those it takes of {', '.join(SETTINGS)}"
+        known = SETTINGS if key in inspect.signature(made.func).parameters else {}
+        known = known | (AVERAGING | WHEN if is_local(made) else {})
+        read = known.get(key)
+        if not read or (isinstance(read, tuple) and value not in read):
+            every = ", ".join(SETTINGS | AVERAGING | WHEN)
+            rule = f"without settings, or with those it takes of {every}"
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
         made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
     return made

@@ -19,12 +19,15 @@ from topk import take_largest
 
 from .in_process import Buckets
 
+ERROR_STEPS = (10, 100, 1000)  # whose means are compared: squared error over squared norm
+
 
 class Counts:
     """`sent`: bytes of the rank that sends most, so far; `payloads` that the first rank saw, and
-    how many of them `overflowed`."""
+    how many of them `overflowed`; `errors`: of mean gradients, at some steps."""
 
     sent = payloads = overflowed = 0
+    errors: dict[int, float] | None = None
 
     def exchange(self, buckets: Buckets, tensors: Sequence[Tensor]) -> Tensor:
         """Their mean, compressed."""
@@ -48,10 +51,14 @@ class Exchange(Counts):
         self.sizes = [shape.numel() for shape in shapes]
         self.ranks = ranks
         self.step = 0
+        self.errors = {}
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
         """The mean of the ranks' gradients [numel], as every rank then has it."""
         mean = self.start(grads) if self.step < START_STEP else self.mean(grads)
+        if self.step in ERROR_STEPS:
+            true = sum(grads) / self.ranks
+            self.errors[self.step] = ((mean - true).square().sum() / true.square().sum()).item()
         self.step += 1
         return mean
 

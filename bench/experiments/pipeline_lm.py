@@ -26,7 +26,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from dct_parallel import RowDequantize, RowPack, RowQuantize, RowUnpack
 from dct_parallel.rows.counts import ROW_FORMATS
+from dlrm import files
 from dlrm.argument_types import several
+from dlrm.command_line import exit_status, make_folder
 from wire_meter import WireMeter
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -248,17 +250,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    make_folder(args.out)
     text = args.data.read_bytes() if args.data else generated_text()
     _, tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).unique(return_inverse=True)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (args, tokens, folder), nprocs=2)
         modes = json.loads(Path(folder, "modes.json").read_text())
-    args.out.mkdir(parents=True, exist_ok=True)
     config = {key: str(value) for key, value in vars(args).items()}
     summary = {"torch": torch.__version__, "config": config, "modes": modes}
-    Path(args.out, "summary.json").write_text(json.dumps(summary))
-    print(f"\n{report(args, modes)}\n\n{args.out}/summary.json")
+    print(f"\n{report(args, modes)}\n", flush=True)
+    files.write_json(args.out / "summary.json", summary)
+    print(args.out / "summary.json")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_status("pipeline_lm", main))

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from dlrm import arguments, loop, progress
+from dlrm import arguments, files, loop, progress
 from dlrm.argument_types import positive, several
-from dlrm.command_line import Parser
+from dlrm.command_line import Parser, make_folder
 from dlrm.data import dataset
 from dlrm.errors import UsageError, WorkerError
 from dlrm.launch import launch
@@ -67,7 +67,9 @@ def train(options: argparse.Namespace, runs: Iterable[Run], settings: dict, job:
                 raise
             run = next(run for run in missing if not run.path(options.out).exists())
             print(error)
-            write(run.path(options.out), run._asdict() | {"settings": settings, "diverged": True})
+            files.write_json(
+                run.path(options.out), run._asdict() | {"settings": settings, "diverged": True}
+            )
 
 
 def _work(options: argparse.Namespace, runs: Sequence[Run], settings: dict, job: Job) -> None:
@@ -83,8 +85,8 @@ def _work(options: argparse.Namespace, runs: Sequence[Run], settings: dict, job:
             found, said = job(run, data, options, on_step)
         if console is not None:
             record = run._asdict() | {"settings": settings, "data": described} | found
-            write(run.path(options.out), record | {"seconds": time.time() - start})
             console.print(f"{title}: {said}", highlight=False)
+            files.write_json(run.path(options.out), record | {"seconds": time.time() - start})
     dist.barrier()  # under torchrun every rank looks for the files next
 
 
@@ -123,7 +125,7 @@ def train_by_rates(
 ) -> list[dict]:
     """All records, once everything was trained with every rate from the first seed, and at its best
     rate from the others."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     read(options.out, settings)
     first = itertools.product(names, args.rates, [RATE_SEED])
     train(options, itertools.starmap(Run, first), settings, job)
@@ -161,19 +163,18 @@ def parse(
     return options, args
 
 
-def write(path: Path, record: dict) -> None:
-    aside = path.with_suffix(".part")  # an interrupt leaves no half of a file
-    aside.write_text(json.dumps(record, indent=1) + "\n")
-    aside.replace(path)
-
-
 def read(folder: Path, settings: dict) -> list[dict]:
     """The runs that are finished.
 
     Raises:
-        UsageError: some have other settings.
+        UsageError: some have other settings, or are not whole.
     """
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*_seed*.json"))]
+    records = []
+    for path in sorted(folder.glob("*_seed*.json")):
+        try:
+            records.append(json.loads(path.read_bytes()))
+        except ValueError:
+            raise UsageError(f"{path} must be as it was written, got a changed file") from None
     for record in records:
         for key, value in settings.items():
             if record["settings"].get(key) != value:
@@ -185,9 +186,10 @@ def read(folder: Path, settings: dict) -> list[dict]:
 
 
 def write_report(folder: Path, text: str) -> None:
-    """Keep it, and print it."""
-    (folder / "report.md").write_text(text + "\n")
-    print(f"\n{text}\n\nin {folder}: report.md, a file for each run")
+    """Print it, and keep it."""
+    print(f"\n{text}\n", flush=True)
+    files.write(folder / "report.md", f"{text}\n".encode())
+    print(f"in {folder}: report.md, a file for each run")
 
 
 def best_rates(records: Sequence[dict]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from conformance.arguments import OPS, arguments
 from torch import Tensor
 
 import dct_kernels
+from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 from microbench import cases
 from microbench.cases import Case
@@ -27,6 +28,10 @@ def chosen(device: str) -> Iterator[Case]:
     yield cases.mask_pack(device, numel, 0.01, BF16, BF16, False, 5)
     yield cases.mask_pack(device, numel, 0.01, None, F32, False)
     yield cases.scatter_unpack(device, numel, 0.01, 3)
+    for format in QUANTIZED_CODES:
+        yield cases.quantize_pack(device, numel, BF16, format, False)
+        yield cases.dequantize_sum(device, numel, format, 3)
+        yield cases.dequantize_sum_pack(device, numel, format, 3)
     yield cases.row_pack(device, rows, width, 0.05, False)
     yield cases.row_unpack(device, rows, width, 0.05, False)
     for format in FORMATS:

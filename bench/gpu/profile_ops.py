@@ -4,7 +4,6 @@ With --once: one call of every case between the marks for a profiler of NVIDIA's
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,10 @@ from common import BF16, F32, gpu_backends, report
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import examples_path  # noqa: F401  (first)
 import provenance
+from dlrm import files
+from dlrm.command_line import exit_status
 from microbench import cases
 from microbench.cases import Case
 
@@ -27,6 +29,10 @@ def chosen(device: str, scale: int = 1) -> Iterator[Case]:
         yield cases.mask_pack(device, numel, 0.01, grad, values, False)
     yield cases.scatter_unpack(device, numel, 0.01, 8)
     yield cases.sample_threshold(device, numel, 0.01)
+    for format in ("bfloat16", "int4", "ternary"):
+        yield cases.quantize_pack(device, numel, F32, format, False)
+        yield cases.dequantize_sum(device, numel, format, 2)
+        yield cases.dequantize_sum_pack(device, numel, format, 4)
     yield cases.row_pack(device, rows, 1024, 0.05, False)
     yield cases.row_pack(device, rows, 256, 0.05, False, BF16)
     yield cases.row_unpack(device, rows, 256, 0.05, False)
@@ -76,11 +82,11 @@ def main() -> None:
         print(case.op, case.detail)
         for kernel, us in found[-1]["us"].items():
             print(f"  {us:9.1f} us  {kernel}", flush=True)
-        (args.out / "profile.json").write_text(json.dumps(content, indent=1))
+        files.write_json(args.out / "profile.json", content)
     kernels = sum(len(result["us"]) for result in found)
     failures = [] if kernels or args.once else ["torch.profiler saw no kernel"]
     report(failures, f"{kernels} kernels and memory sets in {len(found)} calls")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_status("profile_ops.py", main))

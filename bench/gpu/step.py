@@ -8,7 +8,6 @@ rank, with the hook and without. One rank sends no bytes: the difference is the 
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import examples_path  # noqa: F401  (first)
 import provenance
 from dct_kernels import payload_layout
 from dct_parallel import DCTState, dct_hook
+from dlrm import files
+from dlrm.command_line import exit_status
 
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
 CALLS, ROUNDS, WARM_UP = 10, 5, 12
@@ -136,7 +138,7 @@ def main() -> None:
         content[kind].append(found)
         times = [f"{key} {shown(ms)}" for key, ms in found.items() if isinstance(ms, dict)]
         print({key: value for key, value in found.items() if not isinstance(value, dict)}, *times)
-        (args.out / "step.json").write_text(json.dumps(content, indent=1))
+        files.write_json(args.out / "step.json", content)
 
     for density in DENSITIES:
         for ranks in RANKS:
@@ -156,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_status("step.py", main))

@@ -7,7 +7,6 @@ case; times and targets are printed.
 
 import argparse
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,8 +15,12 @@ from pathlib import Path
 import torch
 from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
 
+import examples_path  # noqa: F401  (first)
 import provenance
+from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
+from dlrm import files
+from dlrm.command_line import exit_status
 from microbench import cases
 from microbench import command as kernels
 from microbench.arguments import ROUNDS
@@ -37,6 +40,10 @@ OF_COPY = {
     ("mask_pack", " grad, float32 values", 2**24): 0.85,
     ("scatter_unpack", "P=8", LARGEST): 0.9,
     ("scatter_unpack", "P=64", LARGEST): 0.75,
+    **{("quantize_pack", f" grad, {f}", LARGEST): 0.9 for f in ("bfloat16", "int8", "int4")},
+    ("quantize_pack", " grad, ternary", LARGEST): 0.8,
+    **{("dequantize_sum", f"P=2, {f}", LARGEST): 0.9 for f in ("bfloat16", "int8", "int4")},
+    ("dequantize_sum", "P=2, ternary", LARGEST): 0.8,
     ("row_unpack", "", None): 0.9,
     ("row_quantize", "", None): 0.9,
     ("row_dequantize", "", None): 0.9,
@@ -76,6 +83,12 @@ def one_dimensional(device: str, numel: int) -> Iterator[Case]:
         yield cases.sample_threshold(device, numel, 0.01, most=most)
     for ranks in (2, 8, 64):
         yield cases.scatter_unpack(device, numel, 0.01, ranks)
+    for format in QUANTIZED_CODES:
+        for grad in (F32, BF16):
+            yield cases.quantize_pack(device, numel, grad, format, True)
+        for ranks in (2, 8):
+            yield cases.dequantize_sum(device, numel, format, ranks)
+        yield cases.dequantize_sum_pack(device, numel, format, 4)
 
 
 def measure(case: Case, device: str) -> Iterator[dict]:
@@ -139,7 +152,7 @@ def main() -> None:
         except (RuntimeError, SystemExit) as error:  # wrong, or out of memory: the next one
             failures.append(str(error).splitlines()[0])
             print(failures[-1], flush=True)
-        (args.out / "time.json").write_text(json.dumps(content, indent=1))
+        files.write_json(args.out / "time.json", content)
         del case  # before the next one is made
     targets = sorted(judged(results), reverse=True)  # the ones that are not met come last
     print()
@@ -150,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_status("time_ops.py", main))

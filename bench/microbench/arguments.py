@@ -9,6 +9,7 @@ from dlrm.argument_types import count, density, number, several
 from dlrm.command_line import Formatter, Parser, add_version
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
+TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 TIMED += ("row_pack", "row_unpack", "row_quantize", "row_dequantize")
 ROUNDS = 5  # turns of a fast call; each is timed on every buffer set
 # Of the long tables. The options themselves default to None: given or not decides what is done.
@@ -27,7 +28,8 @@ each, within 20 seconds. --all, or any option of the long tables, makes those in
 which `of copy` is the copy's time over this one's: 100 % is as fast as memory is copied.
 
 In the tables stand also the eager backend and peers: exact torch.topk, DGC's sampled top-k and
-random-k, all with error feedback, and a cast to bfloat16 for mask_pack; torch.topk for row_pack;
+random-k, all with error feedback, and a cast to bfloat16 for mask_pack; that cast, PowerSGD's two
+products and FBGEMM's rows of 64 for quantize_pack; torch.topk for row_pack;
 FBGEMM's rows of 8 and 4 bits for row_quantize and row_dequantize, on the CPU; on a GPU with nvcc a
 copy kernel of our own, cub::DeviceSelect and a bisection per row like RTop-K's. Nothing is timed
 before it was found right: backends bit for bit equal to eager, peers by what they take and leave.

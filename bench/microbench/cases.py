@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dct_kernels import payload_layout, testing
+from dct_kernels import payload_layout, quantized_payload_bytes, testing
+from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import peers
@@ -61,6 +62,15 @@ def cases(
         if "scatter_unpack" in ops:
             for ranks in (2, 8):
                 yield scatter_unpack(device, numel, density, ranks)
+    for format in QUANTIZED_CODES:
+        if "quantize_pack" in ops:
+            for grad in (F32, BF16):
+                yield quantize_pack(device, numel, grad, format, with_peers)
+        if "dequantize_sum" in ops:
+            for ranks in (2, 8):
+                yield dequantize_sum(device, numel, format, ranks)
+        if "dequantize_sum_pack" in ops:
+            yield dequantize_sum_pack(device, numel, format, 4)
     for width in row_widths if numel >= max(row_widths) else ():
         for op, make in (("row_pack", row_pack), ("row_unpack", row_unpack)):
             if op in ops:
@@ -186,6 +196,78 @@ def scatter_unpack(
 
     moved = int(4 * numel + ranks * 4 * density * numel)
     return Case("scatter_unpack", f"P={ranks}", numel, moved, sets, run, density=density)
+
+
+def quantize_pack(
+    device: str, numel: int, grad_dtype: torch.dtype, format: str, with_peers: bool
+) -> Case:
+    nbytes = quantized_payload_bytes(numel, format)
+    moved = (8 + grad_dtype.itemsize) * numel + nbytes
+    sets = _sets(moved)
+    grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
+    residual = [torch.zeros(numel, device=device) for _ in range(sets)]
+    payload = torch.zeros(sets, nbytes, dtype=torch.uint8, device=device)
+
+    def run(ops, i):
+        ops.quantize_pack(residual[i], grad[i], payload[i], format)
+        return residual[i], payload[i]
+
+    return Case(
+        "quantize_pack",
+        f"{_name(grad_dtype)} grad, {format}",
+        numel,
+        moved,
+        sets,
+        run,
+        reset=lambda i: residual[i].zero_(),
+        peers=peers.every_entry(residual, grad, format) if with_peers else {},
+    )
+
+
+def dequantize_sum(device: str, numel: int, format: str, ranks: int) -> Case:
+    nbytes = quantized_payload_bytes(numel, format)
+    moved = ranks * nbytes + 4 * numel
+    sets = _sets(moved)
+    payloads = _quantized(device, sets, ranks, numel, format)
+    out = [torch.zeros(numel, device=device) for _ in range(sets)]
+
+    def run(ops, i):
+        status = ops.dequantize_sum(payloads[i], out[i], format, 1 / ranks)
+        return out[i], status
+
+    return Case("dequantize_sum", f"P={ranks}, {format}", numel, moved, sets, run)
+
+
+def dequantize_sum_pack(device: str, numel: int, format: str, ranks: int) -> Case:
+    nbytes = quantized_payload_bytes(numel, format)
+    moved = (ranks + 1) * nbytes + 8 * numel
+    sets = _sets(moved)
+    payloads = _quantized(device, sets, ranks, numel, format)
+    residual = [torch.zeros(numel, device=device) for _ in range(sets)]
+    payload = torch.zeros(sets, nbytes, dtype=torch.uint8, device=device)
+
+    def run(ops, i):
+        status = ops.dequantize_sum_pack(payloads[i], residual[i], payload[i], format, 1 / ranks)
+        return residual[i], payload[i], status
+
+    return Case(
+        "dequantize_sum_pack",
+        f"P={ranks}, {format}",
+        numel,
+        moved,
+        sets,
+        run,
+        reset=lambda i: residual[i].zero_(),
+    )
+
+
+def _quantized(device: str, sets: int, ranks: int, numel: int, format: str) -> Tensor:
+    """Payloads of normal numbers, [sets, ranks, nbytes]."""
+    nbytes = quantized_payload_bytes(numel, format)
+    payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
+    for payload in payloads.view(-1, nbytes):
+        _best(device).quantize_pack(None, torch.randn(numel, device=device), payload, format)
+    return payloads
 
 
 def row_pack(

@@ -1,7 +1,6 @@
 """bench/kernels.py: every op against a copy of its bytes, and against what people use instead."""
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 import provenance
+from dlrm import files
 from dlrm.errors import UsageError
 from tables import line
 
@@ -167,7 +167,10 @@ def _check_writable(path: Path) -> None:
     """Say so before anything is measured, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
         path.open("a").close()
+        if new:
+            path.unlink()
     except OSError as error:
         raise UsageError(f"--json must be a file that can be written, got {error}") from None
 
@@ -180,4 +183,4 @@ def _write(options: argparse.Namespace, results: list[dict]) -> None:
         "provenance": provenance.describe(),
         "results": results,
     }
-    options.json.write_text(json.dumps(content, indent=1))
+    files.write_json(options.json, content)

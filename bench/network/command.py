@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import provenance
+from dlrm import files
 from dlrm.command_line import results_folder
 from dlrm.errors import UsageError
 from rates import UNLIMITED, describe_rate, parse_rate
@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     options.out = results_folder(options, FOLDER, RESULT, "step_time.png")
     _check_nodes(options)
     console = Console()
+    console.out(report.announce(options), highlight=False)
     start = provenance.describe()
     links, cells, model = [], [], {}
     blocks = len(options.ranks) * len(options.rates) * len(options.modes) * ROUNDS
@@ -42,13 +43,16 @@ def run(options: argparse.Namespace) -> int:
             model, of_ranks, measured = _measure(ranks, options, on_block)
             links += of_ranks
             cells += measured
-            result = _write(options, start, model, links, cells)  # kept, whatever comes
+            result = _result(options, start, model, links, cells)
             of_these = [cell for cell in result["cells"] if cell["ranks"] == ranks]
             tables = report.render([result | {"cells": of_these}])
             console.out(f"{aligned(tables)}\n", highlight=False)
             for cell in (cell for cell in measured if cell.failed):
                 at = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)}"
                 console.out(f"{at} failed: {cell.failed}", highlight=False)
+            files.write_json(options.out / RESULT, result)  # kept, whatever comes
+            picture = plots.step_times(result["cells"])
+            files.write_figure(options.out / "step_time.png", picture, dpi=120)
     console.out(f"{report.NOTE}\n", highlight=False)
     console.out("\n".join(report.describe_crossings(report.crossings(cells))), highlight=False)
     console.out(f"in {options.out}: link.json, step_time.png", highlight=False)
@@ -67,11 +71,11 @@ def _check_nodes(options: argparse.Namespace) -> None:
         raise UsageError(f"--local-size must come without hybrid modes, got {', '.join(hybrid)}")
 
 
-def _write(
+def _result(
     options: argparse.Namespace, start: dict, model: dict, links: list[dict], cells: list[Cell]
 ) -> dict:
     """Everything measured so far; `start` is the provenance when the run began."""
-    result = {
+    return {
         "provenance": start | {"load_average_end": provenance.describe()["load_average"]},
         "options": {key: _plain(value) for key, value in vars(options).items()},
         "model": model,
@@ -79,9 +83,6 @@ def _write(
         "cells": [cell.as_json() for cell in cells],
         "crossings": report.crossings(cells),
     }
-    (options.out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
-    plots.step_times(result["cells"]).savefig(options.out / "step_time.png", dpi=120)
-    return result
 
 
 def _measure(

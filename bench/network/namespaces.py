@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ SWITCH = PREFIX + "switch"
 # messages are not flattered; but a bucket must hold a few packets or the rate is not reached.
 BURST_SECONDS = 100e-6
 BURST_MIN_BYTES = 3 * 1514
+LOCK_SECONDS = 2
 QUEUE_MS = 50  # of packets that wait for tokens, beyond which they are dropped
 
 
@@ -149,14 +151,23 @@ def _has(name: str) -> bool:
 
 
 def _lock():
-    """An open file, locked; the lock ends with the process, however that ends."""
+    """An open file, locked; the lock ends with the process, however that ends.
+
+    Nearly: what a killed run was just starting holds a copy of the file until its exec, so that
+    a lock which is taken is asked for again, for a moment.
+    """
     file = (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UsageError("another run is at work on this machine: wait for its end") from None
-    return file
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                text = "another run is at work on this machine: wait for its end"
+                raise UsageError(text) from None
+            time.sleep(0.05)
 
 
 def _remove_all() -> None:

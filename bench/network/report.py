@@ -1,5 +1,6 @@
 """Tables of a run of bench/link.py, in Markdown, and where DCT stops paying."""
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ from .methods import METHODS
 # Ethernet 14, IPv4 20, TCP 20 and its timestamps 12, of every packet; acknowledgements are packets
 # without payload.
 HEADER_BYTES = 66
+WARM_UP_SECONDS = 3  # of a cell, about
 BYTES_AT = 1e9  # the rate that bytes are shown at, where it was measured
 PURPOSES = {
     "counts": "counts",
@@ -26,6 +28,20 @@ NOTE = (
     "rank and step: *formula* is what it hands to collectives, or what of it leaves its node; "
     "*counter* is its interface's; *headers* are 66 bytes of each packet."
 )
+
+
+def announce(options: argparse.Namespace) -> str:
+    """What a run will do, and for how long at most; its first line."""
+    ranks = " and ".join(map(str, options.ranks))
+    rates = ", ".join(map(describe_rate, options.rates))
+    links = "over 127.0.0.1" if options.loopback else f"over links of {rates}"
+    cells = len(options.ranks) * len(options.rates) * len(options.modes)
+    minutes = math.ceil(cells * (options.seconds + WARM_UP_SECONDS) / 60)
+    modes = ", ".join(options.modes)
+    return (
+        f"Trains DLRM on generated rows, {ranks} ranks on this machine, {links}, by {modes}: "
+        f"{minutes} min at most. --help has other choices; results will be in {options.out}."
+    )
 
 
 def accepts(run: dict) -> bool:

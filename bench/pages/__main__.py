@@ -5,8 +5,8 @@
     python -m pages --collect NAME DIR  # make an experiment of a finished folder of runs
 
 It writes docs/results/*.md, a page for each experiment and an index; fills the blocks between
-`<!-- figure: NAME -->` and `<!-- end figure -->` in README.md and docs/guide; and draws
-docs/images/step_time-*.svg.
+`<!-- figure: NAME -->` and `<!-- end figure -->` in README.md, docs/guide and docs/design, and
+those of signatures in docs/reference; and draws docs/images/step_time-*.svg.
 
 With --collect it writes NAME.json into --into, with the commit, machine and day of now. Correct
 these by hand, add "title", "question", "answer" and "notes", and make the pages. A command of a run
@@ -14,15 +14,15 @@ of many files (experiments/run_files.py) writes them while it runs.
 """
 
 import argparse
-import datetime
 import sys
 from pathlib import Path
 
+from dlrm import files
 from dlrm.command_line import Formatter, Parser, exit_status
 from dlrm.errors import UsageError
-from provenance import describe
+from provenance import made as made_now
 
-from . import blocks, experiments, pictures, render
+from . import blocks, experiments, pictures, render, signatures
 
 
 def made(results: Path = experiments.RESULTS) -> dict[Path, str]:
@@ -35,7 +35,7 @@ def made(results: Path = experiments.RESULTS) -> dict[Path, str]:
     texts = render.texts(found)
     for page in blocks.pages():
         texts[page] = blocks.fill(page, page.read_text(), found)
-    return texts
+    return texts | {page: signatures.fill(page.read_text()) for page in signatures.pages()}
 
 
 def differing(texts: dict[Path, str]) -> list[Path]:
@@ -47,14 +47,11 @@ def differing(texts: dict[Path, str]) -> list[Path]:
 
 def collect(options: argparse.Namespace) -> None:
     name, folder = options.collect
-    now = describe()
     content = {
         "title": name,
         "group": options.group,
         "command": options.command,
-        "commit": now["commit"] or "not recorded",
-        "machine": f"{now['gpu'] or now['cpu']}, {now['cores']} cores, torch {now['torch']}",
-        "date": datetime.date.today().isoformat(),
+        **made_now(),
         "runs": experiments.collect(Path(folder)),
     }
     path = options.into / f"{name}.json"
@@ -86,7 +83,7 @@ def _main() -> int:
         print(f"{path.relative_to(render.ROOT)}: {'differs' if options.check else 'written'}")
         if not options.check:
             if path in texts:
-                path.write_text(texts[path])
+                files.write(path, texts[path].encode())
             else:
                 path.unlink()
     if not options.check:

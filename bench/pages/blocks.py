@@ -1,4 +1,4 @@
-"""Blocks in README.md and docs/guide that are filled with figures.
+"""Blocks in README.md, docs/guide and docs/design that are filled with figures.
 
 A block is what stands between two lines; NAME is a figure's (figures.py).
 
@@ -26,7 +26,8 @@ MARK = re.compile(r"(?<!`)<!-- (?:end )?figure\b")
 
 def pages() -> list[Path]:
     """Those that may have blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+    folders = (ROOT / "docs" / "guide", ROOT / "docs" / "design")
+    return [ROOT / "README.md", *(page for each in folders for page in sorted(each.glob("*.md")))]
 
 
 def fill(page: Path, text: str, experiments: Experiments) -> str:

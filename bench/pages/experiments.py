@@ -11,6 +11,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from dlrm import files
 from dlrm.errors import UsageError
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -21,6 +22,7 @@ GROUPS = (  # of the index
     "Rows and tables",
     "Kernels",
     "Other exchanges",
+    "Reliability",
 )
 BYTES = "_bytes_per_step_per_rank"
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
@@ -75,7 +77,10 @@ def read(path: Path) -> Experiment:
     """Raises:
     UsageError: it is no experiment.
     """
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} must be JSON: {error}") from None
     lacking = [key for key in REQUIRED if not (isinstance(content, dict) and content.get(key))]
     if lacking:
         raise UsageError(f"{path} must have {', '.join(lacking)}")
@@ -107,12 +112,12 @@ def load(results: Path = RESULTS) -> dict[str, Experiment]:
 
 
 def write(path: Path, content: dict) -> None:
-    """A line for each run, so that a difference of two versions can be read."""
+    """All or nothing; a line for each run, so that a difference of two versions can be read."""
     head = json.dumps(
         {k: v for k, v in content.items() if k != "runs"}, indent=1, ensure_ascii=False
     )
     runs = ",\n".join("  " + json.dumps(run, ensure_ascii=False) for run in content["runs"])
-    path.write_text(f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n')
+    files.write(path, f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'.encode())
 
 
 def collect(folder: Path) -> list[dict]:

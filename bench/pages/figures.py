@@ -1,5 +1,6 @@
 """Tables of figures from results, for blocks in other pages (blocks.py): small, a few columns."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from dct_parallel.exchange.codec import Settings
@@ -245,3 +246,23 @@ def bytes_by_ranks(experiments: Experiments) -> str:
         factors = zip(ring, plans, strict=True)
         rows.append([f"`{name}`", *(f"{whole / plan.wire_bytes:.0f}x" for whole, plan in factors)])
     return table(["ranks", *map(str, ranks)], rows)
+
+
+@figure()
+def reliability(experiments: Experiments) -> str:
+    """Cases of every part and door, and what each part checks."""
+    parts = [each for each in experiments.values() if each.group == "Reliability"]
+    parts.sort(key=lambda part: part.name)
+    rows, checked = [], []
+    for part in parts:
+        name = part.name.removeprefix("reliability_")
+        said = f"- **{name}**: {part.title[0].lower()}{part.title[1:]}. {part.question}"
+        checked += textwrap.wrap(said, 118, subsequent_indent="  ", break_on_hyphens=False)
+        links = [f"[{name}](docs/results/{part.name}.md)"] + [""] * len(part.runs[1:])
+        rows += [[link, *_counts(run)] for link, run in zip(links, part.runs, strict=True)]
+    found = table(["part", "door", "asked for", "run", "failed"], rows)
+    return "\n".join([found, "", *checked])
+
+
+def _counts(run: dict) -> list[str]:
+    return [run["door"], *(f"{run[key]:,}" for key in ("asked", "done", "failed"))]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib
 
+from dlrm import files
 from network.plots import step_times
 
 from .experiments import Experiment
@@ -22,5 +23,5 @@ def draw(experiments: Mapping[str, Experiment], folder: Path = IMAGES) -> None:
         style = dict.fromkeys(COLOURED, ink) | {"font.size": 12, "svg.hashsalt": "dct"}
         with matplotlib.rc_context(style):
             figure = step_times(run["cells"])
-            path = folder / f"step_time-{name}.svg"
-            figure.savefig(path, transparent=True, metadata={"Date": None})
+            path, options = folder / f"step_time-{name}.svg", {"metadata": {"Date": None}}
+            files.write_figure(path, figure, transparent=True, **options)

@@ -38,7 +38,7 @@ def index(experiments: Mapping[str, Experiment]) -> str:
     for group in GROUPS:
         own = [each for each in experiments.values() if each.group == group]
         lines = [f"- [{each.title}]({each.name}.md): {each.answer}" for each in own]
-        found += [f"## {group}", "\n".join(lines)]
+        found += [f"## {group}", "\n".join(lines)] if lines else []
     return _joined(*found)
 
 

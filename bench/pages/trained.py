@@ -36,6 +36,10 @@ PROBLEMS = {
     "text-muon": "Transformer, Muon",
     "clicks-sgd": "DLRM, SGD",
     "clicks-adam": "DLRM, row-wise AdaGrad and Adam",
+    "mlp-adam-cosine": "MLP, Adam, cosine",
+    "tables-adam-cosine": "DLRM, Adam, cosine",
+    "finetune-adamw-cosine": "Transformer, fine-tuning, AdamW, cosine",
+    "python-adamw-cosine": "Transformer on Python sources, AdamW, cosine",
 }
 PURPOSES = {  # of a run's bytes, in the order of the table
     "ids": "ids",
@@ -73,8 +77,8 @@ def problem(run: dict) -> str:
 def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dict]]:
     """{method: its runs at its best rate, by seed}: of one problem and length.
 
-    The best rate has the lowest validation loss from seed 0, of 600 steps where `among`, the
-    problem's runs of any length, has such runs.
+    The best rate has the lowest validation loss from seed 0, after as many steps; or after 600, of
+    `among`, the problem's runs of any length, where not all rates were tried for as long.
     """
     found: dict[str, list[dict]] = {}
     for name in dict.fromkeys(run["method"] for run in runs):
@@ -84,7 +88,7 @@ def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dic
             tried = [run for run in among if run["method"] == name and "diverged" not in run]
             short = {run["rate"]: validation(run) for run in tried if _chooses(run, RATE_STEPS)}
             same = {run["rate"]: validation(run) for run in own if _chooses(run, run.get("steps"))}
-            losses = short if rates <= short.keys() else same
+            losses = same if rates <= same.keys() else short
             rates = {min(rates, key=lambda rate: losses.get(rate, math.inf))}
         chosen = [run for run in own if run.get("rate") in rates and "test" in run]
         if chosen:
@@ -164,7 +168,7 @@ def scores(runs: Sequence[dict], among: Sequence[dict] = ()) -> str:
     headings = ["method", *(PURPOSES[key] for key in purposes)]
     headings += ["bytes per step", "fewer by", "than float32's distinct rows"]
     headings += ["AUC", "AUC, difference", "loss", "worst seed", "loss, difference", "at most"]
-    headings += ["calibration", "rate", "ms per step", "seeds"]
+    headings += ["vNMSE at step 10", "calibration", "rate", "ms per step", "seeds"]
     lost = [run for run in runs if "diverged" in run]
     return table(headings, [_row(name, own, dense, purposes, lost) for name, own in rows])
 
@@ -179,6 +183,8 @@ def _row(name: str, own: list[dict], dense: list[dict], purposes: list, lost: li
     row.append(difference(over(own, dense, "auc")) if has_auc else "")
     row += [mean([test["loss"] for test in tests]), f"{max(t['loss'] for t in tests):.4f}"]
     row += [difference(losses), f"{max(losses):+.4f}" if losses else ""]
+    errors = [run["vnmse"]["10"] for run in own if "vnmse" in run]
+    row.append(f"{statistics.mean(errors):.2g}" if any(errors) else "")
     row.append(mean([test["calibration"] for test in tests if "calibration" in test], 3))
     row.append("" if own[0].get("rate") is None else f"{own[0]['rate']:g}")
     ms = [run["step_ms"] for run in own if "step_ms" in run]
@@ -241,8 +247,11 @@ def label(method: str) -> str:
 
 def _label(kind: str, density: str, period: str) -> str:
     local, _, format = kind.partition("-")
+    format = format.removeprefix("blocks-")
+    if local == "blocks":
+        return f"every entry in {format}"
     if local == "local":
-        part = "every entry" if density == "100 %" else density
+        part = "every entry" if density in ("100 %", "") else density
         often = "every step" if period == "1" else f"every {period} steps"
         return f"local steps, {part}{f' in {format}' if format else ''}, {often}"
     if kind in OTHERS:

@@ -7,32 +7,34 @@ from rich.console import Console
 from rates import describe_rate
 
 from .break_even import FASTER
-from .cost_model import DENSE, OURS, Step
-from .kernel_rates import H100
-from .report import TITLES, Steps, new_table
+from .cost_model import Model, Step
+from .methods import DENSE, METHODS, OURS, called
+from .report import Steps, new_table
 
-NOTE = "Times and bytes alone: docs/guide/transformers.md says what each method does to the loss."
+NOTE = "Times and bytes alone. What each does to the loss: docs/guide/{}.md."
+PAGES = {"sgd": "choosing", "adamw": "transformers"}
 
 
 def best(steps: dict[str, Step]) -> str:
-    """The fastest method; a dense one that is as fast is simpler, and so comes first."""
-    seconds = {method: step.seconds for method, step in steps.items()}
-    fastest = min(seconds, key=seconds.get)
-    return next((m for m in DENSE if seconds[m] < FASTER * seconds[fastest]), fastest)
+    """The first of METHODS that is as fast as the fastest."""
+    fastest = min(step.seconds for step in steps.values())
+    known = (method for method in METHODS if method in steps)
+    return next(method for method in known if steps[method].seconds < FASTER * fastest)
 
 
 def sentence(ranks: int, rate: float, steps: dict[str, Step], names: dict[str, str]) -> str:
     """Whether DCT helps, and the times and bytes that say so; without a full stop.
 
     Args:
-        steps: {method: its step}, those of DENSE and OURS among them.
+        steps: {method: its step}, those of DENSE and one of OURS among them.
         names: {method: how to call it}.
     """
     taken = best(steps)
     others = [method for method in DENSE if method != taken]
     verdict = "It helps"
     if taken not in OURS:
-        others.append(min(OURS, key=lambda method: steps[method].seconds))
+        ours = [method for method in OURS if method in steps]
+        others.append(min(ours, key=lambda method: steps[method].seconds))
         verdict = "It does not help" if taken in DENSE else "Another method helps more"
     step = steps[taken]
     *compared, last = (
@@ -47,11 +49,12 @@ def sentence(ranks: int, rate: float, steps: dict[str, Step], names: dict[str, s
     )
 
 
-def print_answer(console: Console, steps: Steps, options: argparse.Namespace) -> None:
+def print_answer(console: Console, steps: Steps, options: argparse.Namespace, model: Model) -> None:
     """The methods as a table, and the sentence, with what it assumes."""
     (((ranks, rate), of_methods),) = steps.items()
-    share = f"{100 * options.density:g} %"
-    names = TITLES | {m: f"{TITLES[m]}, {share}" for m in ("dct", "dct-reduce-scatter")}
+    gpus = min(ranks, options.gpus_per_node)
+    default = model.default_transport(ranks // gpus)
+    names = {m: called(m, options.density, default, in_nodes=gpus > 1) for m in of_methods}
     table = new_table(f"{ranks:,} ranks, {describe_rate(rate)} (predicted)", "method")
     for heading in ("a step", "as fast as dense", "a rank sends"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -61,10 +64,11 @@ def print_answer(console: Console, steps: Steps, options: argparse.Namespace) ->
     console.print(table)
     compute = f"{1e3 * of_methods['dense'].compute:g} ms of compute"
     assumed = f"{compute}, {100 * options.overlap:g} % of which hide the exchange, no contention, "
-    assumed += f"and kernels as fast as {options.kernels or H100} says"
+    assumed += "and the costs of kernels and messages above"
     text = f"{sentence(ranks, rate, of_methods, names)}; assumed: {assumed}."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(NOTE, style="dim", markup=False, highlight=False)
+    note = NOTE.format(PAGES[options.optimizer])
+    console.print(note, style="dim", markup=False, highlight=False)
 
 
 def _compared(ratio: float) -> str:

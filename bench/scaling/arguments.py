@@ -14,20 +14,24 @@ ASSUMED_COMPUTE_MS = {"dlrm": 5.0, "transformer": 15.0}
 
 DESCRIPTION = """\
 Predict the time of a training step for 2 to thousands of ranks, at link rates of your choice, for
-float32 and bfloat16 all-reduce, PowerSGD and DCT: its hook, and local steps (DCTAverager). With one
-number of ranks and one rate the answer is a sentence: which method is fastest, and by how much.
+float32 and bfloat16 all-reduce, PowerSGD, DCT's hook (the largest entries, or every entry in
+bfloat16, int8, int4 or ternary) and local steps (DCTAverager). With one number of ranks and one
+rate the answer is a sentence: which method is fastest, and by how much.
 With several it is tables: where DCT pays, and where it does not.
 
 A step is compute + pack + wire + unpack. Links: alpha-beta model. Bytes: the formulas that the
-training layer itself goes by (gather), and those of its sharded exchange. Nothing contends and
-nobody straggles, so all times are lower bounds. The output names where each constant is from: how
-fast kernels are was measured, and is read from one file. Less than 5 % apart is "as fast".
+training layer itself goes by. Nothing contends and nobody straggles, so all times are lower bounds.
+The output names where each constant is from: what a message costs and how fast kernels are follow
+--device and the rate. Less than 5 % apart is "as fast": then the first of the table is named.
 """
 EPILOG = """\
 examples:
   python bench/scale.py --parameters 25000000 --compute-ms 50 --ranks 2 --rates 1gbit
       does it help this model, on this link?
-  python bench/scale.py --kernels runs/link/link.json --compute-ms 8
+  python bench/scale.py --parameters 124000000 --compute-ms 200 --ranks 2 --rates 1gbit \\
+      --optimizer adamw --device gpu
+      what helps AdamW?
+  python bench/scale.py --kernels runs/link/link.json --device cpu --compute-ms 8
       kernels as fast as python bench/link.py found them on this machine
   python bench/scale.py --model transformer --gpus-per-node 8 --rates 100gbit,200gbit,400gbit
       dense inside nodes of 8, DCT between them
@@ -70,7 +74,14 @@ def parser() -> Parser:
         "--density",
         type=density,
         default=0.005,
-        help="DCT's hook: fraction of entries sent; local steps send all of them in ternary",
+        help="DCT's sparse hook: fraction of entries sent",
+    )
+    model.add_argument(
+        "--optimizer",
+        choices=("sgd", "adamw"),
+        default="sgd",
+        help="adamw (or momentum) leaves out what is not for it: the sparse hook, ternary in every "
+        "step, PowerSGD",
     )
     machine = parser.add_argument_group("machines")
     machine.add_argument(
@@ -90,10 +101,15 @@ def parser() -> Parser:
     machine.add_argument(
         "--alpha-us",
         type=not_negative,
-        default=10.0,
         metavar="US",
-        help="microseconds per message, on every link; the default is assumed (RDMA: a few, TCP: "
-        "tens)",
+        help="microseconds per message, on every link (default: cpu 1500, as gloo took on 2 busy "
+        "cores; gpu, assumed, 50 below 100 Gbit/s and 10 from there)",
+    )
+    machine.add_argument(
+        "--device",
+        choices=("gpu", "cpu"),
+        help="where gradients are: NCCL and an H100's kernels, or gloo and those of 2 CPU cores "
+        "(default: gpu if torch sees one here)",
     )
     machine.add_argument(
         "--gpus-per-node", type=count, default=1, metavar="G", help="ranks that share a node's link"
@@ -101,10 +117,9 @@ def parser() -> Parser:
     machine.add_argument(
         "--inside-gbytes",
         type=positive,
-        default=450.0,
         metavar="GB",
-        help="GB/s of a GPU's links inside its node, each direction; the default is NVLink 4's by "
-        "the data sheet of the H100 (900 both ways)",
+        help="GB/s of a rank's links inside its node, each direction (default: gpu 450, NVLink 4's "
+        "by the data sheet of the H100, 900 both ways; cpu 10, assumed)",
     )
     machine.add_argument(
         "--compute-ms",
@@ -125,14 +140,14 @@ def parser() -> Parser:
         "--kernels",
         type=Path,
         metavar="JSON",
-        help="of kernels.py or link.py: how fast kernels were measured to be (default: "
-        "bench/scaling/h100.json, of an H100)",
+        help="of kernels.py or link.py: how fast kernels were measured to be",
     )
     parser.add_argument(
         "--validate",
         type=Path,
         metavar="JSON",
-        help="of link.py: print predicted beside measured step times, and nothing else",
+        help="of link.py, or such a run in bench/results: print predicted beside measured step "
+        "times, and nothing else",
     )
     add_out(parser, FOLDER, RESULT)
     return parser

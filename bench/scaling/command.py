@@ -1,21 +1,24 @@
 """bench/scale.py: the cost model, from 2 to thousands of ranks."""
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 import provenance
+from dlrm import files
 from dlrm.command_line import results_folder
 from dlrm.errors import UsageError
 
 from . import answer, kernel_rates, report, shapes, validation
 from .arguments import ASSUMED_COMPUTE_MS, FOLDER, RESULT
 from .break_even import paying_rates
-from .cost_model import METHODS, OURS, Cluster, Link, Model, union_density
+from .cost_model import Cluster, Model, union_density
+from .links import COSTS, link_of
+from .methods import LEFT_OUT, OURS, methods_for
 
+INSIDE_GBYTES = {"gpu": 450.0, "cpu": 10.0}
 PLAIN_WIDTH = 110  # of the output where there is no terminal to fit
 
 
@@ -28,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
         report.print_validation(console, validation.load(options.validate))
         return 0
     _check(options)
+    _resolve(options)
     is_one_link = len(options.ranks) == len(options.rates) == 1
     if options.out is not None or not is_one_link:
         options.out = results_folder(options, FOLDER, RESULT)
@@ -39,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     }
     report.print_sources(console, sources)
     if is_one_link:
-        answer.print_answer(console, steps, options)
+        answer.print_answer(console, steps, options, model)
     if options.out is not None:
         _report(console, options, model, sources, steps, with_tables=not is_one_link)
     return 0
@@ -57,37 +61,53 @@ def _check(options: argparse.Namespace) -> None:
             raise UsageError(f"--ranks must be multiples of --gpus-per-node {node}, got {ranks}")
 
 
+def _resolve(options: argparse.Namespace) -> None:
+    """Fill in what follows from the device."""
+    if options.device is None:
+        import torch  # late: the help is there without it
+
+        options.device = "gpu" if torch.cuda.is_available() else "cpu"
+    if options.inside_gbytes is None:
+        options.inside_gbytes = INSIDE_GBYTES[options.device]
+
+
 def _model(options: argparse.Namespace) -> tuple[Model, list[str], dict[str, str]]:
     """The model, the methods of which its bytes are known, and where its constants are from."""
-    methods, name, note = list(METHODS), options.model, ""
+    methods = methods_for(options.optimizer, with_shapes=options.parameters is None)
+    name, note = options.model, ""
     if options.parameters is not None:
         of_parameters = [(options.parameters,)]
-        methods = [method for method in METHODS if not method.startswith("powersgd")]
         name, note = "your own", "; PowerSGD's bytes depend on their shapes, so it is left out"
     elif options.model == "dlrm":
         of_parameters = shapes.dlrm(options.hash_size)
     else:
         of_parameters = shapes.transformer(options.layers, options.width)
-    kernels = kernel_rates.load(options.kernels)
+    kernels = kernel_rates.load(options.kernels, options.device)
     given = options.compute_ms is not None
     compute_ms = options.compute_ms if given else ASSUMED_COMPUTE_MS[options.model]
     model = Model(of_parameters, compute_ms / 1e3, kernels, options.density)
     sources = {
         "model": f"{name}, {model.numel:,} parameters, density {options.density:g}{note}",
         "compute": f"{compute_ms:g} ms, {'as given' if given else 'assumed, not measured'}",
+        "optimizer": options.optimizer + (f", {LEFT_OUT}" if options.optimizer == "adamw" else ""),
         "kernels": kernels.source,
-        "links": f"{options.alpha_us:g} us per message",
-        "nodes": f"{options.gpus_per_node} ranks, {options.inside_gbytes:g} GB/s each way",
+        "links": COSTS[options.device],
         "overlap": f"{options.overlap:g} of compute",
     }
+    if options.alpha_us is not None:
+        sources["links"] = f"{options.alpha_us:g} us per message, as given"
+    if options.gpus_per_node > 1:
+        inside = f"{options.inside_gbytes:g} GB/s each way inside"
+        sources["nodes"] = f"{options.gpus_per_node} ranks, {inside}"
     return model, methods, sources
 
 
 def _cluster(options: argparse.Namespace, ranks: int, rate: float) -> Cluster:
     gpus = min(ranks, options.gpus_per_node)
-    alpha = options.alpha_us / 1e6
-    inside = Link(alpha, 1e9 * options.inside_gbytes)
-    return Cluster(ranks // gpus, gpus, Link(alpha, rate / 8), inside, options.overlap)
+    links = [link_of(options.device, of) for of in (rate, 8e9 * options.inside_gbytes)]
+    if options.alpha_us is not None:
+        links = [link._replace(alpha=options.alpha_us / 1e6) for link in links]
+    return Cluster(ranks // gpus, gpus, *links, options.overlap)
 
 
 def _report(
@@ -105,6 +125,7 @@ def _report(
         | {"pays": paying_rates(model, partial(_cluster, options, ranks), ours, theirs)}
         for ranks in options.ranks
         for ours in OURS
+        if ours in methods
         for theirs in ("dense", "bf16", "powersgd1")
         if theirs in methods
     ]
@@ -132,4 +153,4 @@ def _write(options: argparse.Namespace, sources: dict, steps: dict, even: list[d
         "break_even": even,
         "union_density": {p: union_density(options.density, p) for p in options.ranks},
     }
-    (options.out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    files.write_json(options.out / RESULT, result)

@@ -1,10 +1,7 @@
 """What a training step costs with P ranks: arithmetic on shapes, links and kernel rates.
 
-A step is compute + pack + wire + unpack. Links follow the alpha-beta model (Hockney 1994): a
-message of n bytes takes alpha + n / bandwidth. Collectives follow Thakur, Rabenseifner and Gropp
-(2005): a ring, whose steps grow with P, or, where that is less, recursive doubling or a double tree
-(Sanders, Speck and Traeff 2009), whose steps grow with log2 P. Nothing contends and nobody
-straggles: predictions are lower bounds.
+A step is compute + pack + wire + unpack. Nothing contends and nobody straggles: predictions are
+lower bounds.
 """
 
 import dataclasses
@@ -17,38 +14,31 @@ from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.selection import transport_for
 
+from .links import Link, all_gather, all_reduce, all_to_all
+from .methods import LOCAL, LOCAL_PERIOD, METHODS
 from .shapes import Shape
 
-DENSE = ("dense", "bf16")
-OURS = ("dct", "dct-reduce-scatter", "local")
-METHODS = (*DENSE, "powersgd1", "powersgd2", *OURS)
 # Passes over float32 gradients that PowerSGD with error feedback makes, by its formulas: add the
 # error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
 POWERSGD_PASSES = 9
-MASK_PACK_BYTES = 12  # per element with grad: residual read and written, grad read
-# DCTAverager as it is by default: every entry in few bits, every few steps. Tensor operations move
-# these bytes per element, at a copy's speed. Packing: the residual copied (8), what the weights
-# moved by added to it (12), rows read (4), written again from their codes (4) and subtracted (12),
-# their least and largest (8), and what is left kept (12). Unpacking: zeros (4) and their mean (8);
-# for each rank its rows (4), added (12). Beside packing weights are copied side by side (8) and the
-# base subtracted (12), beside unpacking the mean added to the base (12) and that copied (8).
-LOCAL_PERIOD, LOCAL_FORMAT = 10, "ternary"
-LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES, LOCAL_RANK_BYTES, LOCAL_WEIGHT_BYTES = 60, 12, 16, 20
-
-
-class Link(NamedTuple):
-    """alpha: seconds per message; bandwidth: bytes per second in each direction."""
-
-    alpha: float
-    bandwidth: float
+PACK_BYTES = 12  # per element with grad: residual read and written, grad read
+OWNER_BYTES = 8  # per element of a sum that is packed again: its residual read and written
+# Of local steps, beside what the ops move, at a copy's speed. Packing: weights less the base;
+# unpacking: the mean is added to the base (12), and that is copied to the weights (8).
+LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
 
 
 class Kernels(NamedTuple):
-    """Bytes per second that kernels move, and where the figures are from."""
+    """Bytes per second that kernels move, and where the figures are from.
+
+    quantize: of quantize_pack; dequantize: of dequantize_sum, and of dequantize_sum_pack.
+    """
 
     copy: float
     mask_pack: float
     scatter_unpack: float
+    quantize: float
+    dequantize: float
     source: str
 
 
@@ -85,25 +75,6 @@ class Cluster:
     overlap: float = 0.0
 
 
-def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds: a ring, or a pipelined double binary tree, whichever is faster."""
-    ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks / link.bandwidth)
-    tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes / link.bandwidth
-    return min(ring, tree) if ranks > 1 else 0.0
-
-
-def all_gather(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds, `nbytes` from each rank: recursive doubling."""
-    return _log2(ranks) * link.alpha + (ranks - 1) * nbytes / link.bandwidth
-
-
-def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds, `nbytes` from each rank to each other: pairwise, or Bruck's algorithm."""
-    pairwise = (ranks - 1) * (link.alpha + nbytes / link.bandwidth)
-    bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes / link.bandwidth)
-    return min(pairwise, bruck)
-
-
 def union_density(density: float, ranks: int) -> float:
     """Of the sum of `ranks` tensors, each of this density, their masks independent.
 
@@ -131,11 +102,14 @@ class Model:
         self.density = density
         self._plans: dict[tuple[str, int], BucketPlan] = {}
 
-    def step(self, method: str, cluster: Cluster) -> Step:
+    def step(self, name: str, cluster: Cluster) -> Step:
         """One step of a method in METHODS."""
-        if method == "local":
+        if name == LOCAL:
             return self._local(cluster)
-        pack, wire, unpack, sent = getattr(self, f"_{method.replace('-', '_')}")(cluster)
+        if METHODS[name].settings is None:
+            pack, wire, unpack, sent = getattr(self, f"_{name}")(cluster)
+        else:
+            pack, wire, unpack, sent = self._hook(self.plan(name, cluster.nodes), cluster)
         inside = all_reduce(cluster.inside, cluster.gpus_per_node, 4 * self.numel)
         exposed = max(0.0, wire - cluster.overlap * self.compute)
         return Step(self.compute, pack, inside + exposed, unpack, sent)
@@ -148,14 +122,24 @@ class Model:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    def plan(self, transport: str, ranks: int) -> BucketPlan:
+    def plan(self, name: str, ranks: int) -> BucketPlan:
         """As the training layer would send it; the formulas of its bytes are the layer's own."""
-        key = transport, ranks
+        key = name, ranks
         if key not in self._plans:
-            settings = Settings(self.density, "bfloat16")
+            method, settings = METHODS[name], self.settings(name)
+            transport = transport_for(method.transport, settings, self.numel, ranks)
             names = tuple(str(number) for number in range(len(self.shapes)))
             self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
         return self._plans[key]
+
+    def settings(self, name: str) -> Settings:
+        """Of a method of the training layer."""
+        known = METHODS[name].settings
+        return dataclasses.replace(known, density=known.density or self.density)
+
+    def default_transport(self, ranks: int) -> str:
+        """What the sparse hook takes between so many ranks."""
+        return transport_for(None, self.settings("dct"), self.numel, ranks)
 
     def powersgd_bytes(self, rank: int) -> tuple[int, int, int]:
         """(P factors, Q factors, what goes dense): torch's hook, min_compression_rate 2."""
@@ -194,60 +178,52 @@ class Model:
         passes = 4 * self.numel * POWERSGD_PASSES / self.kernels.copy
         return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
 
-    def _dct(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan("all_gather", cluster.nodes)
-        wire = all_gather(cluster.between, nodes, plan.payload_bytes)
-        unpacked = 4 * self.numel + nodes * plan.payload_bytes
-        return (
-            MASK_PACK_BYTES * self.numel / self.kernels.mask_pack,
-            wire,
-            unpacked / self.kernels.scatter_unpack,
-            plan.wire_bytes,
-        )
+    def _hook(self, plan: BucketPlan, cluster: Cluster) -> tuple[float, float, float, float]:
+        packed, unpacked = self._moved(plan)
+        if plan.settings.every_entry:
+            pack, unpack = packed / self.kernels.quantize, unpacked / self.kernels.dequantize
+        else:
+            pack, unpack = packed / self.kernels.mask_pack, unpacked / self.kernels.scatter_unpack
+        wire = all_gather(cluster.between, plan.ranks, plan.payload_bytes)
+        if plan.transport == "reduce_scatter":
+            each_owner = plan.payload_bytes * plan.owners / plan.ranks
+            wire += all_to_all(cluster.between, plan.ranks, each_owner)
+        return pack, wire, unpack, plan.wire_bytes
 
-    def _dct_reduce_scatter(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nodes, plan = cluster.nodes, self.plan("reduce_scatter", cluster.nodes)
-        payload = plan.payload_bytes
-        wire = all_to_all(cluster.between, nodes, payload * plan.owners / nodes)
-        wire += all_gather(cluster.between, nodes, payload)
+    def _moved(self, plan: BucketPlan) -> tuple[float, float]:
+        """Bytes that packing and unpacking a bucket move on each rank."""
+        ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
+        # A payload of few entries is small beside what it is packed from.
+        packed = PACK_BYTES * self.numel + every * plan.owners * payload
+        if plan.transport == "all_gather":
+            return packed, 4 * self.numel + ranks * payload
         owned = self.numel / plan.owners
-        # The owner sums its range and packs it again; then everybody unpacks all ranges.
-        unpacked = 4 * owned + 4 * self.numel + 2 * nodes * payload
-        packed = MASK_PACK_BYTES * (self.numel + owned)
-        return (
-            packed / self.kernels.mask_pack,
-            wire,
-            unpacked / self.kernels.scatter_unpack,
-            plan.wire_bytes,
-        )
+        if every:  # the owner sums its range and packs it again, in one pass; then all is unpacked
+            summed = (ranks + 1) * payload + OWNER_BYTES * owned
+            return packed, summed + 4 * self.numel + plan.owners * payload
+        return packed + PACK_BYTES * owned, 4 * (owned + self.numel) + 2 * ranks * payload
 
     def _local(self, cluster: Cluster) -> Step:
         """All ranks average their weights, with no regard to nodes, once a period."""
         gpus = cluster.gpus_per_node
         ranks = cluster.nodes * gpus
-        settings = Settings(1.0, LOCAL_FORMAT)
-        transport = transport_for(None, settings, self.numel, ranks)
-        plan = BucketPlan(("weights",), (self.numel,), settings, transport, ranks)
+        plan = self.plan(LOCAL, ranks)
         payload = plan.payload_bytes
         # Those of other nodes come in by the node's link, then to each rank as its own node's do.
         sent = (ranks - gpus) * payload
-        wire = _log2(ranks) * cluster.between.alpha + sent / cluster.between.bandwidth
+        wire = all_gather(cluster.between, ranks, sent / (ranks - 1))
         if gpus > 1:
-            wire += (ranks - 1) * payload / cluster.inside.bandwidth
-        packed, unpacked = self.numel, [(ranks, self.numel)]  # elements; of so many ranks
-        if transport == "reduce_scatter":
-            # Before that, each rank's ranges go to their owners, all by the node's link; an owner
-            # sums its range and packs it again.
+            wire += all_gather(cluster.inside._replace(alpha=0.0), ranks, payload)
+        if plan.transport == "reduce_scatter":
+            # Before that, each rank's ranges go to their owners, all by the node's link.
             each_owner = payload * plan.owners / ranks
             link = cluster.between._replace(bandwidth=cluster.between.bandwidth / gpus)
             wire += all_to_all(link, ranks, each_owner)
             sent += gpus * (ranks - gpus) * each_owner
-            owned = self.numel // plan.owners
-            packed, unpacked = self.numel + owned, [(ranks, owned), (1, self.numel)]
-        beside = LOCAL_WEIGHT_BYTES * self.numel
-        pack = (LOCAL_PACK_BYTES * packed + beside) / self.kernels.copy
-        summed = sum((LOCAL_UNPACK_BYTES + LOCAL_RANK_BYTES * of) * n for of, n in unpacked)
-        unpack = (summed + beside) / self.kernels.copy
+        packed, unpacked = self._moved(plan)
+        kernels, numel = self.kernels, self.numel
+        pack = LOCAL_PACK_BYTES * numel / kernels.copy + packed / kernels.quantize
+        unpack = LOCAL_UNPACK_BYTES * numel / kernels.copy + unpacked / kernels.dequantize
         # It follows the optimizer's step: nothing is left for it to hide behind.
         each = (pack, wire, unpack, sent)
         return Step(self.compute, *(of / LOCAL_PERIOD for of in each))
@@ -259,7 +235,3 @@ class Model:
 
 def _ring_bytes(nbytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) * nbytes / ranks
-
-
-def _log2(ranks: int) -> int:
-    return math.ceil(math.log2(ranks))

@@ -5,23 +5,34 @@ from pathlib import Path
 
 from dlrm.errors import UsageError
 
-from .cost_model import MASK_PACK_BYTES, Kernels
+from .cost_model import PACK_BYTES, Kernels
 
-H100 = "bench/scaling/h100.json"  # what ships: two results of a run on an H100
+# What is taken without --kernels: two results of a run on an H100; a run on 2 busy cores.
+DEFAULTS = {
+    "gpu": "bench/scaling/h100.json",
+    "cpu": "bench/results/2026-11-25-cpu/link_few_bits.json",
+}
 _ROOT = Path(__file__).parents[2]
 
 
-def load(path: Path | None) -> Kernels:
-    """From the JSON of bench/kernels.py, bench/gpu/check.py or bench/link.py; None: H100's.
+def load(path: Path | None, device: str) -> Kernels:
+    """From the JSON of bench/kernels.py, bench/gpu/check.py or bench/link.py.
+
+    Args:
+        path: None: the one in DEFAULTS.
+        device: "gpu" or "cpu".
 
     Raises:
         UsageError: it is none of them, or has not what is needed.
     """
-    path, name = (_ROOT / H100, H100) if path is None else (path, path)
+    name = path or DEFAULTS[device]
+    path = _ROOT / name
     content = read_json(path)
     try:
         kernels = _of_link(content) if "cells" in content else _of_kernels(content)
-        return kernels._replace(source=f"{kernels.source} ({name})")
+        assumed = "; every entry in few bits: as fast as a copy, assumed"
+        few_bits = assumed if kernels.quantize == kernels.copy else ""
+        return kernels._replace(source=f"{kernels.source} ({name}){few_bits}")
     except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError):
         raise UsageError(
             f"{path} must be the JSON of bench/kernels.py with mask_pack and scatter_unpack, or "
@@ -30,13 +41,20 @@ def load(path: Path | None) -> Kernels:
 
 
 def read_json(path: Path) -> dict:
-    """Raises UsageError where there is no JSON object."""
+    """A program's result, or the first one of an experiment in bench/results.
+
+    Raises:
+        UsageError: there is no JSON object.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} must be a JSON file: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} must be a JSON object, got {type(content).__name__}")
+    runs = content.get("runs")
+    if isinstance(runs, list) and runs and isinstance(runs[0], dict):
+        content = runs[0]
     options = content.get("options")
     if isinstance(options, dict) and options.get("local_size", 1) != 1:
         raise UsageError(f"{path} must be of nodes of one rank, got {options['local_size']}")
@@ -52,13 +70,20 @@ def _of_kernels(content: dict) -> Kernels:
     def rate(result: dict, candidate: str) -> float:
         return 1e3 * result["bytes"] / result["ms"][candidate]["median"]
 
+    def few_bits(op: str, case: str) -> float:
+        timed = any(r["op"] == op for r in content["results"])
+        return rate(of(op, case), backend) if timed else copy
+
     pack, unpack = of("mask_pack", "float32 grad, float32 values"), of("scatter_unpack", "P=2")
     backend = next(name for name in ("cuda", "triton", "cpp") if name in pack["ms"])
     machine = content["provenance"]["cpu" if backend == "cpp" else "gpu"]
+    copy = rate(pack, "copy")
     return Kernels(
-        rate(pack, "copy"),
+        copy,
         rate(pack, backend),
         rate(unpack, backend),
+        few_bits("quantize_pack", "float32 grad, int4"),
+        few_bits("dequantize_sum", "P=2, int4"),
         f"measured: bench/kernels.py, {backend}, {pack['numel']:,} elements, {machine}",
     )
 
@@ -66,15 +91,19 @@ def _of_kernels(content: dict) -> Kernels:
 def _of_link(content: dict) -> Kernels:
     numel = content["model"]["parameters"]
     fastest = _fastest(content["cells"])
-    bf16, dct = fastest["bf16"], fastest["dct"]
-    received = 4 * numel + dct["payload_bytes"] * dct["ranks"] / (dct["ranks"] - 1)
+    copy = 1e3 * 6 * numel / fastest["bf16"]["phases_ms"]["pack"]
+
+    def rates(mode: str, every: bool) -> tuple[float, float]:
+        cell = fastest[mode]
+        payload = cell["payload_bytes"] / (cell["ranks"] - 1)
+        packed, unpacked = PACK_BYTES * numel + every * payload, 4 * numel + payload * cell["ranks"]
+        phases = cell["phases_ms"]
+        return 1e3 * packed / phases["pack"], 1e3 * unpacked / phases["unpack"]
+
+    few_bits = rates("dct-int4", every=True) if "dct-int4" in fastest else (copy, copy)
     cpu = content["provenance"]["cpu"]
-    return Kernels(
-        1e3 * 6 * numel / bf16["phases_ms"]["pack"],
-        1e3 * MASK_PACK_BYTES * numel / dct["phases_ms"]["pack"],
-        1e3 * received / dct["phases_ms"]["unpack"],
-        f"measured: bench/link.py's pack and unpack, dispatch included, {cpu}",
-    )
+    source = f"measured: bench/link.py's pack and unpack, dispatch included, {cpu}"
+    return Kernels(copy, *rates("dct", every=False), *few_bits, source)
 
 
 def _fastest(cells: list[dict]) -> dict[str, dict]:

@@ -8,27 +8,11 @@ from network.methods import METHODS as MODES
 from rates import describe_rate
 
 from .break_even import FASTER, GRID
-from .cost_model import LOCAL_FORMAT, LOCAL_PERIOD, OURS, Step, union_density
+from .cost_model import Step, union_density
+from .methods import METHODS, OURS
 from .validation import Point, median_error
 
 Steps = dict[tuple[int, float], dict[str, Step]]  # by ranks and rate, then by method
-TITLES = {
-    "dense": "dense float32",
-    "bf16": "bf16",
-    "powersgd1": "PowerSGD, rank 1",
-    "powersgd2": "PowerSGD, rank 2",
-    "dct": "DCT, all-gather",
-    "dct-reduce-scatter": "DCT, reduce-scatter",
-    "local": f"local steps, {LOCAL_FORMAT}, every {LOCAL_PERIOD}",
-}
-_SHORT = {
-    "powersgd1": "PowerSGD 1",
-    "powersgd2": "PowerSGD 2",
-    "dct": "all-gather",
-    "dct-reduce-scatter": "reduce-scatter",
-    "local": "local",
-}
-_SHORT |= {"dense": "dense", "bf16": "bf16"}
 _SPARSE_ENTRY, _BF16 = 4, 2  # bytes: a position and a value; a value
 
 
@@ -41,8 +25,7 @@ def print_sources(console: Console, sources: dict[str, str]) -> None:
 def print_winners(console: Console, steps: Steps) -> None:
     """Ranks by rates: the fastest method, and by how much it beats the best of the other side."""
     rates = list(dict.fromkeys(rate for _, rate in steps))
-    ours = ", ".join(_SHORT[method] for method in OURS)
-    title = f"Fastest method ({ours}: DCT's), and DCT's speed over the best other"
+    title = "Fastest method, and DCT's speed over the best of dense, bf16 and PowerSGD"
     table = new_table(title, "ranks")
     for rate in rates:
         table.add_column(describe_rate(rate), justify="right", no_wrap=True)
@@ -58,12 +41,12 @@ def print_break_even(console: Console, even: list[dict]) -> None:
     title = f"Rates (Gbit/s) at which DCT pays: it is {FASTER}x as fast, or faster"
     table = new_table(title, "ranks", "way")
     for other in others:
-        table.add_column(f"against {TITLES[other]}", justify="right", no_wrap=True)
+        table.add_column(f"against {METHODS[other].short}", justify="right", no_wrap=True)
     for ranks in dict.fromkeys(row["ranks"] for row in even):
-        for method in OURS:
+        for method in dict.fromkeys(row["method"] for row in even):
             of = {r["against"]: r for r in even if (r["ranks"], r["method"]) == (ranks, method)}
             pays = (_ranges(of[other]["pays"]) for other in others)
-            table.add_row(f"{ranks:,}", _SHORT[method], *pays)
+            table.add_row(f"{ranks:,}", METHODS[method].short, *pays)
     console.print(table)
 
 
@@ -89,7 +72,7 @@ def print_validation(console: Console, points: list[Point]) -> None:
         table.add_row(
             str(point.ranks),
             describe_rate(point.rate),
-            TITLES.get(point.mode, MODES[point.mode].title),
+            MODES[point.mode].title,
             f"{point.measured:.1f}",
             f"{point.predicted:.1f}",
             f"{100 * point.error:+.0f} %{note}",
@@ -109,7 +92,7 @@ def _winner(of_methods: dict[str, Step]) -> str:
     if 1 / FASTER < other / seconds < FASTER:
         return "as fast"
     winner = ours if seconds <= other else theirs
-    return f"{_SHORT[winner]} {other / seconds:.2f}x"
+    return f"{METHODS[winner].short} {other / seconds:.2f}x"
 
 
 def _ranges(pays: list[tuple[float, float]]) -> str:

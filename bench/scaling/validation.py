@@ -7,13 +7,17 @@ from pathlib import Path
 
 from dlrm.errors import UsageError
 
-from .cost_model import METHODS, Cluster, Kernels, Link, Model, all_gather, all_reduce, all_to_all
+from .cost_model import Cluster, Kernels, Model
 from .kernel_rates import read_json
+from .links import GLOO, Link, all_gather, all_reduce, all_to_all
+from .methods import METHODS
 from .shapes import dlrm
 
-# Modes with the smallest messages, of a replicated and of a hybrid model: alpha is found from one.
-_CALIBRATING = ("dct", "hybrid-dct")
-_NO_KERNELS = Kernels(math.inf, math.inf, math.inf, "taken from the run")
+# {mode with the smallest messages: with the largest ones}, of a replicated and of a hybrid model:
+# what a message costs is found from the former, and what a byte costs from the latter.
+_CALIBRATING = {"dct": "dense", "hybrid-dct": "hybrid-dense"}
+_COSTS = ("alpha", "per_byte")
+_NO_KERNELS = Kernels(*[math.inf] * 5, "taken from the run")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,11 @@ def validate(link: dict) -> list[Point]:
     """A point per cell that the model covers: all modes but exact top-k.
 
     What the run gives: compute, pack and unpack of every mode at the fastest rate; the plain
-    transfer's rate on every link; and alpha, from the wire time of DCT (hybrid-dct in a run of
-    hybrid modes) at the fastest rate. alpha then holds what small messages cost on that machine:
-    wake-ups of threads, waiting for the slower rank. Of a hybrid mode it gives the bytes, too: how
-    many rows are distinct is no formula's. What is predicted: the wire time of every mode at every
-    other rate.
+    transfer's rate on every link; what a message costs, and a byte, from the wire times of DCT and
+    of float32 at the fastest rate (in a run of hybrid modes, of theirs). That holds wake-ups of
+    threads, waiting for the slower rank, copies. The part of a link that all-gathers fill is
+    `GLOO`'s. Of a hybrid mode it gives the bytes, too: how many rows are distinct is no formula's.
+    What is predicted: the wire time of every mode at every other rate.
 
     Raises:
         UsageError: the run has no cell of DCT, or one rate only.
@@ -77,11 +81,12 @@ def validate(link: dict) -> list[Point]:
         calibrating = next((mode for mode in _CALIBRATING if mode in at_base), None)
         if calibrating is None or len(rates) < 2:
             raise UsageError(f"{needed}, got {sorted(at_base)}")
-        alpha = _alpha(model, bandwidth[ranks, base], at_base[calibrating])
+        largest = at_base.get(_CALIBRATING[calibrating], at_base[calibrating])
+        costs = _costs(model, bandwidth[ranks, base], at_base[calibrating], largest)
         for cell in of_ranks:
             if cell["mode"] not in at_base:
                 continue
-            between = Link(alpha, bandwidth[ranks, cell["rate"]])
+            between = costs._replace(bandwidth=bandwidth[ranks, cell["rate"]])
             wire = _wire(model, cell, between)
             phases = at_base[cell["mode"]]["phases_ms"]
             local = phases["compute"] + phases["pack"] + phases["unpack"]
@@ -117,10 +122,22 @@ def _wire(model: Model, cell: dict, between: Link) -> float:
     return wire + sum(each)
 
 
-def _alpha(model: Model, bandwidth: float, cell: dict) -> float:
-    """Wire time is affine in alpha: solved from its values at 0 and 1 second."""
-    at_zero, at_one = (_wire(model, cell, Link(alpha, bandwidth)) for alpha in (0.0, 1.0))
-    return max(0.0, (cell["phases_ms"]["wire"] / 1e3 - at_zero) / (at_one - at_zero))
+def _costs(model: Model, bandwidth: float, smallest: dict, largest: dict) -> Link:
+    """What explains the wire times of two cells, each of which is affine in both costs."""
+    link = GLOO._replace(alpha=0.0, bandwidth=bandwidth, per_byte=0.0)
+
+    def excess(cell: dict) -> float:
+        return cell["phases_ms"]["wire"] / 1e3 - _wire(model, cell, link)
+
+    def slope(cell: dict, cost: str) -> float:
+        return (_wire(model, cell, link._replace(**{cost: 1e-6})) - _wire(model, cell, link)) / 1e-6
+
+    (a, b), (c, d) = ([slope(cell, cost) for cost in _COSTS] for cell in (smallest, largest))
+    alpha, per_byte = max(0.0, excess(smallest) / a), 0.0
+    if a * d > b * c:  # two different cells
+        per_byte = max(0.0, (a * excess(largest) - c * excess(smallest)) / (a * d - b * c))
+        alpha = max(0.0, (excess(smallest) - b * per_byte) / a)
+    return link._replace(alpha=alpha, per_byte=per_byte)
 
 
 def _flat(ranks: int, between: Link) -> Cluster:

@@ -116,9 +116,27 @@ def test_averagings_at_equal_progress_of_the_rate():
     assert dp_local.equal_progress(rates, 8) == {3, 6, 14, 32}
 
 
+@pytest.mark.parametrize("when", [{}, {"spaced": "root"}, {"spaced": "rate2"}, {"first": 20}])
+def test_a_schedule_has_as_many_averagings(when):
+    """At the square of the rate later ones lie further apart; some may all be at the start."""
+    rates = [1 - step / 200 for step in range(200)]
+    due = sorted(dp_local.schedule(rates, 5, **when))
+    assert len(due) == 40 and due[-1] == 200
+    gaps = [after - before for before, after in itertools.pairwise([0, *due])]
+    if not when:
+        assert set(gaps) == {5}
+    elif "first" in when:
+        assert gaps[:20] == [1] * 20 and set(gaps[20:]) == {9}
+    else:
+        start, end = {"root": ([4, 3, 4, 3, 4], 8), "rate2": ([2, 2, 2, 1, 2], 9)}[when["spaced"]]
+        assert gaps[:5] == start and min(gaps[-2:]) >= end
+    assert dp_local.schedule(rates, 5, first=40) == {*range(1, 41)}
+
+
 WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
-WRONG += "local-int8:10%x10 diloco local:10%x10,outer=1 dct:1%,decay=0.9 local:10%x10,spaced=steps "
-WRONG += "dct:1%,spaced=rate topk:1%,transport=reduce_scatter int4,transport=all_to_all"
+WRONG += "local-int8:10%x10 diloco local:10%x10,inner=1 dct:1%,decay=0.9 "
+WRONG += "local:10%x10,spaced=steps dct:1%,outer=1 dct:1%,spaced=rate "
+WRONG += "topk:1%,transport=reduce_scatter int4,transport=all_to_all"
 
 
 @pytest.mark.parametrize("name", WRONG.split())
@@ -136,15 +154,16 @@ def _record(name, rate, seed, loss, steps=600, problem="text-adamw", schedule="c
     return record | parts | {"bytes_per_step": 100.0 if name == "dense" else 4.0}
 
 
-def test_rates_are_chosen_at_600_steps_of_seed_0():
+def test_rates_are_chosen_after_as_many_steps_of_seed_0():
     records = [_record("dense", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
     records += [_record("dense", 9, 1, 0.1), _record("dense", 1, 0, 0.1, steps=3000)]
     records += [_record("dense", 1, 0, 0.1, problem="clicks-sgd"), _record("bf16", 1, 0, 0.1)]
     records += [_record("dense", 1, 0, 0.1, schedule="wsd")]
     diverged = {key: records[0][key] for key in ("problem", "schedule", "method", "seed", "steps")}
     records += [diverged | {"rate": 27, "diverged": 5}]
-    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense") == 3
-    assert dp_density.best_rate(records, "text-adamw", "cosine", "dct:1%") is None
+    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense", 600) == 3
+    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense", 3000) == 1
+    assert dp_density.best_rate(records, "text-adamw", "cosine", "dct:1%", 600) is None
 
 
 def test_the_table_compares_seed_by_seed(tmp_path):
@@ -160,10 +179,28 @@ def test_the_table_compares_seed_by_seed(tmp_path):
     assert (tmp_path / "text-adamw-cosine-600.png").stat().st_size > 1000
 
 
+def test_methods_can_be_chosen_without_the_test_part(tmp_path, monkeypatch):
+    """A run is trained again where its test score is asked for: at the best rate, once."""
+    monkeypatch.setattr(dp_tasks, "HELD_OUT_TEXTS", 8)
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--problems", "text-adamw", "--methods", "dense", "--rates", "0.001,0.004"]
+    given += ["--steps", "1", "--seeds", "1", "--width", "8", "--layers", "1"]
+    given += ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
+    found = []
+    for last in (["--validation-only"], [], ["--validation-only"]):
+        dp_density.work(dp_density.parse([*given, *last]))
+        found.append(dp_density.load(tmp_path))
+    without, best, again = ({r["rate"]: r for r in records} for records in found)
+    (rate,) = [rate for rate, record in best.items() if "test" in record]
+    assert best == again and not any("test" in record for record in without.values())
+    losses = {rate: record["validation"]["loss"] for rate, record in without.items()}
+    assert rate == min(losses, key=losses.get)
+    assert losses == {rate: record["validation"]["loss"] for rate, record in best.items()}
+
+
 @pytest.mark.large
 def test_the_command_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
     """Six runs of two steps each; what is there is not trained again, and goes into the report."""
-    monkeypatch.setattr(dp_density, "RATE_STEPS", 2)
     monkeypatch.setattr(dp_density, "CURVE_EVERY", 1)
     monkeypatch.setattr(dp_tasks, "HELD_OUT_TEXTS", 8)
     monkeypatch.setattr(dp_tasks, "GENERATED_CHARACTERS", 5000)
@@ -197,6 +234,17 @@ def test_clicks_of_the_ranks_are_different_rows():
     assert len(seen.unique(dim=0)) > 0.85 * len(seen)
     scores = task.score(task.model(0), "test")
     assert 0 < scores["auc"] < 1 and scores["loss"] > 0
+
+
+def test_a_function_for_an_mlp():
+    task = dp_tasks.BiasesTask(batch=5000)
+    (x, y), (other, _) = (next(task.batches(0, rank, 2)) for rank in range(2))
+    assert x.shape == (5000, dp_tasks.INPUTS) and not torch.equal(x, other)
+    assert 0.6 < y.var() < 0.7
+    model = task.model(0)
+    task.loss(model, (x, y)).backward()
+    assert all(weight.grad.any() for weight in model.parameters())
+    assert task.score(model, "test")["loss"] > 0.5
 
 
 def test_a_rate_rises_then_stays_or_decays_to_zero():
@@ -250,6 +298,58 @@ def test_outer_momentum_is_nesterovs():
         velocity = 0.9 * velocity + 1
         base += 0.7 * (1 + 0.9 * velocity)
         torch.testing.assert_close(average.base, torch.full((4,), base))
+
+
+def test_an_outer_optimizer_goes_with_compression():
+    """What is sent is its gradient; the residual has nothing of it."""
+    plain, outer = (
+        dp_methods.method(f"local-ternary:100%x1{more}")(_models(2, 200))
+        for more in ("", ",outer=0.5,momentum=0.5")
+    )
+    moves = torch.randn(1, 2, 200, generator=torch.Generator().manual_seed(0))
+    for average in (plain, outer):
+        _walk(average, moves, 1)
+    torch.testing.assert_close(outer.base, 0.5 * (1 + 0.5) * plain.base)
+    for one, other in zip(plain.buckets.residuals(), outer.buckets.residuals(), strict=True):
+        assert torch.equal(one, other) and one.any()
+
+
+@pytest.mark.parametrize("moments, averaged", [("first", [True, False]), ("both", [True, True])])
+def test_moments_are_averaged(moments, averaged):
+    models = _models(2, 4)
+    average = dp_methods.method(f"postlocal:x2,moments={moments}")(models)
+    average.optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for step in (1, 2):
+        for rank, (model, optimizer) in enumerate(zip(models, average.optimizers, strict=True)):
+            model.weight.grad = torch.full((1, 4), rank + 1.0)
+            optimizer.step()
+        states = [own.state[m.weight] for own, m in zip(average.optimizers, models, strict=True)]
+        own = [[state[name].clone() for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        average(step)
+    for name, before, mean in zip(("exp_avg", "exp_avg_sq"), own, averaged, strict=True):
+        expected = [sum(before) / 2] * 2 if mean else before
+        assert torch.equal(torch.stack([s[name] for s in states]), torch.stack(expected))
+    assert average.sent == (1 + sum(averaged)) * 4 * 4
+
+
+def test_first_moments_are_pulled_to_what_the_mean_tells():
+    """After one step of each rank, in full: then all would take the same next step."""
+    models = _models(2, 4)
+    average = dp_methods.method("postlocal:x1,pull=1")(models)
+    average.optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0) for model in models
+    ]
+    for step in (1, 2, 3):
+        before = average.base.clone()
+        for model, optimizer in zip(models, average.optimizers, strict=True):
+            model.weight.grad = torch.randn(1, 4)
+            optimizer.step()
+        average(step)
+        for optimizer, model in zip(average.optimizers, models, strict=True):
+            state = optimizer.state[model.weight]
+            root = (state["exp_avg_sq"] / (1 - 0.999**step)).sqrt()
+            again = -0.1 * state["exp_avg"] / (1 - 0.9**step) / root
+            torch.testing.assert_close(again.flatten(), average.base - before)
 
 
 def test_a_mean_over_senders_is_not_over_ranks():

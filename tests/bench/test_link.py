@@ -16,7 +16,7 @@ from programs import ROOT, started
 
 import cli
 from dlrm.errors import UsageError
-from network import namespaces
+from network import command, namespaces
 from network.namespaces import Loopback, Namespaces
 from network.ranks import RankError, Ranks
 
@@ -73,7 +73,33 @@ def test_loopback(tmp_path, capsys):
     _check(result, [None])
     assert result["provenance"]["torch"] and result["options"]["density"] == 0.005
     assert (tmp_path / "step_time.png").stat().st_size > 10_000
-    assert "| DCT, 0.5 % " in capsys.readouterr().out
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first == (
+        "Trains DLRM on generated rows, 2 ranks on this machine, over 127.0.0.1, by dense, dct: 1 "
+        f"min at most. --help has other choices; results will be in {tmp_path}."
+    )
+    assert "| DCT, 0.5 % " in rest
+
+
+def test_what_it_will_do_is_said_before_what_is_missing(tmp_path, monkeypatch, capsys):
+    """8 modes at 4 rates, of 15 seconds and the warm-up."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(namespaces, "missing", lambda: ["root"])
+    assert cli.main("link", []) == 1
+    said = capsys.readouterr()
+    assert "over links of 100 Mbit/s, 1 Gbit/s, 10 Gbit/s, unlimited, by dense, bf16, " in said.out
+    assert "10 min at most. --help has other choices" in said.out
+    assert said.err == "link.py: needs root, or --loopback (no rate limit)\n"
+
+
+def test_where_results_cannot_be_written_the_tables_are_printed(tmp_path, capsys, monkeypatch):
+    cell = command.merge(2, None, "dct", [], 1, "rank 1 is gone")
+    monkeypatch.setattr(command, "_measure", lambda *_: ({}, [], [cell]))
+    (tmp_path / "link.json.part").mkdir()
+    assert cli.main("link", ["--loopback", "--modes", "dct", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"link.py: {tmp_path / 'link.json'} cannot be written: Is a directory\n"
+    assert "failed: rank 1 is gone" in said.out
 
 
 @pytest.mark.large

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrm import files
 from dlrm.errors import UsageError
 from experiments import run_files
 from experiments.run_files import Run
@@ -36,7 +37,7 @@ def test_rates_are_chosen_by_the_validation_rows_of_seed_0():
 
 def test_runs_of_other_settings_are_refused(tmp_path):
     run = Run("7.5%", 0.5, 3)
-    run_files.write(run.path(tmp_path), run._asdict() | {"settings": {"epochs": 5}})
+    files.write_json(run.path(tmp_path), run._asdict() | {"settings": {"epochs": 5}})
     assert run_files.read(tmp_path, {"epochs": 5})[0]["rate"] == 0.5
     assert len(run_files.read(tmp_path, {"epochs": 5, "data": None})) == 1  # generated rows
     with pytest.raises(UsageError, match=r"runs of one setting, got epochs 5 in .*, 4 asked for"):
@@ -49,3 +50,11 @@ def test_mean_and_standard_deviation():
     assert run_files.spread([]) == "-"
     assert run_files.spread([0.5]) == "0.5000"
     assert run_files.spread([0.1, 0.3], "+") == "+0.2000 ± 0.1414"
+
+
+def test_a_file_that_was_cut_off_is_refused_by_name(tmp_path):
+    path = Run("7.5%", 0.5, 3).path(tmp_path)
+    files.write_json(path, {"settings": {}})
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UsageError, match=f"{path} must be as it was written"):
+        run_files.read(tmp_path, {})
