@@ -28,21 +28,28 @@ GENERATED = {
 PUBLIC = [
     (package, name) for package in GENERATED for name in importlib.import_module(package).__all__
 ]
-RECIPES = "guide/recipes.md"
-# Recipes continue the first program of their page.
-_first, *_recipes = blocks(PAGES[RECIPES])
-PROGRAMS = [
-    *[(page, block) for page in sorted(PAGES) for block in blocks(PAGES[page]) if page != RECIPES],
-    *[(RECIPES, f"{_first}{recipe}dist.destroy_process_group()\n") for recipe in _recipes],
-]
+# Programs of these pages continue the first one of their page.
+CONTINUED = ("guide/coming_from.md", "guide/recipes.md")
+
+
+def _programs(page):
+    found = blocks(PAGES[page])
+    if page not in CONTINUED:
+        return found
+    first, *others = found
+    return [f"{first}{other}dist.destroy_process_group()\n" for other in others]
+
+
+PROGRAMS = [(page, program) for page in sorted(PAGES) for program in _programs(page)]
 
 
 @pytest.mark.parametrize("name", ["dct_kernels.ops", "dct_kernels.layout"])
 def test_docstring_examples(name):
     module = importlib.import_module(name)
-    payload_layout = importlib.import_module("dct_kernels").payload_layout
+    package = importlib.import_module("dct_kernels")
+    sizes = {name: getattr(package, name) for name in ("payload_layout", "quantized_payload_bytes")}
     # Examples of one module may use the other's functions, as a user would.
-    result = doctest.testmod(module, extraglobs={"payload_layout": payload_layout})
+    result = doctest.testmod(module, extraglobs=sizes)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -50,56 +57,29 @@ def test_docstring_examples(name):
 # Where programs are, and their names.
 NAMES = {
     "guide/cluster.md": "cluster",
+    "guide/coming_from.md": "deepspeed bf16 torchft averagers",
     "guide/ddp.md": "hook",
     "guide/des.md": "substitution",
     "guide/embeddings.md": "shards-and-replicas",
+    "guide/recipes.md": "amp clipping scheduler accumulation parameter-groups freezing compile "
+    "evaluation ema uneven-inputs tensorboard two-models",
     "guide/rows.md": "cut pipeline exchange",
     "guide/transformers.md": "local-steps",
     "reference/ops.md": "ops",
-    RECIPES: "amp clipping scheduler accumulation parameter-groups freezing compile evaluation "
-    "ema uneven-inputs tensorboard two-models bytes",
 }
-PLACES = [(page, name) for page, names in NAMES.items() for name in names.split()]
+NAMED = [(page, name) for page, names in NAMES.items() for name in names.split()]
 
 
 def test_every_program_is_run():
-    assert [page for page, _ in PROGRAMS] == [
-        "guide/cluster.md",
-        "guide/ddp.md",
-        "guide/des.md",
-        "guide/embeddings.md",
-        *["guide/rows.md"] * 3,
-        "guide/transformers.md",
-        "reference/ops.md",
-        *[RECIPES] * 12,
-    ]
+    assert [page for page, _ in PROGRAMS] == [page for page, _ in NAMED]
 
 
 # README's and examples/hook.py's, too, so that one is left to make check-all.
 @pytest.mark.parametrize(
     "index",
     [
-        pytest.param(0, id="cluster"),
-        pytest.param(1, id="hook", marks=pytest.mark.large),  # README's and examples/hook.py's, too
-        pytest.param(2, id="substitution"),
-        pytest.param(3, id="shards-and-replicas"),
-        pytest.param(4, id="cut"),
-        pytest.param(5, id="pipeline"),
-        pytest.param(6, id="exchange"),
-        pytest.param(7, id="local-steps"),
-        pytest.param(8, id="ops"),
-        pytest.param(9, id="amp"),
-        pytest.param(10, id="clipping"),
-        pytest.param(11, id="scheduler"),
-        pytest.param(12, id="accumulation"),
-        pytest.param(13, id="parameter-groups"),
-        pytest.param(14, id="freezing"),
-        pytest.param(15, id="compile"),
-        pytest.param(16, id="evaluation"),
-        pytest.param(17, id="ema"),
-        pytest.param(18, id="uneven-inputs"),
-        pytest.param(19, id="tensorboard"),
-        pytest.param(20, id="two-models"),
+        pytest.param(index, id=name, marks=[pytest.mark.large] if name == "hook" else [])
+        for index, (_, name) in enumerate(NAMED)
     ],
 )
 @in_forks
@@ -119,6 +99,24 @@ def test_every_public_name_is_on_its_page(package):
     """And no other: of a name that is not there the strict build of the site complains."""
     generated = re.findall(rf"^::: {package}\.(\w+)$", PAGES[GENERATED[package]].read_text(), re.M)
     assert sorted(generated) == sorted(importlib.import_module(package).__all__)
+
+
+TEXT = {**GENERATED, "dct_kernels": "reference/ops.md"}  # where signatures stand as text
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda part: part)
+def test_every_public_name_stands_with_its_arguments_as_text(package, name):
+    """For who reads the pages in a checkout, where `:::` shows nothing."""
+    page = PAGES[TEXT[package]].read_text()
+    block = re.search(rf"<!-- signatures: {package} -->\n(.*?)<!-- end", page, re.S)[1]
+    said = re.search(rf"^{name}\((.*?)\)(?: -> .*)?\n    [A-Z`]", block, re.S | re.M)[1]
+    named = [re.search(r"\w+(?==|$)", part)[0] for part in re.split(r",\s+", said) if part != "*"]
+    function = getattr(importlib.import_module(package), name)
+    assert named == list(inspect.signature(function).parameters)
+    ops, _, python_only = block.partition("In Python only")
+    if package == "dct_kernels":
+        has_op = hasattr(torch.ops.dct, name)
+        assert f"\n{name}(" in (ops if has_op else python_only)
 
 
 def _calls(text):

@@ -9,6 +9,7 @@ from ptx import costs
 from ptx import report as counts
 
 import tables
+from dlrm import files
 from dlrm.errors import UsageError
 from experiments import run_files
 from microbench import report as kernels
@@ -190,7 +191,7 @@ def test_a_finished_folder_becomes_an_experiment(tmp_path):
         run = run_files.Run(exchange, 2.0, seed)
         test = {"auc": 0.5, "log_loss": loss}
         sent = {"mp_forward_bytes_per_step_per_rank": 16 if exchange == "float32" else 2}
-        run_files.write(run.path(folder), run._asdict() | {"settings": {}, "test": test} | sent)
+        files.write_json(run.path(folder), run._asdict() | {"settings": {}, "test": test} | sent)
     into = tmp_path / "results" / "today"
     into.mkdir(parents=True)
     arguments = ["--collect", "mine", str(folder), "--into", str(into), "--command", "this"]
@@ -213,6 +214,10 @@ def test_experiments_that_are_refused(tmp_path):
             experiments.load(tmp_path)
 
     good = dict.fromkeys(experiments.REQUIRED, "-") | {"group": "Kernels", "runs": []}
+    (tmp_path / "day").mkdir()
+    (tmp_path / "day" / "one.json").write_text('{"title": ')
+    with pytest.raises(UsageError, match=r"one\.json must be JSON: Expecting value"):
+        experiments.load(tmp_path)
     refused([1], "must have title, group, command, commit, machine, date")
     refused(good | {"commit": ""}, "one.json must have commit")
     refused(good | {"group": "Others"}, "one.json must have a group of Gradients: quality, ")
