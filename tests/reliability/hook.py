@@ -22,7 +22,6 @@ from .common import (
     group_of,
     refused,
     through_a_file,
-    values,
 )
 from .gradients import GradientDoor, draw_step, folder
 
@@ -98,30 +97,20 @@ class Door(GradientDoor):
         group = self._group
         self._ddp = DistributedDataParallel(self._model, process_group=group, **self._ddp_options)
         self._state = DCTState(self._ddp, grad_scaler=self._scaler, **self._options)
-        self._ddp.register_comm_hook(self._state, self._hook)
+        self._ddp.register_comm_hook(self._state, dct_hook)
         self._outside = nn.Parameter(torch.zeros(3))
         self._optimizer = torch.optim.SGD([*self._parameters, self._outside], lr=1.0)
-        self._places = {}  # {parameter: (bucket, positions in it)} of the last pass
-        self._passes = 0
+        self._exchanged = 0  # passes: after its first DDP deals its parameters out anew
 
     def _set(self, weights):
         parts = weights.split([p.numel() for p in self._all])
         for p, part in zip(self._all, parts, strict=True):
             p.data.copy_(part.view(p.shape))
 
-    def _hook(self, state, bucket):
-        places = torch.arange(bucket.buffer().numel())
-        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            at = gradient.storage_offset() - bucket.buffer().storage_offset()
-            # In the order of the parameter's memory, which is dense.
-            view = places[at:].as_strided(p.shape, p.stride())
-            self._places[p] = bucket.index(), view.reshape(-1)
-        return dct_hook(state, bucket)
-
     # What a program calls:
 
     def replay(self, how, steps):
-        if self._passes:  # or else DDP has not brought its buckets into their order
+        if self._exchanged > 1:  # or else the buckets that DDP goes on with are not in it
             super().replay(how, steps)
 
     def resize(self, ranks, transport, by_dcp):
@@ -196,7 +185,7 @@ class Door(GradientDoor):
     def _backward(self, gradients, exchanged):
         with contextlib.nullcontext() if exchanged else self._ddp.no_sync():
             self._scaler.scale(self._ddp(*gradients)).backward()
-        self._passes += 1
+        self._exchanged += exchanged
 
     def _gradient(self):
         return flat(p.grad for p in self._parameters)
@@ -205,14 +194,19 @@ class Door(GradientDoor):
         return flat(parameters)
 
     def _renew(self, weights):
+        exchanged = self._exchanged  # a checkpoint names the run's buckets
         self._make(weights)
-        # DDP brings its buckets into their order after its first pass.
-        self._backward(values(self._all, 0, self.rank), True)
+        self._exchanged = exchanged
 
     def _placed(self):
-        placed = [self._places[p] for p in self._parameters]
-        messages = torch.cat([torch.full_like(at, index) for index, at in placed])
-        return messages, torch.cat([at for _, at in placed])
+        placed, own = {}, {f"p.{i}": p for i, p in enumerate(self._all)}
+        for number, names in enumerate(self._state._buckets.names()):
+            sizes = [own[name].numel() for name in names]
+            for name, part in zip(names, torch.arange(sum(sizes)).split(sizes), strict=True):
+                p = own[name]  # in the order of the parameter's memory, which is dense
+                placed[p] = number, part.as_strided(p.shape, p.stride()).reshape(-1)
+        messages = [torch.full_like(placed[p][1], placed[p][0]) for p in self._parameters]
+        return torch.cat(messages), torch.cat([placed[p][1] for p in self._parameters])
 
     def _hurts(self, rank):
         return rank == self.rank
