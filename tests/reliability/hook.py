@@ -194,9 +194,9 @@ class Door(GradientDoor):
         return flat(parameters)
 
     def _renew(self, weights):
-        exchanged = self._exchanged  # a checkpoint names the run's buckets
+        settled = self._exchanged > 1  # the checkpoint names the buckets that DDP goes on with
         self._make(weights)
-        self._exchanged = exchanged
+        self._exchanged = 2 * settled
 
     def _placed(self):
         placed, own = {}, {f"p.{i}": p for i, p in enumerate(self._all)}
