@@ -35,7 +35,9 @@ optimizer, SGD with Nesterov's momentum); moments=first, second or both (of Adam
 in float32); and pull=K (first moments are corrected by what the exchange tells).
 They, and those of gradients, also take transport=reduce_scatter. Beside them: postlocal:xH, float32
 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with its top-k, 2-bit values
-and decay.
+and decay; accordion:D%,critical=C: C % are sent in critical regimes, which are looked for after
+every window=N steps; accordion-ternary: int4 and ternary; ahead:D% and ahead-ternary: SAEF, whose
+residuals are averaged after every share=N steps.
 
 The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
 formula.
@@ -133,6 +135,7 @@ PROBLEMS = {
     "text-sgd": Problem("text", _one(_sgd), WARMUP_STEPS, (0.5, 1.0)),
     "text-momentum": Problem("text", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
+    "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), 0, (0.01, 0.03)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
     "tables-adam": Problem("clicks", _one(_adam), 0, (1e-3, 2e-3)),
     "mlp-adam": Problem("mlp", _one(_adam), WARMUP_STEPS, (1e-3, 2e-3)),

@@ -9,7 +9,7 @@ import torch
 
 from dct_parallel.exchange import quantized
 
-from . import dp_local, dp_ranks, few_bits
+from . import dp_local, dp_neighbours, dp_ranks, few_bits
 
 # What a method's name has after its colon: D, a percentage, and xH, a number.
 METHODS: dict[str, tuple[str, partial]] = {
@@ -24,6 +24,13 @@ METHODS: dict[str, tuple[str, partial]] = {
     "sparseloco": ("D%xH", partial(dp_local.SparseLoCo)),
     "postlocal": ("xH", partial(dp_local.Dense)),
     "diloco": ("xH", partial(dp_local.Dense, outer=0.7, momentum=0.9)),
+    "accordion": ("D%", partial(dp_neighbours.Accordion)),
+    "accordion-ternary": (
+        "",
+        partial(dp_neighbours.Accordion, format="ternary", critical_format="int4"),
+    ),
+    "ahead": ("D%", partial(dp_neighbours.StepAhead)),
+    "ahead-ternary": ("", partial(dp_neighbours.StepAhead, density=1, format="ternary")),
 }
 for _format in quantized.FEW_BITS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
@@ -33,6 +40,7 @@ for _format in (*quantized.FORMATS, "e2m1"):
     METHODS[f"blocks-{_format}"] = ("", partial(few_bits.Blocks, format=_format))
     METHODS[f"local-blocks-{_format}"] = ("xH", partial(few_bits.Local, format=_format))
 SETTINGS = {"decay": float, "transport": ("reduce_scatter",), "width": int, "exact": ("vectors",)}
+SETTINGS |= {"critical": float, "window": int, "share": int}
 AVERAGING = {"overlap": int, "outer": float, "momentum": float, "moments": (*dp_local.MOMENTS,)}
 AVERAGING |= {"pull": float}
 WHEN = {"spaced": ("root", "rate", "rate2"), "first": int}  # to average, see dp_local.schedule
@@ -60,7 +68,8 @@ def method(name: str) -> partial:
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
         known = SETTINGS if key in inspect.signature(made.func).parameters else {}
-        known = known | (AVERAGING | WHEN if is_local(made) else {})
+        own_steps = made.func is dp_neighbours.StepAhead  # which has none of these
+        known = known | (AVERAGING | WHEN if is_local(made) and not own_steps else {})
         read = known.get(key)
         if not read or (isinstance(read, tuple) and value not in read):
             every = ", ".join(SETTINGS | AVERAGING | WHEN)

@@ -16,6 +16,7 @@ from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
 from dct_parallel.exchange.results import ExchangeResult
+from dct_parallel.exchange.segment_state import SegmentState
 from dct_parallel.exchange.transport import Transport
 
 
@@ -79,18 +80,25 @@ class Buckets:
         ranks: how many.
         density, format: see `DCTState`.
         transport: "all_gather" or "reduce_scatter".
+        states: every rank's to start from, of other buckets.
     """
 
     def __init__(
-        self, sizes: Sequence[int], ranks: int, density: float, format: str, transport: str
+        self,
+        sizes: Sequence[int],
+        ranks: int,
+        density: float,
+        format: str,
+        transport: str,
+        states: Sequence[dict[str, SegmentState]] | None = None,
     ) -> None:
         settings = Settings.checked("simulation", density, format)
         names = tuple(str(number) for number in range(len(sizes)))
         self.plan = BucketPlan(names, tuple(sizes), settings, transport, ranks)
         peers: list[Transport] = []
         self._of_ranks = [
-            _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, {})
-            for rank in range(ranks)
+            _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, state)
+            for rank, state in enumerate(states or [{}] * ranks)
         ]
 
     def mean(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ExchangeResult]:
@@ -103,6 +111,14 @@ class Buckets:
         result = first.take_result()
         assert not result.damaged
         return mean, result
+
+    def states(self) -> list[dict[str, SegmentState]]:
+        """Copies of every rank's."""
+        return [bucket.states() for bucket in self._of_ranks]
+
+    def unsent(self) -> list[Tensor]:
+        """Every rank's own residual [numel]."""
+        return [bucket.codec.residual for bucket in self._of_ranks]
 
     def residuals(self) -> list[Tensor]:
         """All ranks', and those of owners."""
