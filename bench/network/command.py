@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
                 at = f"{METHODS[cell.mode].title} at {describe_rate(cell.rate)}"
                 console.out(f"{at} failed: {cell.failed}", highlight=False)
             files.write_json(options.out / RESULT, result)  # kept, whatever comes
-            picture = plots.step_times(result["cells"])
+            picture = plots.step_times(result)
             files.write_figure(options.out / "step_time.png", picture, dpi=120)
     console.out(f"{report.NOTE}\n", highlight=False)
     console.out("\n".join(report.describe_crossings(report.crossings(cells))), highlight=False)

@@ -6,7 +6,7 @@
 
 It writes docs/results/*.md, a page for each experiment and an index; fills the blocks between
 `<!-- figure: NAME -->` and `<!-- end figure -->` in README.md, docs/guide and docs/design, and
-those of signatures in docs/reference; and draws docs/images/step_time-*.svg.
+those of signatures in docs/reference; and draws docs/images: a step's time, and badges.
 
 With --collect it writes NAME.json into --into, with the commit, machine and day of now. Correct
 these by hand, add "title", "question", "answer" and "notes", and make the pages. A command of a run
@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--collect", nargs=2, metavar=("NAME", "DIR"))
     parser.add_argument("--into", type=Path, default=experiments.RESULTS, metavar="DIR")
-    groups = experiments.GROUPS
+    groups = list(experiments.GROUPS)
     parser.add_argument("--group", choices=groups, default=groups[0], help="of the index")
     parser.add_argument("--command", default="not recorded", help="that wrote DIR")
     return parser.parse_args(arguments)

@@ -16,14 +16,14 @@ from dlrm.errors import UsageError
 
 RESULTS = Path(__file__).parents[1] / "results"
 REQUIRED = ("title", "group", "command", "commit", "machine", "date")
-GROUPS = (  # of the index
-    "Gradients: quality",
-    "Gradients: time and bytes",
-    "Rows and tables",
-    "Kernels",
-    "Other exchanges",
-    "Reliability",
-)
+GROUPS = {  # of the index, and what each of them asks
+    "Gradients: quality": "What does a model lose, by optimizer, format and number of ranks?",
+    "Gradients: time and bytes": "How long is a step over links of a set rate, and what is sent?",
+    "Rows, tables and activations": "The same of embedding rows, of tables cut into shards, and of "
+    "what crosses a cut of a model.",
+    "Kernels": "How near are the ops to a copy of the bytes that they must move?",
+    "Reliability": "What was tried to break it, how often, and what came of it?",
+}
 BYTES = "_bytes_per_step_per_rank"
 FEW_BITS = ("int8", "int4", "ternary")  # formats of rows, and of whole gradients
 # Files of bench/gpu/check.py and its predecessor, kept as they came, beside the experiment that is

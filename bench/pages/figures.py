@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
-from network import report as links
 from tables import difference, mean, number, plain, table, times
 
 from . import trained
@@ -25,56 +24,37 @@ def figure(*sources: str) -> Callable:
     return add
 
 
-@figure("link_one_threshold")
-def headline(experiments: Experiments) -> str:
-    """Bytes and time of a step over a slow link."""
-    (run,) = experiments["link_one_threshold"].runs
-    rows = []
-    for cell in run["cells"]:
-        name, ms = links.label(run, cell["mode"]), f"{cell['step_ms'][1]:.1f}"
-        if cell["mode"] == "dct":
-            name, ms = f"**{name}**", f"**{ms}**"
-        rows.append([name, number(cell["payload_bytes"]), _fewer(run, cell["mode"]), ms])
-    return table(["exchange", "bytes per step", "fewer by", "ms per step at 100 Mbit/s"], rows)
-
-
-def _fewer(run: dict, mode: str) -> str:
-    sent = {cell["mode"]: cell["payload_bytes"] for cell in run["cells"]}
-    return times(sent["dense"] / sent[mode]) if mode != "dense" else ""
-
-
-@figure("link_one_threshold", "thresholds", "value_formats", "text_3000", "mp_formats")
+@figure("link_few_bits", "thresholds", "text_3000", "mp_formats")
 def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
-    (run,) = experiments["link_one_threshold"].runs
+    (run,) = experiments["link_few_bits"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    text, longer = cosine(experiments), cosine(experiments, 3000)
-    kaggle, generated = row_runs(experiments)
-    fewest, most = (
-        trained.factor(of["int4,int4+dedup"], of["float32"]) for of in (kaggle, generated)
-    )
-    aucs = trained.over(kaggle["int4,int4+dedup"], kaggle["float32"], "auc")
-    local = "local-ternary:100%x10"
-
-    def over_both(name: str) -> str:
-        return f"{_over(text, name)} after 600 steps, {_over(longer, name)} after 3,000"
-
+    text = cosine(experiments, 3000)
+    kaggle, _ = row_runs(experiments)
     rows = [
+        [HOOK, *_step(run, "dct"), _over(criteo, "dct:0.5%")],
+        [INT4, *_step(run, "dct-int4"), _over(text, "int4")],
+        [TERNARY, *_step(run, "local-ternary"), _over(text, "local-ternary:100%x10")],
         [
-            "SGD, a click model",
-            HOOK,
-            _fewer(run, "dct"),
-            f"{_over(criteo, 'dct:0.5%')} of log loss",
+            ROWS,
+            trained.factor(kaggle["int4,int4+dedup"], kaggle["float32"]),
+            _step(experiments["link_hybrid_formats"].of_part("ranks-2")[0], "hybrid-format")[1],
+            _over(kaggle, "int4,int4+dedup"),
         ],
-        ["Adam(W), a rate that decays", INT4, _times(text, "int4"), over_both("int4")],
-        ["the same, with fewer bytes", TERNARY, _times(text, local), over_both(local)],
-        ["embedding rows between ranks", ROWS, f"{fewest} to {most}", f"{difference(aucs)} of AUC"],
     ]
-    guides = ("ddp", "transformers", "transformers", "rows")
-    for row, page in zip(rows, guides, strict=True):
-        row.append(f"[{page}](docs/guide/{page}.md)")
-    headings = ["you train with", "use", "fewer bytes than float32", "loss over float32's", "page"]
-    return table(headings, rows)
+    trains = ("a click model, SGD", "a transformer, AdamW", "the same, fewer bytes")
+    for row, what in zip(rows, (*trains, "embedding rows between ranks"), strict=True):
+        row.insert(0, what)
+    headings = ["you train", "use", "fewer bytes", "ms at 1 Gbit/s"]
+    return table([*headings, "loss over float32's (negative is better)"], rows)
+
+
+def _step(run: dict, mode: str) -> tuple[str, str]:
+    """How many times fewer bytes a step has than float32's, and its milliseconds at 1 Gbit/s."""
+    cells = {cell["mode"]: cell for cell in run["cells"] if cell["rate"] == 1e9}
+    sent = {name: cell["payload_bytes"] for name, cell in cells.items()}
+    fewer = sent.get("dense", sent.get("hybrid-dense")) / sent[mode]
+    return times(fewer), f"{cells[mode]['step_ms'][1]:.1f}"
 
 
 HOOK = "`DCTState(ddp, density=0.005)`"

@@ -35,10 +35,10 @@ def page_of(experiment: Experiment) -> Path:
 def index(experiments: Mapping[str, Experiment]) -> str:
     """Titles and answers, by group."""
     found = [MADE, "# Results", ABOUT]
-    for group in GROUPS:
+    for group, asks in GROUPS.items():
         own = [each for each in experiments.values() if each.group == group]
         lines = [f"- [{each.title}]({each.name}.md): {each.answer}" for each in own]
-        found += [f"## {group}", "\n".join(lines)] if lines else []
+        found += [f"## {group}", asks, "\n".join(lines)] if lines else []
     return _joined(*found)
 
 

@@ -63,7 +63,7 @@ def test_models_have_their_published_sizes():
 
 @pytest.mark.parametrize(
     "method, sent",
-    # What train_dlrm.py counts on the same model with 2 ranks: docs/results/link_one_threshold.md.
+    # What train_dlrm.py counts on the same model with 2 ranks: docs/results/link_few_bits.md.
     # And docs/results/link_few_bits.md, less a tenth of the 8 bytes that say it has arrived.
     [
         *(("dense", 5_523_396), ("bf16", 2_761_698), ("powersgd1", 248_732), ("dct", 34_944)),
