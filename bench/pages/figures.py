@@ -229,6 +229,29 @@ def bytes_by_ranks(experiments: Experiments) -> str:
 
 
 @figure()
+def parameter_server(experiments: Experiments) -> str:
+    """Computed: megabytes into and out of the busiest machine in a step, 2^22 elements at 0.5 %."""
+    ranks, numel = (2, 4, 8, 64), 2**22
+    settings = Settings(0.005, "bfloat16")
+    pairs = [
+        [BucketPlan(("x",), (numel,), settings, name, ranks=n) for n in ranks]
+        for name in ("all_gather", "reduce_scatter")
+    ]
+    messages = [plan.payload_bytes for plan in pairs[0]]
+    rows = {
+        "one server: gradients compressed, the model sent back in float32": [
+            n * (message + 4 * numel) for n, message in zip(ranks, messages, strict=True)
+        ],
+        "one server: the mean compressed, too": [
+            2 * n * message for n, message in zip(ranks, messages, strict=True)
+        ],
+        "every rank owns a range: `reduce_scatter`": [2 * plan.wire_bytes for plan in pairs[1]],
+    }
+    cells = [[name, *(f"{each / 1e6:.2f}" for each in row)] for name, row in rows.items()]
+    return table(["ranks", *map(str, ranks)], cells)
+
+
+@figure()
 def reliability(experiments: Experiments) -> str:
     """Cases of every part and door, and what each part checks."""
     parts = [each for each in experiments.values() if each.group == "Reliability"]

@@ -152,6 +152,17 @@ def test_bytes_at_the_collectives_are_those_of_the_formula(world_size, sizes):
         assert planned == max(sent for sent, _ in counted)
 
 
+def test_owners_are_a_parameter_server_in_shards():
+    """Counted: all send what one server would take and give, less what stays with its owner."""
+    ranks, sizes = 4, (4 * BLOCK,)
+    sent = [counted for counted, _ in run_ranks(_counted, ranks, sizes, 0.05)]
+    settings = Settings(0.05, "bfloat16")
+    whole = BucketPlan(("p.0",), sizes, settings, "all_gather", ranks).payload_bytes
+    server = 2 * ranks * whole  # messages of all ranks, and as many answers
+    assert 0.75 * server <= sum(sent) < 0.8 * server  # headers of shorter messages
+    assert 2 * max(sent) < 0.4 * server  # into and out of the busiest rank
+
+
 @pytest.mark.parametrize("numel", [2**22, 10**7])
 def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel):
     def ratio(transport, ranks, numel=numel):
