@@ -40,6 +40,9 @@ PROBLEMS = {
     "tables-adam-cosine": "DLRM, Adam, cosine",
     "finetune-adamw-cosine": "Transformer, fine-tuning, AdamW, cosine",
     "python-adamw-cosine": "Transformer on Python sources, AdamW, cosine",
+    "python-muon-cosine": "Transformer on Python sources, Muon, cosine",
+    "clicks-sgd-cosine": "DLRM, SGD, cosine",
+    "clicks-momentum-cosine": "DLRM, SGD with momentum, cosine",
 }
 PURPOSES = {  # of a run's bytes, in the order of the table
     "ids": "ids",

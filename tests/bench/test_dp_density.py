@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTAverager, DCTState, dct_hook
 from dlrm.launch import launch
-from experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_tasks
+from experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_report, dp_tasks
 from network.methods import TopKState, topk_hook
 
 STEPS = 6
@@ -161,21 +161,21 @@ def test_rates_are_chosen_after_as_many_steps_of_seed_0():
     records += [_record("dense", 1, 0, 0.1, schedule="wsd")]
     diverged = {key: records[0][key] for key in ("problem", "schedule", "method", "seed", "steps")}
     records += [diverged | {"rate": 27, "diverged": 5}]
-    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense", 600) == 3
-    assert dp_density.best_rate(records, "text-adamw", "cosine", "dense", 3000) == 1
-    assert dp_density.best_rate(records, "text-adamw", "cosine", "dct:1%", 600) is None
+    assert dp_report.best_rate(records, "text-adamw", "cosine", "dense", 600) == 3
+    assert dp_report.best_rate(records, "text-adamw", "cosine", "dense", 3000) == 1
+    assert dp_report.best_rate(records, "text-adamw", "cosine", "dct:1%", 600) is None
 
 
 def test_the_table_compares_seed_by_seed(tmp_path):
     records = [_record("dense", 3, seed, 1.0 + seed) for seed in range(3)]
     some = (0, 1, 3)  # seed 2 to come
     records += [_record("dct:1%", 9, seed, 1.25 + seed) | {"overflow": 0.5} for seed in some]
-    lines = dp_density.tables(records).splitlines()
+    lines = dp_report.tables(records).splitlines()
     assert lines[0] == "**text-adamw, cosine, 600 steps**"
     dense = "| dense | 2.0000 ± 1.0000 | 3.0000 | +0.0000 ± 0.0000 | +0.0000 |  | 100 | 1.0x | 3 |"
     assert lines[4].startswith(dense)
     assert "| 4.2500 | +0.2500 ± 0.0000 | +0.2500 | 50.0% | 4 | 25.0x | 9 | 9 | 3 |" in lines[5]
-    dp_density.plot(tmp_path, records)
+    dp_report.plot(tmp_path, records)
     assert (tmp_path / "text-adamw-cosine-600.png").stat().st_size > 1000
 
 
@@ -189,7 +189,7 @@ def test_methods_can_be_chosen_without_the_test_part(tmp_path, monkeypatch):
     found = []
     for last in (["--validation-only"], [], ["--validation-only"]):
         dp_density.work(dp_density.parse([*given, *last]))
-        found.append(dp_density.load(tmp_path))
+        found.append(dp_report.load(tmp_path))
     without, best, again = ({r["rate"]: r for r in records} for records in found)
     (rate,) = [rate for rate, record in best.items() if "test" in record]
     assert best == again and not any("test" in record for record in without.values())
@@ -208,7 +208,7 @@ def test_the_command_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
     given += ["--steps", "2", "--seeds", "2", "--text", str(tmp_path / "text.txt")]
     monkeypatch.setattr(sys, "argv", ["dp_density", *given, "--out", str(tmp_path / "runs")])
     dp_density.main()
-    records = dp_density.load(tmp_path / "runs")
+    records = dp_report.load(tmp_path / "runs")
     assert len(records) == 6 and len((tmp_path / "text.txt").read_text()) == 5000
     task = dp_tasks.TextTask(tmp_path / "text.txt")
     dense = next(record for record in records if record["method"] == "dense")
