@@ -37,7 +37,9 @@ def _programs(page):
     if page not in CONTINUED:
         return found
     first, *others = found
-    return [f"{first}{other}dist.destroy_process_group()\n" for other in others]
+    # Some end at once: their rank waits for the others, whose groups are still connecting to it.
+    end = "dist.barrier()\ndist.destroy_process_group()\n"
+    return [f"{first}{other}{end}" for other in others]
 
 
 PROGRAMS = [(page, program) for page in sorted(PAGES) for program in _programs(page)]

@@ -24,13 +24,14 @@ def figure(*sources: str) -> Callable:
     return add
 
 
-@figure("link_few_bits", "thresholds", "text_3000", "mp_formats")
+@figure("link_few_bits", "thresholds", "text_3000", "mp_formats", "link_hybrid_formats")
 def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
     (run,) = experiments["link_few_bits"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
     text = cosine(experiments, 3000)
     kaggle, _ = row_runs(experiments)
+    hybrid = experiments["link_hybrid_formats"].of_part("ranks-2")[0]
     rows = [
         [HOOK, *_step(run, "dct"), _over(criteo, "dct:0.5%")],
         [INT4, *_step(run, "dct-int4"), _over(text, "int4")],
@@ -38,7 +39,7 @@ def methods(experiments: Experiments) -> str:
         [
             ROWS,
             trained.factor(kaggle["int4,int4+dedup"], kaggle["float32"]),
-            _step(experiments["link_hybrid_formats"].of_part("ranks-2")[0], "hybrid-format")[1],
+            _step(hybrid, "hybrid-format-dedup")[1],
             _over(kaggle, "int4,int4+dedup"),
         ],
     ]

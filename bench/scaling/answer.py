@@ -11,8 +11,8 @@ from .cost_model import Model, Step
 from .methods import DENSE, METHODS, OURS, called
 from .report import Steps, new_table
 
-NOTE = "Times and bytes alone. What each does to the loss: docs/guide/{}.md."
-PAGES = {"sgd": "choosing", "adamw": "transformers"}
+NOTE = "Times and bytes alone. What {} does to the loss: docs/guide/{}.md."
+PAGES = {"sgd": ("the sparse hook", "choosing"), "adamw": ("each", "transformers")}
 
 
 def best(steps: dict[str, Step]) -> str:
@@ -67,7 +67,7 @@ def print_answer(console: Console, steps: Steps, options: argparse.Namespace, mo
     assumed += "and the costs of kernels and messages above"
     text = f"{sentence(ranks, rate, of_methods, names)}; assumed: {assumed}."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    note = NOTE.format(PAGES[options.optimizer])
+    note = NOTE.format(*PAGES[options.optimizer])
     console.print(note, style="dim", markup=False, highlight=False)
 
 

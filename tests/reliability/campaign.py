@@ -40,7 +40,8 @@ def read(path: Path, part: ModuleType, seed: int) -> dict[str, Any]:
     content = json.loads(path.read_text())
     for key, value in (("command", head["command"]), ("settings", head["settings"])):
         if content[key] != value:
-            raise UsageError(f"--out must be of {key} {value}, {path} has {content[key]}")
+            rule = "give another --out"
+            raise UsageError(f"--out must be of {key} {value}, {path} has {content[key]}: {rule}")
     return content | head
 
 

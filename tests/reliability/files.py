@@ -2,8 +2,9 @@
 
 A saved file is cut off at every 4 kB and at its last byte (further cases: at random), and read
 while a run is under way; files of another run, rank, model and setting are read; files are written
-to a disk that is full from every 4 kB on. Each is refused in words, and every bit is as it was: of
-the state, and of the file that was there before. The run goes on like one that was left alone.
+under a limit of their size, at every 4 kB up to 96, each twice. Each raises, and every bit is as it
+was: of the state, and of the file that was there before. The run goes on like one that was left
+alone. What is of another run raises in the next step, and there bits are not compared.
 """
 
 import tempfile

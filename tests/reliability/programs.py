@@ -2,8 +2,8 @@
 
 Steps, skipped steps, accumulation, take_back, flush, checkpoints, other numbers of ranks, NaN,
 overflow, wrong calls: after each program all that ranks put in is in the weights or pending, per
-entry, as in one process in float64; replicas are equal bit for bit; a checkpoint goes on bit for
-bit; what is refused is refused in a sentence, and changes nothing.
+entry, as in one process in float64, to float32 rounding; replicas are equal bit for bit; a
+checkpoint goes on bit for bit; what is refused is refused in a sentence, and changes nothing.
 
 A program is a door's settings and a list of calls, each a method of its `Door`. To run one again:
 

@@ -3,9 +3,9 @@
 Of a small model on 2 ranks, each rank one process for all of them: replicas are equal bit for bit
 after every exchange; every 500 steps nothing of what was put in is lost, not one bit of it, and
 the ranks go on from a checkpoint in new objects; memory, file handles and threads do not grow.
+Gradients are multiples of 1/8 and the largest entries are sent, so that no sum is rounded.
 
-A case is 100 steps; those of a batch follow one another. Gradients are multiples of 1/8 and the
-largest entries are sent, so that no sum is rounded. Some steps are skipped and taken back, NaN
+A case is 100 steps; those of a batch follow one another. Some steps are skipped and taken back, NaN
 and all, some accumulate.
 """
 

@@ -1,4 +1,4 @@
-"""A thousandth of every part; a hundredth of it with -m large. And the frame that runs them."""
+"""A thousandth of the parts' quick doors; a hundredth with -m large. And what runs them."""
 
 import json
 import types

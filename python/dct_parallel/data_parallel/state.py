@@ -392,7 +392,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
         TypeError: `state` is not a DCTState, or `bucket` not a GradBucket.
         ValueError: `state` is closed, not bound or of a different model, or a gradient is sparse.
         RuntimeError: this rank received a damaged payload, in the step before or earlier. The
-            weights took that step without it: load a checkpoint into a new state.
+            weights took that step without it, or its damaged blocks: load a checkpoint into a new
+            state.
     """
     if not isinstance(state, DCTState):
         rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
