@@ -26,8 +26,7 @@ def batch(step, rank):
 def train(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1)).bfloat16()
-    # No DDP. With overlap=5 an exchange has the next five steps to arrive in.
-    averager = DCTAverager(model, period=10)
+    averager = DCTAverager(model, period=10)  # no DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 
     if rank == 0:

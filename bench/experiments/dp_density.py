@@ -28,7 +28,7 @@ blocks-int4,width=W and the like: with a scale for every W entries; blocks-e2m1:
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
 by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
 few bits, local-blocks-int4:xH,width=W in blocks. They take settings after commas: decay=B (of the
-residual); overlap=N (steps that ranks go on while an exchange runs); spaced=rate, root or rate2 (as
+residual); spaced=rate, root or rate2 (as
 many exchanges, further apart where the rate is lower: by it, its root or its square), first=N (so
 many of them at the first steps, the others further apart); outer=R and momentum=B (an outer
 optimizer, SGD with Nesterov's momentum); moments=first, second or both (of Adam, averaged as well,

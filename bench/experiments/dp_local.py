@@ -2,7 +2,7 @@
 
 Every rank has a model and an optimizer that sees its gradients alone. Every `period` steps the
 ranks exchange what their weights have moved by since the last time. `Local` does so as
-`DCTAverager`, and without overlap bit for bit as real ranks do. The others are the rules of other
+`DCTAverager`, bit for bit as real ranks do. The others are the rules of other
 systems, for comparison.
 """
 
@@ -27,8 +27,6 @@ class Averaging(dp_ranks.Counts):
     Args:
         models: every rank's, with equal weights.
         period: steps.
-        overlap: steps that ranks go on while an exchange runs. What weights have moved by in them
-            is kept.
         outer, momentum: rate and momentum of an outer optimizer, SGD with Nesterov's momentum,
             whose gradient is the mean change. At rate 1 without momentum it does nothing.
         moments: of Adam, that are averaged as well, in float32: "first", "second" or "both".
@@ -46,7 +44,6 @@ class Averaging(dp_ranks.Counts):
         self,
         models: Sequence[nn.Module],
         period: int,
-        overlap: int = 0,
         outer: float = 1.0,
         momentum: float = 0.0,
         moments: str | None = None,
@@ -54,14 +51,12 @@ class Averaging(dp_ranks.Counts):
     ) -> None:
         self.weights = [list(model.parameters()) for model in models]
         self.sizes = [weight.numel() for weight in self.weights[0]]
-        self.ranks, self.period, self.overlap = len(models), period, overlap
+        self.ranks, self.period = len(models), period
         self.base = self._flat(0)
         self.outer, self.momentum = outer, momentum
         self.velocity = torch.zeros_like(self.base)
         self.moments = MOMENTS[moments]
         self.pull, self.rates = pull, 0.0
-        self.sent_from: list[Tensor] = []  # every rank's weights when an exchange began
-        self.arrives_after = 0  # this step
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
@@ -69,9 +64,7 @@ class Averaging(dp_ranks.Counts):
         if self.pull:
             self.rates += self.optimizers[0].param_groups[0]["lr"]
         if step in self.due if self.due is not None else step % self.period == 0:
-            self.arrives_after = step + self.overlap
-            self.sent_from = [self._flat(rank) for rank in range(self.ranks)]
-            moved = [weights - self.base for weights in self.sent_from]
+            moved = [self._flat(rank) - self.base for rank in range(self.ranks)]
             mean = self.change(moved)
             if self.pull:
                 self.pull_moments(moved, mean)
@@ -79,18 +72,20 @@ class Averaging(dp_ranks.Counts):
             self.base += self.outer * (mean + self.momentum * self.velocity)
             for name in self.moments:
                 self.average_moments(name)
-        if step == self.arrives_after:
-            self.arrive()
+            for rank in range(self.ranks):
+                self.set(rank, self.start_of(rank))
+
+    def start_of(self, rank: int) -> Tensor:
+        """The weights that a rank goes on from."""
+        return self.base
 
     @torch.no_grad()
-    def arrive(self) -> None:
-        """Let the ranks have what the last exchange brought, if they have not yet."""
-        for weights, before in zip(self.weights, self.sent_from, strict=False):
-            parts = zip(weights, self.base.split(self.sizes), before.split(self.sizes), strict=True)
-            for weight, base, sent_from in parts:
-                base, sent_from = base.view_as(weight), sent_from.view_as(weight)
-                weight.copy_(base + (weight - sent_from) if self.overlap else base)
-        self.sent_from = []
+    def set(self, rank: int, flat: Tensor) -> None:
+        for weight, part in zip(self.weights[rank], flat.split(self.sizes), strict=True):
+            weight.copy_(part.view_as(weight))
+
+    def end(self) -> None:
+        """Training ends."""
 
     def average_moments(self, name: str) -> None:
         """Let every rank have the mean of what their optimizers keep under this name."""
@@ -267,5 +262,5 @@ def train(
             losses.append(loss.item())
         average(step + 1)
         if step + 1 == steps:
-            average.arrive()
+            average.end()
         yield sum(losses) / len(losses), average

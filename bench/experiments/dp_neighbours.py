@@ -103,11 +103,10 @@ class StepAhead(dp_local.Local):
         self.ahead = [residual.clone() for residual in residuals]
         return mean
 
-    @torch.no_grad()
-    def arrive(self) -> None:
-        """Step ahead; called once more, as training ends, back to what all ranks have."""
-        for weights, ahead in zip(self.weights, self.ahead, strict=True):
-            flat = self.base + ahead if self.sent_from else self.base
-            for weight, part in zip(weights, flat.split(self.sizes), strict=True):
-                weight.copy_(part.view_as(weight))
-        self.sent_from = []
+    def start_of(self, rank: int) -> Tensor:
+        return self.base + self.ahead[rank]
+
+    def end(self) -> None:
+        """Back to what all ranks have."""
+        for rank in range(self.ranks):
+            self.set(rank, self.base)

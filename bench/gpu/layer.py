@@ -61,17 +61,15 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
     return got
 
 
-def averager(rank: int, device: str, backend: str, overlap: int) -> list[Tensor]:
-    """Weights after averages; an exchange that does not arrive in the same step does not wait."""
+def averager(rank: int, device: str, backend: str) -> list[Tensor]:
+    """Weights after averages."""
     module, group = Dictated(SIZES).to(device), dist.new_group(backend=backend)
-    averages = DCTAverager(module, density=0.1, period=2, process_group=group, overlap=overlap)
+    averages = DCTAverager(module, density=0.1, period=2, process_group=group)
     for step in range(STEPS):
         with torch.no_grad():
             for p, change in zip(module.parameters(), drawn(step, rank, device), strict=True):
                 p += change
-        begins = backend == "nccl" and overlap and step > 4 and step % 2
-        with not_waiting() if begins else nullcontext():
-            averages.average_parameters()
+        averages.average_parameters()
     return [p.detach().cpu() for p in module.parameters()]
 
 
@@ -113,8 +111,7 @@ def uses() -> Iterator[tuple[Callable[..., list[Tensor]], int, str]]:
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
         for transport, scaled in itertools.product(("all_gather", "reduce_scatter"), (False, True)):
             yield functools.partial(ddp, transport=transport, scaled=scaled), ranks, backend
-        for overlap in (0, 1):
-            yield functools.partial(averager, overlap=overlap), ranks, backend
+        yield averager, ranks, backend
         for format in (RowFormat(density=0.1), "int4", "ternary"):
             yield functools.partial(rows, format=format), ranks, backend
 

@@ -81,7 +81,7 @@ def parser() -> Parser:
         "feedback (values and int32 indices in one all-gather), DCT with both transports, and with "
         "every entry in 4 bits (dct-int4); local, local-ternary, local-float32: no DDP, weights "
         "averaged every 10 steps, by their largest changes or every change in ternary or float32, "
-        "and a step is the mean of ten; with -overlap while 5 further steps run; dct-mesh, "
+        "and a step is the mean of ten; dct-mesh, "
         "dct-mesh-reduce-scatter: the gradients of a node's ranks whole inside it, and DCT between "
         "nodes; with embedding tables "
         "sharded over the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has "

@@ -19,7 +19,7 @@ from dlrm.models.row_exchange import EXCHANGES, rows_in
 from dlrm.modes import MODES, START_STEP
 from topk import take_largest
 
-PERIOD, OVERLAP = 10, 5  # of local steps
+PERIOD = 10  # of local steps
 
 
 class TopKState:
@@ -157,16 +157,8 @@ REPLICATED = {
 LOCAL = {
     "local": Method("local steps, 10 %", _averager(density=0.1), period=PERIOD),
     "local-ternary": Method("local steps, ternary", _averager(), period=PERIOD),
-    "local-ternary-overlap": Method(
-        "local steps, ternary, overlapped", _averager(overlap=OVERLAP), period=PERIOD
-    ),
     "local-float32": Method(
         "local steps, float32", _averager(format="float32", density=1), period=PERIOD
-    ),
-    "local-float32-overlap": Method(
-        "local steps, float32, overlapped",
-        _averager(format="float32", density=1, overlap=OVERLAP),
-        period=PERIOD,
     ),
 }
 HYBRID = {

@@ -72,8 +72,7 @@ def test_a_flush_sends_all_that_waits(rank):
 def test_what_it_sends_is_told(rank):
     model = nn.Linear(1000, 100, bias=False)
     averager = DCTAverager(model, density=0.1, period=10)
-    nothing_yet = {"step": 0, "density": None, "overflow": None, "under_way": False}
-    nothing_yet["unaveraged"] = 0
+    nothing_yet = {"step": 0, "density": None, "overflow": None, "unaveraged": 0}
     assert averager.stats() == nothing_yet | {"wire_bytes": averager.wire_bytes}
     for _ in range(20):
         with torch.no_grad():

@@ -44,22 +44,17 @@ def test_a_flush_after_different_loads_is_refused(rank):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "dtype", "transport"),
-    [
-        (0, torch.float32, None),
-        (1, torch.bfloat16, None),
-        (PERIOD - 1, torch.float32, None),
-        (0, torch.float32, "reduce_scatter"),
-    ],
+    ("dtype", "transport"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "reduce_scatter")],
 )
 @on_ranks(2)
-def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype, transport):
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, dtype, transport):
     """A run that saves after each step, and those that go on from there, against one that does
     not."""
 
     def make(seed):
         model = uneven(seed).to(dtype)
-        options = {"overlap": overlap, "residual_decay": 0.9, "transport": transport}
+        options = {"residual_decay": 0.9, "transport": transport}
         averager = DCTAverager(model, density=0.1, period=PERIOD, **options)
         return model, adamw(model), averager
 
@@ -81,9 +76,8 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, overlap, dtype,
             part.load_state_dict(state)
         averager = resumed[2]
         assert averager.step == stop
-        assert averager.stats()["under_way"] == (stop % PERIOD < overlap)
         assert_same_state(averager.state_dict(), saved[stop - 1][2])
-        for number in range(stop, 4 * PERIOD):  # ends within an exchange: the next load forgets it
+        for number in range(stop, 4 * PERIOD):
             step(number, *resumed)
             assert torch.equal(weights(resumed[0]), after[number]), (stop, number)
         assert_same_state(averager.state_dict(), saved[-1][2])
@@ -181,11 +175,11 @@ def test_other_states_are_refused(rank):
 @pytest.mark.parametrize("steps", [(4, 6), (5, 4), (7, 6), (4, 9)])
 @on_ranks(2)
 def test_ranks_that_load_different_steps_are_told(rank, steps):
-    """The ranks load states of different steps, maybe within an exchange: every rank is told."""
+    """The ranks load states of different steps: every rank is told."""
     set_timeout(20)
     saved = {}
     for load in (False, True):
-        averager = DCTAverager(mlp(32, 2), density=0.1, period=4, overlap=2)
+        averager = DCTAverager(mlp(32, 2), density=0.1, period=4)
         if load:
             averager.load_state_dict(saved[steps[rank]])
             with pytest.raises(

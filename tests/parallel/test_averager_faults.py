@@ -28,13 +28,12 @@ class _Damaging:
         self._received[1, 0] ^= 0xFF  # the magic
 
 
-def _refused(rank, fault, format, overlap, transport):
+def _refused(rank, fault, format, transport):
     """Moves of an eighth and its multiples; something is wrong in the third averaging."""
-    period = overlap + 1
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    options = {"format": format, "overlap": overlap, "transport": transport}
+    options = {"format": format, "transport": transport, "period": 2}
     group = dist.new_group(timeout=timedelta(seconds=4))
-    averager = DCTAverager(model, density=0.05, period=period, process_group=group, **options)
+    averager = DCTAverager(model, density=0.05, process_group=group, **options)
     all_gather, all_to_all = by_all_gather.all_gather, dist.all_to_all_single
 
     def in_flight(output, tensor, group, async_op):
@@ -47,25 +46,25 @@ def _refused(rank, fault, format, overlap, transport):
             output[1, 0] ^= 0xFF
 
     def is_bad():
-        return fault == "damage" and averager.step == 3 * period and rank == 0
+        return fault == "damage" and averager.step == 6 and rank == 0
 
     by_all_gather.all_gather, by_reduce_scatter.dist.all_to_all_single = in_flight, to_owner
     generator = torch.Generator().manual_seed(rank)
     moved, said = torch.zeros(5070, dtype=torch.float64), None
-    for step in range(1, 8 * period + 1):
+    for step in range(1, 17):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
         move[7] = 0  # where it would be lost
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):
                 parameter += part
-            if fault == "nan" and step == 3 * period and rank == 1:
+            if fault == "nan" and step == 6 and rank == 1:
                 model[0][7] = torch.nan
         base = averager._base.clone()
         moved += move
         try:
             averager.average_parameters()
         except RuntimeError as error:
-            assert step == 3 * period + overlap and said is None
+            assert step == 6 and said is None
             assert torch.equal(weights(model), base)
             said = str(error)
             if fault == "damage":
@@ -91,19 +90,17 @@ def _refused(rank, fault, format, overlap, transport):
 
 
 @pytest.mark.parametrize(
-    ("fault", "format", "overlap", "transport"),
+    ("fault", "format", "transport"),
     [
-        ("nan", torch.float32, 0, "all_gather"),
-        ("nan", torch.bfloat16, 1, None),
-        ("nan", torch.bfloat16, 0, "reduce_scatter"),
-        ("damage", torch.bfloat16, 0, None),
-        ("damage", torch.bfloat16, 1, None),
-        ("damage", torch.bfloat16, 0, "reduce_scatter"),
+        ("nan", torch.float32, "all_gather"),
+        ("nan", torch.bfloat16, "reduce_scatter"),
+        ("damage", torch.bfloat16, None),
+        ("damage", torch.bfloat16, "reduce_scatter"),
     ],
     ids=str,
 )
 def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_received(
-    fault, format, overlap, transport
+    fault, format, transport
 ):
     nan = "dct::average_parameters: weights at averaging 3 must be finite on every rank, got NaN or"
     expected = {
@@ -114,30 +111,25 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_rece
             "timed out",  # as if rank 0 were gone
         ],
     }
-    said = run_ranks(_refused, 2, fault, format, overlap, transport)
+    said = run_ranks(_refused, 2, fault, format, transport)
     assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
 @on_ranks(2)
-def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport, overlap):
-    if overlap and transport == "reduce_scatter":
-        return  # is refused
-    model = nn.ParameterList([torch.zeros(40_000)])
-    period, moved = overlap + 1, torch.zeros(40_000)
-    options = {"format": "int4", "transport": transport, "period": period, "overlap": overlap}
-    averager = DCTAverager(model, **options)
+def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport):
+    model, moved = nn.ParameterList([torch.zeros(40_000)]), torch.zeros(40_000)
+    averager = DCTAverager(model, format="int4", transport=transport, period=2)
 
     def fails(*args, **options):
         raise ConnectionError
 
-    for step in range(4 * period):
+    for step in range(8):
         move = torch.randn(40_000, generator=torch.Generator().manual_seed(10 * step + rank))
         moved += move
         model[0].data += move
         with pytest.MonkeyPatch.context() as patch:
-            if step + 1 == 3 * period:
+            if step + 1 == 6:
                 patch.setattr(by_all_gather, "all_gather", fails)
                 patch.setattr(dist, "all_to_all_single", fails)
                 with pytest.raises(ConnectionError):
@@ -152,39 +144,35 @@ def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport, overlap)
 
 
 @on_ranks(2)
-def test_ranks_wait_for_others_as_an_exchange_arrives_and_until_the_timeout(rank):
-    """Rank 1 is gone before it begins the second exchange."""
+def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
+    """Rank 1 does not come to the second exchange."""
     group, store = dist.new_group(timeout=timedelta(seconds=5)), dist.group.WORLD.get_group_store()
-    averager = DCTAverager(uneven(), period=3, overlap=2, process_group=group)
+    averager = DCTAverager(uneven(), period=3, process_group=group)
     for _ in range(5):
         averager.average_parameters()
     if rank == 1:
         store.wait(["rank 0 gave up"])
         return
     averager.state_dict()  # of one rank alone
-    for _ in range(2):
-        averager.average_parameters()
-    assert averager.stats()["under_way"]
     with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
         averager.average_parameters()
     store.set("rank 0 gave up", "")
 
 
-def _killed(rank, folder, overlap, decay, transport):
+def _killed(rank, folder, decay, transport):
     """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
     options = {"format": torch.float32, "refresh_every": 1000, "policy": "fresh"}
-    options |= {"residual_decay": decay, "overlap": overlap, "transport": transport}
+    options |= {"residual_decay": decay, "transport": transport}
     averager = DCTAverager(model, density=0.05, period=3, process_group=group, **options)
     generator = torch.Generator().manual_seed(rank)
     errors = []
-    while averager.step < 9 + overlap:
+    while averager.step < 9:
         if averager.step == 3:
             moved = torch.zeros(3000)  # what is in no average yet, beside the residual
-        if averager.step == 3 + overlap:
             before = entry(averager.state_dict())
-        if averager.step == 5 + overlap and rank == 1:
+        if averager.step == 5 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         move = torch.randint(-8, 9, (3000,), generator=generator) * 0.375  # whose thirds are exact
         with torch.no_grad():
@@ -201,18 +189,18 @@ def _killed(rank, folder, overlap, decay, transport):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "decay", "transport"), [(0, 1.0, None), (2, 0.5, None), (0, 1.0, "reduce_scatter")]
+    ("decay", "transport"), [(1.0, None), (0.5, None), (1.0, "reduce_scatter")]
 )
 def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
-    overlap, decay, transport, tmp_path
+    decay, transport, tmp_path
 ):
     text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_killed, 3, tmp_path, overlap, decay, transport)
+        run_ranks(_killed, 3, tmp_path, decay, transport)
     for rank in (0, 2):
         before, after, moved = torch.load(tmp_path / f"{rank}.pt")
         old, new = (saved["parameters"]["0"] for saved in (before, after))
-        assert after["step"] == 9 + overlap
+        assert after["step"] == 9
         owners = new.pop("owner_residual")
         assert len(owners) == (transport == "reduce_scatter")
         for owner in owners:
@@ -228,15 +216,13 @@ def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
 def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
     """In the sum of ranks, or in the weights' dtype; what else changed is not lost."""
     tenths = torch.arange(300) / 10
-    for format, overlap, transport in (
-        *(("float32", 0, None), ("float32", 1, None), ("bfloat16", 0, "reduce_scatter")),
-        *((few, overlap, None) for few in ("int8", "int4", "ternary") for overlap in (0, 1)),
-        ("int4", 0, "reduce_scatter"),
+    for format, transport in (
+        *(("float32", None), ("bfloat16", "reduce_scatter"), ("int4", "reduce_scatter")),
+        *((few, None) for few in ("int8", "int4", "ternary")),
     ):
         model = nn.ParameterList([torch.zeros(300, dtype=dtype) for _ in "ab"])
         options = {"density": 0.5} if format == "bfloat16" else {"density": 1}
-        options |= {"format": format, "period": overlap + 1, "overlap": overlap}
-        averager = DCTAverager(model, transport=transport, **options)
+        averager = DCTAverager(model, format=format, transport=transport, period=1, **options)
         with torch.no_grad():
             model[0] += tenths
             if dtype == torch.float32:
@@ -246,18 +232,16 @@ def test_finite_changes_that_overflow_are_refused_and_forgotten(rank, dtype):
                 averager._bucket.codec.residual[340] = 6_000.0
         base = averager._base.clone()
         refused = "averaging 1 must be finite on every rank, .* overflow, in 1$"
-        for _ in range(2 * overlap):
-            averager.average_parameters()
         with pytest.raises(RuntimeError, match=refused):
             averager.average_parameters()
         assert torch.equal(averager._base, base)
         assert torch.equal(weights(model), base.to(dtype))
-        for _ in range(2 * averager.period):
+        for _ in range(2):
             averager.average_parameters()
         averager.flush()
         assert_same(weights(model))
         torch.testing.assert_close(model[0], tenths.to(dtype), rtol=1e-3, atol=1e-3)
-        assert torch.equal(model[1].float(), base[300:]), (format, overlap)
+        assert torch.equal(model[1].float(), base[300:]), format
 
 
 @on_ranks(2)

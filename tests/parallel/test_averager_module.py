@@ -14,7 +14,7 @@ from ranks import assert_same, batch, entry, on_ranks, train_step, weights
 
 @on_ranks(2)
 def test_ranks_with_other_settings_raise(rank):
-    settings = {"period": (2, 3), "residual_decay": (1.0, 0.5), "overlap": (0, 1)}
+    settings = {"period": (2, 3), "residual_decay": (1.0, 0.5)}
     for name, values in settings.items():
         got = "got {} on rank 0, {} on rank 1".format(*values)
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank, {got}"):
@@ -29,9 +29,7 @@ def test_ranks_with_other_settings_raise(rank):
         (nn.Linear(2, 2), {"residual_decay": 0}, ValueError, r"residual_decay must be in \(0, 1\]"),
         (nn.Linear(2, 2), {"residual_decay": 1.1}, ValueError, "residual_decay must be .* got 1.1"),
         (nn.Linear(2, 2), {"residual_decay": "x"}, TypeError, "residual_decay must be a number"),
-        (nn.Linear(2, 2), {"overlap": 10}, ValueError, r"overlap must be in \[0, 9\], got 10"),
-        (nn.Linear(2, 2), {"overlap": -1, "period": 1}, ValueError, r"overlap must be in \[0, 0\]"),
-        (nn.Linear(2, 2), {"overlap": 0.5}, TypeError, "overlap must be an integer, got float"),
+        (nn.Linear(2, 2), {"period": 0.5}, TypeError, "period must be an integer, got float"),
         (nn.Linear(2, 2), {"density": 0.0}, ValueError, "density must be "),
         (nn.Linear(2, 2), {"format": torch.float16}, ValueError, "format must be "),
         (nn.Linear(2, 2).double(), {}, TypeError, "parameter weight must be float32, .* float64"),

@@ -21,26 +21,17 @@ class _Rule:
         self.decay = decay
         self.weights, self.residual = np.zeros((2, ranks, sum(SIZES)))
         self.base = np.zeros(sum(SIZES))
-        self.arrived = True
 
-    def start(self, thresholds):
-        self.then, moved = self.weights.copy(), self.weights - self.base
-        self.sound = np.isfinite(moved).all()
-        self.acc = self.decay * self.residual + _finite(moved)
-        sent = np.where(abs(self.acc) >= thresholds, self.acc, 0)
-        self.residual = self.acc - sent
-        self.coming = self.base + sent.mean(0)
-        self.arrived = False
-
-    def arrive(self):
-        since = self.weights - self.then
-        if self.sound:
-            self.base = self.coming
-            self.weights = self.base + since
+    def average(self, thresholds):
+        moved = self.weights - self.base
+        acc = self.decay * self.residual + _finite(moved)
+        if np.isfinite(moved).all():
+            sent = np.where(abs(acc) >= thresholds, acc, 0)
+            self.residual = acc - sent
+            self.base = self.base + sent.mean(0)
         else:  # as if there had been no averaging: all that ranks moved by waits
-            self.residual = (self.acc + _finite(since)) / self.decay
-            self.weights[:] = self.base
-        self.arrived = True
+            self.residual = acc / self.decay
+        self.weights[:] = self.base
 
 
 def _finite(x):
@@ -53,20 +44,13 @@ def _saved(averager, key):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "period", "overlap", "decay", "bad"),
-    [
-        (2, 2, 0, 1.0, False),
-        (3, 1, 0, 0.5, False),
-        (2, 2, 0, 0.5, True),
-        (3, 3, 1, 0.5, False),
-        (2, 3, 2, 1.0, False),
-        (2, 3, 2, 0.5, True),
-    ],
+    ("ranks", "period", "decay", "bad"),
+    [(2, 2, 1.0, False), (3, 1, 0.5, False), (2, 2, 0.5, True), (3, 3, 0.5, False)],
 )
 @on_ranks("ranks")
-def test_it_follows_the_rule(rank, ranks, period, overlap, decay, bad):
+def test_it_follows_the_rule(rank, ranks, period, decay, bad):
     model = nn.ParameterList(map(torch.zeros, SIZES))
-    options = {"format": torch.float32, "residual_decay": decay, "overlap": overlap}
+    options = {"format": torch.float32, "residual_decay": decay}
     averager = DCTAverager(model, density=0.05, period=period, **options)
     rule, generator = _Rule(ranks, decay), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
@@ -79,36 +63,27 @@ def test_it_follows_the_rule(rank, ranks, period, overlap, decay, bad):
             if breaks:
                 rule.weights[-1, 7] = np.nan
                 model[0][7] = torch.nan if rank == ranks - 1 else model[0][7]
-        if bad and step == BAD * period + overlap:
+        if breaks:
             with pytest.raises(RuntimeError, match="finite on every rank"):
                 averager.average_parameters()
         else:
             averager.average_parameters()
         if step % period == 0:
-            rule.start(torch.cat(gathered(averager._bucket.codec.threshold))[:, None].numpy())
-        if step >= period and step % period == overlap:
-            rule.arrive()
+            rule.average(torch.cat(gathered(averager._bucket.codec.threshold))[:, None].numpy())
         assert np.array_equal(weights(model).numpy(), rule.weights[rank], equal_nan=True), step
-        assert averager.stats()["under_way"] == (not rule.arrived)
-        if not (rule.arrived or rule.sound):
-            with pytest.raises(RuntimeError, match="dct::state_dict: weights at averaging 3 must"):
-                averager.state_dict()
-            continue
-        decayed = rule.residual[rank] * (decay if rule.arrived else 1)
+        decayed = rule.residual[rank] * decay
         assert np.array_equal(_saved(averager, "residual"), decayed), step
-        base = rule.base if rule.arrived else rule.coming
-        assert np.array_equal(_saved(averager, "base"), base), step
+        assert np.array_equal(_saved(averager, "base"), rule.base), step
     assert averager.stats()["overflow"] == 0
     assert np.count_nonzero(rule.base) > 1000 and np.count_nonzero(rule.residual) > 1000
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
 @on_ranks(2)
-def test_nothing_is_lost_in_few_bits(rank, overlap):
+def test_nothing_is_lost_in_few_bits(rank):
     """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
-    averager = DCTAverager(model, density=0.05, period=3, format=torch.float32, overlap=overlap)
+    averager = DCTAverager(model, density=0.05, period=3, format=torch.float32)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(9000, dtype=torch.float64)
     for step in range(1, 15):
@@ -118,9 +93,8 @@ def test_nothing_is_lost_in_few_bits(rank, overlap):
                 parameter += torch.randint(-8, 9, (3000,), generator=generator)
         moved += weights(model).double() - before
         averager.average_parameters()
-        if step == 7:  # under way
+        if step == 7:
             averager.flush()
-            assert averager.stats()["under_way"] is False
             mean = 256 + sum(gathered(moved)) / 2
             assert np.array_equal(_saved(averager, "base"), mean)
     assert np.count_nonzero(_saved(averager, "residual")) > 1000
@@ -132,16 +106,14 @@ def test_nothing_is_lost_in_few_bits(rank, overlap):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "numel", "overlap", "transport"),
-    [(2, 5000, 1, None), (3, 50_000, 0, "reduce_scatter"), (3, 200_000, 0, None)],
+    ("ranks", "numel", "transport"),
+    [(2, 5000, None), (3, 50_000, "reduce_scatter"), (3, 200_000, None)],
 )
 @on_ranks("ranks")
-def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, overlap, transport):
+def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport):
     """Every entry in few bits."""
     model = nn.ParameterList([torch.zeros(numel)])
-    averager = DCTAverager(
-        model, density=1, period=2, format="ternary", overlap=overlap, transport=transport
-    )
+    averager = DCTAverager(model, density=1, period=2, format="ternary", transport=transport)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(numel, dtype=torch.float64)
     for _ in range(9):
@@ -151,8 +123,7 @@ def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, overlap, tra
             model[0] += move
         averager.average_parameters()
     assert_same(averager._base)
-    told = "x fewer than that." + " An exchange arrives after 1 more." * overlap
-    assert averager.plan().endswith(told)
+    assert averager.plan().endswith("x fewer than that.")
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)

@@ -35,9 +35,7 @@ def draw(draw):
     ranks = draw.choice([1, 2, 2, 2, 3, 3])
     most = max(ranks, draw.choice([2, 2, 3]))
     period = draw.choice([1, 2, 2, 3, 4])
-    overlap = draw.choice([0, 0, draw.randrange(period)])
-    options = draw_format(draw) | {"period": period, "overlap": overlap}
-    options["transport"] = draw.choice([None, "all_gather"] if overlap else TRANSPORTS)
+    options = draw_format(draw) | {"period": period, "transport": draw.choice(TRANSPORTS)}
     if draw.random() < 0.1:
         options |= {"policy": "fixed", "refresh_every": 3}
     shapes = draw_shapes(draw)
@@ -50,7 +48,7 @@ def draw(draw):
     }
     if draw.random() < 0.15:
         settings["dtypes"] = ["float32"] * len(shapes)
-        options |= {"residual_decay": 0.75, "overlap": 0}
+        options["residual_decay"] = 0.75
     return most, settings, [_call(draw, most) for _ in range(draw.randint(5, 20))]
 
 
@@ -118,7 +116,6 @@ class Door:
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
             self._averager = self._new()
             self._since = torch.zeros_like(self.account.own)  # put in since the last base
-            self._sending = None  # of that, what an exchange under way sends
             self._bad = torch.zeros(len(self._since), dtype=torch.bool)  # not finite here
 
     def _new(self):
@@ -145,12 +142,6 @@ class Door:
         self._average()
 
     def flush(self):
-        sent_bad = self._sends_bad()
-        if sent_bad:  # arrives first, and fails
-            with refused(RuntimeError):
-                self._averager.flush()
-            self._returned()
-        self._sending = None
         if self._anywhere(self._bad):
             with refused(RuntimeError):
                 self._averager.flush()
@@ -162,9 +153,7 @@ class Door:
 
     def replay(self, how, steps):
         """Once more from a checkpoint: bit for bit the same."""
-        if self._sends_bad():  # cannot be saved
-            return
-        own = "account", "_since", "_sending", "_bad"
+        own = "account", "_since", "_bad"
         saved = through_a_file(self._averager.state_dict())
         kept = copy.deepcopy([getattr(self, name) for name in own])
         weights = [p.detach().clone() for p in self._model.p]
@@ -176,8 +165,8 @@ class Door:
                     setattr(self, name, value)
             for step in steps:
                 self.step(step)
-            end = None if self._sends_bad() else self._averager.state_dict()
-            ends.append(digest([flat(p.double() for p in self._parameters), end]))
+            weights_now = flat(p.double() for p in self._parameters)
+            ends.append(digest([weights_now, self._averager.state_dict()]))
         assert ends[0] == ends[1] or self._options.get("policy") == "fixed"
 
     def resize(self, ranks):
@@ -189,8 +178,6 @@ class Door:
 
     def wrong(self, kind):
         """A call that is refused, and changes nothing."""
-        if self._sends_bad():
-            return
         saved = self._averager.state_dict()
         entry, before = self._saved(), digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
@@ -222,10 +209,6 @@ class Door:
         assert digest(self._averager.state_dict()) == before
 
     def check(self):
-        if self._sends_bad():
-            with refused(RuntimeError):
-                self._averager.state_dict()
-            return
         stats = self._averager.stats()
         assert stats["step"] == self._averager.step
         assert stats["overflow"] is None or 0 <= stats["overflow"] <= 1
@@ -240,56 +223,34 @@ class Door:
     # What they stand on:
 
     def _average(self):
-        averager = self._averager
-        step, period, overlap = averager.step + 1, averager.period, averager.overlap
-        if step % period == 0:
-            self._sending = self._since.clone(), self._bad.clone()
-            self._since.zero_()
-        arrives = self._sending is not None and step % period >= overlap
-        if arrives and self._sends_bad():
+        averager, step = self._averager, self._averager.step + 1
+        averages = step % averager.period == 0
+        if averages and self._anywhere(self._bad):
             with refused(RuntimeError):
                 averager.average_parameters()
-            self._returned()
-            require_equal(flat(self._parameters), self._group, "weights")
+            # What was not finite is lost, with what shares its scale.
+            self.account.put(torch.where(self._beside(self._bad), self._since, 0.0), -1)
+            self._bad.zero_()
         else:
             averager.average_parameters()
-            if arrives:
-                self._sending = None
-                self._since = self._moved()
-                if not overlap:
-                    require_equal(flat(self._parameters), self._group, "weights")
-                decay = averager.residual_decay
-                if decay < 1:
-                    self.account.put(self._owed(), 1 - 1 / decay)
+            if averages and averager.residual_decay < 1:
+                self.account.put(self._owed(), 1 - 1 / averager.residual_decay)
+        if averages:
+            self._since.zero_()
+            require_equal(flat(self._parameters), self._group, "weights")
         assert averager.step == step
 
     def _moved(self):
-        """The change of the weights since the base, or since the exchange under way began.
-
-        Weights are rounded to their dtype, and the residual has what that leaves.
-        """
-        key = "base" if self._sending is None else "started"
+        """The change of the weights since the base, which are rounded to their dtype."""
         parts = self._saved()["parameters"].values()
         moved = [
-            p.detach().double().flatten() - part[key].to(p.dtype).double()
+            p.detach().double().flatten() - part["base"].to(p.dtype).double()
             for p, part in zip(self._parameters, parts, strict=True)
         ]
         return torch.where(self._bad, self._since, flat(moved))
 
-    def _returned(self):
-        """An exchange failed: what was not finite is lost, with what shares its scale."""
-        sent, bad = self._sending
-        self._sending = None
-        self.account.put(torch.where(self._beside(bad), sent, 0.0), -1)
-        self.account.put(torch.where(self._bad, self._since, 0.0), -1)
-        self._since.zero_()
-        self._bad.zero_()
-
     def _beside(self, mask):
         return beside(mask, 0, torch.arange(len(mask)), self._options["format"])
-
-    def _sends_bad(self):
-        return self._sending is not None and self._anywhere(self._sending[1])
 
     def _anywhere(self, mask):
         told = mask.any().int().view(1)

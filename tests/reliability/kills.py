@@ -63,7 +63,7 @@ SETTINGS = {
     ],
     "averager": [
         Setting(2, 0, {"period": 2}),
-        Setting(3, 0, {"period": 4, "overlap": 2}),
+        Setting(3, 0, {"period": 4}),
         Setting(4, 0, {"period": 2, "density": 0.05, "transport": "reduce_scatter"}),
     ],
     "FSDP2": [

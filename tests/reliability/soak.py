@@ -40,7 +40,7 @@ SETTINGS = {
         "shapes": _SHAPES,
         "dtypes": ["float32"] * len(_SHAPES),
         "frozen": [],
-        "options": _OPTIONS | {"period": 5, "overlap": 2},
+        "options": _OPTIONS | {"period": 5},
     },
     "fsdp2": {
         "mesh": (2, 1),

@@ -28,7 +28,7 @@ from .segment_state import OWNER_RESIDUAL, RESIDUAL
 
 # Of every saved state of this package. States of versions 1 to 5 were of unreleased code.
 VERSION = 6
-BASE, STARTED = "base", "started"  # of a DCTAverager; weights as an exchange under way began
+BASE = "base"  # of a DCTAverager
 WHOLE = "whole"  # in place of a shard: those of a module that is not sharded
 MEAN = "mean"  # in place of a rank: made by merge_states for every rank
 
@@ -48,8 +48,6 @@ _ENTRY = ENTRY | {
     # Of a DCTAverager:
     "period": fields.integer(1, default=None),
     "residual_decay": fields.FRACTION._replace(default=None),
-    "overlap": fields.integer(0, default=None),
-    "under_way": fields.integer(0, 1, default=None),  # DCP would load no weights as one began
     "shard": fields.TEXT._replace(default=None),  # which one of how many its weights are
     "unaveraged": fields.integer(0, default=None),  # steps that only this rank's weights have
 }
@@ -64,7 +62,6 @@ def _segment(numel: int) -> dict[str, fields.Field]:
         RESIDUAL: fields.tensor([numel]),
         OWNER_RESIDUAL: fields.at_most_one(fields.tensor([numel])),
         BASE: fields.tensor([numel], default=None),
-        STARTED: fields.tensor([numel], default=None),
     }
 
 

@@ -22,7 +22,6 @@ from ..exchange.plan import BucketPlan, node_sentence, plan_table
 from ..exchange.segment_state import SegmentState
 from . import shards
 from .own_steps import OwnSteps
-from .under_way import UnderWay
 from .weights import FlatWeights
 
 _OP = "DCTAverager"
@@ -46,8 +45,8 @@ class DCTAverager(ModelAverager):
 
     so that weights are then bitwise the same on all ranks, until the next step. Deterministic. The
     rule is that of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry
-    in few bits, or thresholds in place of chunked top-k. How far a run ends behind a dense one,
-    overlap and checkpoints: docs/guide/transformers.md. A torch `ModelAverager`, for
+    in few bits, or thresholds in place of chunked top-k. How far a run ends behind a dense one, and
+    checkpoints: docs/guide/transformers.md. A torch `ModelAverager`, for
     `PostLocalSGDOptimizer(optimizer, averager)`. Not to be copied or pickled: save `state_dict()`.
 
     Args:
@@ -56,12 +55,10 @@ class DCTAverager(ModelAverager):
             dimension, this rank's shards. All parameters of the first rank, frozen ones as well,
             replace the others'. Which of them require grad must stay the same.
         period: steps from one averaging to the next.
-        overlap: steps that an exchange may take, from 0 (it ends at once) to period - 1; ranks
-            train on meanwhile.
         residual_decay: in (0, 1]: each averaging multiplies the residual by it.
         density: fraction of all entries sent each time, in (0, 1]; default 1.
         format: see `DCTState`; default "ternary", and "bfloat16" with a density below 1.
-        transport: see `DCTState`; with overlap always "all_gather".
+        transport: see `DCTState`.
         process_group: ranks to average over, this one among them; default all. With shards: those
             that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
@@ -69,7 +66,7 @@ class DCTAverager(ModelAverager):
 
     Attributes:
         step: calls of `average_parameters`.
-        period, overlap, residual_decay: as given.
+        period, residual_decay: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
             ranks reduce 8 bytes (shards twice): either all of them apply an averaging or none.
 
@@ -84,7 +81,6 @@ class DCTAverager(ModelAverager):
         module: nn.Module,
         *,
         period: int = 10,
-        overlap: int = 0,
         residual_decay: float = 1.0,
         density: float | None = None,
         format: str | torch.dtype | None = None,
@@ -100,22 +96,18 @@ class DCTAverager(ModelAverager):
             format = format or ("ternary" if density == 1 else "bfloat16")
             self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
-            checks.require_int(_OP, "overlap", overlap, 0, period - 1)
             checks.require_number(_OP, "residual_decay", residual_decay)
             if not 0 < residual_decay <= 1:  # false of a NaN as well
                 checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
             selection.require_transport(_OP, transport)
-            if overlap and transport == "reduce_scatter":
-                rule = "None or 'all_gather' with overlap: the other has two exchanges in a row"
-                checks.fail(_OP, "transport", rule, repr(transport))
             self._weights = FlatWeights(_OP, module, group)
-        self.period, self.overlap, self.residual_decay = period, overlap, float(residual_decay)
+        self.period, self.residual_decay = period, float(residual_decay)
         decay, shard = self.residual_decay, self._weights.shard
-        self._own = {"period": period, "overlap": overlap, "residual_decay": decay, "shard": shard}
+        self._own = {"period": period, "residual_decay": decay, "shard": shard}
         names, sizes = tuple(self._weights.names.values()), self._weights.sizes
         numel, ranks = self._weights.numel, group.size()
-        self._transport = "all_gather" if overlap else transport
-        chosen = selection.transport_for(self._transport, self._settings, numel, ranks)
+        self._transport = transport
+        chosen = selection.transport_for(transport, self._settings, numel, ranks)
         self._plan = BucketPlan(names, sizes, self._settings, chosen, ranks)
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
@@ -135,7 +127,6 @@ class DCTAverager(ModelAverager):
         self._base = self._weights.read()
         self._own_steps = OwnSteps(self, self._weights.names, first=group.rank() == 0)
         self._bucket = self._new_bucket({})
-        self._under_way: UnderWay | None = None
 
     @torch.no_grad()
     def average_parameters(
@@ -152,17 +143,16 @@ class DCTAverager(ModelAverager):
             ValueError: at an averaging, different parameters require grad than when this was made;
                 on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
                 until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had NaN or infinite weights as the exchange began, or the sum of
-                finite changes overflows. Every rank raises as that exchange ends. Its weights are
-                those of the last averaging; their change since then is in the residual, which did
-                not decay once more. So training can go on. NaN, Inf and what overflowed are lost,
-                and in few bits the changes of 64 weights beside a NaN or Inf.
+            RuntimeError: some rank had NaN or infinite weights, or the sum of finite changes
+                overflows. Every rank raises. Its weights are those of the last averaging; their
+                change since then is in the residual, which did not decay once more. So training can
+                go on. NaN, Inf and what overflowed are lost, and in few bits the changes of 64
+                weights beside a NaN or Inf.
                 Or a rank is gone: the others raise the same way, at the group's timeout at the
                 latest. They lose nothing, and `state_dict` saves it; this group cannot be used
                 again.
-                Or this rank received a damaged payload. It raises as that exchange ends, and in
-                every later call: load a checkpoint into a new averager. The others raise as if it
-                were gone.
+                Or this rank received a damaged payload. It raises, and in every later call: load a
+                checkpoint into a new averager. The others raise as if it were gone.
         """
         self._ledger.require_intact()
         averages = (self.step + 1) % self.period == 0
@@ -171,29 +161,26 @@ class DCTAverager(ModelAverager):
         self.step += 1
         self._own_steps.add()
         if averages:
-            self._start()
-        if self.step % self.period >= self.overlap:
-            self._arrive()
+            self._average()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Average weights and residuals now, densely in float32, at the end of training.
 
-        On every rank, after any step; it counts as none. An exchange under way ends first. Weights
-        are then bitwise the same on all ranks, and no residual is left; a ring sends 8 (P - 1) / P
-        bytes per element. The residual decays no further.
+        On every rank, after any step; it counts as none. Weights are then bitwise the same on all
+        ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes per element. The residual
+        decays no further.
 
         Raises:
             ValueError: ranks do not go on from the same step, after a load. Or different parameters
                 require grad than when this was made, on this rank: other ranks wait until the
                 group's timeout.
             RuntimeError: some rank has NaN or infinite weights, or a mean overflows. Every rank
-                raises; nothing has changed. Or as `average_parameters`, for what was under way.
+                raises; nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._arrive()
         self._bucket.add_owed(owed := self._weights.moved_from(self._base))
         base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
         if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
@@ -210,7 +197,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        reason = "overlap" if self.overlap else selection.reason(self._transport, [self._plan])
+        reason = selection.reason(self._transport, [self._plan])
         table = plan_table([self._plan], reason, self._device, "averaging")
         ranks = dist.get_process_group_ranks(self.process_group)
         table += node_sentence([self._plan], ranks, "fewer bits send less (docs/guide/cluster.md)")
@@ -218,17 +205,15 @@ class DCTAverager(ModelAverager):
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
         line += f", {fewer:,.1f}x fewer than that." if fewer else "."
-        line += f" An exchange arrives after {self.overlap} more." if self.overlap else ""
         return table + line
 
     def stats(self) -> dict[str, float | int | None]:
-        """Means of the last 100 averagings that ended. Does not wait.
+        """Means of the last 100 averagings. Does not wait.
 
-        `step`: steps taken; `unaveraged`: those since the last averaging began, in this rank's
-        weights alone; `density`: entries that this rank sent over all entries; `overflow`: fraction
-        of payloads, of all ranks, with less room than entries that passed (both None before the
-        first averaging); `wire_bytes`: bytes sent per rank and averaging; `under_way`: whether an
-        exchange is, which these figures do not include.
+        `step`: steps taken; `unaveraged`: those since the last averaging, in this rank's weights
+        alone; `density`: entries that this rank sent over all entries; `overflow`: fraction of
+        payloads, of all ranks, with less room than entries that passed (both None before the first
+        averaging); `wire_bytes`: bytes sent per rank and averaging.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -236,8 +221,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._own_steps.warn_if_never_called()
         own = {"step": self.step, "unaveraged": self._own_steps.count}
-        under_way = self._under_way is not None
-        return {**self._ledger.stats([self._plan]), **own, "under_way": under_way}
+        return {**self._ledger.stats([self._plan]), **own}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -245,34 +229,22 @@ class DCTAverager(ModelAverager):
 
         One file per rank, beside the rank's weights and optimizer, which differ between averagings:
         the entry's "unaveraged" says how many steps only this rank's weights have.
-        Waits for the payloads of an exchange under way, with shards on every rank of the mesh. It
-        still ends in its own step, in this run and in one that goes on from this state.
 
         Raises:
-            RuntimeError: that exchange failed, so that `average_parameters` will raise. Nothing has
-                changed; once that has raised, the state can be saved, unless a payload was damaged.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         self._own_steps.warn_if_never_called()
-        flat = {checkpoint.BASE: self._base}
-        if self._under_way is not None:
-            flat[checkpoint.BASE] = base = self._receive(self._under_way)
-            self._agree(*self._shard_groups)
-            self._require_sound("state_dict", base)
-            if self._under_way.weights is not None:
-                flat[checkpoint.STARTED] = self._under_way.weights
         parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
-        for key, values in flat.items():
-            parts = zip(parameters.values(), values.split(self._plan.sizes), strict=True)
-            for parameter, part in parts:
-                parameter[key] = part.to("cpu", copy=True)
+        parts = zip(parameters.values(), self._base.split(self._plan.sizes), strict=True)
+        for parameter, part in parts:
+            parameter[checkpoint.BASE] = part.to("cpu", copy=True)
         entry = {
             "run_id": self._ledger.run_id,
             "step": self.step,
             "world_size": self.process_group.size(),
             "local_size": 1,
             "density": self._settings.density,
-            "under_way": int(checkpoint.STARTED in flat),
             "unaveraged": self._own_steps.save(),
             **self._own,
             "parameters": parameters,
@@ -282,13 +254,13 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
-        (With policy "fixed" a new threshold is sampled, so that bits may differ.) An exchange under
-        way is dropped. A refused dict changes nothing.
+        (With policy "fixed" a new threshold is sampled, so that bits may differ.) A refused dict
+        changes nothing.
 
         Raises:
-            ValueError: made with a different version, density, period, residual_decay, overlap or
-                number of ranks, by a different rank, or for a different model; or something in it
-                is missing, of a wrong type or shape or not finite.
+            ValueError: made with a different version, density, period, residual_decay or number of
+                ranks, by a different rank, or for a different model; or something in it is missing,
+                of a wrong type or shape or not finite.
             TypeError: not a state dict.
             RuntimeError: this averager received a damaged payload: load into a new one.
         """
@@ -298,22 +270,11 @@ class DCTAverager(ModelAverager):
         entry = checkpoint.find(
             state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
         )
-        saved, step = entry["parameters"], entry["step"]
-        started = [name for name in sizes if checkpoint.STARTED in saved[name]]
-        whole = len(started) == len(sizes) * entry.get("under_way", bool(started))
-        if not whole or (started and step % self.period >= self.overlap):
-            rule = "all weights while an exchange is under way, otherwise none"
-            got = f"{', '.join(started) or 'none'} at step {step}"
-            checks.fail("load_state_dict", checkpoint.STARTED, rule, got, verb="hold")
-
-        def flat(key: str) -> Tensor:
-            return torch.cat([saved[name][key] for name in sizes]).to(self._device)
-
-        self._ledger.load(entry, step // self.period)
+        saved, self.step = entry["parameters"], entry["step"]
+        self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(saved)
-        self.step, self._base = step, flat(checkpoint.BASE)
-        self._own_steps.load(entry.get("unaveraged", step % self.period))
-        self._under_way = UnderWay(flat(checkpoint.STARTED), self._base) if started else None
+        self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
+        self._own_steps.load(entry.get("unaveraged", self.step % self.period))
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
@@ -324,77 +285,49 @@ class DCTAverager(ModelAverager):
         group, averagings = self.process_group, self._ledger.step
         return Bucket(self._plan, group, self._device, averagings, states)
 
-    def _start(self) -> None:
-        """Begin an averaging. Waits only the first time, for all ranks to compare steps."""
+    def _average(self) -> None:
+        """Exchange what weights have moved by; if that fails, as if it had not begun."""
         self._ledger.begin(self.step // self.period)
-        weights = self._weights.read() if self.overlap else None
+        base = None
         try:
             self._ledger.start(self._bucket, self._weights.moved_from(self._base))
-        except BaseException:  # as if the exchange had failed later: see `_arrive`
+            base = self._receive()
+            self._agree()
+            if self._ledger.non_finite:
+                op, arg = "average_parameters", f"weights at averaging {self.step // self.period}"
+                got = self._weights.cause(base)
+                checks.fail(op, arg, "finite on every rank", got, RuntimeError)
+        except BaseException:
             self._ledger.take_back()
+            if base is not None and self._ledger.non_finite:
+                self._drop_what_overflows(base)
             self._weights.write(self._base)
             raise
-        self._under_way = UnderWay(weights)
-
-    def _receive(self, under_way: UnderWay) -> Tensor:
-        """The base after the exchange. Waits for the payloads; changes no weights."""
-        if under_way.base is None:
-            mean = torch.empty_like(self._base)
-            self._bucket.finish(mean)
-            self._ledger.look()
-            base = under_way.base = mean.add_(self._base)
-            self._ledger.non_finite |= not self._weights.can_be(base).all()
-        return under_way.base
-
-    def _arrive(self) -> None:
-        """End the exchange under way, if one is; if it fails, as if it had not begun."""
-        if self._under_way is None:
-            return
-        under_way = self._under_way
-        self._ledger.compare()  # after a load in the middle of it
-        try:
-            base = self._receive(under_way)
-            self._agree(self.process_group, *self._shard_groups)
-            self._require_sound("average_parameters", base)
-        except RuntimeError:
-            self._under_way = None
-            self._ledger.take_back()
-            if self._ledger.non_finite and under_way.base is not None:
-                self._bucket.add_owed(most := torch.zeros_like(self._base))
-                most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
-                fits = self._weights.can_be(under_way.base) | self._weights.can_be(most)
-                self._bucket.drop(~fits)  # or it would overflow again
-            self._go_on(self._moved_since(under_way), self._base)
-            raise
-        self._under_way = None
-        self._own_steps.count = self.step % self.period
-        moved = self._moved_since(under_way)
-        self._base = base
+        self._base, self._own_steps.count = base, 0
         if self.residual_decay < 1:
             torch._foreach_mul_(self._bucket.residuals(), self.residual_decay)
-        self._go_on(moved, base if moved is None else base + moved)
+        self._weights.write(base)
 
-    def _moved_since(self, under_way: UnderWay) -> Tensor | None:
-        """The change of this rank's weights since it began; None if no step was taken."""
-        return None if under_way.weights is None else self._weights.read().sub_(under_way.weights)
+    def _receive(self) -> Tensor:
+        """The base after the exchange. Waits for the payloads; changes no weights."""
+        mean = torch.empty_like(self._base)
+        self._bucket.finish(mean)
+        self._ledger.look()
+        base = mean.add_(self._base)
+        self._ledger.non_finite |= not self._weights.can_be(base).all()
+        return base
 
-    def _go_on(self, moved: Tensor | None, weights: Tensor) -> None:
-        """Set the weights. The residual gets the part of `moved` that they round off."""
-        self._weights.write(weights)
-        if moved is not None:
-            moved.sub_(self._weights.moved_from(self._base))
-            self._bucket.codec.residual += moved.nan_to_num_(0, 0, 0)
-
-    def _agree(self, *among: dist.ProcessGroup) -> None:
+    def _agree(self) -> None:
         """Wait until all ranks have received all payloads; learn whether one had NaN or Inf.
 
         A rank that received damage does not come: then no rank applies this averaging.
         """
         self._ledger.require_intact()
+        among = self.process_group, *self._shard_groups
         self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
 
-    def _require_sound(self, op: str, base: Tensor) -> None:
-        """Raise if what arrived is not finite: after `_agree`, on all ranks."""
-        if self._ledger.non_finite:
-            arg = f"weights at averaging {self.step // self.period}"
-            checks.fail(op, arg, "finite on every rank", self._weights.cause(base), RuntimeError)
+    def _drop_what_overflows(self, base: Tensor) -> None:
+        """From the residuals what would not fit into the weights the next time, either."""
+        self._bucket.add_owed(most := torch.zeros_like(self._base))
+        most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
+        self._bucket.drop(~(self._weights.can_be(base) | self._weights.can_be(most)))
