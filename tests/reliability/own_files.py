@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from dlrm.checkpoint import Checkpoints
+from dlrm.checkpoint import MANIFEST, Checkpoints
 from dlrm.errors import UsageError
 from dlrm.files import write_json
 from experiments import run_files
@@ -39,6 +39,8 @@ def torn(rank, folder, cases, seed):
     )  # each is open until it is forgotten
     Checkpoints(folder, SETTINGS).save(_state(1))
     paths = sorted(path for path in (folder / "checkpoint").iterdir() if path.name != "lock")
+    manifest = folder / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().rstrip())  # without the line's end all is there
     failures = []
     for case, path, left in cuts(paths, cases, seed):
         whole = path.read_bytes()
