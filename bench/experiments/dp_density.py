@@ -43,7 +43,8 @@ The ranks are simulated in one process, bit for bit as real ones; bytes are what
 formula.
 
 1. With several rates every method is trained with each, from seed 0. Its best rate is that of the
-   lowest loss on the validation part after as many steps.
+   lowest loss on the validation part after as many steps; of more seeds, if all rates have them:
+   where two rates are close, give each alone with --seeds 3.
 2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part.
 
 With --validation-only the test part is left alone, as it should be where methods are chosen among;

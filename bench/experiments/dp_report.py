@@ -26,7 +26,8 @@ def load(folder: Path) -> list[dict]:
 def best_rate(
     records: Sequence[dict], problem: str, schedule: str, name: str, steps: int
 ) -> float | None:
-    """The only one, or that of the lowest validation loss from seed 0, after as many steps."""
+    """The only one, or that of the lowest validation loss after as many steps: the mean over the
+    seeds that all rates have."""
     setting = (problem, schedule, name, steps)
     runs = [
         record
@@ -37,12 +38,12 @@ def best_rate(
     rates = {record["rate"] for record in runs}
     if len(rates) == 1:
         return rates.pop()
-    tried = {
-        record["rate"]: record["validation"]["loss"]
-        for record in runs
-        if record["seed"] == RATE_SEED
-    }
-    return min(tried, key=tried.get, default=None)
+    by_rate: dict[float, dict[int, float]] = {}
+    for record in runs:
+        by_rate.setdefault(record["rate"], {})[record["seed"]] = record["validation"]["loss"]
+    seeds = set.intersection(*map(set, by_rate.values())) if by_rate else ()
+    losses = {rate: sum(own[seed] for seed in seeds) for rate, own in by_rate.items()}
+    return min(losses, key=losses.get) if seeds else None
 
 
 def best_runs(records: Sequence[dict]) -> dict[tuple[str, str, int], dict[str, list[dict]]]:

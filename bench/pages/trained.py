@@ -80,8 +80,9 @@ def problem(run: dict) -> str:
 def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dict]]:
     """{method: its runs at its best rate, by seed}: of one problem and length.
 
-    The best rate has the lowest validation loss from seed 0, after as many steps; or after 600, of
-    `among`, the problem's runs of any length, where not all rates were tried for as long.
+    The best rate has the lowest validation loss, the mean over the seeds that all rates have, after
+    as many steps; or after 600, of `among`, the problem's runs of any length, where not all rates
+    were tried for as long.
     """
     found: dict[str, list[dict]] = {}
     for name in dict.fromkeys(run["method"] for run in runs):
@@ -89,8 +90,8 @@ def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dic
         rates = {run.get("rate") for run in own}
         if len(rates) > 1:
             tried = [run for run in among if run["method"] == name and "diverged" not in run]
-            short = {run["rate"]: validation(run) for run in tried if _chooses(run, RATE_STEPS)}
-            same = {run["rate"]: validation(run) for run in own if _chooses(run, run.get("steps"))}
+            same = _validated(own)
+            short = _validated(run for run in tried if run.get("steps") == RATE_STEPS)
             losses = same if rates <= same.keys() else short
             rates = {min(rates, key=lambda rate: losses.get(rate, math.inf))}
         chosen = [run for run in own if run.get("rate") in rates and "test" in run]
@@ -99,9 +100,14 @@ def best(runs: Sequence[dict], among: Sequence[dict] = ()) -> dict[str, list[dic
     return found
 
 
-def _chooses(run: dict, steps: int | None) -> bool:
-    own = run["seed"] == RATE_SEED and run.get("steps") == steps
-    return own and validation(run) is not None
+def _validated(runs: Iterable[dict]) -> dict[float, float]:
+    """{rate: its validation loss, the mean over the seeds that all rates have}."""
+    losses: dict[float, dict[int, float]] = {}
+    for run in runs:
+        if validation(run) is not None:
+            losses.setdefault(run["rate"], {})[run["seed"]] = validation(run)
+    seeds = set.intersection(*map(set, losses.values())) if losses else set()
+    return {rate: statistics.mean(own[s] for s in seeds) for rate, own in losses.items() if seeds}
 
 
 def validation(run: dict) -> float | None:

@@ -154,7 +154,7 @@ def _record(name, rate, seed, loss, steps=600, problem="text-adamw", schedule="c
     return record | parts | {"bytes_per_step": 100.0 if name == "dense" else 4.0}
 
 
-def test_rates_are_chosen_after_as_many_steps_of_seed_0():
+def test_rates_are_chosen_after_as_many_steps_by_the_seeds_that_all_have():
     records = [_record("dense", rate, 0, loss) for rate, loss in ((1, 0.5), (3, 0.4), (9, 0.6))]
     records += [_record("dense", 9, 1, 0.1), _record("dense", 1, 0, 0.1, steps=3000)]
     records += [_record("dense", 1, 0, 0.1, problem="clicks-sgd"), _record("bf16", 1, 0, 0.1)]
@@ -162,6 +162,8 @@ def test_rates_are_chosen_after_as_many_steps_of_seed_0():
     diverged = {key: records[0][key] for key in ("problem", "schedule", "method", "seed", "steps")}
     records += [diverged | {"rate": 27, "diverged": 5}]
     assert dp_report.best_rate(records, "text-adamw", "cosine", "dense", 600) == 3
+    more = [*records, _record("dense", 1, 1, 0.3), _record("dense", 3, 1, 0.5)]
+    assert dp_report.best_rate(more, "text-adamw", "cosine", "dense", 600) == 9
     assert dp_report.best_rate(records, "text-adamw", "cosine", "dense", 3000) == 1
     assert dp_report.best_rate(records, "text-adamw", "cosine", "dct:1%", 600) is None
 
