@@ -24,6 +24,10 @@ NAMES = {
     "reduce_scatter": "hook, reduce-scatter",
     "e3m0": "hook, e3m0",
     "mp": "one group of all ranks",
+    "accordion": "Accordion",
+    "accordion-ternary": "Accordion, int4 and ternary",
+    "ahead": "SAEF",
+    "ahead-ternary": "SAEF, every entry in ternary",
 }
 OTHERS = {"postlocal": "float32 weights averaged", "diloco": "DiLoCo", "sparseloco": "SparseLoCo"}
 WITH = {"": "", "dedup": ", distinct rows", "hook": ", and the hook"}
