@@ -1,9 +1,10 @@
 """The cost of a training step: 100 million gradients in buckets of 25 MB. step.json.
 
 The ops: each bucket is sampled (one segment, as many picks as the hook takes), packed, and unpacked
-from P payloads, copies of its own in place of those of other ranks; called, and replayed from a
-CUDA graph. The model: a transformer of as many parameters, forward and backward, in DDP on one
-rank, with the hook and without. One rank sends no bytes: the difference is the hook's exposed time.
+from P payloads, copies of its own in place of those of other ranks; or every entry is packed in few
+bits and summed from P payloads. Called, and replayed from a CUDA graph. The model: a transformer of
+as many parameters, forward and backward, in DDP on one rank, without a hook and with it. One rank
+sends no bytes: the difference is the hook's exposed time.
 """
 
 import argparse
@@ -22,17 +23,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 import examples_path  # noqa: F401  (first)
 import provenance
-from dct_kernels import payload_layout
+from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_parallel import DCTState, dct_hook
 from dlrm import files
 from dlrm.command_line import exit_status
 
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
+FORMATS = ("int4", "ternary")
+HOOKS = ({"density": DENSITIES[0]}, {"format": "int4"}, {"format": "ternary"})
 CALLS, ROUNDS, WARM_UP = 10, 5, 12
 # As the hook calls them.
 sample_threshold = torch.ops.dct.sample_threshold.default
 mask_pack = torch.ops.dct.mask_pack.default
 scatter_unpack = torch.ops.dct.scatter_unpack.default
+quantize_pack = torch.ops.dct.quantize_pack.default
+dequantize_sum = torch.ops.dct.dequantize_sum.default
 
 
 class Bucket:
@@ -55,6 +60,21 @@ class Bucket:
         scatter_unpack(self.payloads, self.out, self.capacity, BF16, 1 / len(self.payloads))
 
 
+class FewBits:
+    """Likewise, of a bucket of which every entry is sent."""
+
+    def __init__(self, numel: int, format: str, ranks: int, device: str) -> None:
+        self.grad = torch.randn(numel, device=device)
+        self.residual, self.out = (torch.zeros(numel, device=device) for _ in range(2))
+        self.format = format
+        nbytes = quantized_payload_bytes(numel, format)
+        self.payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
+
+    def step(self) -> None:
+        quantize_pack(self.residual, self.grad, self.payloads[0], self.format)
+        dequantize_sum(self.payloads, self.out, self.format, 1 / len(self.payloads))
+
+
 def timed(call: Callable[[], object], device: str) -> dict[str, float]:
     """Milliseconds of a call among others, one after another, however the host keeps up."""
     samples = []
@@ -68,9 +88,11 @@ def timed(call: Callable[[], object], device: str) -> dict[str, float]:
     return {"median": statistics.median(samples), "least": min(samples), "most": max(samples)}
 
 
-def step_of_ops(numel: int, density: float, ranks: int, device: str) -> dict:
+def step_of_ops(numel: int, sent: float | str, ranks: int, device: str) -> dict:
+    """Of a density or, where every entry is sent, a format."""
     sizes = [BUCKET] * (numel // BUCKET) + [numel % BUCKET] * (numel % BUCKET > 0)
-    buckets = [Bucket(size, density, ranks, device) for size in sizes]
+    make, name = (FewBits, "format") if isinstance(sent, str) else (Bucket, "density")
+    buckets = [make(size, sent, ranks, device) for size in sizes]
 
     def step() -> None:
         for bucket in buckets:
@@ -80,19 +102,20 @@ def step_of_ops(numel: int, density: float, ranks: int, device: str) -> dict:
         step()
     for bucket in buckets:
         bucket.payloads[1:] = bucket.payloads[0].clone()
-    found = {"density": density, "ranks": ranks, "buckets": len(sizes)}
+    found = {name: sent, "ranks": ranks, "buckets": len(sizes)}
     found["payload_bytes"] = sum(bucket.payloads[0].nbytes for bucket in buckets)
     found["called_ms"] = timed(step, device)
     if device == "cuda":
         graph, _ = captured(step)
         found["graph_ms"], found["launches"] = timed(graph.replay, device), nodes(graph)
-    found["sent"] = sum(int(bucket.seen) for bucket in buckets) / numel
+    if name == "density":
+        found["sent"] = sum(int(bucket.seen) for bucket in buckets) / numel
     return found
 
 
 @contextlib.contextmanager
-def training(device: str, tiny: bool, hooked: bool) -> Iterator[Callable[[], None]]:
-    """A step of a transformer of 100 million parameters, after WARM_UP of them."""
+def training(device: str, tiny: bool, options: dict | None) -> Iterator[Callable[[], None]]:
+    """A step of a transformer of 100 million parameters, after WARM_UP; None: without a hook."""
     width, heads, layers, words = (32, 2, 2, 50) if tiny else (768, 12, 12, 10_000)
     shape = (2, 8) if tiny else (32, 512)
     torch.manual_seed(0)
@@ -102,7 +125,7 @@ def training(device: str, tiny: bool, hooked: bool) -> Iterator[Callable[[], Non
         model = nn.Sequential(nn.Embedding(words, width), blocks, nn.Linear(width, words))
         x, y = (torch.randint(words, shape) for _ in range(2))
     ddp = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-    state = DCTState(ddp, density=DENSITIES[0], transport="all_gather") if hooked else None
+    state = None if options is None else DCTState(ddp, transport="all_gather", **options)
     if state is not None:
         ddp.register_comm_hook(state, dct_hook)
 
@@ -136,25 +159,23 @@ def main() -> None:
 
     def keep(kind: str, found: dict) -> None:
         content[kind].append(found)
-        times = [f"{key} {shown(ms)}" for key, ms in found.items() if isinstance(ms, dict)]
-        print({key: value for key, value in found.items() if not isinstance(value, dict)}, *times)
+        times = [f"{key} {shown(ms)}" for key, ms in found.items() if key.endswith("_ms")]
+        print({key: value for key, value in found.items() if not key.endswith("_ms")}, *times)
         files.write_json(args.out / "step.json", content)
 
-    for density in DENSITIES:
+    for sent in DENSITIES + FORMATS:
         for ranks in RANKS:
             numel = 100_000 if args.tiny else NUMEL
-            keep("ops", step_of_ops(numel, density, ranks, args.device))
+            keep("ops", step_of_ops(numel, sent, ranks, args.device))
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    for hooked in (False, True, False, True):  # twice, so that a drift of the clock is seen
-        with training(args.device, args.tiny, hooked) as step:
-            keep("models", {"hook": hooked, "step_ms": timed(step, args.device)})
+    for options in 2 * (None, *HOOKS):  # twice, so that a drift of the clock is seen
+        with training(args.device, args.tiny, options) as step:
+            keep("models", {"hook": options, "step_ms": timed(step, args.device)})
     dist.destroy_process_group()
-    plain, hooked = (content["models"][i]["step_ms"] for i in (2, 3))
-    added = hooked["median"] - plain["median"]
-    report(
-        [], f"{len(content['ops'])} steps of ops; the hook adds {added:.3f} ms to {shown(plain)}"
-    )
+    plain, *hooked = (found["step_ms"]["median"] for found in content["models"][-1 - len(HOOKS) :])
+    added = [f"{ms - plain:.3f} by {options}" for ms, options in zip(hooked, HOOKS, strict=True)]
+    report([], f"ms added to {plain:.3f}: {', '.join(added)}")
 
 
 if __name__ == "__main__":

