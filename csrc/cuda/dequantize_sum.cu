@@ -14,12 +14,22 @@ __device__ void write_row(const DequantizeSumArgs& args, int64_t begin, int leng
             [factor](float sum) { return round_to<Out>(__fmul_rn(factor, sum)); });
 }
 
+// int4's sums leave registers for a third block; Blackwell's compiler would spill some.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kInt4MinBlocks = kSumMinBlocks;
+#else
+constexpr int kInt4MinBlocks = 3;
+#endif
 template <PayloadFormat kFormat>
-__global__ void __launch_bounds__(kThreads, kSumMinBlocks)
+constexpr int kMinBlocks = kFormat == PayloadFormat::kInt4 ? kInt4MinBlocks : kSumMinBlocks;
+
+template <PayloadFormat kFormat>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<kFormat>)
     dequantize_sum_kernel(DequantizeSumArgs args, RangeTiles blocks, bool aligned) {
   __shared__ SumShared shared;
   extern __shared__ __align__(16) float4 staging[];
   const RankPayloads payloads = {args.payloads, args.ranks, args.ranges, args.nbytes, args.status};
+  prefetch_rows<kFormat>(payloads, blocks.locate(blockIdx.x));
   const auto write = [&](int row, const RowEntries& sums, float4*) {
     const int64_t begin = shared.block.bounds.begin + row * kRow;
     const int length = static_cast<int>(min(shared.block.bounds.end - begin, kRow));

@@ -53,10 +53,8 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
 }  // namespace
 
 MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
-  // Small tensors get small tiles, so that every multiprocessor has work.
-  const int wanted = args.numel < 1 << 22 ? 512 : args.numel < 1 << 23 ? 1024 : 2048;
-  const int least = kWarpVector * (args.grad == nullptr ? kVectors<NoGrad> : kVectors<float>);
-  const int warp_tile = max(wanted, least);
+  // Smaller tensors get small tiles, so that every multiprocessor has work.
+  const int warp_tile = kWarpVector * kVectors * (args.numel < 1 << 25 ? 1 : 2);
   // One and a half times a warp's share of the capacity, and a few more; past 256 the second kernel
   // takes over.
   const int64_t share =

@@ -53,7 +53,7 @@ def class_of(opcode: str) -> str:
     """Of an instruction of PTX."""
     name, _, rest = opcode.partition(".")
     parts = rest.split(".")
-    if name in ("ld", "st", "atom"):
+    if name in ("ld", "st", "atom", "prefetch"):
         return next((space for space in ("shared", "param") if space in parts), "global")
     if name in ("bra", "ret", "bar", "nanosleep"):
         return "control"

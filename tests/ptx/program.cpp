@@ -102,6 +102,9 @@ class Decoder {
       result.kind = Kind::kBarrier;
     } else if (statement.opcode == "nanosleep.u32") {
       result.kind = Kind::kSleep;
+    } else if (statement.opcode == "prefetch.global.L2") {
+      result.kind = Kind::kCompute;
+      result.run = [](char*, const Instruction&, uint32_t) {};  // a hint
     } else if (parts[0] == "ld" || parts[0] == "st" || parts[0] == "atom" || parts[0] == "red") {
       memory(result, parts, operands);
     } else if (parts[0] == "ldmatrix" || parts[0] == "stmatrix") {

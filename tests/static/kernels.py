@@ -62,7 +62,8 @@ class Kernel:
         """What orders or updates memory that other blocks use, each once, as it comes first."""
         # Reductions have a longer name since sm_90.
         names = (re.sub("^REDG", "RED", opcode(i)) for i in self.instructions)
-        found = filter(re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL").match, names)
+        ordered = re.compile(r"(LDG|STG)\S*STRONG|ATOMG|RED\.|MEMBAR|FENCE|CCTL\.IV")
+        found = filter(ordered.match, names)
         return list(dict.fromkeys(found))
 
     def blocks(self, dynamic_shared_bytes: int) -> int:

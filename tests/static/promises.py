@@ -48,8 +48,8 @@ PROMISES = {
     # Four vectors of residual and four of gradient; 16-bit gradients are read by 8 bytes. Without a
     # gradient eight, and only what is kept is written.
     # With a gradient 64 registers do not hold all eight loads on every architecture: four at least.
-    "mask_pack_stage_kernel": Promise(wide_loads=4, wide_stores=4, in_flight={STREAMS: 4}),
-    "mask_pack_stage_kernel<float>": Promise(wide_loads=8, wide_stores=4, in_flight={STREAMS: 4}),
+    "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
+    "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
     "mask_pack_place_kernel": Promise(in_flight={LOADS: 8}, between_blocks=SEGMENTS),
     # Four picks of x and of the residual.

@@ -12,6 +12,7 @@ namespace dct::cuda {
 
 constexpr int kBlockRows = kBlock / kRow;
 constexpr int kSumMinBlocks = 2;  // a lane's sums, and what it adds to them next
+constexpr int kPrefetched = 2;    // ranks, whose rows are on their way while headers are checked
 
 struct RankPayloads {
   const uint8_t* data;  // [ranks, ranges, nbytes]
@@ -47,6 +48,23 @@ __device__ void check_headers(const RankPayloads& payloads, int64_t begin, int c
   shared.sound[index] = quantized_header_ok(header, block.range_numel, kFormat);
   // Once for a range, though all its blocks see it.
   if (!shared.sound[index] && block.index == 0) atomicOr(&payloads.status[rank], kStatusHeader);
+}
+
+// Brings the block's rows of the first ranks to the L2 cache. By a block.
+template <PayloadFormat kFormat>
+__device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Tile& block) {
+  constexpr int kLine = 128;
+  const int64_t row = int64_t{block.index} * kBlockRows;
+  const auto bytes =
+      static_cast<int>(num_rows(block.bounds.end - block.bounds.begin)) * row_bytes(kFormat);
+  const int ranks = static_cast<int>(min(payloads.ranks, int64_t{kPrefetched}));
+  for (int rank = 0; rank < ranks; ++rank) {
+    const uint8_t* rows = payloads.data + (rank * payloads.ranges + block.range) * payloads.nbytes +
+                          sizeof(PayloadHeader) + row * row_bytes(kFormat);
+    for (int at = thread_index() * kLine; at < bytes; at += kThreads * kLine) {
+      prefetch_line(rows + at);
+    }
+  }
 }
 
 // Adds rows of `count` ranks' payloads, which begin at `row` and lie `stride` bytes apart. Of those
