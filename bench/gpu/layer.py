@@ -95,7 +95,7 @@ def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
     for p in model.parameters():
         p.data = torch.randint(-8, 9, p.shape, generator=draw).float()
     fully_shard(model.to(device), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh, density=0.05)
+    state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     got = []
     for _ in range(STEPS):
         model(torch.randint(-8, 9, (8, 300), generator=draw).float().to(device)).sum().backward()

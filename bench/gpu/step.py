@@ -31,7 +31,7 @@ from dlrm.command_line import exit_status
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
 FORMATS = ("int4", "ternary")
 HOOKS = ({"density": DENSITIES[0]}, {"format": "int4"}, {"format": "ternary"})
-CALLS, ROUNDS, WARM_UP = 10, 5, 12
+CALLS, ROUNDS, WARM_UP = 10, 9, 12
 # As the hook calls them.
 sample_threshold = torch.ops.dct.sample_threshold.default
 mask_pack = torch.ops.dct.mask_pack.default
@@ -173,9 +173,9 @@ def main() -> None:
         with training(args.device, args.tiny, options) as step:
             keep("models", {"hook": options, "step_ms": timed(step, args.device)})
     dist.destroy_process_group()
-    plain, *hooked = (found["step_ms"]["median"] for found in content["models"][-1 - len(HOOKS) :])
+    plain, *hooked = (found["step_ms"]["least"] for found in content["models"][-1 - len(HOOKS) :])
     added = [f"{ms - plain:.3f} by {options}" for ms, options in zip(hooked, HOOKS, strict=True)]
-    report([], f"ms added to {plain:.3f}: {', '.join(added)}")
+    report([], f"ms added to {plain:.3f}, each at its best: {', '.join(added)}")
 
 
 if __name__ == "__main__":

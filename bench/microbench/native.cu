@@ -49,7 +49,8 @@ struct Passes {
 };
 
 // After RTop-K (ICLR 2025; github.com/xiexi51/RTopK): a warp per row searches the threshold by
-// bisection on the value, and packs by ballots. Ties and the order of what ties are as they come.
+// bisection on the value, and packs by ballots, what is above it first. The order of what ties is
+// as it comes.
 __global__ void __launch_bounds__(kThreads)
     rtopk(const float* x, int64_t rows, int width, int k, float* values, int32_t* columns) {
   extern __shared__ float shared[];
@@ -70,13 +71,16 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = lane; c < width; c += 32) count += fabsf(own[c]) >= middle;
     count = __reduce_add_sync(~0u, count);
     if (count >= k) low = middle;
+    if (count <= k) high = middle;
     if (count == k) break;
-    if (count < k) high = middle;
   }
+  const int whole = (width + 31) / 32 * 32;
   int packed = 0;
-  for (int begin = 0; begin < width && packed < k; begin += 32) {
-    const int c = begin + lane;
-    const bool pass = c < width && fabsf(own[c]) >= low;
+  for (int begin = 0; begin < 2 * whole && packed < k; begin += 32) {  // what ties comes last
+    const bool ties = begin >= whole;
+    const int c = begin - (ties ? whole : 0) + lane;
+    const float magnitude = c < width ? fabsf(own[c]) : -1.0f;
+    const bool pass = ties ? low <= magnitude && magnitude < high : magnitude >= high;
     const unsigned mask = __ballot_sync(~0u, pass);
     const int slot = packed + __popc(mask & ((1u << lane) - 1));
     if (pass && slot < k) {

@@ -108,7 +108,7 @@ def parser() -> Parser:
     machine.add_argument(
         "--device",
         choices=("gpu", "cpu"),
-        help="where gradients are: NCCL and an H100's kernels, or gloo and those of 2 CPU cores "
+        help="where gradients are: NCCL and an H200's kernels, or gloo and those of 2 CPU cores "
         "(default: gpu if torch sees one here)",
     )
     machine.add_argument(

@@ -7,9 +7,9 @@ from dlrm.errors import UsageError
 
 from .cost_model import PACK_BYTES, Kernels
 
-# What is taken without --kernels: two results of a run on an H100; a run on 2 busy cores.
+# What is taken without --kernels: runs on an H200, and on 2 busy cores.
 DEFAULTS = {
-    "gpu": "bench/scaling/h100.json",
+    "gpu": "bench/results/2026-11-26-h200/bench.json",
     "cpu": "bench/results/2026-11-25-cpu/link_few_bits.json",
 }
 _ROOT = Path(__file__).parents[2]
