@@ -39,7 +39,7 @@ def test_a_wrong_figure_in_a_page_is_caught(tmp_path, monkeypatch):
     for path, text in texts.items():
         path.write_text(text)
     assert report.differing(texts) == []
-    page = tmp_path / "value_formats.md"
+    page = tmp_path / "text_3000.md"
     page.write_text(page.read_text().replace("-0.0029 ± 0.0021", "-0.0039 ± 0.0021"))
     assert report.differing(texts) == [page]
     page.unlink()

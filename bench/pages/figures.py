@@ -24,12 +24,12 @@ def figure(*sources: str) -> Callable:
     return add
 
 
-@figure("link_few_bits", "thresholds", "text_3000", "mp_formats", "link_hybrid_formats")
+@figure("link_few_bits", "thresholds", "text_python", "mp_formats", "link_hybrid_formats")
 def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
     (run,) = experiments["link_few_bits"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    text = cosine(experiments, 3000)
+    text = on_python(experiments, "ranks-2-long")
     kaggle, _ = row_runs(experiments)
     hybrid = experiments["link_hybrid_formats"].of_part("ranks-2")[0]
     rows = [
@@ -77,34 +77,31 @@ def _methods(runs: Sequence[dict], problem: str, steps: int) -> dict[str, list[d
     return trained.best([run for run in of_problem if run["steps"] == steps], of_problem)
 
 
-COSINE = "text-adamw-cosine"
-TEXT = ("value_formats", "text_3000")
+def on_python(experiments: Experiments, part: str) -> dict[str, list[dict]]:
+    """The transformer's methods on Python sources, each at its best rate, without transports."""
+    methods = trained.best(experiments["text_python"].of_part(part))
+    return {name.replace(",transport=reduce_scatter", ""): runs for name, runs in methods.items()}
 
 
-def cosine(experiments: Experiments, steps: int = 600) -> dict[str, list[dict]]:
-    """The transformer's methods under AdamW and cosine after so many steps."""
-    # The dense runs stand beside others more than once.
-    runs = [run for name in reversed(TEXT) for run in reversed(experiments[name].runs)]
-    once = {(r["method"], r["rate"], r["seed"], r["steps"], trained.problem(r)): r for r in runs}
-    return _methods(list(reversed(once.values())), COSINE, steps)
-
-
-@figure(*TEXT)
+@figure("text_python")
 def transformers(experiments: Experiments) -> str:
     """What to use for so many bytes."""
-    text, longer = cosine(experiments), cosine(experiments, 3000)
+    parts = ("ranks-2", "ranks-2-long", "ranks-4", "ranks-4-long")
+    columns = [on_python(experiments, part) for part in parts]
     rows = []
     for use, name in (
         ("DDP with torch's `bf16_compress_hook`", "bf16"),
         (f"{INT4} and `dct_hook`", "int4"),
-        (TERNARY.replace("10", "2"), "local-ternary:100%x2"),
+        ("weights averaged in float32, every 10 steps", "local-float32:100%x10"),
+        ('the hook with `format="ternary"`', "ternary"),
+        (TERNARY.replace("10", "3"), "local-ternary:100%x3"),
+        ("`period=6`, spaced as below", "local-ternary:100%x6,spaced=root"),
         (TERNARY, "local-ternary:100%x10"),
-        ("the same with `period=30`", "local-ternary:100%x30"),
-        ("the same with `period=50`", "local-ternary:100%x50"),
     ):
-        over = [_over(runs, name) if name in runs else "" for runs in (text, longer)]
-        rows.append([_times(text, name), use, *over])
-    return table(["fewer bytes by", "use", "loss, 600 steps", "loss, 3,000 steps"], rows)
+        over = [_over(methods, name) if name in methods else "" for methods in columns]
+        rows.append([_times(columns[0], name), use, *over])
+    headings = [f"{ranks} ranks, {steps} steps" for ranks in (2, 4) for steps in ("600", "3,000")]
+    return table(["fewer bytes by", "use", *headings], rows)
 
 
 @figure("thresholds")

@@ -1,36 +1,87 @@
-"""docs/images: what README.md shows, for light and for dark pages."""
+"""docs/images: what README.md and the guide show, for light and for dark pages."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from dlrm import files
 from network.plots import step_times
 
+from . import trained
 from .experiments import Experiment
+from .figures import on_python
 from .render import ROOT
 
 IMAGES = ROOT / "docs" / "images"
 INK = {"light": "#1f2328", "dark": "#e6edf3"}  # of GitHub's text
 COLOURED = ("text.color", "axes.edgecolor", "ytick.color", "axes.titlecolor")
+COLOURED += ("xtick.color", "axes.labelcolor")
 
 
 SHOWN = ("dense", "bf16", "powersgd1", "dct", "dct-int4", "local-ternary")
 
 
 def draw(experiments: Mapping[str, Experiment], folder: Path = IMAGES) -> None:
-    """A step's time at two rates, on no background; the same bytes from the same results."""
+    """On no background; the same bytes from the same results."""
     (run,) = experiments["link_few_bits"].runs
     cells = [cell for cell in run["cells"] if cell["mode"] in SHOWN]
     for name, ink in INK.items():
         style = dict.fromkeys(COLOURED, ink) | {"font.size": 12, "svg.hashsalt": "dct"}
         with matplotlib.rc_context(style):
-            figure = step_times({**run, "cells": cells})
-            path, options = folder / f"step_time-{name}.svg", {"metadata": {"Date": None}}
-            files.write_figure(path, figure, transparent=True, **options)
+            pictures = {"step_time": step_times({**run, "cells": cells})}
+            pictures["loss_by_steps"] = loss_by_steps(experiments)
+            for picture, figure in pictures.items():
+                path, options = folder / f"{picture}-{name}.svg", {"metadata": {"Date": None}}
+                files.write_figure(path, figure, transparent=True, **options)
     files.write(folder / "badges.svg", badges().encode())
+
+
+PARTS = {300: "-short", 600: "", 1200: "-more", 3000: "-long"}
+LINES = {
+    "local-float32:100%x10": ("averaged in float32", "#9e9e9e", "--"),
+    "local-ternary:100%x10": ("averaged in ternary", "#bf360c", "-"),
+    "int4": ("hook, int4", "#1e88e5", "-"),
+}
+
+
+def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
+    """Loss over float32's against the steps of a run, for two numbers of ranks."""
+    parts = {part.name for part in experiments["text_python"].parts}
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, ranks in zip(panels, (2, 4), strict=True):
+        of_steps = {
+            steps: on_python(experiments, f"ranks-{ranks}{suffix}")
+            for steps, suffix in PARTS.items()
+            if f"ranks-{ranks}{suffix}" in parts
+        }
+        for name, (label, colour, line) in LINES.items():
+            points = []
+            for steps, methods in of_steps.items():
+                if name in methods:
+                    over = trained.over(methods[name], trained.baseline(methods))
+                    points.append((steps, sum(over) / len(over), min(over), max(over)))
+            steps, mean, least, most = zip(*points, strict=True)
+            spread = [np.subtract(mean, least), np.subtract(most, mean)]
+            style = {"color": colour, "linestyle": line, "marker": "o", "capsize": 3}
+            axes.errorbar(steps, mean, spread, label=label, **style)
+        axes.set_xscale("log")
+        axes.set_xticks(list(of_steps), [f"{steps:,}" for steps in of_steps])
+        axes.minorticks_off()
+        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{ranks} ranks")
+        axes.set_xlabel("steps of the run")
+    panels[0].set_ylabel("loss over float32's")
+    style = {"ncols": 3, "frameon": False, "handlelength": 1.6}
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
+    return figure
 
 
 def badges() -> str:
