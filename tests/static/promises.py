@@ -45,9 +45,8 @@ SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_bloc
 
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
-    # Four vectors of residual and four of gradient; 16-bit gradients are read by 8 bytes. Without a
-    # gradient eight, and only what is kept is written.
-    # With a gradient 64 registers do not hold all eight loads on every architecture: four at least.
+    # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes. Without
+    # a gradient only what is kept is written.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
     "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),

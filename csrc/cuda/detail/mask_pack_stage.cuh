@@ -57,9 +57,8 @@ struct WarpStager {
 
   // Brings a pass to the L2 cache while there are no registers for it. A lane has a line or two.
   __device__ void prefetch(int pass) const {
-    constexpr int kLine = 128;
     const int64_t first = begin + pass;
-    const int at = lane_index() * kLine;
+    const int at = lane_index() * kCacheLine;
     if (at < kPass * int{sizeof(float)}) {
       prefetch_line(reinterpret_cast<const char*>(args.residual + first) + at);
     }

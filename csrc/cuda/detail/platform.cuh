@@ -19,7 +19,9 @@ __device__ inline unsigned add_acquire_release(unsigned* address, unsigned value
   return old;
 }
 
-// Brings the 128 bytes around an address to the L2 cache. Nothing waits for it.
+constexpr int kCacheLine = 128;  // bytes
+
+// Brings the line of an address to the L2 cache. Nothing waits for it.
 __device__ inline void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

@@ -53,7 +53,6 @@ __device__ void check_headers(const RankPayloads& payloads, int64_t begin, int c
 // Brings the block's rows of the first ranks to the L2 cache. By a block.
 template <PayloadFormat kFormat>
 __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Tile& block) {
-  constexpr int kLine = 128;
   const int64_t row = int64_t{block.index} * kBlockRows;
   const auto bytes =
       static_cast<int>(num_rows(block.bounds.end - block.bounds.begin)) * row_bytes(kFormat);
@@ -61,7 +60,7 @@ __device__ void prefetch_rows(const RankPayloads& payloads, const RangeTiles::Ti
   for (int rank = 0; rank < ranks; ++rank) {
     const uint8_t* rows = payloads.data + (rank * payloads.ranges + block.range) * payloads.nbytes +
                           sizeof(PayloadHeader) + row * row_bytes(kFormat);
-    for (int at = thread_index() * kLine; at < bytes; at += kThreads * kLine) {
+    for (int at = thread_index() * kCacheLine; at < bytes; at += kThreads * kCacheLine) {
       prefetch_line(rows + at);
     }
   }
