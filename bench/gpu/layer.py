@@ -87,6 +87,8 @@ def rows(rank: int, device: str, backend: str, format: str | RowFormat) -> list[
 
 def fully_sharded(rank: int, device: str, backend: str) -> list[Tensor]:
     """FSDP2's gradients of a linear model, whose products of small integers are exact."""
+    if device == "cuda":
+        torch.cuda.set_device(0)  # as torchrun's ranks do; a mesh warns where none is set
     dist.destroy_process_group()  # the mesh makes its groups of the default one's backend
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=1)
     mesh = DeviceMesh(device, [[0]], mesh_dim_names=("replicate", "shard"))
