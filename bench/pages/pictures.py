@@ -35,6 +35,7 @@ def draw(experiments: Mapping[str, Experiment], folder: Path = IMAGES) -> None:
         with matplotlib.rc_context(style):
             pictures = {"step_time": step_times({**run, "cells": cells})}
             pictures["loss_by_steps"] = loss_by_steps(experiments)
+            pictures["loss_by_bytes"] = loss_by_bytes(experiments)
             for picture, figure in pictures.items():
                 path, options = folder / f"{picture}-{name}.svg", {"metadata": {"Date": None}}
                 files.write_figure(path, figure, transparent=True, **options)
@@ -80,6 +81,49 @@ def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
         axes.set_xlabel("steps of the run")
     panels[0].set_ylabel("loss over float32's")
     style = {"ncols": 3, "frameon": False, "handlelength": 1.6}
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
+    return figure
+
+
+METHODS = {
+    "bf16": ("bfloat16", "#9e9e9e"),
+    "int4": ("int4", "#1e88e5"),
+    "ternary": ("ternary", "#8e24aa"),
+    "local-float32:100%x10": ("float32, every 10", "#43a047"),
+    "local-ternary:100%x3": ("ternary, every 3", "#ffb300"),
+    "local-ternary:100%x6,spaced=root": ("ternary, every 6, spaced", "#fb8c00"),
+    "local-ternary:100%x10": ("ternary, every 10", "#bf360c"),
+}
+
+
+def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
+    """Loss over float32's against how many times fewer bytes, for two numbers of ranks."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, ranks in zip(panels, (2, 4), strict=True):
+        for steps, marker in ((600, "o"), (3000, "D")):
+            methods = on_python(experiments, f"ranks-{ranks}{PARTS[steps]}")
+            dense = trained.baseline(methods)
+            for name in (name for name in METHODS if name in methods):
+                label, colour = METHODS[name]
+                over = trained.over(methods[name], dense)
+                times = dense[0]["bytes_per_step"] / methods[name][0]["bytes_per_step"]
+                mean = sum(over) / len(over)
+                spread = [[mean - min(over)], [max(over) - mean]]
+                style = {"color": colour, "capsize": 3, "label": label if steps == 600 else None}
+                style["markerfacecolor"] = "none" if steps == 600 else colour
+                axes.errorbar(times, mean, spread, fmt=marker, **style)
+        axes.set_xscale("log")
+        axes.set_xlim(1.5, 300)
+        axes.set_xticks([2, 10, 50, 200], ["2x", "10x", "50x", "200x"])
+        axes.minorticks_off()
+        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{ranks} ranks")
+        axes.set_xlabel("fewer bytes by")
+    panels[0].set_ylabel("loss over float32's")
+    style = {"ncols": 4, "frameon": False, "handlelength": 1, "fontsize": 10}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
     return figure
 
