@@ -1,5 +1,6 @@
 """Starts the ranks of bench/link.py, asks them, ends them."""
 
+import contextlib
 import json
 import os
 import queue
@@ -118,7 +119,8 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.wait()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # of a request that was not flushed
+                process.stdin.close()
         self._processes.clear()
 
 
