@@ -42,6 +42,25 @@ def draw(experiments: Mapping[str, Experiment], folder: Path = IMAGES) -> None:
     files.write(folder / "badges.svg", badges().encode())
 
 
+RANKS = (2, 4)
+
+
+def two_panels(height: float, below: str) -> tuple[Figure, np.ndarray]:
+    """For the loss over float32's, one panel for each number of ranks."""
+    figure = Figure(figsize=(8, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, ranks in zip(panels, RANKS, strict=True):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{ranks} ranks")
+        axes.set_xlabel(below)
+    panels[0].set_ylabel("loss over float32's")
+    return figure, panels
+
+
 PARTS = {300: "-short", 600: "", 1200: "-more", 3000: "-long"}
 LINES = {
     "local-float32:100%x10": ("averaged in float32", "#9e9e9e", "--"),
@@ -53,10 +72,8 @@ LINES = {
 def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
     """Loss over float32's against the steps of a run, for two numbers of ranks."""
     parts = {part.name for part in experiments["text_python"].parts}
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, ranks in zip(panels, (2, 4), strict=True):
+    figure, panels = two_panels(3.6, "steps of the run")
+    for axes, ranks in zip(panels, RANKS, strict=True):
         of_steps = {
             steps: on_python(experiments, f"ranks-{ranks}{suffix}")
             for steps, suffix in PARTS.items()
@@ -72,14 +89,7 @@ def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
             spread = [np.subtract(mean, least), np.subtract(most, mean)]
             style = {"color": colour, "linestyle": line, "marker": "o", "capsize": 3}
             axes.errorbar(steps, mean, spread, label=label, **style)
-        axes.set_xscale("log")
         axes.set_xticks(list(of_steps), [f"{steps:,}" for steps in of_steps])
-        axes.minorticks_off()
-        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{ranks} ranks")
-        axes.set_xlabel("steps of the run")
-    panels[0].set_ylabel("loss over float32's")
     style = {"ncols": 3, "frameon": False, "handlelength": 1.6}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
     return figure
@@ -98,10 +108,8 @@ METHODS = {
 
 def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
     """Loss over float32's against how many times fewer bytes, for two numbers of ranks."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, ranks in zip(panels, (2, 4), strict=True):
+    figure, panels = two_panels(4, "fewer bytes by")
+    for axes, ranks in zip(panels, RANKS, strict=True):
         for steps, marker in ((600, "o"), (3000, "D")):
             methods = on_python(experiments, f"ranks-{ranks}{PARTS[steps]}")
             dense = trained.baseline(methods)
@@ -114,15 +122,8 @@ def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
                 style = {"color": colour, "capsize": 3, "label": label if steps == 600 else None}
                 style["markerfacecolor"] = "none" if steps == 600 else colour
                 axes.errorbar(times, mean, spread, fmt=marker, **style)
-        axes.set_xscale("log")
         axes.set_xlim(1.5, 300)
         axes.set_xticks([2, 10, 50, 200], ["2x", "10x", "50x", "200x"])
-        axes.minorticks_off()
-        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{ranks} ranks")
-        axes.set_xlabel("fewer bytes by")
-    panels[0].set_ylabel("loss over float32's")
     style = {"ncols": 4, "frameon": False, "handlelength": 1, "fontsize": 10}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
     return figure
