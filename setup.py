@@ -250,8 +250,18 @@ def with_hint(build: type) -> type:
     return Build
 
 
+def link_packages() -> None:
+    """All packages under python/: an editable install is then a path, which wins over a folder
+    dct_kernels beside a user's program (a checkout's parent has one), where a finder would not."""
+    link = ROOT / "python/dct_kernels"
+    if not link.is_dir():
+        link.unlink(missing_ok=True)
+        link.symlink_to("../dct_kernels")
+
+
 def main() -> None:
     check_setuptools()
+    link_packages()
     check_torch()
     built = {}
     if flag("DCT_BUILD") is False:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import dct_kernels
+
 ROOT = Path(__file__).parent.parent
 # A package stands on those before it.
 FOLDERS = {"dct_kernels": ROOT, "dct_parallel": ROOT / "python", "dct_embeddings": ROOT / "python"}
@@ -188,3 +190,14 @@ def test_a_wheel_holds_every_module(tmp_path):
     subprocess.run(
         [sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment, timeout=300
     )
+
+
+def test_a_folder_of_the_same_name_beside_a_program_is_not_the_package(tmp_path):
+    """That of a checkout, say, whose parent holds the user's programs."""
+    (tmp_path / "dct_kernels").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text("import dct_kernels, dct_parallel; print(dct_kernels.__file__)")
+    command = [sys.executable, program]  # an editable install must be a path, not a finder
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = Path(run.stdout.strip()).resolve()
+    assert found == Path(dct_kernels.__file__).resolve(), run.stderr
