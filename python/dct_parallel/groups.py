@@ -81,6 +81,7 @@ def separate_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
             timeout=timeout,
             group_desc="dct",
         )
+        made.barrier().wait()  # a rank that ends it at once would break what others still connect
         return made
 
     try:

@@ -335,12 +335,10 @@ def test_nodes_are_of_the_same_ranks_for_all(rank):
 @on_ranks(4)
 def test_waits_end_at_the_shortest_timeout(rank):
     cpu, short = torch.device("cpu"), timedelta(seconds=50)
-    states = []  # kept: a rank that drops one ends its groups while another still joins them
 
     def of(mesh):
         """Of the groups of a mesh, and of those that a state makes from it."""
         state = DCTState(DDP(Dictated(SIZES)), mesh=mesh)
-        states.append(state)
         groups = [*mesh.get_all_groups(), state._topology.between, state.node_group]
         return [timeout_of(group, cpu) for group in groups]
 
