@@ -43,18 +43,19 @@ def test_a_flush_after_different_loads_is_refused(rank):
         averager.flush()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "transport"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "reduce_scatter")],
 )
 @on_ranks(2)
-def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, dtype, transport):
+def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, dtype, transport, ahead):
     """A run that saves after each step, and those that go on from there, against one that does
     not."""
 
     def make(seed):
         model = uneven(seed).to(dtype)
-        options = {"residual_decay": 0.9, "transport": transport}
+        options = {"transport": transport, "step_ahead": ahead}
         averager = DCTAverager(model, density=0.1, period=PERIOD, **options)
         return model, adamw(model), averager
 
@@ -108,6 +109,38 @@ def test_a_state_is_loaded_into_the_other_transport(rank, transport, other):
     again.flush()
     assert_same(weights(model))
     assert torch.equal(2 * weights(model), sum(gathered(moved)))
+
+
+@on_ranks(2)
+def test_where_weights_differ_a_state_that_would_move_them_is_refused(rank):
+    """They are as far ahead as this rank's residual."""
+
+    def make(**settings):
+        model = nn.ParameterList([torch.zeros(20_000), torch.zeros(30_000)])
+        options = {"step_ahead": True, "transport": "reduce_scatter"} | settings
+        return model, DCTAverager(model, density=0.05, period=1, **options)
+
+    def state_of(model, averager):
+        with torch.no_grad():
+            torch._foreach_add_(list(model), [torch.randn(p.shape) for p in model])
+        averager.average_parameters()
+        assert_same(averager._base)
+        return averager.state_dict()
+
+    state = state_of(*make())
+    both = [None, None]
+    dist.all_gather_object(both, state)
+    for settings, other, text in (
+        ({"transport": "all_gather"}, state, "transport must be reduce_scatter, as in the saved"),
+        ({"step_ahead": False}, state, "step_ahead must be False, as in this run, got True"),
+        ({}, merge_states(both), f"state must be rank {rank}'s own with step_ahead"),
+    ):
+        _, averager = make(**settings)
+        with pytest.raises(ValueError, match=f"load_state_dict: {text}"):
+            averager.load_state_dict(other)
+        assert averager.step == 0 and not averager._base.any()
+    _, averager = make()
+    averager.load_state_dict(state_of(*make(transport="all_gather")))
 
 
 @on_ranks(1)

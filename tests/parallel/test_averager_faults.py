@@ -28,10 +28,10 @@ class _Damaging:
         self._received[1, 0] ^= 0xFF  # the magic
 
 
-def _refused(rank, fault, format, transport):
+def _refused(rank, fault, format, transport, ahead):
     """Moves of an eighth and its multiples; something is wrong in the third averaging."""
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    options = {"format": format, "transport": transport, "period": 2}
+    options = {"format": format, "transport": transport, "period": 2, "step_ahead": ahead}
     group = dist.new_group(timeout=timedelta(seconds=4))
     averager = DCTAverager(model, density=0.05, process_group=group, **options)
     all_gather, all_to_all = by_all_gather.all_gather, dist.all_to_all_single
@@ -65,7 +65,8 @@ def _refused(rank, fault, format, transport):
             averager.average_parameters()
         except RuntimeError as error:
             assert step == 6 and said is None
-            assert torch.equal(weights(model), base)
+            assert torch.equal(averager._base, base)
+            assert torch.equal(weights(model), base + ahead * averager._bucket.codec.residual)
             said = str(error)
             if fault == "damage":
                 break
@@ -90,17 +91,19 @@ def _refused(rank, fault, format, transport):
 
 
 @pytest.mark.parametrize(
-    ("fault", "format", "transport"),
+    ("fault", "format", "transport", "ahead"),
     [
-        ("nan", torch.float32, "all_gather"),
-        ("nan", torch.bfloat16, "reduce_scatter"),
-        ("damage", torch.bfloat16, None),
-        ("damage", torch.bfloat16, "reduce_scatter"),
+        ("nan", torch.float32, "all_gather", False),
+        ("nan", torch.bfloat16, "reduce_scatter", False),
+        ("nan", torch.bfloat16, "reduce_scatter", True),
+        ("damage", torch.bfloat16, None, False),
+        ("damage", torch.bfloat16, "reduce_scatter", False),
+        ("damage", torch.bfloat16, None, True),
     ],
     ids=str,
 )
 def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_received(
-    fault, format, transport
+    fault, format, transport, ahead
 ):
     nan = "dct::average_parameters: weights at averaging 3 must be finite on every rank, got NaN or"
     expected = {
@@ -111,7 +114,7 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_rece
             "timed out",  # as if rank 0 were gone
         ],
     }
-    said = run_ranks(_refused, 2, fault, format, transport)
+    said = run_ranks(_refused, 2, fault, format, transport, ahead)
     assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
@@ -159,13 +162,12 @@ def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
     store.set("rank 0 gave up", "")
 
 
-def _killed(rank, folder, decay, transport):
+def _killed(rank, folder, transport):
     """Rank 1 is killed in the second averaging; the others try another, which fails as well."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.ParameterList([torch.zeros(3000)])
-    options = {"format": torch.float32, "refresh_every": 1000, "policy": "fresh"}
-    options |= {"residual_decay": decay, "transport": transport}
-    averager = DCTAverager(model, density=0.05, period=3, process_group=group, **options)
+    options = {"format": torch.float32, "transport": transport, "process_group": group}
+    averager = DCTAverager(model, density=0.05, period=3, **options)
     generator = torch.Generator().manual_seed(rank)
     errors = []
     while averager.step < 9:
@@ -188,15 +190,11 @@ def _killed(rank, folder, decay, transport):
     raise second from first
 
 
-@pytest.mark.parametrize(
-    ("decay", "transport"), [(1.0, None), (0.5, None), (1.0, "reduce_scatter")]
-)
-def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(
-    decay, transport, tmp_path
-):
+@pytest.mark.parametrize("transport", [None, "reduce_scatter"])
+def test_where_a_rank_is_killed_the_others_raise_and_can_save_all_they_have(transport, tmp_path):
     text = r"exit codes \[1, -9, 1\](.|\n)*(closed|reset) by peer"
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_killed, 3, tmp_path, decay, transport)
+        run_ranks(_killed, 3, tmp_path, transport)
     for rank in (0, 2):
         before, after, moved = torch.load(tmp_path / f"{rank}.pt")
         old, new = (saved["parameters"]["0"] for saved in (before, after))

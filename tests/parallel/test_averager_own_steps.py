@@ -30,10 +30,10 @@ def test_steps_since_the_last_averaging_are_counted(rank):
     assert averager.stats()["unaveraged"] == seen[-1] + 1
 
 
-def _stepped(steps=2):
+def _stepped(steps=2, **settings):
     model = nn.Linear(3, 1)
     model(torch.ones(1, 3)).sum().backward()
-    averager = DCTAverager(model, period=3)
+    averager = DCTAverager(model, **{"period": 3} | settings)
     for _ in range(steps):
         averager.average_parameters()
     return averager
@@ -42,6 +42,24 @@ def _stepped(steps=2):
 def test_the_end_of_a_run_tells_of_steps_that_were_not_averaged(one_rank):
     averager = _stepped()
     with pytest.warns(UserWarning, match="the run's last 2 steps were not averaged, .*flush"):
+        del averager
+        gc.collect()
+
+
+def test_the_end_of_a_run_tells_of_residuals_that_only_this_ranks_weights_have(one_rank):
+    averager = _stepped(period=1, step_ahead=True)
+    assert averager.stats()["unaveraged"] == 0
+    with pytest.warns(UserWarning, match="the residuals were not averaged, so weights differ"):
+        del averager
+        gc.collect()
+
+
+@pytest.mark.parametrize("end", ["flush", "state_dict"])
+def test_after_a_flush_and_a_save_it_is_silent_of_these(one_rank, end):
+    averager = _stepped(period=1, step_ahead=True)
+    getattr(averager, end)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         del averager
         gc.collect()
 

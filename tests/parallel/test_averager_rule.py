@@ -17,21 +17,24 @@ BAD = 3  # the averaging at which a weight of the last rank is NaN
 
 
 class _Rule:
-    def __init__(self, ranks, decay):
-        self.decay = decay
+    def __init__(self, ranks, ahead):
+        self.ahead = ahead
         self.weights, self.residual = np.zeros((2, ranks, sum(SIZES)))
         self.base = np.zeros(sum(SIZES))
 
     def average(self, thresholds):
-        moved = self.weights - self.base
-        acc = self.decay * self.residual + _finite(moved)
+        moved = self.weights - self._start()
+        acc = self.residual + _finite(moved)
         if np.isfinite(moved).all():
             sent = np.where(abs(acc) >= thresholds, acc, 0)
             self.residual = acc - sent
             self.base = self.base + sent.mean(0)
         else:  # as if there had been no averaging: all that ranks moved by waits
-            self.residual = acc / self.decay
-        self.weights[:] = self.base
+            self.residual = acc
+        self.weights[:] = self._start()
+
+    def _start(self):
+        return self.base + self.residual if self.ahead else self.base
 
 
 def _finite(x):
@@ -43,16 +46,16 @@ def _saved(averager, key):
     return torch.cat([parts[key] for parts in parameters.values()]).double().numpy()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("ranks", "period", "decay", "bad"),
-    [(2, 2, 1.0, False), (3, 1, 0.5, False), (2, 2, 0.5, True), (3, 3, 0.5, False)],
+    ("ranks", "period", "bad"), [(2, 2, False), (3, 1, False), (2, 2, True), (3, 3, False)]
 )
 @on_ranks("ranks")
-def test_it_follows_the_rule(rank, ranks, period, decay, bad):
+def test_it_follows_the_rule(rank, ranks, period, bad, ahead):
     model = nn.ParameterList(map(torch.zeros, SIZES))
-    options = {"format": torch.float32, "residual_decay": decay}
-    averager = DCTAverager(model, density=0.05, period=period, **options)
-    rule, generator = _Rule(ranks, decay), np.random.default_rng(0)
+    options = {"period": period, "format": torch.float32, "step_ahead": ahead}
+    averager = DCTAverager(model, density=0.05, **options)
+    rule, generator = _Rule(ranks, ahead), np.random.default_rng(0)
     for step in range(1, 6 * period + 1):
         moves = generator.integers(-1024, 1025, rule.weights.shape) * 3 / 256
         rule.weights += moves
@@ -71,19 +74,20 @@ def test_it_follows_the_rule(rank, ranks, period, decay, bad):
         if step % period == 0:
             rule.average(torch.cat(gathered(averager._bucket.codec.threshold))[:, None].numpy())
         assert np.array_equal(weights(model).numpy(), rule.weights[rank], equal_nan=True), step
-        decayed = rule.residual[rank] * decay
-        assert np.array_equal(_saved(averager, "residual"), decayed), step
+        assert np.array_equal(_saved(averager, "residual"), rule.residual[rank]), step
         assert np.array_equal(_saved(averager, "base"), rule.base), step
     assert averager.stats()["overflow"] == 0
     assert np.count_nonzero(rule.base) > 1000 and np.count_nonzero(rule.residual) > 1000
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @on_ranks(2)
-def test_nothing_is_lost_in_few_bits(rank):
+def test_nothing_is_lost_in_few_bits(rank, ahead):
     """All that ranks moved by arrives with a flush, whatever their weights' dtype rounds."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     model = nn.ParameterList([torch.full((3000,), 256.0, dtype=dtype) for dtype in dtypes])
-    averager = DCTAverager(model, density=0.05, period=3, format=torch.float32)
+    options = {"format": torch.float32, "step_ahead": ahead}
+    averager = DCTAverager(model, density=0.05, period=3, **options)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(9000, dtype=torch.float64)
     for step in range(1, 15):
@@ -105,15 +109,17 @@ def test_nothing_is_lost_in_few_bits(rank):
         assert torch.equal(parameter, part.to(parameter.dtype))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "numel", "transport"),
     [(2, 5000, None), (3, 50_000, "reduce_scatter"), (3, 200_000, None)],
 )
 @on_ranks("ranks")
-def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport):
+def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport, ahead):
     """Every entry in few bits."""
     model = nn.ParameterList([torch.zeros(numel)])
-    averager = DCTAverager(model, density=1, period=2, format="ternary", transport=transport)
+    options = {"format": "ternary", "transport": transport, "step_ahead": ahead}
+    averager = DCTAverager(model, density=1, period=2, **options)
     generator = torch.Generator().manual_seed(rank)
     moved = torch.zeros(numel, dtype=torch.float64)
     for _ in range(9):
@@ -127,3 +133,22 @@ def test_nothing_is_lost_of_entries_in_few_bits(rank, ranks, numel, transport):
     averager.flush()
     mean = sum(gathered(moved)) / ranks
     torch.testing.assert_close(weights(model).double(), mean, rtol=0, atol=1e-5)
+
+
+@on_ranks(2)
+def test_it_steps_no_further_ahead_than_weights_can_be(rank):
+    """In float16; the residual is kept."""
+    model = nn.ParameterList([torch.zeros(3000, dtype=torch.float16)])
+    averager = DCTAverager(model, density=0.05, period=1, format="float32", step_ahead=True)
+    averager._base[7] = model[0].data[7] = 60_000.0
+    averager._bucket.codec.residual[7] = 6_000.0  # 66,000 is infinite
+    with torch.no_grad():
+        model[0][100:300] += 20_000.0  # of which there is room for 188
+    moved = weights(model)
+    averager.average_parameters()
+    assert torch.equal(weights(model), moved) and averager._bucket.codec.residual[7] == 6_000
+    assert averager._base.count_nonzero() == 1 + 188
+    with pytest.raises(RuntimeError, match="changes that overflow, in 0"):
+        averager.average_parameters()  # sends it
+    assert torch.equal(weights(model), moved)
+    assert not averager._bucket.codec.residual[7]

@@ -205,8 +205,6 @@ def test_the_averager(rank):
             (["parameters"], saved | moved, f"base of {WEIGHT} must be a float32 .1024. tensor"),
             (["period"], 3, "period must be 5, as in this run, got 3"),
             (["period"], 0, "period must be an integer in .*, got 0"),
-            (["residual_decay"], 0.5, r"residual_decay must be 1\.0, as in this run"),
-            (["residual_decay"], 0, r"residual_decay must be a number in \(0, 1\], got 0"),
             (["period"], GONE, "period must be 5, as in this run, got none"),
         ]
 

@@ -46,9 +46,6 @@ def draw(draw):
         "frozen": [0] if draw.random() < 0.2 else [],
         "options": options,
     }
-    if draw.random() < 0.15:
-        settings["dtypes"] = ["float32"] * len(shapes)
-        options["residual_decay"] = 0.75
     return most, settings, [_call(draw, most) for _ in range(draw.randint(5, 20))]
 
 
@@ -233,8 +230,6 @@ class Door:
             self._bad.zero_()
         else:
             averager.average_parameters()
-            if averages and averager.residual_decay < 1:
-                self.account.put(self._owed(), 1 - 1 / averager.residual_decay)
         if averages:
             self._since.zero_()
             require_equal(flat(self._parameters), self._group, "weights")

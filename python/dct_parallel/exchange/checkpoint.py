@@ -47,8 +47,8 @@ _ENTRY = ENTRY | {
     "buckets": fields.NAMES._replace(default=[]),  # of a DCTState: the parameters of each
     # Of a DCTAverager:
     "period": fields.integer(1, default=None),
-    "residual_decay": fields.FRACTION._replace(default=None),
     "shard": fields.TEXT._replace(default=None),  # which one of how many its weights are
+    "step_ahead": fields.FLAG._replace(default=None),
     "unaveraged": fields.integer(0, default=None),  # steps that only this rank's weights have
 }
 _RULE = f"{VERSION}, as dct_kernels 0.3 saves it (earlier states are not read)"
@@ -130,6 +130,9 @@ def find(
         shard = fields.checked(op, saved, _ENTRY).get("shard", WHOLE)
         if shard != averager["shard"]:
             checks.fail(op, "shard", f"{averager['shard']}, as in this run", shard)
+        if averager["step_ahead"] and MEAN in found:
+            rule = f"rank {rank}'s own with step_ahead (or flush, and start anew)"
+            checks.fail(op, "state", rule, "one from merge_states")
     entry = require_entry(op, saved, sizes)
     parameters = entry["parameters"]
     based = {name for name, segment in parameters.items() if BASE in segment}

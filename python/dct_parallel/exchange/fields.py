@@ -101,6 +101,7 @@ def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 TEXT = _field("a string", lambda v: isinstance(v, str))
+FLAG = _field("a bool", lambda v: isinstance(v, bool))
 FRACTION = _field("a number in (0, 1]", lambda v: _is_number(v, (int, float)) and 0 < v <= 1)
 NAMES = _field(
     "lists of strings",

@@ -19,7 +19,7 @@ from ..exchange.bucket import Bucket
 from ..exchange.codec import Settings
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import BucketPlan, node_sentence, plan_table
-from ..exchange.segment_state import SegmentState
+from ..exchange.segment_state import OWNER_RESIDUAL, SegmentState
 from . import shards
 from .own_steps import OwnSteps
 from .weights import FlatWeights
@@ -39,14 +39,16 @@ class DCTAverager(ModelAverager):
 
         moved = weights - base + residual     on every rank
         sent = moved in few bits, or the largest `density` of it
-        residual = (moved - sent) * residual_decay
+        residual = moved - sent
         base += mean of all ranks' sent
         weights = base
 
-    so that weights are then bitwise the same on all ranks, until the next step. Deterministic. The
-    rule is that of SparseLoCo (arXiv 2508.15706) without its outer optimizer, and with every entry
-    in few bits, or thresholds in place of chunked top-k. How far a run ends behind a dense one, and
-    checkpoints: docs/guide/transformers.md. A torch `ModelAverager`, for
+    so that weights are then bitwise the same on all ranks, until the next step. With `step_ahead`
+    the last line is `weights = base + residual`: no gradient is late for this rank's optimizer, but
+    weights differ between ranks until `flush`. Deterministic. The rule is that of SparseLoCo (arXiv
+    2508.15706) without its outer optimizer and decay, or that of SAEF (arXiv 2008.05823) without
+    its averaging of errors; with every entry in few bits, or thresholds in place of top-k. How far
+    a run ends behind a dense one: docs/guide/transformers.md. A torch `ModelAverager`, for
     `PostLocalSGDOptimizer(optimizer, averager)`. Not to be copied or pickled: save `state_dict()`.
 
     Args:
@@ -55,7 +57,6 @@ class DCTAverager(ModelAverager):
             dimension, this rank's shards. All parameters of the first rank, frozen ones as well,
             replace the others'. Which of them require grad must stay the same.
         period: steps from one averaging to the next.
-        residual_decay: in (0, 1]: each averaging multiplies the residual by it.
         density: fraction of all entries sent each time, in (0, 1]; default 1.
         format: see `DCTState`; default "ternary", and "bfloat16" with a density below 1.
         transport: see `DCTState`.
@@ -63,10 +64,11 @@ class DCTAverager(ModelAverager):
             that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
+        step_ahead: go on from weights with this rank's residual (docs/guide/choosing.md).
 
     Attributes:
         step: calls of `average_parameters`.
-        period, residual_decay: as given.
+        period: as given.
         wire_bytes: bytes per averaging of the rank that sends most, always the same. Besides, all
             ranks reduce 8 bytes (shards twice): either all of them apply an averaging or none.
 
@@ -81,13 +83,13 @@ class DCTAverager(ModelAverager):
         module: nn.Module,
         *,
         period: int = 10,
-        residual_decay: float = 1.0,
         density: float | None = None,
         format: str | torch.dtype | None = None,
         transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         policy: str = "fresh",
         refresh_every: int = 1000,
+        step_ahead: bool = False,
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
@@ -96,14 +98,12 @@ class DCTAverager(ModelAverager):
             format = format or ("ternary" if density == 1 else "bfloat16")
             self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
-            checks.require_number(_OP, "residual_decay", residual_decay)
-            if not 0 < residual_decay <= 1:  # false of a NaN as well
-                checks.fail(_OP, "residual_decay", "in (0, 1]", residual_decay)
             selection.require_transport(_OP, transport)
+            checks.require_type(_OP, "step_ahead", step_ahead, bool, "a bool")
             self._weights = FlatWeights(_OP, module, group)
-        self.period, self.residual_decay = period, float(residual_decay)
-        decay, shard = self.residual_decay, self._weights.shard
-        self._own = {"period": period, "residual_decay": decay, "shard": shard}
+        self.period = period
+        self._step_ahead = step_ahead
+        self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
         names, sizes = tuple(self._weights.names.values()), self._weights.sizes
         numel, ranks = self._weights.numel, group.size()
         self._transport = transport
@@ -144,10 +144,9 @@ class DCTAverager(ModelAverager):
                 on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
                 until the group's timeout: go back to a checkpoint then.
             RuntimeError: some rank had NaN or infinite weights, or the sum of finite changes
-                overflows. Every rank raises. Its weights are those of the last averaging; their
-                change since then is in the residual, which did not decay once more. So training can
-                go on. NaN, Inf and what overflowed are lost, and in few bits the changes of 64
-                weights beside a NaN or Inf.
+                overflows. Every rank raises. The base is that of the last averaging; the change
+                of weights since then is in the residual. So training can go on. NaN, Inf and what
+                overflowed are lost, and in few bits the changes of 64 weights beside a NaN or Inf.
                 Or a rank is gone: the others raise the same way, at the group's timeout at the
                 latest. They lose nothing, and `state_dict` saves it; this group cannot be used
                 again.
@@ -168,8 +167,7 @@ class DCTAverager(ModelAverager):
         """Average weights and residuals now, densely in float32, at the end of training.
 
         On every rank, after any step; it counts as none. Weights are then bitwise the same on all
-        ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes per element. The residual
-        decays no further.
+        ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes per element.
 
         Raises:
             ValueError: ranks do not go on from the same step, after a load. Or different parameters
@@ -181,13 +179,13 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._bucket.add_owed(owed := self._weights.moved_from(self._base))
+        self._bucket.add_owed(owed := self._weights.moved_from(self._start()))
         base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
         if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
-        self._base, self._own_steps.count = base, 0
-        self._weights.write(base)
+        self._base = base
+        self._go_on(ahead=False)
         self._own_steps.warn_if_never_called()
 
     def plan(self) -> str:
@@ -258,9 +256,10 @@ class DCTAverager(ModelAverager):
         changes nothing.
 
         Raises:
-            ValueError: made with a different version, density, period, residual_decay or number of
+            ValueError: made with a different version, density, period, step_ahead or number of
                 ranks, by a different rank, or for a different model; or something in it is missing,
-                of a wrong type or shape or not finite.
+                of a wrong type or shape or not finite. With `step_ahead`, merged, or by a transport
+                that this one cannot go on from.
             TypeError: not a state dict.
             RuntimeError: this averager received a damaged payload: load into a new one.
         """
@@ -270,7 +269,13 @@ class DCTAverager(ModelAverager):
         entry = checkpoint.find(
             state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
         )
-        saved, self.step = entry["parameters"], entry["step"]
+        saved = entry["parameters"]
+        owned = any(parameter[OWNER_RESIDUAL] for parameter in saved.values())
+        if self._step_ahead and owned and self._plan.transport == "all_gather":
+            # The owner's residual would become this rank's, and its weights not be as far ahead.
+            rule = "reduce_scatter, as in the saved run, with step_ahead"
+            checks.fail("load_state_dict", "transport", rule, "all_gather")
+        self.step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(saved)
         self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
@@ -290,7 +295,7 @@ class DCTAverager(ModelAverager):
         self._ledger.begin(self.step // self.period)
         base = None
         try:
-            self._ledger.start(self._bucket, self._weights.moved_from(self._base))
+            self._ledger.start(self._bucket, self._weights.moved_from(self._start()))
             base = self._receive()
             self._agree()
             if self._ledger.non_finite:
@@ -301,12 +306,22 @@ class DCTAverager(ModelAverager):
             self._ledger.take_back()
             if base is not None and self._ledger.non_finite:
                 self._drop_what_overflows(base)
-            self._weights.write(self._base)
+            self._weights.write(self._start())
             raise
-        self._base, self._own_steps.count = base, 0
-        if self.residual_decay < 1:
-            torch._foreach_mul_(self._bucket.residuals(), self.residual_decay)
-        self._weights.write(base)
+        self._base = base
+        self._go_on(ahead=self._step_ahead)
+
+    def _start(self) -> Tensor:
+        """The weights that this rank has after an averaging; the base where they cannot be more."""
+        if not self._step_ahead:
+            return self._base
+        ahead = self._base + self._bucket.codec.residual
+        return ahead.where(self._weights.can_be(ahead), self._base)
+
+    def _go_on(self, ahead: bool) -> None:
+        """From the base, or ahead of it."""
+        self._weights.write(self._start())
+        self._own_steps.count, self._own_steps.ahead = 0, ahead
 
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""

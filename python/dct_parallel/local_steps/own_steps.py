@@ -16,11 +16,12 @@ class OwnSteps:
         first: whether this is the first rank, which alone warns at the end.
 
     Attributes:
-        count: steps since the last averaging that ended began.
+        count: steps since the last averaging.
+        ahead: whether this rank's weights differ from the others' after it as well.
     """
 
     def __init__(self, averager: object, parameters: Iterable[Parameter], first: bool) -> None:
-        self.count = 0
+        self.count, self.ahead = 0, False
         self._called = False  # average_parameters, in this run or the one that it goes on from
         self._saved = True
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
@@ -51,9 +52,10 @@ class OwnSteps:
 
     def _at_the_end(self) -> None:
         self.warn_if_never_called()
-        if self.count and not self._saved:
+        if (self.count or self.ahead) and not self._saved:
+            what = f"the run's last {self.count} steps" if self.count else "the residuals"
             warnings.warn(
-                f"DCT: the run's last {self.count} steps were not averaged, so weights differ "
-                "between ranks: call averager.flush() at its end, or save state_dict() to go on.",
+                f"DCT: {what} were not averaged, so weights differ between ranks: "
+                "call averager.flush() at its end, or save state_dict() to go on.",
                 stacklevel=2,
             )
