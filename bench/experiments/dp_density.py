@@ -7,12 +7,12 @@
 Problems: text-... train a transformer (--width 96, --layers 3, 8 x 64 characters a rank) on the
 characters of --text, which is generated if it is not there; a short text, read many times over, is
 overfitted, and noise then helps. text-muon and python-muon have Muon on the matrices of the layers
-and AdamW on the rest. clicks-sgd and clicks-adam train DLRM on rows of clicks (128 a
-rank), generated or --data: with SGD, or with row-wise AdaGrad on its tables and Adam on its MLPs,
-where the rate is Adam's, and the tables' is --table-lr; tables-adam, with Adam on all. python-adamw
-trains the transformer on the sources of torch and sympy, of which no character is read twice;
-finetune-adamw goes on with sympy's from one that was trained on torch's. mlp-adam trains a deep MLP
-that needs its biases (128 rows a rank).
+and AdamW on the rest. clicks-sgd, clicks-momentum and clicks-adam train DLRM on rows of clicks (128
+a rank), generated or --data: with SGD, with its momentum, or with row-wise AdaGrad on its tables
+and Adam on its MLPs, where the rate is Adam's, and the tables' is --table-lr; tables-adam, with
+Adam on all. python-adamw trains the transformer on the sources of torch and sympy, of which no
+character is read twice; finetune-adamw goes on with sympy's from one that was trained on torch's.
+mlp-adam trains a deep MLP that needs its biases (128 rows a rank).
 
 Schedules: the rate of transformers and of the MLP rises over the first 50 steps. Then it falls to 0
 along a cosine; stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is
@@ -28,16 +28,16 @@ blocks-int4,width=W and the like: with a scale for every W entries; blocks-e2m1:
 local:D%xH: every rank takes H steps of its own optimizer, then D % of what its weights have moved
 by are sent, with error feedback: D / H a step; local-int4:100%xH and the like with every entry in
 few bits, local-blocks-int4:xH,width=W in blocks. They take settings after commas: decay=B (of the
-residual); spaced=rate, root or rate2 (as
-many exchanges, further apart where the rate is lower: by it, its root or its square), first=N (so
-many of them at the first steps, the others further apart); outer=R and momentum=B (an outer
-optimizer, SGD with Nesterov's momentum); moments=first, second or both (of Adam, averaged as well,
-in float32); and pull=K (first moments are corrected by what the exchange tells).
+residual); spaced=rate, root or rate2 (as many exchanges, further apart where the rate is lower: by
+it, its root or its square), first=N (so many of them at the first steps, the others further apart);
+outer=R and momentum=B (an outer optimizer, SGD with Nesterov's momentum); moments=first, second or
+both (of Adam, averaged as well, in float32); and pull=K (first moments are corrected by what the
+exchange tells).
 They, and those of gradients, also take transport=reduce_scatter. Beside them: postlocal:xH, float32
 weights averaged; diloco:xH, with its outer optimizer; sparseloco:D%xH, with its top-k, 2-bit values
 and decay; accordion:D%,critical=C: C % are sent in critical regimes, which are looked for after
 every window=N steps; accordion-ternary: int4 and ternary; ahead:D% and ahead-ternary: SAEF, whose
-residuals are averaged after every share=N steps.
+residuals are averaged after share=N exchanges, with every=H steps from one to the next.
 
 The ranks are simulated in one process, bit for bit as real ones; bytes are what a rank sends, by
 formula.

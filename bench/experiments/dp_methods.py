@@ -40,7 +40,7 @@ for _format in (*quantized.FORMATS, "e2m1"):
     METHODS[f"blocks-{_format}"] = ("", partial(few_bits.Blocks, format=_format))
     METHODS[f"local-blocks-{_format}"] = ("xH", partial(few_bits.Local, format=_format))
 SETTINGS = {"decay": float, "transport": ("reduce_scatter",), "width": int, "exact": ("vectors",)}
-SETTINGS |= {"critical": float, "window": int, "share": int}
+SETTINGS |= {"critical": float, "window": int, "share": int, "every": int}
 AVERAGING = {"outer": float, "momentum": float, "moments": (*dp_local.MOMENTS,)}
 AVERAGING |= {"pull": float}
 WHEN = {"spaced": ("root", "rate", "rate2"), "first": int}  # to average, see dp_local.schedule

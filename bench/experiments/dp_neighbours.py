@@ -69,13 +69,15 @@ class Accordion(dp_ranks.Exchange):
 class StepAhead(dp_local.Local):
     """SAEF (arXiv 2008.05823; our reconstruction, after its code): step ahead, average errors.
 
-    Every rank takes a step of its own optimizer at weights to which its residual has been added,
-    and the ranks exchange these steps, with error feedback. By reduce-scatter the mean is
-    compressed once more, as by the server there. On the way, scores are of weights that are ahead.
+    Every rank takes a step of its own optimizer, or some, from weights to which its residual has
+    been added, and the ranks exchange these steps, with error feedback. By reduce-scatter the mean
+    is compressed once more, as by the server there. On the way, scores are of weights that are
+    ahead.
 
     Args:
         density, format, transport: see `Local`.
-        share: after so many steps all residuals become their mean, in float32; 0: never.
+        share: after so many exchanges all residuals become their mean, in float32; 0: never.
+        every: steps from one exchange to the next.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class StepAhead(dp_local.Local):
         format: str = "bfloat16",
         transport: str = "all_gather",
         share: int = 0,
+        every: int = 1,
     ) -> None:
-        super().__init__(models, density, 1, format=format, transport=transport)
+        super().__init__(models, density, every, format=format, transport=transport)
         self.share, self.steps = share, 0
         self.ahead = [torch.zeros_like(self.base) for _ in models]
 

@@ -12,8 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dlrm import files
-
-from .run_files import spread, with_error
+from tables import difference, mean
 
 RATE_SEED = 0  # of the runs that learning rates are chosen by
 
@@ -74,7 +73,7 @@ def tables(records: Sequence[dict]) -> str:
             over, most, fewer = "", "", ""
             if dense is not None:
                 pairs = paired(runs, dense)
-                over, most = with_error(pairs), f"{max(pairs, default=math.nan):+.4f}"
+                over, most = difference(pairs), f"{max(pairs, default=math.nan):+.4f}"
                 fewer = f"{dense[0]['bytes_per_step'] / runs[0]['bytes_per_step']:.1f}x"
             tried = sorted(
                 {
@@ -84,7 +83,7 @@ def tables(records: Sequence[dict]) -> str:
                     == (problem, schedule, name, steps)
                 }
             )
-            cells = [name, *(spread([run["test"][key] for run in runs]) for key in scores)]
+            cells = [name, *(mean([run["test"][key] for run in runs]) for key in scores)]
             cells += [f"{max(run['test']['loss'] for run in runs):.4f}", over, most]
             late = [run["overflow"] for run in runs if "overflow" in run]
             cells.append(f"{statistics.mean(late):.1%}" if late else "")

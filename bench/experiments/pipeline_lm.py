@@ -29,6 +29,7 @@ from dct_parallel.rows.counts import ROW_FORMATS
 from dlrm import files
 from dlrm.argument_types import several
 from dlrm.command_line import exit_status, make_folder
+from tables import mean
 from wire_meter import WireMeter
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -208,11 +209,7 @@ def report(args: argparse.Namespace, modes: list[dict]) -> str:
     """The table: mean and standard deviation over seeds."""
 
     def over_seeds(mode: dict, key: str) -> str:
-        numbers = [run[key] for run in mode["runs"] if key in run]
-        if not numbers:
-            return "-"
-        spread = f" ± {statistics.stdev(numbers):.4f}" if len(numbers) > 1 else ""
-        return f"{statistics.mean(numbers):.4f}{spread}"
+        return mean([run[key] for run in mode["runs"] if key in run]) or "-"
 
     lines = [
         "| cut | held-out loss | and uncompressed | bytes forward | backward | fewer by | ms |",

@@ -7,8 +7,6 @@ have.
 import argparse
 import itertools
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -202,19 +200,3 @@ def best_rates(records: Sequence[dict]) -> dict[str, float]:
         if record["validation"]["log_loss"] < best["validation"]["log_loss"]:
             found[record["exchange"]] = record
     return {name: record["rate"] for name, record in found.items()}
-
-
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean and standard deviation."""
-    if not values:
-        return "-"
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.4f}{deviation}"
-
-
-def with_error(values: Sequence[float]) -> str:
-    """Mean and its standard error."""
-    if not values:
-        return ""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.mean(values):+.4f} ± {error:.4f}"

@@ -68,6 +68,13 @@ def dgc(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return take(residual, index)
 
 
+def bf16_cast(grad: list[Tensor]) -> dict[str, Peer]:
+    """What torch's bf16_compress_hook does to a gradient; nothing to one in bfloat16."""
+    if grad[0].dtype == torch.bfloat16:
+        return {}
+    return {"bf16 cast": Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)}
+
+
 def compaction(
     residual: list[Tensor], grad: list[Tensor], tau: Tensor, density: float
 ) -> dict[str, Peer]:
@@ -77,7 +84,7 @@ def compaction(
         name: _compaction(lambda i, f=function: f(residual[i], grad[i], k), residual, grad)
         for name, function in (("topk", topk), ("dgc", dgc), ("random-k", random_k))
     }
-    peers["bf16 cast"] = Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)
+    peers |= bf16_cast(grad)
     if residual[0].is_cuda and native.missing() is None and residual[0].numel() % 4 == 0:
         select = native.Select(residual[0].numel(), 2 * k + 1024)
 
@@ -96,7 +103,7 @@ def compaction(
 def every_entry(residual: list[Tensor], grad: list[Tensor], format: str) -> dict[str, Peer]:
     """Peers of quantize_pack on these buffers: torch's hook in bfloat16, which keeps no residual;
     with error feedback FBGEMM's rows of 64 and PowerSGD of rank 1."""
-    peers = {"bf16 cast": Peer(lambda i: grad[i].to(torch.bfloat16), lambda i: None)}
+    peers = bf16_cast(grad)
     numel = residual[0].numel()
     side = 2 ** (numel.bit_length() // 2)
     if numel % side == 0:

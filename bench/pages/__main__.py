@@ -6,8 +6,8 @@
 
 It writes docs/results/*.md, a page for each experiment and an index; fills the blocks between
 `<!-- figure: NAME -->` and `<!-- end figure -->` in README.md, docs/guide and docs/design, and
-those of signatures in docs/reference; and draws docs/images: a step's time, losses by steps and
-bytes, badges.
+those of signatures in docs/reference; and draws docs/images: a step's time, losses by steps,
+bytes and density, badges.
 
 With --collect it writes NAME.json into --into, with the commit, machine and day of now. Correct
 these by hand, add "title", "question", "answer" and "notes", and make the pages. A command of a run

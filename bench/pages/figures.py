@@ -43,7 +43,8 @@ def methods(experiments: Experiments) -> str:
             _over(kaggle, "int4,int4+dedup"),
         ],
     ]
-    trains = ("a click model, SGD", "a transformer, AdamW", "the same, fewer bytes")
+    clicks = "a click model, SGD ([with momentum](docs/guide/choosing.md#momentum))"
+    trains = (clicks, "a transformer, AdamW", "the same, fewer bytes")
     for row, what in zip(rows, (*trains, "embedding rows between ranks"), strict=True):
         row.insert(0, what)
     headings = ["you train", "use", "fewer bytes", "ms at 1 Gbit/s"]
@@ -121,6 +122,37 @@ def click_models(experiments: Experiments) -> str:
             rows.append([*row, f"{task}, {len(own)} seeds"])
     headings = ["optimizer", "density", "fewer bytes by", "log loss over float32's", "at most"]
     return table([*headings, "measured on"], rows)
+
+
+@figure("neighbours")
+def momentum(experiments: Experiments) -> str:
+    """DLRM under SGD with momentum; bytes as for 2 ranks."""
+    averager = "`DCTAverager(model, period={}, density={}{})`".format
+    columns = {
+        "generated rows": "clicks-momentum",
+        "Criteo's rows": "criteo-momentum",
+        "4 ranks": "clicks-momentum-4",
+    }
+    of_part = experiments["neighbours"].of_part
+    methods = [trained.best(of_part(part)) for part in columns.values()]
+    methods = [
+        {name.removesuffix(",transport=reduce_scatter"): runs for name, runs in of.items()}
+        for of in methods
+    ]
+    rows = []
+    for use, *names in (
+        ("`DCTState(ddp, density=0.01)`", "dct:1%"),
+        (HOOK, "dct:0.5%", "reduce_scatter:0.5%"),
+        (TERNARY, "local-ternary:100%x10"),
+        (averager(10, 0.01, ""), "local:1%x10"),
+        (averager(1, 0.005, ", step_ahead=True"), "ahead:0.5%"),
+        (averager(1, 0.001, ", step_ahead=True"), "ahead:0.1%"),
+    ):
+        found = [next((name for name in names if name in of), None) for of in methods]
+        over = [_over(of, name) if name else "" for of, name in zip(methods, found, strict=True)]
+        fewer = trained.steady if use.startswith("`DCTState") else trained.factor
+        rows.append([fewer(methods[0][names[0]], methods[0]["dense"]), use, *over])
+    return table(["fewer bytes by", "use", *columns], rows)
 
 
 def row_runs(experiments: Experiments) -> tuple[dict, dict]:

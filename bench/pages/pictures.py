@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -36,6 +37,7 @@ def draw(experiments: Mapping[str, Experiment], folder: Path = IMAGES) -> None:
             pictures = {"step_time": step_times({**run, "cells": cells})}
             pictures["loss_by_steps"] = loss_by_steps(experiments)
             pictures["loss_by_bytes"] = loss_by_bytes(experiments)
+            pictures["loss_by_density"] = loss_by_density(experiments)
             for picture, figure in pictures.items():
                 path, options = folder / f"{picture}-{name}.svg", {"metadata": {"Date": None}}
                 files.write_figure(path, figure, transparent=True, **options)
@@ -51,14 +53,19 @@ def two_panels(height: float, below: str) -> tuple[Figure, np.ndarray]:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, ranks in zip(panels, RANKS, strict=True):
-        axes.set_xscale("log")
-        axes.minorticks_off()
-        axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
-        axes.spines[["top", "right"]].set_visible(False)
+        prepare(axes, below)
         axes.set_title(f"{ranks} ranks")
-        axes.set_xlabel(below)
     panels[0].set_ylabel("loss over float32's")
     return figure, panels
+
+
+def prepare(axes: Axes, below: str) -> None:
+    """A line at 0, and a logarithmic scale below."""
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(below)
 
 
 PARTS = {300: "-short", 600: "", 1200: "-more", 3000: "-long"}
@@ -126,6 +133,36 @@ def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
         axes.set_xticks([2, 10, 50, 200], ["2x", "10x", "50x", "200x"])
     style = {"ncols": 4, "frameon": False, "handlelength": 1, "fontsize": 10}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
+    return figure
+
+
+OPTIMIZERS = {
+    "clicks-sgd": ("SGD", "#1e88e5", "o"),
+    "clicks-momentum": ("SGD with momentum", "#bf360c", "s"),
+}
+
+
+def loss_by_density(experiments: Mapping[str, Experiment]) -> Figure:
+    """Log loss over float32's against the hook's density, for two optimizers of a click model."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    prepare(axes, "density")
+    for part, (label, colour, marker) in OPTIMIZERS.items():
+        methods = trained.best(experiments["neighbours"].of_part(part))
+        points = []
+        for name, runs in methods.items():
+            if name.startswith("dct:"):
+                over = trained.over(runs, trained.baseline(methods))
+                density = float(name.removeprefix("dct:").removesuffix("%"))
+                points.append((density, sum(over) / len(over), min(over), max(over)))
+        density, mean, least, most = zip(*sorted(points), strict=True)
+        spread = [np.subtract(mean, least), np.subtract(most, mean)]
+        axes.errorbar(density, mean, spread, label=label, color=colour, marker=marker, capsize=3)
+    axes.set_xticks(ticks := (5, 2, 1, 0.5, 0.2, 0.1, 0.05), [f"{tick:g} %" for tick in ticks])
+    axes.invert_xaxis()
+    axes.set_ylabel("log loss over float32's")
+    axes.legend(frameon=False)
     return figure
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -24,11 +25,16 @@ STATES = {
     "int4": {"format": "int4", "transport": "all_gather"},
     "int4,transport=reduce_scatter": {"format": "int4", "transport": "reduce_scatter"},
 }
-TWICE = "local-int4:100%x2,transport=reduce_scatter,decay=0.5"
+TWICE = "local-int4:100%x2,transport=reduce_scatter"
 AVERAGERS = {
     "local:5%x2": {"density": 0.05},
     "local-ternary:100%x2": {"transport": "all_gather"},
-    TWICE: {"format": "int4", "transport": "reduce_scatter", "residual_decay": 0.5},
+    TWICE: {"format": "int4", "transport": "reduce_scatter"},
+    "ahead:5%,every=2": {"density": 0.05, "step_ahead": True},
+    "ahead-ternary,every=2,transport=reduce_scatter": {
+        "transport": "reduce_scatter",
+        "step_ahead": True,
+    },
 }
 OTHERS = ("topk:5%", "powersgd")
 
@@ -43,9 +49,9 @@ def _real(text, width, folder, names):
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     for name in names:
         model = module = task.model(0)
-        average = None
+        averager = None
         if name in AVERAGERS:
-            average = DCTAverager(model, period=2, **AVERAGERS[name]).average_parameters
+            averager = DCTAverager(model, period=2, **AVERAGERS[name])
         else:
             model = DDP(module, bucket_cap_mb=1024)
             model.register_comm_hook(*_hook(name, model))
@@ -54,8 +60,10 @@ def _real(text, width, folder, names):
             optimizer.zero_grad()
             task.loss(model, batch).backward()
             optimizer.step()
-            if average is not None:
-                average()
+            if averager is not None:
+                averager.average_parameters()
+        if averager is not None:  # at an averaging
+            nn.utils.vector_to_parameters(averager._base, module.parameters())
         if rank == 0:
             torch.save(module.state_dict(), folder / f"{name}.pt")
 

@@ -50,7 +50,7 @@ def test_stepping_ahead_with_nothing_pending_is_local_momentum():
     torch.testing.assert_close(ahead, exact, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["ahead:5%", "ahead-ternary"])
+@pytest.mark.parametrize("name", ["ahead:5%", "ahead-ternary", "ahead:5%,every=2"])
 def test_stepping_ahead_loses_nothing(name):
     """All that ranks' own steps moved by is in the weights or pending."""
     moved = []

@@ -46,12 +46,6 @@ def test_runs_of_other_settings_are_refused(tmp_path):
         run_files.read(tmp_path, {"epochs": 5, "data": "rows.tsv"})
 
 
-def test_mean_and_standard_deviation():
-    assert run_files.spread([]) == "-"
-    assert run_files.spread([0.5]) == "0.5000"
-    assert run_files.spread([0.1, 0.3], "+") == "+0.2000 ± 0.1414"
-
-
 def test_a_file_that_was_cut_off_is_refused_by_name(tmp_path):
     path = Run("7.5%", 0.5, 3).path(tmp_path)
     files.write_json(path, {"settings": {}})
