@@ -143,6 +143,35 @@ def test_where_weights_differ_a_state_that_would_move_them_is_refused(rank):
     averager.load_state_dict(state_of(*make(transport="all_gather")))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_a_state_saved_after_an_averaging_brings_weights_that_are_ahead(rank, dtype):
+    """A rank may have been given others: rank 0's, by a file or as the averager was made."""
+
+    def make():
+        model = uneven(5).to(dtype)
+        return model, DCTAverager(model, density=0.1, period=PERIOD, step_ahead=True)
+
+    model, averager = make()
+    torch.manual_seed(rank)
+    for step in range(2 * PERIOD + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape)
+        averager.average_parameters()
+        if (step + 1) % PERIOD:
+            continue
+        state, saved = averager.state_dict(), weights(model)
+        other, again = make()
+        assert not torch.equal(weights(other), saved)
+        again.load_state_dict(state)
+        assert torch.equal(weights(other), saved)
+        assert not torch.equal(*gathered(saved))
+    before = weights(other)
+    again.load_state_dict(averager.state_dict())  # a step further: these are for the user to load
+    assert torch.equal(weights(other), before)
+
+
 @on_ranks(1)
 def test_a_state_of_a_compiled_module_is_loaded_without_compilation(rank):
     """As torch.compile wraps a module; of the largest period."""

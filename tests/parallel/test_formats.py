@@ -69,7 +69,7 @@ def test_entry_points_take_the_same_arguments_by_keyword_in_the_same_order():
     ddp, averager, sharded = orders
     assert [name for name in ddp if name in averager] == [name for name in averager if name in ddp]
     assert sharded == [name for name in ddp if name != "process_group"]
-    assert set(averager) - set(ddp) == {"period"}
+    assert set(averager) - set(ddp) == {"period", "step_ahead"}
 
 
 def test_a_density_of_1_that_may_mean_1_percent_is_told():

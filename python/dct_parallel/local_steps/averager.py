@@ -103,6 +103,8 @@ class DCTAverager(ModelAverager):
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
         self._step_ahead = step_ahead
+        # Whether ranks' weights differ after an averaging as well.
+        self._differ = step_ahead and group.size() > 1 and self._settings.keeps_residuals
         self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
         names, sizes = tuple(self._weights.names.values()), self._weights.sizes
         numel, ranks = self._weights.numel, group.size()
@@ -179,13 +181,14 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._bucket.add_owed(owed := self._weights.moved_from(self._start()))
+        self._bucket.add_owed(owed := self._weights.moved_from(self._start(self._base)))
         base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
         if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
-        self._go_on(ahead=False)
+        self._weights.write(base)
+        self._own_steps.count, self._own_steps.ahead = 0, False
         self._own_steps.warn_if_never_called()
 
     def plan(self) -> str:
@@ -252,8 +255,9 @@ class DCTAverager(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
 
-        (With policy "fixed" a new threshold is sampled, so that bits may differ.) A refused dict
-        changes nothing.
+        Load these after making the averager, which broadcasts weights, and before this. (With
+        policy "fixed" a new threshold is sampled, so that bits may differ.) With `step_ahead`, a
+        state saved right after an averaging brings the weights. A refused dict changes nothing.
 
         Raises:
             ValueError: made with a different version, density, period, step_ahead or number of
@@ -270,16 +274,19 @@ class DCTAverager(ModelAverager):
             state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
         )
         saved = entry["parameters"]
-        owned = any(parameter[OWNER_RESIDUAL] for parameter in saved.values())
+        owned = any(owner.any() for part in saved.values() for owner in part[OWNER_RESIDUAL])
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # The owner's residual would become this rank's, and its weights not be as far ahead.
-            rule = "reduce_scatter, as in the saved run, with step_ahead"
+            rule = "reduce_scatter, as in the saved run, with step_ahead (or flush, and start anew)"
             checks.fail("load_state_dict", "transport", rule, "all_gather")
         self.step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(saved)
         self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
         self._own_steps.load(entry.get("unaveraged", self.step % self.period))
+        if self._step_ahead and not self._own_steps.count:
+            # Those saved, to the bit, where this rank was given others since (as it was made, say).
+            self._weights.write(self._start(self._base))
 
     def __getstate__(self) -> NoReturn:
         rule = "be copied or pickled (save its state_dict())"
@@ -292,11 +299,13 @@ class DCTAverager(ModelAverager):
 
     def _average(self) -> None:
         """Exchange what weights have moved by; if that fails, as if it had not begun."""
+        moved = self._weights.moved_from(self._start(self._base))
         self._ledger.begin(self.step // self.period)
         base = None
         try:
-            self._ledger.start(self._bucket, self._weights.moved_from(self._start()))
+            self._ledger.start(self._bucket, moved)
             base = self._receive()
+            start = self._start(base)  # needs memory: after it nothing can fail on one rank alone
             self._agree()
             if self._ledger.non_finite:
                 op, arg = "average_parameters", f"weights at averaging {self.step // self.period}"
@@ -306,22 +315,18 @@ class DCTAverager(ModelAverager):
             self._ledger.take_back()
             if base is not None and self._ledger.non_finite:
                 self._drop_what_overflows(base)
-            self._weights.write(self._start())
+            self._weights.write(self._start(self._base))
             raise
         self._base = base
-        self._go_on(ahead=self._step_ahead)
+        self._weights.write(start)
+        self._own_steps.count, self._own_steps.ahead = 0, self._differ
 
-    def _start(self) -> Tensor:
-        """The weights that this rank has after an averaging; the base where they cannot be more."""
+    def _start(self, base: Tensor) -> Tensor:
+        """The weights of this rank after an averaging: the base, or ahead of it where they can."""
         if not self._step_ahead:
-            return self._base
-        ahead = self._base + self._bucket.codec.residual
-        return ahead.where(self._weights.can_be(ahead), self._base)
-
-    def _go_on(self, ahead: bool) -> None:
-        """From the base, or ahead of it."""
-        self._weights.write(self._start())
-        self._own_steps.count, self._own_steps.ahead = 0, ahead
+            return base
+        ahead = base + self._bucket.codec.residual
+        return ahead.where(self._weights.can_be(ahead), base)
 
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
