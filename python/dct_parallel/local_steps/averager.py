@@ -44,7 +44,7 @@ class DCTAverager(ModelAverager):
         weights = base
 
     so that weights are then bitwise the same on all ranks, until the next step. With `step_ahead`
-    the last line is `weights = base + residual`: no gradient is late for this rank's optimizer, but
+    the last line is `weights = base + residual`: none of its own gradients is late for a rank, but
     weights differ between ranks until `flush`. Deterministic. The rule is that of SparseLoCo (arXiv
     2508.15706) without its outer optimizer and decay, or that of SAEF (arXiv 2008.05823) without
     its averaging of errors; with every entry in few bits, or thresholds in place of top-k. How far
@@ -229,7 +229,8 @@ class DCTAverager(ModelAverager):
         """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
 
         One file per rank, beside the rank's weights and optimizer, which differ between averagings:
-        the entry's "unaveraged" says how many steps only this rank's weights have.
+        the entry's "unaveraged" says how many steps only this rank's weights have. With
+        `step_ahead` weights differ at 0 as well, but after a flush.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -304,8 +305,9 @@ class DCTAverager(ModelAverager):
         base = None
         try:
             self._ledger.start(self._bucket, moved)
+            del moved  # is in the residual; the mean needs as much memory
             base = self._receive()
-            start = self._start(base)  # needs memory: after it nothing can fail on one rank alone
+            start = self._start(base)  # needs memory, so before ranks agree
             self._agree()
             if self._ledger.non_finite:
                 op, arg = "average_parameters", f"weights at averaging {self.step // self.period}"
@@ -326,7 +328,7 @@ class DCTAverager(ModelAverager):
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual
-        return ahead.where(self._weights.can_be(ahead), base)
+        return torch.where(self._weights.can_be(ahead), ahead, base, out=ahead)
 
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
