@@ -27,7 +27,18 @@ from .common import (
     values,
 )
 
-_WRONG = ["rank", "density", "period", "missing", "nan", "type", "hook's", "copy", "frozen"]
+_WRONG = [
+    "rank",
+    "density",
+    "period",
+    "ahead",
+    "missing",
+    "nan",
+    "type",
+    "hook's",
+    "copy",
+    "frozen",
+]
 
 
 def draw(draw):
@@ -46,7 +57,10 @@ def draw(draw):
         "frozen": [0] if draw.random() < 0.2 else [],
         "options": options,
     }
-    return most, settings, [_call(draw, most) for _ in range(draw.randint(5, 20))]
+    calls = [_call(draw, most) for _ in range(draw.randint(5, 20))]
+    if draw.random() < 0.3:
+        options["step_ahead"] = True
+    return most, settings, calls
 
 
 def _call(draw, most):
@@ -85,7 +99,7 @@ class Door:
 
     def __init__(self, rank, ranks, shapes, dtypes, frozen, options, whole=False):
         # Programs end wherever they do.
-        warnings.filterwarnings("ignore", "DCT: the run's last .* were not averaged")
+        warnings.filterwarnings("ignore", "DCT: .* were not averaged")
         self.rank, self._shapes, self._options, self._whole = rank, shapes, options, whole
         self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
         self._frozen = [i for i in frozen if i < len(shapes) - 1]
@@ -184,6 +198,7 @@ class Door:
             "rank": ("77", entry),
             "density": (str(self.rank), entry | {"density": 0.123}),
             "period": (str(self.rank), entry | {"period": 99}),
+            "ahead": (str(self.rank), entry | {"step_ahead": not entry["step_ahead"]}),
             "missing": (str(self.rank), entry | {"parameters": {}}),
             "nan": (
                 str(self.rank),
@@ -232,17 +247,24 @@ class Door:
             averager.average_parameters()
         if averages:
             self._since.zero_()
-            require_equal(flat(self._parameters), self._group, "weights")
+            starts = flat(self._starts())
+            assert torch.equal(flat(p.double() for p in self._parameters), starts)
+            if not self._options.get("step_ahead"):
+                require_equal(starts, self._group, "weights")
         assert averager.step == step
 
     def _moved(self):
-        """The change of the weights since the base, which are rounded to their dtype."""
-        parts = self._saved()["parameters"].values()
-        moved = [
-            p.detach().double().flatten() - part["base"].to(p.dtype).double()
-            for p, part in zip(self._parameters, parts, strict=True)
-        ]
-        return torch.where(self._bad, self._since, flat(moved))
+        """The change of the weights since the last averaging."""
+        moved = flat(p.double() for p in self._parameters) - flat(self._starts())
+        return torch.where(self._bad, self._since, moved)
+
+    def _starts(self):
+        """The weights after the last averaging, which are rounded to their dtype."""
+        for p, part in zip(self._parameters, self._saved()["parameters"].values(), strict=True):
+            base = part["base"].to(p.dtype)
+            ahead = (part["base"] + part["residual"]).to(p.dtype)
+            can = ahead.isfinite() & bool(self._options.get("step_ahead"))
+            yield torch.where(can, ahead, base).double()
 
     def _beside(self, mask):
         return beside(mask, 0, torch.arange(len(mask)), self._options["format"])
