@@ -14,9 +14,9 @@ Adam on all. python-adamw trains the transformer on the sources of torch and sym
 character is read twice; finetune-adamw goes on with sympy's from one that was trained on torch's.
 mlp-adam trains a deep MLP that needs its biases (128 rows a rank).
 
-Schedules: the rate of transformers and of the MLP rises over the first 50 steps. Then it falls to 0
-along a cosine; stays and falls to 0, linearly, over the last fifth of the steps (wsd); or is
-constant.
+Schedules: the rate of transformers and of the MLP rises over the first 50 steps (--warmup). Then it
+falls to 0 along a cosine; stays and falls to 0, linearly, over the last fifth of the steps (wsd);
+or is constant.
 
 Methods: dense (float32), bf16, powersgd (rank 1), topk:D% (exact, with error feedback) and dct:D%,
 D being the percentage of entries sent, which all ranks gather; reduce_scatter:D%: a rank owns a
@@ -162,26 +162,32 @@ def train(run: Run, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
     model = task.model(run.seed)
     batches = [task.batches(run.seed, rank, options.ranks) for rank in range(options.ranks)]
     make = dp_methods.method(run.method)
+    problem = PROBLEMS[run.problem]
+    if options.warmup is not None:
+        problem = problem._replace(warmup=options.warmup)
+    rate_at = partial(problem.rate_at, run.schedule, steps=run.steps)
     if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         optimizers = [optimizers_of(own, run, options) for own in models]
-        updates = [stepper(own, run) for own in optimizers]
+        updates = [stepper(own, rate_at) for own in optimizers]
         when = {key: make.keywords.pop(key) for key in dp_methods.WHEN if key in make.keywords}
         averaging = make(models)
         averaging.optimizers = [own[0] for own in optimizers]
         if when:
-            rate_at = partial(PROBLEMS[run.problem].rate_at, run.schedule, steps=run.steps)
             rates = [rate_at(step) for step in range(run.steps)]
             averaging.due = dp_local.schedule(rates, averaging.period, **when)
         steps = dp_local.train(models, task.loss, batches, averaging, updates, run.steps)
     else:
-        update = stepper(optimizers_of(model, run, options), run)
+        update = stepper(optimizers_of(model, run, options), rate_at)
         steps = dp_ranks.train(model, task.loss, batches, make, update, run.steps)
     curve, recent, tested = [], [], []
     record = run._asdict() | {"ranks": options.ranks, "data": task.description}
     record |= {"curve": curve, "test_curve": tested}
-    if options.batch is not None:
-        record["batch"] = options.batch
+    record |= {
+        name: getattr(options, name)
+        for name in ("batch", "warmup")
+        if getattr(options, name) is not None
+    }
     if run.problem == "clicks-adam":
         record["table_lr"] = options.table_lr
     for step, (loss, counts) in enumerate(steps, start=1):
@@ -216,15 +222,16 @@ def optimizers_of(
     return PROBLEMS[run.problem].optimizers(model, run.rate, options.table_lr)
 
 
-def stepper(optimizers: list[torch.optim.Optimizer], run: Run) -> Callable[[int], None]:
+def stepper(
+    optimizers: list[torch.optim.Optimizer], rate_at: Callable[[int], float]
+) -> Callable[[int], None]:
     """A function of the step's number that takes a step of the weights by their gradients."""
-    problem = PROBLEMS[run.problem]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     full = [group["lr"] for group in groups]
 
     def update(step: int) -> None:
         for group, rate in zip(groups, full, strict=True):
-            group["lr"] = rate * problem.rate_at(run.schedule, step, run.steps)
+            group["lr"] = rate * rate_at(step)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -291,6 +298,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
     add("--schedule", choices=SCHEDULES, default="cosine")
+    add("--warmup", type=count, metavar="N", help="steps that the rate rises over; its own --out")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)

@@ -208,6 +208,20 @@ def test_methods_can_be_chosen_without_the_test_part(tmp_path, monkeypatch):
     assert losses == {rate: record["validation"]["loss"] for rate, record in best.items()}
 
 
+def test_a_warm_up_of_its_own(tmp_path, monkeypatch):
+    """The first step of two at twice the rate is that of one."""
+    monkeypatch.setattr(dp_tasks, "HELD_OUT_TEXTS", 8)
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--problems", "text-adamw", "--methods", "dense", "--steps", "1", "--seeds", "1"]
+    given += ["--width", "8", "--layers", "1", "--text", str(tmp_path / "text.txt")]
+    for rate, steps in ((0.002, 1), (0.004, 2)):
+        asked = ["--rates", str(rate), "--warmup", str(steps), "--out", str(tmp_path)]
+        dp_density.work(dp_density.parse([*given, *asked]))
+    one, two = sorted(dp_report.load(tmp_path), key=lambda record: record["rate"])
+    assert (one["warmup"], two["warmup"]) == (1, 2)
+    assert one["test"] == two["test"]
+
+
 @pytest.mark.large
 def test_the_command_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
     """Six runs of two steps each; what is there is not trained again, and goes into the report."""
