@@ -29,7 +29,7 @@ def methods(experiments: Experiments) -> str:
     """What to use, in one table."""
     (run,) = experiments["link_few_bits"].runs
     criteo = _methods(experiments["thresholds"].of_part("criteo"), "clicks-sgd", 270)
-    text = on_python(experiments, "ranks-2-long")
+    text = on_python(experiments, "warm-2-long")
     kaggle, _ = row_runs(experiments)
     hybrid = experiments["link_hybrid_formats"].of_part("ranks-2")[0]
     rows = [
@@ -103,6 +103,25 @@ def transformers(experiments: Experiments) -> str:
         rows.append([_times(columns[0], name), use, *over])
     headings = [f"{ranks} ranks, {steps} steps" for ranks in (2, 4) for steps in ("600", "3,000")]
     return table(["fewer bytes by", "use", *headings], rows)
+
+
+@figure("text_python")
+def warm_ups(experiments: Experiments) -> str:
+    """The same where the rate rises for longer."""
+    parts = {"warm-2-long": "ranks-2-long", "warm-4": "ranks-4"}
+    columns = [on_python(experiments, part) for part in parts]
+    short = [on_python(experiments, part)["dense"] for part in parts.values()]
+    own = [trained.over(of["dense"], dense) for of, dense in zip(columns, short, strict=True)]
+    rows = [["float32, over its own after 50", *map(difference, own)]]
+    for use, name in (
+        (INT4, "int4"),
+        (TERNARY.replace("10", "3"), "local-ternary:100%x3"),
+        ("`period=6`, spaced as below", "local-ternary:100%x6,spaced=root"),
+        (TERNARY, "local-ternary:100%x10"),
+    ):
+        rows.append([use, *(_over(of, name) if name in of else "" for of in columns)])
+    headings = ["2 ranks, 300 of 3,000 steps", "4 ranks, 150 of 600 steps"]
+    return table(["use", *headings], rows)
 
 
 @figure("thresholds")
