@@ -193,6 +193,8 @@ class Door:
         entry, before = self._saved(), digest(saved)
         name = max(entry["parameters"], key=lambda n: entry["parameters"][n]["residual"].numel())
         part = entry["parameters"][name]
+        if kind == "nan" and not part["residual"].numel():
+            return  # none of its parameters has an element
         spoilt = part | {"residual": part["residual"] * torch.nan}
         changed = {
             "rank": ("77", entry),
