@@ -48,24 +48,24 @@ RANKS = (2, 4)
 
 
 def two_panels(height: float, below: str) -> tuple[Figure, np.ndarray]:
-    """For the loss over float32's, one panel for each number of ranks."""
-    figure = Figure(figsize=(8, height), layout="constrained")
+    """For the loss over float32's: a panel for each number of ranks, stacked to fit on a phone."""
+    figure = Figure(figsize=(6, height), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for axes, ranks in zip(panels, RANKS, strict=True):
-        prepare(axes, below)
+        prepare(axes)
         axes.set_title(f"{ranks} ranks")
-    panels[0].set_ylabel("loss over float32's")
+        axes.set_ylabel("loss over float32's")
+    panels[-1].set_xlabel(below)
     return figure, panels
 
 
-def prepare(axes: Axes, below: str) -> None:
+def prepare(axes: Axes) -> None:
     """A line at 0, and a logarithmic scale below."""
     axes.set_xscale("log")
     axes.minorticks_off()
     axes.axhline(0, linewidth=0.8, color=matplotlib.rcParams["axes.edgecolor"])
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(below)
 
 
 PARTS = {300: "-short", 600: "", 1200: "-more", 3000: "-long"}
@@ -79,7 +79,7 @@ LINES = {
 def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
     """Loss over float32's against the steps of a run, for two numbers of ranks."""
     parts = {part.name for part in experiments["text_python"].parts}
-    figure, panels = two_panels(3.6, "steps of the run")
+    figure, panels = two_panels(6, "steps of the run")
     for axes, ranks in zip(panels, RANKS, strict=True):
         of_steps = {
             steps: on_python(experiments, f"ranks-{ranks}{suffix}")
@@ -97,7 +97,7 @@ def loss_by_steps(experiments: Mapping[str, Experiment]) -> Figure:
             style = {"color": colour, "linestyle": line, "marker": "o", "capsize": 3}
             axes.errorbar(steps, mean, spread, label=label, **style)
         axes.set_xticks(list(of_steps), [f"{steps:,}" for steps in of_steps])
-    style = {"ncols": 3, "frameon": False, "handlelength": 1.6}
+    style = {"ncols": 2, "frameon": False, "handlelength": 1.6}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
     return figure
 
@@ -115,7 +115,7 @@ METHODS = {
 
 def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
     """Loss over float32's against how many times fewer bytes, for two numbers of ranks."""
-    figure, panels = two_panels(4, "fewer bytes by")
+    figure, panels = two_panels(6.8, "fewer bytes by")
     for axes, ranks in zip(panels, RANKS, strict=True):
         for steps, marker in ((600, "o"), (3000, "D")):
             methods = on_python(experiments, f"ranks-{ranks}{PARTS[steps]}")
@@ -131,7 +131,7 @@ def loss_by_bytes(experiments: Mapping[str, Experiment]) -> Figure:
                 axes.errorbar(times, mean, spread, fmt=marker, **style)
         axes.set_xlim(1.5, 300)
         axes.set_xticks([2, 10, 50, 200], ["2x", "10x", "50x", "200x"])
-    style = {"ncols": 4, "frameon": False, "handlelength": 1, "fontsize": 10}
+    style = {"ncols": 2, "frameon": False, "handlelength": 1}
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", **style)
     return figure
 
@@ -144,10 +144,11 @@ OPTIMIZERS = {
 
 def loss_by_density(experiments: Mapping[str, Experiment]) -> Figure:
     """Log loss over float32's against the hook's density, for two optimizers of a click model."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    prepare(axes, "density")
+    prepare(axes)
+    axes.set_xlabel("density")
     for part, (label, colour, marker) in OPTIMIZERS.items():
         methods = trained.best(experiments["neighbours"].of_part(part))
         points = []
