@@ -12,34 +12,30 @@
 namespace dct {
 
 struct SampleThresholdArgs {
-  const void* x;  // [segments[num_segments]] of x_dtype
-  DType x_dtype;
-  const float* residual;    // like x, or null
-  const int64_t* segments;  // [num_segments + 1], ascending from 0
-  int64_t num_segments;
+  const void* grad;  // [numel] of grad_dtype
+  DType grad_dtype;
+  const float* residual;  // [numel]
+  int64_t numel;
+  int64_t ranges;
   double density;  // in (0, 1]
   int64_t max_samples;
   uint32_t seed;
   const float* inv_scale;  // one element, or null for 1
-  float* threshold;        // out: [num_segments]
+  float* threshold;        // out: [ranges]
 };
 
 struct MaskPackArgs {
   float* residual;   // in and out: [numel]
-  const void* grad;  // [numel] of grad_dtype, or null
+  const void* grad;  // [numel] of grad_dtype
   DType grad_dtype;
   int64_t numel;
-  const int64_t* segments;  // [num_segments + 1], ascending from 0 to numel
-  const float* threshold;   // [num_segments]; negative: the segment is skipped
-  int32_t* seen;            // out: [num_segments]
-  int64_t num_segments;
-  uint8_t* payload;  // out: [ranges, payload_layout(...).nbytes], 16-byte aligned
   int64_t ranges;
+  const float* threshold;  // [ranges]
+  int32_t* seen;           // out: [ranges]
+  uint8_t* payload;        // out: [ranges, payload_layout(...).nbytes], 16-byte aligned
   int64_t capacity;
   DType value_dtype;
   const float* inv_scale;  // one element, or null for 1
-  const int32_t* status;   // [num_status] of the last scatter_unpack
-  int64_t num_status;
 };
 
 struct ScatterUnpackArgs {
@@ -48,18 +44,17 @@ struct ScatterUnpackArgs {
   int64_t ranges;
   int64_t capacity;
   DType value_dtype;
-  void* out;  // out (in, too, with accumulate): [numel] of out_dtype
+  void* out;  // out: [numel] of out_dtype
   DType out_dtype;
   int64_t numel;
   float scale;
-  bool accumulate;
   const float* out_scale;  // one element, or null for 1
   int32_t* status;         // out: [ranks]
 };
 
 struct QuantizePackArgs {
   float* residual;   // in and out: [numel], or null
-  const void* grad;  // [numel] of grad_dtype, or null, but not both
+  const void* grad;  // [numel] of grad_dtype
   DType grad_dtype;
   int64_t numel;
   uint8_t* payload;  // out: [ranges, nbytes], 16-byte aligned
@@ -67,8 +62,6 @@ struct QuantizePackArgs {
   int64_t nbytes;  // a multiple of 16, for the longest range or more
   PayloadFormat format;
   const float* inv_scale;  // one element, or null for 1
-  const int32_t* status;   // [num_status] of the last dequantize_sum
-  int64_t num_status;
 };
 
 struct DequantizeSumArgs {

@@ -16,7 +16,6 @@ constexpr uint32_t kPayloadMagic = 0x31544344;  // "DCT1"
 constexpr uint16_t kPayloadVersion = 1;
 constexpr uint8_t kFlagOverflow = 1;
 constexpr uint8_t kFlagNonFinite = 2;
-constexpr uint8_t kFlagDamage = 4;  // of a payload that the sender received in its last step
 
 constexpr int32_t kStatusHeader = 1;
 constexpr int32_t kStatusStarts = 2;
@@ -72,14 +71,13 @@ DCT_HOST_DEVICE constexpr PayloadLayout payload_layout(int64_t numel, int64_t ca
 // The header of a range in which `kept` entries pass, whether or not they fit.
 DCT_HOST_DEVICE inline PayloadHeader payload_header(int64_t numel, int64_t capacity,
                                                     DType value_dtype, uint64_t kept,
-                                                    bool non_finite, bool damage) {
+                                                    bool non_finite) {
   const bool overflow = kept > static_cast<uint64_t>(capacity);
   PayloadHeader header = {};
   header.magic = kPayloadMagic;
   header.version = kPayloadVersion;
   header.value_dtype = static_cast<uint8_t>(value_dtype);
-  header.flags = (overflow ? kFlagOverflow : 0) | (non_finite ? kFlagNonFinite : 0) |
-                 (damage ? kFlagDamage : 0);
+  header.flags = (overflow ? kFlagOverflow : 0) | (non_finite ? kFlagNonFinite : 0);
   header.numel = static_cast<uint64_t>(numel);
   header.capacity = static_cast<uint32_t>(capacity);
   header.count = overflow ? header.capacity : static_cast<uint32_t>(kept);
@@ -93,7 +91,7 @@ DCT_HOST_DEVICE inline bool header_ok(const PayloadHeader& header, int64_t numel
   for (uint64_t word : header.reserved) reserved |= word;
   return header.magic == kPayloadMagic && header.version == kPayloadVersion &&
          header.value_dtype == static_cast<uint8_t>(value_dtype) &&
-         (header.flags & ~(kFlagOverflow | kFlagNonFinite | kFlagDamage)) == 0 &&
+         (header.flags & ~(kFlagOverflow | kFlagNonFinite)) == 0 &&
          header.numel == static_cast<uint64_t>(numel) && header.capacity == capacity &&
          header.count <= header.capacity && header.count <= header.numel && reserved == 0;
 }

@@ -80,12 +80,12 @@ constexpr int64_t quantized_payload_bytes(int64_t numel, PayloadFormat format, i
 
 // Of a range of so many elements.
 DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadFormat format,
-                                                      bool non_finite, bool damage) {
+                                                      bool non_finite) {
   PayloadHeader header = {};
   header.magic = kPayloadMagic;
   header.version = kQuantizedVersion;
   header.value_dtype = static_cast<uint8_t>(format);
-  header.flags = (non_finite ? kFlagNonFinite : 0) | (damage ? kFlagDamage : 0);
+  header.flags = non_finite ? kFlagNonFinite : 0;
   header.numel = static_cast<uint64_t>(numel);
   header.capacity = static_cast<uint32_t>(numel < 0xffffffff ? numel : 0xffffffff);
   header.count = header.capacity;
@@ -95,13 +95,13 @@ DCT_HOST_DEVICE inline PayloadHeader quantized_header(int64_t numel, PayloadForm
 // Validates an untrusted header against its range.
 DCT_HOST_DEVICE inline bool quantized_header_ok(const PayloadHeader& header, int64_t numel,
                                                 PayloadFormat format) {
-  const PayloadHeader right = quantized_header(numel, format, false, false);
+  const PayloadHeader right = quantized_header(numel, format, false);
   uint64_t reserved = 0;
   for (uint64_t word : header.reserved) reserved |= word;
   return header.magic == right.magic && header.version == right.version &&
-         header.value_dtype == right.value_dtype &&
-         (header.flags & ~(kFlagNonFinite | kFlagDamage)) == 0 && header.numel == right.numel &&
-         header.capacity == right.capacity && header.count == right.count && reserved == 0;
+         header.value_dtype == right.value_dtype && (header.flags & ~kFlagNonFinite) == 0 &&
+         header.numel == right.numel && header.capacity == right.capacity &&
+         header.count == right.count && reserved == 0;
 }
 
 }  // namespace dct
