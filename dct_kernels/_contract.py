@@ -2,8 +2,8 @@
 
 The public functions call these before the op, and the backends in Python run behind them. Ops of
 the compiled backends check the same when called directly, but say only a short rule
-(csrc/bindings/contract.cpp). Metadata checks trace under torch.compile; addresses and contents are
-checked only when the op really runs.
+(csrc/bindings/contract.cpp). Metadata checks trace under torch.compile; addresses are checked
+only when the op really runs.
 """
 
 import torch
@@ -11,75 +11,59 @@ from torch import Tensor
 
 from . import checks, layout, row_layout
 
-INT32, INT64, FLOAT32, UINT8 = (torch.int32,), (torch.int64,), (torch.float32,), (torch.uint8,)
+INT32, FLOAT32, UINT8 = (torch.int32,), (torch.float32,), (torch.uint8,)
 PAYLOAD_VALUES = tuple(layout.VALUE_DTYPE_CODES)
 QUANTIZED = tuple(layout.QUANTIZED_CODES)
-ONE_PER_SEGMENT = "(one per segment)"
 
 
 def sample_threshold(
-    x: Tensor,
-    residual: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
+    residual: Tensor,
     density: float,
+    ranges: int = 1,
     max_samples: int = 65536,
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> None:
-    op, like = "sample_threshold", ("x", x)
-    checks.require_tensor(op, "x", x, checks.FLOATS)
-    if residual is not None:
-        checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
-        checks.require_numel(op, "residual", residual, x.numel(), "like x")
-    checks.require_segments(op, segments, like)
+    op, like = "sample_threshold", ("grad", grad)
+    checks.require_tensor(op, "grad", grad, checks.FLOATS)
+    checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
+    checks.require_numel(op, "residual", residual, grad.numel(), "like grad")
     checks.require_density(op, density)
+    checks.require_int(op, "ranges", ranges, 1, 2**31 - 1)
     checks.require_int(op, "max_samples", max_samples, 1, 2**31 - 1)
     checks.require_int(op, "seed", seed, -(2**63), 2**63 - 1)
     checks.require_scale(op, "inv_scale", inv_scale, like)
-    checks.memory(op, {}, {"x": x, "segments": segments}, (segments, x.numel()))
 
 
 def mask_pack(
     residual: Tensor,
-    grad: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
     threshold: Tensor,
     payload: Tensor,
     seen: Tensor,
     capacity: int,
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
     op, like = "mask_pack", ("residual", residual)
     checks.require_tensor(op, "residual", residual, FLOAT32)
-    if grad is not None:
-        checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
-        checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
-    checks.require_segments(op, segments, like)
-    checks.require_tensor(op, "threshold", threshold, FLOAT32, like=like)
-    checks.require_numel(op, "threshold", threshold, segments.numel() - 1, ONE_PER_SEGMENT)
+    checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
+    checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2), like)
-    checks.require_tensor(op, "seen", seen, INT32, like=like)
-    checks.require_numel(op, "seen", seen, segments.numel() - 1, ONE_PER_SEGMENT)
     checks.require_int(op, "capacity", capacity, 1, 2**32 - 1)
     checks.require_dtype(op, "value_dtype", value_dtype, PAYLOAD_VALUES)
-    checks.require_scale(op, "inv_scale", inv_scale, like)
-    if status is not None:
-        checks.require_tensor(op, "status", status, INT32, like=like)
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     _payload_bytes(op, "payload", payload, residual.numel(), capacity, value_dtype, ranges)
+    checks.require_tensor(op, "threshold", threshold, FLOAT32, like=like)
+    checks.require_numel(op, "threshold", threshold, ranges, "(one per range)")
+    checks.require_tensor(op, "seen", seen, INT32, like=like)
+    checks.require_numel(op, "seen", seen, ranges, "(one per range)")
+    checks.require_scale(op, "inv_scale", inv_scale, like)
     checks.memory(
         op,
         {"residual": residual, "payload": payload, "seen": seen},
-        {
-            "grad": grad,
-            "segments": segments,
-            "threshold": threshold,
-            "inv_scale": inv_scale,
-            "status": status,
-        },
-        (segments, residual.numel()),
+        {"grad": grad, "threshold": threshold, "inv_scale": inv_scale},
         ("payload", payload),
     )
 
@@ -90,7 +74,6 @@ def scatter_unpack(
     capacity: int,
     value_dtype: torch.dtype,
     scale: float = 1.0,
-    accumulate: bool = False,
     out_scale: Tensor | None = None,
 ) -> None:
     op, like = "scatter_unpack", ("out", out)
@@ -105,40 +88,33 @@ def scatter_unpack(
         op,
         {"out": out},
         {"payloads": payloads, "out_scale": out_scale},
-        aligned=("payloads", payloads),
+        ("payloads", payloads),
     )
 
 
 def quantize_pack(
     residual: Tensor | None,
-    grad: Tensor | None,
+    grad: Tensor,
     payload: Tensor,
     format: str,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
     op, like = "quantize_pack", ("payload", payload)
     checks.require_tensor(op, "payload", payload, UINT8, (1, 2))
     if residual is not None:
         checks.require_tensor(op, "residual", residual, FLOAT32, like=like)
-    if grad is not None:
-        checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
-        if residual is not None:
-            checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
-    given = residual if grad is None else grad
-    if given is None:
-        checks.fail(op, "grad", "given where residual is not", None)
+    checks.require_tensor(op, "grad", grad, checks.FLOATS, like=like)
+    if residual is not None:
+        checks.require_numel(op, "grad", grad, residual.numel(), "like residual")
     checks.require_choice(op, "format", format, QUANTIZED)
     checks.require_scale(op, "inv_scale", inv_scale, like)
-    if status is not None:
-        checks.require_tensor(op, "status", status, INT32, like=like)
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    _quantized_bytes(op, "payload", payload, given.numel(), format, ranges)
+    _quantized_bytes(op, "payload", payload, grad.numel(), format, ranges)
     checks.memory(
         op,
         {"payload": payload} if residual is None else {"residual": residual, "payload": payload},
-        {"grad": grad, "inv_scale": inv_scale, "status": status},
-        aligned=("payload", payload),
+        {"grad": grad, "inv_scale": inv_scale},
+        ("payload", payload),
     )
 
 
@@ -160,7 +136,7 @@ def dequantize_sum(
         op,
         {"out": out},
         {"payloads": payloads, "out_scale": out_scale},
-        aligned=("payloads", payloads),
+        ("payloads", payloads),
     )
 
 
@@ -178,9 +154,9 @@ def dequantize_sum_pack(
         op,
         {"residual": residual, "payload": payload},
         {"payloads": payloads},
-        aligned=("payloads", payloads),
+        ("payloads", payloads),
     )
-    checks.memory(op, {"payload": payload}, {}, aligned=("payload", payload))
+    checks.memory(op, {"payload": payload}, {}, ("payload", payload))
 
 
 def row_pack(x: Tensor, k: int, value_dtype: torch.dtype) -> None:

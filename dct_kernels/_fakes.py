@@ -7,8 +7,10 @@ from . import row_layout
 from ._schemas import library
 
 
-def sample_threshold(x: Tensor, residual: Tensor | None, segments: Tensor, *_: object) -> Tensor:
-    return x.new_empty(segments.shape[0] - 1, dtype=torch.float32)
+def sample_threshold(
+    grad: Tensor, residual: Tensor, density: float, ranges: int = 1, *_: object
+) -> Tensor:
+    return grad.new_empty(ranges, dtype=torch.float32)
 
 
 def mask_pack(*_: object) -> None:

@@ -9,21 +9,20 @@ import torch
 
 SCHEMAS = {
     "sample_threshold": (
-        "(Tensor x, Tensor? residual, Tensor segments, float density, SymInt max_samples=65536, "
+        "(Tensor grad, Tensor residual, float density, SymInt ranges=1, SymInt max_samples=65536, "
         "SymInt seed=0, Tensor? inv_scale=None) -> Tensor"
     ),
     "mask_pack": (
-        "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
-        "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, "
-        "Tensor? inv_scale=None, Tensor? status=None) -> ()"
+        "(Tensor(a!) residual, Tensor grad, Tensor threshold, Tensor(b!) payload, "
+        "Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? inv_scale=None) -> ()"
     ),
     "scatter_unpack": (
         "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType value_dtype, "
-        "float scale=1.0, bool accumulate=False, Tensor? out_scale=None) -> Tensor"
+        "float scale=1.0, Tensor? out_scale=None) -> Tensor"
     ),
     "quantize_pack": (
-        "(Tensor(a!)? residual, Tensor? grad, Tensor(b!) payload, str format, "
-        "Tensor? inv_scale=None, Tensor? status=None) -> ()"
+        "(Tensor(a!)? residual, Tensor grad, Tensor(b!) payload, str format, "
+        "Tensor? inv_scale=None) -> ()"
     ),
     "dequantize_sum": (
         "(Tensor payloads, Tensor(a!) out, str format, float scale=1.0, Tensor? out_scale=None) "

@@ -1,8 +1,7 @@
 """Argument checks of the ops, in one form: `dct::<op>: <arg> must be <rule>, got <value>`.
 
 Shared by the public functions, the backends in Python and packages that use the ops. The metadata
-checks trace under torch.compile; `memory` checks addresses and contents, which exist only when the
-op runs.
+checks trace under torch.compile; `memory` checks addresses, which exist only when the op runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,24 +107,13 @@ def require_scale(
             fail(op, arg, "1 element", scale.numel(), verb="have")
 
 
-def require_segments(op: str, segments: torch.Tensor, like: tuple[str, torch.Tensor]) -> None:
-    require_tensor(op, "segments", segments, (torch.int64,), (1,), like)
-    if segments.numel() < 1:
-        fail(op, "segments", "at least 1 element", 0, verb="have")
-
-
 def memory(
     op: str,
     written: Mapping[str, torch.Tensor],
     read: Mapping[str, torch.Tensor | None],
-    segments: tuple[torch.Tensor, int] | None = None,
     aligned: tuple[str, torch.Tensor] | None = None,
 ) -> None:
-    """Check overlap, alignment, and on the CPU the contents of the segments.
-
-    `segments` is the tensor and the number of elements it must end at; `aligned` must start at a
-    multiple of 16 bytes.
-    """
+    """Check that written tensors share no memory, and that `aligned` starts at 16 bytes."""
     given = [(name, tensor) for name, tensor in {**written, **read}.items() if tensor is not None]
     if torch.compiler.is_compiling() or not all(_has_memory(tensor) for _, tensor in given):
         return
@@ -136,14 +124,6 @@ def memory(
         for other_name, other in tensors[index + 1 :]:
             if (name in written or other_name in written) and (shared := _overlap(tensor, other)):
                 fail(op, other_name, f"no memory with {name}", f"{shared} bytes", verb="share")
-    if segments is not None and segments[0].device.type == "cpu":
-        tensor, numel = segments
-        if (
-            int(tensor[0]) != 0
-            or int(tensor[-1]) != numel
-            or bool((tensor[1:] < tensor[:-1]).any())
-        ):
-            fail(op, "segments", f"ascending from 0 to {numel}", _preview(tensor))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -157,11 +137,6 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> int:
     start_a, start_b = a.data_ptr(), b.data_ptr()
     shared = min(start_a + a.nbytes, start_b + b.nbytes) - max(start_a, start_b)
     return max(shared, 0) if a.device == b.device else 0
-
-
-def _preview(tensor: torch.Tensor) -> str:
-    values = [str(value) for value in tensor[:8].tolist()]
-    return "[" + ", ".join(values) + (", ...]" if tensor.numel() > 8 else "]")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,7 +25,6 @@ MAGIC = 0x31544344  # "DCT1"
 VERSION = 1
 FLAG_OVERFLOW = 1
 FLAG_NON_FINITE = 2
-FLAG_DAMAGE = 4  # of a payload that the sender received in its last step
 VALUE_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 FLAGS_BYTE = 7  # of the header
@@ -66,7 +65,6 @@ class PayloadInfo(NamedTuple):
         count: entries packed.
         overflow: more entries passed than had room.
         non_finite: some entry was NaN or infinite.
-        damage: the sender received a damaged payload in its last step.
     """
 
     value_dtype: torch.dtype | str
@@ -75,7 +73,6 @@ class PayloadInfo(NamedTuple):
     count: int  # type: ignore[assignment]  # in place of tuple.count
     overflow: bool
     non_finite: bool
-    damage: bool
 
 
 def range_blocks(numel: int, ranges: int) -> int:
@@ -184,7 +181,6 @@ def payload_info(payload: torch.Tensor) -> PayloadInfo:
         count=count,
         overflow=bool(flags & FLAG_OVERFLOW),
         non_finite=bool(flags & FLAG_NON_FINITE),
-        damage=bool(flags & FLAG_DAMAGE),
     )
 
 

@@ -11,8 +11,9 @@ Common to all of them
   argument that requires grad outside torch.no_grad() and torch.vmap of an op that writes.
 - Meta and fake tensors give shapes and dtypes.
 - numel 0 is legal, numel above 2**31 works, subnormals are kept, NaN and Inf are defined.
-- `segments` is int64[S + 1], ascending from 0 to numel: one segment per parameter of a flat buffer.
-  Its contents are checked on the CPU only.
+- R ranges are equal, of whole blocks of 16,384 elements, in order; the last ones may be short or
+  empty. Each range has one threshold and one payload. `dct_kernels.layout.range_bounds` computes
+  their offsets.
 - `inv_scale` and `out_scale` are float32 tensors of one element on the device, a GradScaler's scale
   without `.item()`.
 - Whatever tensors hold, no access is out of bounds.
@@ -29,32 +30,32 @@ from . import _contract
 
 
 def sample_threshold(
-    x: Tensor,
-    residual: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
+    residual: Tensor,
     density: float,
+    ranges: int = 1,
     max_samples: int = 65536,
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Per segment, the magnitude that a fraction `density` of the entries reaches.
+    """For each range, the magnitude that a fraction `density` of its entries reaches.
 
-    Looks at |residual + x * inv_scale|, or |x * inv_scale| without a residual. A segment of up to
-    `max_samples` elements gives its exact k-th largest magnitude, k = clamp(ceil(density*n), 1, n);
-    a longer one is sampled, one hashed pick in each of `max_samples` equal strata.
-    docs/reference/ops.md has the error of a sampled threshold.
+    Looks at |residual + grad * inv_scale|. For a range of up to `max_samples` elements the result
+    is the exact k-th largest magnitude, k = clamp(ceil(density * n), 1, n). A longer range is
+    sampled: one hashed pick in each of `max_samples` equal strata. docs/reference/ops.md has the
+    error of a sampled threshold.
 
     Args:
-        x: float32, bfloat16 or float16 [numel].
-        residual: float32 [numel] or None.
-        segments: int64 [S + 1].
+        grad: float32, bfloat16 or float16 [numel].
+        residual: float32 [numel].
         density: fraction to select, in (0, 1].
-        max_samples: samples per segment, 1 to 2**31 - 1.
+        ranges: number of ranges R, 1 to 2**31 - 1.
+        max_samples: samples per range, 1 to 2**31 - 1.
         seed: of the picks, taken modulo 2**32. Frozen by a CUDA graph.
         inv_scale: float32, one element, or None.
 
     Returns:
-        float32 [S]. NaN ranks as infinity; an empty segment gives +inf.
+        float32 [R]. NaN ranks as infinity; an empty range gives +inf.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -62,10 +63,10 @@ def sample_threshold(
     Source: DCT (arXiv 2010.08899) sets a threshold once in thousands of steps; sampling it is DGC's
     idea (arXiv 1712.01887), the stratified hash ours.
 
-    >>> sample_threshold(torch.arange(10.0), None, torch.tensor([0, 10]), density=0.2)
+    >>> sample_threshold(torch.arange(10.0), torch.zeros(10), density=0.2)
     tensor([8.])
     """
-    args = (x, residual, segments, density, max_samples, seed, inv_scale)
+    args = (grad, residual, density, ranges, max_samples, seed, inv_scale)
     _contract.sample_threshold(*args)
     threshold: Tensor = torch.ops.dct.sample_threshold.default(*args)
     return threshold
@@ -73,40 +74,35 @@ def sample_threshold(
 
 def mask_pack(
     residual: Tensor,
-    grad: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
     threshold: Tensor,
     payload: Tensor,
     seen: Tensor,
     capacity: int,
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
     """Error feedback, threshold mask and compaction in one pass over memory.
 
-    acc = residual + grad * inv_scale (grad None: acc = residual). An entry passes if not (|acc| <
-    threshold of its segment) and acc != 0, so NaN and Inf always pass and zeros never. The first
-    `capacity` entries that pass go into the payload in ascending order; the residual becomes acc -
-    value there and acc elsewhere, so value + residual == acc, bit for bit: what finds no room is
-    late, never lost. Where acc is not finite the residual keeps its old value (0 if that is not
-    finite). A segment with threshold < 0 is skipped: its residual is untouched, its seen 0. Mutates
-    `residual`, `payload`, `seen`.
+    acc = residual + grad * inv_scale. An entry passes if not (|acc| < the threshold of its range)
+    and acc != 0, so NaN and Inf always pass and zeros never. The first `capacity` entries that pass
+    in a range go into its payload in ascending order. The residual becomes acc - value for them and
+    acc for all others, so value + residual == acc, bit for bit: an entry that does not fit is sent
+    later. Where acc is not finite the residual keeps its old value (0 if that is not finite). A
+    threshold that is negative or NaN lets every entry pass that is not zero. Mutates `residual`,
+    `payload` and `seen`.
 
     Args:
         residual: float32 [numel], read and written.
-        grad: float32, bfloat16 or float16 [numel], or None.
-        segments: int64 [S + 1].
-        threshold: float32 [S].
-        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`: one
-            row for each of R equal ranges of whole blocks. Bytes past the entries are kept.
-        seen: int32 [S], written: how many passed, packed or not.
-        capacity: entries of room in each range, 1 to 2**32 - 1.
+        grad: float32, bfloat16 or float16 [numel].
+        threshold: float32 [R].
+        payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from `payload_layout`. Bytes
+            past the entries are kept.
+        seen: int32 [R], written: how many entries passed, packed or not; at most 2**31 - 1.
+        capacity: the most entries that each payload holds, 1 to 2**32 - 1.
         value_dtype: torch.float32, or torch.bfloat16 (nearest even; a finite acc that would round
             to infinity saturates).
         inv_scale: float32, one element, or None.
-        status: int32 [P], the result of the last `scatter_unpack`, or None. Where one of them is
-            not 0, every range's header says "damage".
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -117,23 +113,11 @@ def mask_pack(
     >>> layout = payload_layout(4, capacity=2, value_dtype=torch.float32)
     >>> payload = torch.empty(layout.nbytes, dtype=torch.uint8)
     >>> seen = torch.empty(1, dtype=torch.int32)
-    >>> mask_pack(residual, grad, torch.tensor([0, 4]), torch.tensor([1.0]), payload, seen, 2,
-    ...           torch.float32)
+    >>> mask_pack(residual, grad, torch.tensor([1.0]), payload, seen, 2, torch.float32)
     >>> residual, seen
     (tensor([0.1000, 0.0000, 0.2000, 0.0000]), tensor([2], dtype=torch.int32))
     """
-    args = (
-        residual,
-        grad,
-        segments,
-        threshold,
-        payload,
-        seen,
-        capacity,
-        value_dtype,
-        inv_scale,
-        status,
-    )
+    args = (residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale)
     _contract.mask_pack(*args)
     torch.ops.dct.mask_pack.default(*args)
 
@@ -144,16 +128,14 @@ def scatter_unpack(
     capacity: int,
     value_dtype: torch.dtype,
     scale: float = 1.0,
-    accumulate: bool = False,
     out_scale: Tensor | None = None,
 ) -> Tensor:
     """Sum P ranks' payloads into a dense tensor, in rank order: every rank computes the same bits.
 
-    out[i] = base + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
-    float32(scale) * out_scale, base = out[i] if `accumulate` else +0.0, rounded once to out's
-    dtype. If a payload says both "overflow" and "non-finite", element 0 of its range becomes NaN.
-    Payloads are not trusted: a bad header voids the payload, a bad block adds nothing. Mutates
-    `out` (every element is written).
+    out[i] = +0.0 + factor * sum: the sum in float32 over ranks in order from +0.0, factor =
+    float32(scale) * out_scale, rounded once to out's dtype. If a payload says both "overflow" and
+    "non-finite", element 0 of its range becomes NaN. Payloads are not trusted: a payload with a bad
+    header is ignored, and a bad block adds nothing. Mutates `out` (every element is written).
 
     Args:
         payloads: uint8 [P, nbytes] or [P, R, nbytes], 16-byte aligned.
@@ -161,7 +143,6 @@ def scatter_unpack(
         capacity: as given to mask_pack.
         value_dtype: as given to mask_pack.
         scale: 1 / P for a mean. Rounded to float32 once.
-        accumulate: add to `out` instead of overwriting it.
         out_scale: float32, one element, or None.
 
     Returns:
@@ -177,7 +158,7 @@ def scatter_unpack(
     >>> scatter_unpack(payload, torch.empty(4), 2, torch.float32)  # zeros are no header
     tensor([1], dtype=torch.int32)
     """
-    args = (payloads, out, capacity, value_dtype, scale, accumulate, out_scale)
+    args = (payloads, out, capacity, value_dtype, scale, out_scale)
     _contract.scatter_unpack(*args)
     status: Tensor = torch.ops.dct.scatter_unpack.default(*args)
     return status
@@ -185,16 +166,15 @@ def scatter_unpack(
 
 def quantize_pack(
     residual: Tensor | None,
-    grad: Tensor | None,
+    grad: Tensor,
     payload: Tensor,
     format: str,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
     """Error feedback and every entry in few bits, in one pass over memory.
 
-    acc = residual + grad * inv_scale (one that is None is left out). Every entry goes into the
-    payload, and the residual becomes acc - value: value + residual == acc exactly, except that
+    acc = residual + grad * inv_scale, or grad * inv_scale without a residual. Every entry goes into
+    the payload, and the residual becomes acc - value: value + residual == acc exactly, except that
     "ternary" rounds the residual once. Mutates `residual` and `payload`.
 
     Formats, with bits an entry: "float32" 32 (nothing is left), "bfloat16" 16 (nearest even; a
@@ -207,14 +187,11 @@ def quantize_pack(
 
     Args:
         residual: float32 [numel], read and written, or None: no error feedback.
-        grad: float32, bfloat16 or float16 [numel], or None.
+        grad: float32, bfloat16 or float16 [numel].
         payload: uint8 [nbytes] or [R, nbytes], 16-byte aligned, nbytes from
-            `quantized_payload_bytes` or a multiple of 16 above: one row for each of R equal ranges
-            of whole blocks. Bytes past the last row are kept.
+            `quantized_payload_bytes` or a larger multiple of 16. Bytes past the last row are kept.
         format: one of the above.
         inv_scale: float32, one element, or None.
-        status: int32 [P], the result of the last `dequantize_sum`, or None. Where one of them is
-            not 0, every range's header says "damage".
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -227,7 +204,7 @@ def quantize_pack(
     >>> residual
     tensor([0.0000, 0.2500])
     """
-    args = (residual, grad, payload, format, inv_scale, status)
+    args = (residual, grad, payload, format, inv_scale)
     _contract.quantize_pack(*args)
     torch.ops.dct.quantize_pack.default(*args)
 
@@ -277,7 +254,7 @@ def dequantize_sum_pack(
     """Sum P ranks' payloads and pack the sum again: the owner's part of a reduce-scatter.
 
     `dequantize_sum` and then `quantize_pack` of what it wrote, bit for bit, without the float32 sum
-    in memory. The header never says "damage". Mutates `residual` and `payload`.
+    in memory. Mutates `residual` and `payload`.
 
     Args:
         payloads: uint8 [P, nbytes], 16-byte aligned.

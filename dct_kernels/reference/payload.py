@@ -10,46 +10,37 @@ from .thresholds import scaled
 
 def mask_pack(
     residual: Tensor,
-    grad: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
     threshold: Tensor,
     payload: Tensor,
     seen: Tensor,
     capacity: int,
     value_dtype: torch.dtype,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
     numel = residual.numel()
-    tau = threshold.repeat_interleave(segments.diff(), output_size=numel)
-    active = ~(tau < 0)
-    acc = residual if grad is None else residual + scaled(grad, inv_scale)
-    finite = acc.isfinite()
-    kept = active & ~(acc.abs() < tau) & (acc != 0)
-
-    running = torch.cat([segments.new_zeros(1), kept.cumsum(0)])
-    seen.copy_(running[segments].diff().clamp(max=2**31 - 1))
-
-    value = round_to(acc, value_dtype, saturate=True)
-    packed = torch.zeros_like(kept)
-    damage = layout.FLAG_DAMAGE if status is not None and bool((status != 0).any()) else 0
     rows = payload.view(-1, payload.shape[-1])
+    offsets = layout.payload_layout(numel, capacity, value_dtype, len(rows))
     for r, row in enumerate(rows):
         low, high = layout.range_bounds(numel, len(rows), r)
-        passed = kept[low:high].nonzero().flatten()
+        old = residual[low:high]
+        acc = old + scaled(grad[low:high], inv_scale)
+        finite = acc.isfinite()
+        passed = (~(acc.abs() < threshold[r]) & (acc != 0)).nonzero().flatten()
+        seen[r] = min(passed.numel(), 2**31 - 1)
+
         index = passed[:capacity]
-        packed[low + index] = True
-        flags = damage
+        values = round_to(acc[index], value_dtype, saturate=True)
+        flags = 0
         if passed.numel() > capacity:
             flags |= layout.FLAG_OVERFLOW
-        if bool((active & ~finite)[low:high].any()):
+        if not bool(finite.all()):
             flags |= layout.FLAG_NON_FINITE
-        offsets = layout.payload_layout(numel, capacity, value_dtype, len(rows))
-        _write(row, offsets, high - low, capacity, value_dtype, flags, index, value[low + index])
+        _write(row, offsets, high - low, capacity, value_dtype, flags, index, values)
 
-    old = torch.where(residual.isfinite(), residual, 0.0)
-    left = torch.where(packed, acc - value.to(torch.float32), acc)
-    residual.copy_(torch.where(active, torch.where(finite, left, old), residual))
+        left = acc.clone()
+        left[index] -= values.to(torch.float32)
+        old.copy_(torch.where(finite, left, torch.where(old.isfinite(), old, 0.0)))
 
 
 def _write(
@@ -93,7 +84,6 @@ def scatter_unpack(
     capacity: int,
     value_dtype: torch.dtype,
     scale: float = 1.0,
-    accumulate: bool = False,
     out_scale: Tensor | None = None,
 ) -> Tensor:
     ranks, nbytes = payloads.shape[0], payloads.shape[-1]
@@ -109,8 +99,7 @@ def scatter_unpack(
     factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
     if out_scale is not None:
         factor = factor * out_scale.reshape(())
-    base = out.to(torch.float32) if accumulate else torch.zeros_like(total)
-    out.copy_(round_to(base + factor * total, out.dtype))
+    out.copy_(round_to(0.0 + factor * total, out.dtype))  # -0.0 becomes +0.0
     return status
 
 
@@ -130,7 +119,7 @@ def _add(
         (magic, version, code) != (layout.MAGIC, layout.VERSION, _code(value_dtype))
         or sizes != [numel, capacity]
         or count > min(capacity, numel)
-        or flags & ~(lost | layout.FLAG_DAMAGE)
+        or flags & ~lost
         or any(reserved)
     ):
         return 1

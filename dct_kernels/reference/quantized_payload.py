@@ -14,24 +14,19 @@ _MOST = 2**32 - 1  # of the header's capacity and count
 
 def quantize_pack(
     residual: Tensor | None,
-    grad: Tensor | None,
+    grad: Tensor,
     payload: Tensor,
     format: str,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
-    acc = residual
-    if grad is not None:
-        acc = scaled(grad, inv_scale)
-        if residual is not None:
-            acc = residual + acc
-    assert acc is not None
-    damage = layout.FLAG_DAMAGE if status is not None and bool((status != 0).any()) else 0
+    acc = scaled(grad, inv_scale)
+    if residual is not None:
+        acc = residual + acc
     rows = payload.view(-1, payload.shape[-1])
     for r, row in enumerate(rows):
         low, high = layout.range_bounds(acc.numel(), len(rows), r)
         old = None if residual is None else residual[low:high]
-        _pack(acc[low:high], old, row, format, damage)
+        _pack(acc[low:high], old, row, format)
 
 
 def dequantize_sum(
@@ -53,11 +48,11 @@ def dequantize_sum_pack(
     payloads: Tensor, residual: Tensor, payload: Tensor, format: str, scale: float = 1.0
 ) -> Tensor:
     total, status = _sum(payloads, residual.numel(), format)
-    _pack(residual + total.new_tensor(scale) * total, residual, payload, format, 0)
+    _pack(residual + total.new_tensor(scale) * total, residual, payload, format)
     return status
 
 
-def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str, flags: int) -> None:
+def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str) -> None:
     """One range: its payload, and what is left as the new residual."""
     numel = acc.numel()
     blocks = torch.nn.functional.pad(acc, (0, -numel % layout.ROW)).view(-1, layout.SCALED)
@@ -70,8 +65,7 @@ def _pack(acc: Tensor, residual: Tensor | None, payload: Tensor, format: str, fl
         sent = value.isfinite()
     body = _to_bytes(codes, format)
     payload[layout.HEADER_BYTES : layout.HEADER_BYTES + body.numel()] = body
-    if not bool(sent.all()):
-        flags |= layout.FLAG_NON_FINITE
+    flags = 0 if bool(sent.all()) else layout.FLAG_NON_FINITE
     header = list(_header(numel, format, flags))
     payload[: layout.HEADER_BYTES] = torch.tensor(header, dtype=torch.uint8, device=acc.device)
     if residual is not None:
@@ -90,7 +84,7 @@ def _sum(payloads: Tensor, numel: int, format: str) -> tuple[Tensor, Tensor]:
         for r in range(rows.shape[1]):
             low, high = layout.range_bounds(numel, rows.shape[1], r)
             header = bytearray(rows[p, r, : layout.HEADER_BYTES].tolist())
-            header[layout.FLAGS_BYTE] &= ~(layout.FLAG_NON_FINITE | layout.FLAG_DAMAGE)
+            header[layout.FLAGS_BYTE] &= ~layout.FLAG_NON_FINITE
             if header == _header(high - low, format, 0):
                 total[low:high] += _values(rows[p, r], high - low, format)
             else:
