@@ -95,22 +95,6 @@ class Checks {
     return tensor->const_data_ptr<T>();
   }
 
-  // Returns the number of segments. The offsets themselves are checked on the CPU only.
-  int64_t require_segments(const Tensor& segments, int64_t numel) const {
-    require_tensor("segments", segments, {ScalarType::Long}, 1);
-    if (segments.numel() < 1) fail("segments", "have at least 1 element", "0");
-    if (device_.is_cpu()) {
-      const int64_t* begin = segments.const_data_ptr<int64_t>();
-      const int64_t *end = begin + segments.numel(), *wrong = std::is_sorted_until(begin, end);
-      if (begin[0] != 0) wrong = begin;
-      if (wrong == end && end[-1] != numel) --wrong;
-      if (wrong != end) {
-        fail("segments", "ascend from 0 to " + std::to_string(numel), std::to_string(*wrong));
-      }
-    }
-    return segments.numel() - 1;
-  }
-
   // Checks payloads [.., nbytes] and returns their number of ranges.
   int64_t require_payload(const char* arg, const Tensor& payload, int64_t dims_with_ranges,
                           int64_t numel, int64_t capacity, DType value_dtype) const {

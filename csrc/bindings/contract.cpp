@@ -21,65 +21,56 @@ Args top_k_args(const Checks& checks, const Tensor& x, int64_t k, ScalarType val
 
 }  // namespace
 
-SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor& residual,
-                                          const Tensor& segments, double density,
-                                          int64_t max_samples, int64_t seed,
-                                          const OptionalTensor& inv_scale) {
-  const Checks checks("sample_threshold", x);
+SampleThresholdArgs sample_threshold_args(const Tensor& grad, const Tensor& residual,
+                                          double density, int64_t ranges, int64_t max_samples,
+                                          int64_t seed, const OptionalTensor& inv_scale) {
+  const Checks checks("sample_threshold", grad);
   SampleThresholdArgs args{};
-  args.x_dtype = checks.require_tensor("x", x, kFloats, 1);
-  args.residual =
-      checks.require_optional<float>("residual", residual, ScalarType::Float, 1, x.numel());
-  args.num_segments = checks.require_segments(segments, x.numel());
+  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1);
+  checks.require_tensor("residual", residual, {ScalarType::Float}, 1, grad.numel());
   if (!(density > 0 && density <= 1)) {
     checks.fail("density", "be in (0, 1]", std::to_string(density));
   }
+  checks.require_in("ranges", "", ranges, {1, kInt32Max});
   checks.require_in("max_samples", "", max_samples, {1, kInt32Max});
   args.inv_scale =
       checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
-  args.x = x.const_data_ptr();
-  args.segments = segments.const_data_ptr<int64_t>();
+  args.grad = grad.const_data_ptr();
+  args.residual = residual.const_data_ptr<float>();
+  args.numel = grad.numel();
+  args.ranges = ranges;
   args.density = density;
   args.max_samples = max_samples;
   args.seed = static_cast<uint32_t>(seed);
   return args;
 }
 
-MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
-                            const Tensor& segments, const Tensor& threshold, const Tensor& payload,
-                            const Tensor& seen, int64_t capacity, ScalarType value_dtype,
-                            const OptionalTensor& inv_scale, const OptionalTensor& status) {
+MaskPackArgs mask_pack_args(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
+                            const Tensor& payload, const Tensor& seen, int64_t capacity,
+                            ScalarType value_dtype, const OptionalTensor& inv_scale) {
   const Checks checks("mask_pack", residual);
   MaskPackArgs args{};
   checks.require_tensor("residual", residual, {ScalarType::Float}, 1);
   args.numel = residual.numel();
-  if (grad.has_value()) {
-    args.grad_dtype = checks.require_tensor("grad", *grad, kFloats, 1, args.numel);
-    args.grad = grad->const_data_ptr();
-  }
-  args.num_segments = checks.require_segments(segments, args.numel);
-  checks.require_tensor("threshold", threshold, {ScalarType::Float}, 1, args.num_segments);
+  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1, args.numel);
   checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
-  checks.require_tensor("seen", seen, {ScalarType::Int}, 1, args.num_segments);
   checks.require_in("capacity", "", capacity, {1, kUint32Max});
   args.value_dtype = checks.require_dtype("value_dtype", value_dtype, kPayloadValues);
-  args.inv_scale =
-      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
-  args.status = checks.require_optional<int32_t>("status", status, ScalarType::Int, 1, kAny);
-  args.num_status = status.has_value() ? status->numel() : 0;
   args.ranges =
       checks.require_payload("payload", payload, 2, args.numel, capacity, args.value_dtype);
+  checks.require_tensor("threshold", threshold, {ScalarType::Float}, 1, args.ranges);
+  checks.require_tensor("seen", seen, {ScalarType::Int}, 1, args.ranges);
+  args.inv_scale =
+      checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
   checks.require_apart({{"residual", residual},
                         {"payload", payload},
                         {"seen", seen},
                         {"grad", grad},
-                        {"segments", segments},
                         {"threshold", threshold},
-                        {"inv_scale", inv_scale},
-                        {"status", status}},
+                        {"inv_scale", inv_scale}},
                        3);
   args.residual = residual.mutable_data_ptr<float>();
-  args.segments = segments.const_data_ptr<int64_t>();
+  args.grad = grad.const_data_ptr();
   args.threshold = threshold.const_data_ptr<float>();
   args.seen = seen.mutable_data_ptr<int32_t>();
   args.payload = payload.mutable_data_ptr<uint8_t>();
@@ -88,7 +79,7 @@ MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
 }
 
 ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
-                                      ScalarType value_dtype, double scale, bool accumulate,
+                                      ScalarType value_dtype, double scale,
                                       const OptionalTensor& out_scale) {
   const Checks checks("scatter_unpack", out);
   ScatterUnpackArgs args{};
@@ -107,41 +98,28 @@ ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out,
   args.capacity = capacity;
   args.out = out.mutable_data_ptr();
   args.scale = static_cast<float>(scale);
-  args.accumulate = accumulate;
   return args;
 }
 
-QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const OptionalTensor& grad,
+QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const Tensor& grad,
                                     const Tensor& payload, const std::string& format,
-                                    const OptionalTensor& inv_scale, const OptionalTensor& status) {
+                                    const OptionalTensor& inv_scale) {
   const Checks checks("quantize_pack", payload);
   QuantizePackArgs args{};
   checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
+  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1);
+  args.grad = grad.const_data_ptr();
+  args.numel = grad.numel();
   if (residual.has_value()) {
-    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1);
+    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1, args.numel);
     args.residual = residual->mutable_data_ptr<float>();
-    args.numel = residual->numel();
-  }
-  if (grad.has_value()) {
-    const Interval numel = residual.has_value() ? Interval(args.numel) : kAny;
-    args.grad_dtype = checks.require_tensor("grad", *grad, kFloats, 1, numel);
-    args.grad = grad->const_data_ptr();
-    args.numel = grad->numel();
-  } else if (!residual.has_value()) {
-    checks.fail("grad", "be given where residual is not", "None");
   }
   args.format = checks.require_payload_format(format);
   args.inv_scale =
       checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);
-  args.status = checks.require_optional<int32_t>("status", status, ScalarType::Int, 1, kAny);
-  args.num_status = status.has_value() ? status->numel() : 0;
   args.ranges = checks.require_quantized("payload", payload, 2, args.numel, args.format);
-  checks.require_apart({{"residual", residual},
-                        {"payload", payload},
-                        {"grad", grad},
-                        {"inv_scale", inv_scale},
-                        {"status", status}},
-                       2);
+  checks.require_apart(
+      {{"residual", residual}, {"payload", payload}, {"grad", grad}, {"inv_scale", inv_scale}}, 2);
   args.payload = payload.mutable_data_ptr<uint8_t>();
   args.nbytes = payload.size(payload.dim() - 1);
   return args;

@@ -18,23 +18,21 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-SampleThresholdArgs sample_threshold_args(const Tensor& x, const OptionalTensor& residual,
-                                          const Tensor& segments, double density,
-                                          int64_t max_samples, int64_t seed,
-                                          const OptionalTensor& inv_scale);
+SampleThresholdArgs sample_threshold_args(const Tensor& grad, const Tensor& residual,
+                                          double density, int64_t ranges, int64_t max_samples,
+                                          int64_t seed, const OptionalTensor& inv_scale);
 
-MaskPackArgs mask_pack_args(const Tensor& residual, const OptionalTensor& grad,
-                            const Tensor& segments, const Tensor& threshold, const Tensor& payload,
-                            const Tensor& seen, int64_t capacity, ScalarType value_dtype,
-                            const OptionalTensor& inv_scale, const OptionalTensor& status);
+MaskPackArgs mask_pack_args(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
+                            const Tensor& payload, const Tensor& seen, int64_t capacity,
+                            ScalarType value_dtype, const OptionalTensor& inv_scale);
 
 ScatterUnpackArgs scatter_unpack_args(const Tensor& payloads, const Tensor& out, int64_t capacity,
-                                      ScalarType value_dtype, double scale, bool accumulate,
+                                      ScalarType value_dtype, double scale,
                                       const OptionalTensor& out_scale);
 
-QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const OptionalTensor& grad,
+QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const Tensor& grad,
                                     const Tensor& payload, const std::string& format,
-                                    const OptionalTensor& inv_scale, const OptionalTensor& status);
+                                    const OptionalTensor& inv_scale);
 
 DequantizeSumArgs dequantize_sum_args(const Tensor& payloads, const Tensor& out,
                                       const std::string& format, double scale,

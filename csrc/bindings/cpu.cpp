@@ -37,42 +37,37 @@ Parallel torch_parallel() {
   return {torch::stable::get_num_threads(), run};
 }
 
-Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const Tensor& segments,
-                        double density, int64_t max_samples, int64_t seed,
-                        const OptionalTensor& inv_scale) {
+Tensor sample_threshold(const Tensor& grad, const Tensor& residual, double density, int64_t ranges,
+                        int64_t max_samples, int64_t seed, const OptionalTensor& inv_scale) {
   SampleThresholdArgs args =
-      sample_threshold_args(x, residual, segments, density, max_samples, seed, inv_scale);
-  Tensor threshold = new_empty(x, {args.num_segments}, ScalarType::Float);
+      sample_threshold_args(grad, residual, density, ranges, max_samples, seed, inv_scale);
+  Tensor threshold = new_empty(grad, {ranges}, ScalarType::Float);
   args.threshold = threshold.mutable_data_ptr<float>();
   cpu::sample_threshold(args, torch_parallel());
   return threshold;
 }
 
-void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
-               const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
-               ScalarType value_dtype, const OptionalTensor& inv_scale,
-               const OptionalTensor& status) {
-  const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
-                                           capacity, value_dtype, inv_scale, status);
+void mask_pack(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
+               const Tensor& payload, const Tensor& seen, int64_t capacity, ScalarType value_dtype,
+               const OptionalTensor& inv_scale) {
+  const MaskPackArgs args =
+      mask_pack_args(residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale);
   cpu::mask_pack(args, torch_parallel());
 }
 
 Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
-                      ScalarType value_dtype, double scale, bool accumulate,
-                      const OptionalTensor& out_scale) {
+                      ScalarType value_dtype, double scale, const OptionalTensor& out_scale) {
   ScatterUnpackArgs args =
-      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, accumulate, out_scale);
+      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, out_scale);
   Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
   args.status = status.mutable_data_ptr<int32_t>();
   cpu::scatter_unpack(args, torch_parallel());
   return status;
 }
 
-void quantize_pack(const OptionalTensor& residual, const OptionalTensor& grad,
-                   const Tensor& payload, const std::string& format,
-                   const OptionalTensor& inv_scale, const OptionalTensor& status) {
-  const QuantizePackArgs args =
-      quantize_pack_args(residual, grad, payload, format, inv_scale, status);
+void quantize_pack(const OptionalTensor& residual, const Tensor& grad, const Tensor& payload,
+                   const std::string& format, const OptionalTensor& inv_scale) {
+  const QuantizePackArgs args = quantize_pack_args(residual, grad, payload, format, inv_scale);
   cpu::quantize_pack(args, torch_parallel());
 }
 

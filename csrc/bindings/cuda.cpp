@@ -57,27 +57,24 @@ Tensor scratch_like(const Tensor& tensor, int64_t nbytes) {
   return new_empty(tensor, {nbytes}, ScalarType::Byte);
 }
 
-Tensor sample_threshold(const Tensor& x, const OptionalTensor& residual, const Tensor& segments,
-                        double density, int64_t max_samples, int64_t seed,
-                        const OptionalTensor& inv_scale) {
+Tensor sample_threshold(const Tensor& grad, const Tensor& residual, double density, int64_t ranges,
+                        int64_t max_samples, int64_t seed, const OptionalTensor& inv_scale) {
   SampleThresholdArgs args =
-      sample_threshold_args(x, residual, segments, density, max_samples, seed, inv_scale);
-  const OnDeviceOf device(x);
-  Tensor threshold = new_empty(x, {args.num_segments}, ScalarType::Float);
+      sample_threshold_args(grad, residual, density, ranges, max_samples, seed, inv_scale);
+  const OnDeviceOf device(grad);
+  Tensor threshold = new_empty(grad, {ranges}, ScalarType::Float);
   args.threshold = threshold.mutable_data_ptr<float>();
-  const Tensor scratch = scratch_like(x, cuda::sample_threshold_scratch_bytes(args));
-  require_success(
-      "sample_threshold",
-      cuda::sample_threshold(args, x.numel(), scratch.mutable_data_ptr(), device.stream()));
+  const Tensor scratch = scratch_like(grad, cuda::sample_threshold_scratch_bytes(args));
+  require_success("sample_threshold",
+                  cuda::sample_threshold(args, scratch.mutable_data_ptr(), device.stream()));
   return threshold;
 }
 
-void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor& segments,
-               const Tensor& threshold, const Tensor& payload, const Tensor& seen, int64_t capacity,
-               ScalarType value_dtype, const OptionalTensor& inv_scale,
-               const OptionalTensor& status) {
-  const MaskPackArgs args = mask_pack_args(residual, grad, segments, threshold, payload, seen,
-                                           capacity, value_dtype, inv_scale, status);
+void mask_pack(const Tensor& residual, const Tensor& grad, const Tensor& threshold,
+               const Tensor& payload, const Tensor& seen, int64_t capacity, ScalarType value_dtype,
+               const OptionalTensor& inv_scale) {
+  const MaskPackArgs args =
+      mask_pack_args(residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale);
   const OnDeviceOf device(residual);
   const cuda::MaskPackSizes sizes = cuda::mask_pack_sizes(args);
   const Tensor scratch = scratch_like(residual, cuda::mask_pack_scratch_bytes(args, sizes));
@@ -86,10 +83,9 @@ void mask_pack(const Tensor& residual, const OptionalTensor& grad, const Tensor&
 }
 
 Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacity,
-                      ScalarType value_dtype, double scale, bool accumulate,
-                      const OptionalTensor& out_scale) {
+                      ScalarType value_dtype, double scale, const OptionalTensor& out_scale) {
   ScatterUnpackArgs args =
-      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, accumulate, out_scale);
+      scatter_unpack_args(payloads, out, capacity, value_dtype, scale, out_scale);
   const OnDeviceOf device(out);
   Tensor status = new_empty(payloads, {args.ranks}, ScalarType::Int);
   args.status = status.mutable_data_ptr<int32_t>();
@@ -97,11 +93,9 @@ Tensor scatter_unpack(const Tensor& payloads, const Tensor& out, int64_t capacit
   return status;
 }
 
-void quantize_pack(const OptionalTensor& residual, const OptionalTensor& grad,
-                   const Tensor& payload, const std::string& format,
-                   const OptionalTensor& inv_scale, const OptionalTensor& status) {
-  const QuantizePackArgs args =
-      quantize_pack_args(residual, grad, payload, format, inv_scale, status);
+void quantize_pack(const OptionalTensor& residual, const Tensor& grad, const Tensor& payload,
+                   const std::string& format, const OptionalTensor& inv_scale) {
+  const QuantizePackArgs args = quantize_pack_args(residual, grad, payload, format, inv_scale);
   const OnDeviceOf device(payload);
   require_success("quantize_pack", cuda::quantize_pack(args, device.stream()));
 }
