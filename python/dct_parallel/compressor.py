@@ -7,10 +7,9 @@ sampled quantile; the paper samples it once in thousands of steps, this class in
 
 import functools
 import math
-import operator
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,31 +61,31 @@ class Compressor:
 
     Args:
         numel: elements of the flat tensor.
-        segments: S + 1 offsets ascending from 0 to numel; each segment has a threshold of its own.
-            With one segment the largest entries of all are sent.
-        density: fraction of each segment to send per step, in (0, 1].
+        density: fraction of each range to send per step, in (0, 1].
         value_dtype: of the values in the payload, torch.bfloat16 or torch.float32.
         policy: "fresh" or "fixed".
         refresh_every: steps between samples of policy "fixed"; the first is taken at once.
-        capacity: entries of room in the payload, or in each of its ranges; default 1.25 * density *
-            numel of the largest range.
-        ranges: how many payloads there are, each of an equal range of whole 16,384-element blocks.
-        max_samples: picks per segment; default 4,096, from 0.39 % of density down 16 / density.
+        capacity: the most entries that each payload holds; default 1.25 * density * numel of the
+            largest range.
+        ranges: how many payloads there are. Each is for an equal range of whole 16,384-element
+            blocks, which has a threshold of its own. With one range the largest entries of the
+            whole tensor are sent.
+        max_samples: picks per range; default 4,096, from 0.39 % of density down 16 / density.
         row_of: where this tensor is one range of several, the elements of the longest one: payloads
             then have the size of the longest one's.
         device: of all tensors.
 
     Attributes:
         residual: float32 [numel], not sent yet, in units of the unscaled gradient.
-        threshold: float32 [S], the magnitudes that passed in the last `pack`.
-        seen: int32 [S], how many passed in it.
+        threshold: float32 [ranges], the magnitudes that passed in the last `pack`.
+        seen: int32 [ranges], how many passed in it.
         payload: uint8 [nbytes], or [ranges, nbytes] with several ranges, the last one packed.
         step: how many times `pack` was called.
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
 
-    >>> c = Compressor(4, [0, 4], density=0.25, value_dtype=torch.float32)
+    >>> c = Compressor(4, density=0.25, value_dtype=torch.float32)
     >>> payload = c.pack(torch.tensor([0.1, -3.0, 0.2, 0.5]))
     >>> c.residual
     tensor([0.1000, 0.0000, 0.2000, 0.5000])
@@ -98,7 +97,6 @@ class Compressor:
     def __init__(
         self,
         numel: int,
-        segments: Sequence[int] | Tensor,
         density: float = 0.005,
         *,
         value_dtype: torch.dtype = torch.bfloat16,
@@ -117,7 +115,6 @@ class Compressor:
         if max_samples is None:
             max_samples = default_samples(density)
         checks.require_int("Compressor", "max_samples", max_samples, 1, 2**31 - 1)
-        bounds = _bounds(segments, numel)
         warn_of_eager(torch.device(device).type)
         if capacity is None:
             _, largest = range_bounds(numel, ranges, 0)
@@ -127,10 +124,9 @@ class Compressor:
         self.policy, self.refresh_every = policy, refresh_every
         self.capacity, self.max_samples = capacity, max_samples
         self.step = 0
-        self.segments = torch.tensor(bounds, dtype=torch.int64, device=device)
         start = 0.0 if density == 1 else math.inf
-        self.threshold = torch.full((len(bounds) - 1,), start, device=device)
-        self.seen = torch.zeros(len(bounds) - 1, dtype=torch.int32, device=device)
+        self.threshold = torch.full((ranges,), start, device=device)
+        self.seen = torch.zeros(ranges, dtype=torch.int32, device=device)
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._layout = payload_layout(numel, capacity, value_dtype, ranges)
         shape = (ranges, self._layout.nbytes) if ranges > 1 else (self._layout.nbytes,)
@@ -167,7 +163,6 @@ class Compressor:
         _mask_pack(
             self.residual,
             grad,
-            self.segments,
             self.threshold,
             self.payload,
             self.seen,
@@ -244,7 +239,7 @@ class Compressor:
 
     def _unpack(self, payloads: Tensor, out: Tensor, out_scale: Tensor | None = None) -> Tensor:
         return _scatter_unpack(
-            payloads, out, self.capacity, self.value_dtype, 1 / payloads.shape[0], False, out_scale
+            payloads, out, self.capacity, self.value_dtype, 1 / payloads.shape[0], out_scale
         )
 
     def _sample(self, grad: Tensor, inv_scale: Tensor | None) -> None:
@@ -254,8 +249,8 @@ class Compressor:
         sampled = _sample_threshold(
             grad,
             self.residual,
-            self.segments,
             self.density,
+            len(self.threshold),
             self.max_samples,
             self.step,  # the seed: different picks in every sample
             inv_scale,
@@ -279,17 +274,6 @@ def warn_of_eager(device_type: str) -> None:
             f"missing; this installation is in {Path(dct_kernels.__file__).parent}.",
             stacklevel=3,
         )
-
-
-def _bounds(segments: Sequence[int] | Tensor, numel: int) -> list[int]:
-    given = segments.tolist() if isinstance(segments, Tensor) else segments
-    try:
-        bounds = [operator.index(bound) for bound in given]
-    except TypeError:  # no sequence, or of something else
-        bounds = []
-    if not bounds or bounds[0] != 0 or bounds[-1] != numel or bounds != sorted(bounds):
-        checks.fail("Compressor", "segments", f"integers ascending from 0 to {numel}", given)
-    return bounds
 
 
 def check_settings(owner: str, density: float, policy: str, refresh_every: int) -> None:

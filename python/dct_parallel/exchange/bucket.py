@@ -46,7 +46,7 @@ class Bucket:
         states: dict[str, SegmentState],
     ) -> None:
         self.plan = plan
-        self.codec = plan.settings.codec(plan.range_bounds, device, step)
+        self.codec = plan.settings.codec(plan.numel, plan.ranges, device, step)
         self._transport = self.transports[plan.transport](plan, self.codec, group)
         for index, name in enumerate(plan.names):
             if name in states:

@@ -7,12 +7,11 @@ dct_kernels.layout, and a case in Settings.
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 
 import torch
 
 from dct_kernels import checks, quantized_payload_bytes
-from dct_kernels.layout import payload_layout
+from dct_kernels.layout import payload_layout, range_bounds
 
 from ..compressor import Compressor, check_settings, default_capacity
 from ..formats import DTYPES, require_format
@@ -95,27 +94,28 @@ class Settings:
         return payload_layout(numel, capacity, dtype, ranges).nbytes
 
     def codec(
-        self, bounds: Sequence[int], device: torch.device, step: int, row_of: int | None = None
+        self, numel: int, ranges: int, device: torch.device, step: int, row_of: int | None = None
     ) -> Codec:
-        """A codec that goes on at `step`.
+        """A codec that resumes at `step`.
 
         Args:
-            bounds: of the ranges, from 0 to numel; each has a payload and a threshold of its own.
+            numel: elements of the flat tensor.
+            ranges: equal ranges of whole blocks; each has a payload and a threshold of its own.
             row_of: if the tensor is itself a range, the elements of the longest one.
         """
+        longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         made: Codec
         if self.every_entry:
-            made = quantized.Quantized(bounds[-1], self.format, len(bounds) - 1, row_of, device)
+            made = quantized.Quantized(numel, self.format, ranges, longest, device)
         else:
             made = Compressor(
-                bounds[-1],
-                bounds,
+                numel,
                 density=self.density,
                 value_dtype=DTYPES[self.format],
                 policy=self.policy,
                 refresh_every=self.refresh_every,
-                capacity=self.capacity(bounds[1] if row_of is None else row_of),
-                ranges=len(bounds) - 1,
+                capacity=self.capacity(longest),
+                ranges=ranges,
                 row_of=row_of,
                 device=device,
             )

@@ -102,7 +102,7 @@ class ReduceScatter(Transport):
         """A codec of this owner's range alone, with payloads as long as the longest range's."""
         low, high = self._plan.range_bounds[owner : owner + 2]
         device, longest = self._codec.residual.device, self._plan.range_bounds[1]
-        return self._plan.settings.codec([0, high - low], device, step, row_of=longest)
+        return self._plan.settings.codec(high - low, 1, device, step, row_of=longest)
 
     def take_back(self) -> None:
         """Exact for the ranks' own residuals, to float32 rounding for the owner's."""
