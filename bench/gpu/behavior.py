@@ -26,7 +26,7 @@ def chosen(device: str) -> Iterator[Case]:
     numel, rows, width = 2**20 + 3, 1000, 200
     yield cases.sample_threshold(device, numel, 0.01, 5)
     yield cases.mask_pack(device, numel, 0.01, BF16, BF16, False, 5)
-    yield cases.mask_pack(device, numel, 0.01, None, F32, False)
+    yield cases.mask_pack(device, numel, 0.01, F32, F32, False)
     yield cases.scatter_unpack(device, numel, 0.01, 3)
     for format in QUANTIZED_CODES:
         yield cases.quantize_pack(device, numel, BF16, format, False)

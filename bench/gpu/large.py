@@ -14,8 +14,8 @@ def wrong(ops, clean, tau, planted, passed: int, capacity: int) -> list[str]:
     nbytes = payload_layout(NUMEL, capacity, F32).nbytes
     payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     seen = torch.zeros(1, dtype=torch.int32, device=device)
-    segments = torch.tensor([0, NUMEL], device=device)
-    ops.mask_pack(residual, None, segments, tau, payload, seen, capacity, F32)
+    grad = torch.zeros(NUMEL, dtype=torch.bfloat16, device=device)
+    ops.mask_pack(residual, grad, tau, payload, seen, capacity, F32)
     out = torch.full_like(clean, torch.nan)
     status = ops.scatter_unpack(payload.unsqueeze(0), out, capacity, F32)
     info, count = payload_info(payload[:64].cpu()), min(passed, capacity)

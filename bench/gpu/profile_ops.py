@@ -25,7 +25,7 @@ NUMEL, ROWS, CALLS = 2**26, 65536, 4
 
 def chosen(device: str, scale: int = 1) -> Iterator[Case]:
     numel, rows = NUMEL // scale, ROWS // scale
-    for grad, values in ((F32, F32), (BF16, BF16), (None, F32)):
+    for grad, values in ((F32, F32), (BF16, BF16)):
         yield cases.mask_pack(device, numel, 0.01, grad, values, False)
     yield cases.scatter_unpack(device, numel, 0.01, 8)
     yield cases.sample_threshold(device, numel, 0.01)

@@ -1,6 +1,6 @@
 """The cost of a training step: 100 million gradients in buckets of 25 MB. step.json.
 
-The ops: each bucket is sampled (one segment, as many picks as the hook takes), packed, and unpacked
+The ops: each bucket is sampled (as many picks as the hook takes), packed, and unpacked
 from P payloads, copies of its own in place of those of other ranks; or every entry is packed in few
 bits and summed from P payloads. Called, and replayed from a CUDA graph. The model: a transformer of
 as many parameters, forward and backward, in DDP on one rank, without a hook and with it. One rank
@@ -46,16 +46,14 @@ class Bucket:
     def __init__(self, numel: int, density: float, ranks: int, device: str) -> None:
         self.grad = torch.randn(numel, device=device)
         self.residual, self.out = (torch.zeros(numel, device=device) for _ in range(2))
-        self.segments = torch.tensor([0, numel], device=device)
         self.seen = torch.zeros(1, dtype=torch.int32, device=device)
         self.density, self.capacity = density, int(1.25 * density * numel)
         nbytes = payload_layout(numel, self.capacity, BF16).nbytes
         self.payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
 
     def step(self) -> None:
-        given = self.grad, self.residual, self.segments
-        threshold = sample_threshold(*given, self.density, PICKS, 7)
-        tensors = self.residual, self.grad, self.segments, threshold, self.payloads[0], self.seen
+        threshold = sample_threshold(self.grad, self.residual, self.density, 1, PICKS, 7)
+        tensors = self.residual, self.grad, threshold, self.payloads[0], self.seen
         mask_pack(*tensors, self.capacity, BF16)
         scatter_unpack(self.payloads, self.out, self.capacity, BF16, 1 / len(self.payloads))
 

@@ -29,7 +29,7 @@ from microbench.report import COPY, COPY_KERNEL, HEADER, row
 from tables import line
 
 ROWS, LARGEST = 65536, 2**28
-GRADS = ((F32, F32), (BF16, BF16), (None, F32), (F32, BF16))  # and the dtype of values
+GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # and the dtype of values
 NOTHING, EVERYTHING = 1e-12, 1.0  # densities
 # (op, end of the case, elements or None for any): the least share of a copy's speed. row_pack is
 # bound by its search, and many payloads are scattered writes.
@@ -69,7 +69,7 @@ def chosen(device: str, scale: int) -> Iterator[Case]:
     for numel in (2**24, BUCKET, 2**20):
         yield from one_dimensional(device, numel // scale)
     for numel in (sweep, BUCKET // scale):
-        yield cases.mask_pack(device, numel, 0.01, F32, BF16, False, cases.SEGMENTS)
+        yield cases.mask_pack(device, numel, 0.01, F32, BF16, False, cases.RANGES)
     for density in (NOTHING, 0.001, 0.1, EVERYTHING):
         yield cases.mask_pack(device, sweep, density, F32, F32, False)
     yield cases.mask_pack(device, sweep, 0.01, F32, F32, False, clustered=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dct_kernels import payload_layout, quantized_payload_bytes, testing
-from dct_kernels.layout import QUANTIZED_CODES
+from dct_kernels.layout import QUANTIZED_CODES, range_bounds
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
 from . import peers
@@ -17,7 +17,7 @@ from .peers import Peer
 
 F32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = 65536
-SEGMENTS = 300  # the parameters of a bucket: more than one may lie in a tile or a thread's share
+RANGES = 8  # owners of a reduce-scatter
 COLD_BYTES = 512 << 20  # that pass through memory before a buffer is used again: no cache holds it
 FIRST_LOOK_COLD_BYTES = 64 << 20  # little, as making buffers takes most of the time
 FIRST_LOOK_SIZES = {"cpu": 2**20, "cuda": 2**24}
@@ -52,13 +52,12 @@ def cases(
     """All cases of one size, made one at a time: each holds its buffers."""
     for density in densities:
         if "mask_pack" in ops:
-            for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16), (None, BF16)):
+            for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16)):
                 yield mask_pack(device, numel, density, grad, values, with_peers)
-            for grad, values in ((F32, F32), (None, BF16)):
-                yield mask_pack(device, numel, density, grad, values, False, SEGMENTS)
+            yield mask_pack(device, numel, density, F32, BF16, False, RANGES)
         if "sample_threshold" in ops:
             yield sample_threshold(device, numel, density)
-            yield sample_threshold(device, numel, density, SEGMENTS)
+            yield sample_threshold(device, numel, density, RANGES)
         if "scatter_unpack" in ops:
             for ranks in (2, 8):
                 yield scatter_unpack(device, numel, density, ranks)
@@ -102,48 +101,40 @@ def mask_pack(
     device: str,
     numel: int,
     density: float,
-    grad_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype,
     value_dtype: torch.dtype,
     with_peers: bool,
-    num_segments: int = 1,
+    ranges: int = 1,
     cold: int | None = None,
     clustered: bool = False,
     misaligned: bool = False,
 ) -> Case:
     """`clustered`: whole rows are kept, as of an embedding table; `misaligned`: by one element."""
-    grad_size = grad_dtype.itemsize if grad_dtype else 0
-    sets = _sets((8 + grad_size) * numel, cold)
+    sets = _sets((8 + grad_dtype.itemsize) * numel, cold)
     clean = _normal(sets, numel, device)
-    grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)] if grad_dtype else None
-    tau = _threshold(density, 2**0.5 if grad_dtype else 1.0, device).repeat(num_segments)
+    grad = [t.to(grad_dtype) for t in _normal(sets, numel, device)]
+    tau = _threshold(density, 2**0.5, device).repeat(ranges)
     if clustered:
         clean = [_in_rows(t, density) for t in clean]
-        grad = [t.mul_(0.01) for t in grad] if grad else None
+        grad = [t.mul_(0.01) for t in grad]
         tau.fill_(1.0)
     residual = [_one_off(t) if misaligned else t.clone() for t in clean]
-    if misaligned and grad:
+    if misaligned:
         grad = [_one_off(t) for t in grad]
-    segments = _segments(numel, num_segments, device)
-    capacity = max(1, int(1.25 * density * numel))
-    nbytes = payload_layout(numel, capacity, value_dtype).nbytes
-    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(sets)]
-    seen = torch.zeros(num_segments, dtype=torch.int32, device=device)
+    capacity = max(1, int(1.25 * density * range_bounds(numel, ranges, 0)[1]))
+    nbytes = payload_layout(numel, capacity, value_dtype, ranges).nbytes
+    payload = torch.zeros(sets, ranges, nbytes, dtype=torch.uint8, device=device)
+    seen = torch.zeros(ranges, dtype=torch.int32, device=device)
 
     def run(ops, i):
-        gradient = grad[i] if grad else None
-        arguments = (residual[i], gradient, segments, tau, payload[i], seen)
-        ops.mask_pack(*arguments, capacity, value_dtype)
+        ops.mask_pack(residual[i], grad[i], tau, payload[i], seen, capacity, value_dtype)
         return residual[i], payload[i], seen
 
-    moved = (8 + grad_size + (2 + value_dtype.itemsize) * density) * numel
-    if grad_dtype is None:  # the residual is written where an entry is kept, a line or sector each
-        line = 32 if device == "cuda" else 64
-        written = 4 * (density if clustered else 1 - (1 - density) ** (line / 4))
-        moved = (4 + written + (2 + value_dtype.itemsize) * density) * numel
+    moved = (8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density) * numel
     others = {}
     if with_peers and grad_dtype == F32 and value_dtype == F32:
         others = peers.compaction(residual, grad, tau, density)
-    detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_segments(num_segments)}"
+    detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values{_in_ranges(ranges)}"
     detail += ", clustered" * clustered + ", misaligned" * misaligned
     return Case(
         "mask_pack",
@@ -159,19 +150,19 @@ def mask_pack(
 
 
 def sample_threshold(
-    device: str, numel: int, density: float, num_segments: int = 1, most: int = SAMPLES
+    device: str, numel: int, density: float, ranges: int = 1, most: int = SAMPLES
 ) -> Case:
     sets = _sets(8 * numel)
-    x, residual = _normal(sets, numel, device), _normal(sets, numel, device)
-    segments = _segments(numel, num_segments, device)
+    grad, residual = _normal(sets, numel, device), _normal(sets, numel, device)
     line = 32 if device == "cuda" else 64
 
     def run(ops, i):
-        return (ops.sample_threshold(x[i], residual[i], segments, density, most, i),)
+        return (ops.sample_threshold(grad[i], residual[i], density, ranges, most, i),)
 
-    samples = int(segments.diff().clamp(max=most).sum())
+    bounds = [range_bounds(numel, ranges, r) for r in range(ranges)]
+    samples = sum(min(high - low, most) for low, high in bounds)
     moved = 2 * min(line * samples, 4 * numel)
-    detail = f"{samples} samples{_in_segments(num_segments)}"
+    detail = f"{samples} samples{_in_ranges(ranges)}"
     return Case("sample_threshold", detail, numel, moved, sets, run, density=density)
 
 
@@ -182,12 +173,13 @@ def scatter_unpack(
     nbytes = payload_layout(numel, capacity, BF16).nbytes
     sets = _sets(4 * numel + ranks * nbytes, cold)
     pack = _best(device).mask_pack
-    tau, segments = _threshold(density, 1.0, device), torch.tensor([0, numel], device=device)
+    tau = _threshold(density, 1.0, device)
+    residual = torch.zeros(numel, device=device)
     seen = torch.zeros(1, dtype=torch.int32, device=device)
     payloads = torch.zeros(sets, ranks, nbytes, dtype=torch.uint8, device=device)
     for payload in payloads.view(-1, nbytes):
         normal = torch.randn(numel, device=device)
-        pack(normal, None, segments, tau, payload, seen, capacity, BF16)
+        pack(residual.zero_(), normal, tau, payload, seen, capacity, BF16)
     out = [torch.zeros(numel, device=device) for _ in range(sets)]
 
     def run(ops, i):
@@ -385,17 +377,12 @@ def _one_off(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.numel() + 1)[1:].copy_(tensor)
 
 
-def _segments(numel: int, count: int, device: str) -> Tensor:
-    """Of unequal lengths: offsets grow as the square."""
-    return torch.tensor([numel * s * s // (count * count) for s in range(count + 1)], device=device)
-
-
 def _of(dtype: torch.dtype) -> str:
     return "" if dtype == F32 else f", {_name(dtype)}"
 
 
-def _in_segments(count: int) -> str:
-    return f", {count} segments" if count > 1 else ""
+def _in_ranges(count: int) -> str:
+    return f", {count} ranges" if count > 1 else ""
 
 
 def _threshold(density: float, deviation: float, device: str) -> Tensor:
@@ -404,5 +391,5 @@ def _threshold(density: float, deviation: float, device: str) -> Tensor:
     return normal.icdf(torch.tensor([1 - density / 2])).to(device)
 
 
-def _name(dtype: torch.dtype | None) -> str:
-    return "no" if dtype is None else str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
