@@ -34,7 +34,6 @@ NOTHING, EVERYTHING = 1e-12, 1.0  # densities
 # (op, end of the case, elements or None for any): the least share of a copy's speed. row_pack is
 # bound by its search, and many payloads are scattered writes.
 OF_COPY = {
-    ("mask_pack", "no grad, float32 values", LARGEST): 0.9,
     ("mask_pack", "float32 grad, float32 values", LARGEST): 0.93,
     ("mask_pack", "bfloat16 grad, bfloat16 values", LARGEST): 0.93,
     ("mask_pack", " grad, float32 values", 2**24): 0.85,
