@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dct_kernels import payload_info
+from dct_kernels.layout import BLOCK
 from dct_parallel import Compressor
 
 
@@ -26,7 +27,7 @@ def largest(values, count):
 
 
 def test_the_threshold_is_that_of_what_is_packed_in_every_step():
-    c = Compressor(64, [0, 64], density=0.25)
+    c = Compressor(64, density=0.25)
     for step in range(50):
         grad = grads(64, step, scale=0.9**step)
         owed = c.residual + grad
@@ -36,7 +37,7 @@ def test_the_threshold_is_that_of_what_is_packed_in_every_step():
 
 
 def test_a_fixed_threshold_is_sampled_at_once_and_in_every_refresh_every_th_step():
-    c = Compressor(64, [0, 64], density=0.25, policy="fixed", refresh_every=7)
+    c = Compressor(64, density=0.25, policy="fixed", refresh_every=7)
     c.step = 3  # as after a load
     sampled = []
     for step in range(3, 30):
@@ -51,27 +52,26 @@ def test_a_fixed_threshold_is_sampled_at_once_and_in_every_refresh_every_th_step
 
 @pytest.mark.parametrize("density, picks", [(0.005, 4096), (0.02, 4096), (0.001, 16_000)])
 def test_so_many_are_picked_that_sixteen_pass_and_4096_at_least(density, picks):
-    c = Compressor(200_000, [0, 200_000], density)
+    c = Compressor(200_000, density)
     grad = grads(200_000, 0)
     c.pack(grad)
-    segments = torch.tensor([0, 200_000])
-    by_picks = torch.ops.dct.sample_threshold(grad, None, segments, density, picks, 0)
+    by_picks = torch.ops.dct.sample_threshold(grad, torch.zeros_like(grad), density, 1, picks, 0)
     assert torch.equal(c.threshold, by_picks)
 
 
-def test_a_sample_is_the_magnitude_that_density_reaches_per_segment():
-    c = Compressor(3000, [0, 1000, 3000], density=0.01)
-    grad = torch.cat([grads(1000, 0), grads(2000, 1, scale=100.0)])
+def test_a_sample_is_the_magnitude_that_density_reaches_per_range():
+    c = Compressor(20_000, density=0.01, ranges=3, max_samples=20_000)
+    grad = torch.cat([grads(BLOCK, 0), grads(20_000 - BLOCK, 1, scale=100.0)])
     c.pack(grad)
-    expected = [grad[:1000].abs().sort().values[-10], grad[1000:].abs().sort().values[-20]]
-    assert c.threshold.tolist() == [t.item() for t in expected]
-    assert c.seen.tolist() == [10, 20]
+    expected = [largest(grad[:BLOCK], 164), largest(grad[BLOCK:], 37), math.inf]
+    assert c.threshold.tolist() == expected
+    assert c.seen.tolist() == [164, 37, 0]
 
 
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [None, 7], ids=["default", "overflowing"])
 def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
-    c = Compressor(500, [0, 200, 500], density=0.1, value_dtype=value_dtype, capacity=capacity)
+    c = Compressor(500, density=0.1, value_dtype=value_dtype, capacity=capacity)
     total, sent = torch.zeros(500), torch.zeros(500)
     overflowed = False
     for step in range(60):
@@ -86,10 +86,10 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(value_dtype, capacity):
 
 
 def test_default_capacity_is_five_quarters_of_the_density_of_the_largest_range():
-    assert Compressor(100_000, [0, 20_000, 100_000], density=0.01).capacity == 1250
-    assert Compressor(100_000, [0, 100_000], density=0.01, ranges=2).capacity == 820  # 4 blocks'
-    assert Compressor(1000, [0, 1000], density=0.0001).capacity == 1
-    assert Compressor(1000, [0, 1000], density=0.9).capacity == 1000
+    assert Compressor(100_000, density=0.01).capacity == 1250
+    assert Compressor(100_000, density=0.01, ranges=2).capacity == 820  # 4 blocks'
+    assert Compressor(1000, density=0.0001).capacity == 1
+    assert Compressor(1000, density=0.9).capacity == 1000
 
 
 def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
@@ -97,7 +97,7 @@ def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
     small, ratio = 40, 10
     grad = grads(4000, 0)
     grad[:small] /= ratio
-    c = Compressor(4000, [0, 4000], density=0.005, value_dtype=torch.float32)
+    c = Compressor(4000, density=0.005, value_dtype=torch.float32)
     owed = torch.zeros(small)
     while torch.equal(c.residual[:small], owed) and c.step < 3000:
         owed = c.residual[:small] + grad[:small]
@@ -108,7 +108,7 @@ def test_a_part_with_gradients_r_times_smaller_waits_for_some_70_r_steps():
 def test_fresh_holds_the_density_when_gradients_shrink_and_fixed_starves():
     passed = {}
     for policy in ("fresh", "fixed"):
-        c = Compressor(20_000, [0, 20_000], density=0.01, refresh_every=500, policy=policy)
+        c = Compressor(20_000, density=0.01, refresh_every=500, policy=policy)
         for step in range(900):
             c.pack(grads(20_000, step, scale=1.0 if step < 600 else 0.1))
             passed.setdefault(policy, []).append(int(c.seen) / 200)
@@ -121,7 +121,7 @@ def test_fresh_holds_the_density_when_gradients_shrink_and_fixed_starves():
 
 
 def test_where_most_is_not_finite_only_that_passes():
-    c = Compressor(100, [0, 100], density=0.1, capacity=100, value_dtype=torch.float32)
+    c = Compressor(100, density=0.1, capacity=100, value_dtype=torch.float32)
     c.pack(grads(100, 0))
     owed, grad = c.residual.clone(), grads(100, 1)
     grad[:20] = math.nan
@@ -133,7 +133,7 @@ def test_where_most_is_not_finite_only_that_passes():
 
 
 def test_a_fixed_threshold_outlives_a_sample_that_is_not_finite():
-    c = Compressor(100, [0, 100], density=0.1, policy="fixed", refresh_every=3)
+    c = Compressor(100, density=0.1, policy="fixed", refresh_every=3)
     first = grads(100, 0)
     for step in range(8):
         grad = torch.full((100,), math.inf) if step == 3 else grads(100, step)
@@ -143,7 +143,7 @@ def test_a_fixed_threshold_outlives_a_sample_that_is_not_finite():
 
 
 def test_before_the_first_finite_sample_a_fixed_threshold_lets_nothing_finite_pass():
-    c = Compressor(100, [0, 100], density=0.1, policy="fixed", refresh_every=1000)
+    c = Compressor(100, density=0.1, policy="fixed", refresh_every=1000)
     c.pack(torch.full((100,), math.nan))
     assert c.threshold.tolist() == [math.inf] and not c.residual.any()
     c.pack(grads(100, 0))
@@ -154,7 +154,7 @@ def test_before_the_first_finite_sample_a_fixed_threshold_lets_nothing_finite_pa
 
 
 def test_where_most_is_zero_every_other_entry_passes():
-    c = Compressor(1000, [0, 1000], density=0.1, capacity=100, value_dtype=torch.float32)
+    c = Compressor(1000, density=0.1, capacity=100, value_dtype=torch.float32)
     rare = torch.zeros(1000)
     rare[:20] = 1.0
     for _ in range(3):
@@ -167,18 +167,18 @@ def test_where_most_is_zero_every_other_entry_passes():
 
 
 def test_density_one_sends_everything_and_never_samples():
-    c = Compressor(1000, [0, 400, 1000], density=1, value_dtype=torch.float32)
+    c = Compressor(1000, density=1, value_dtype=torch.float32)
     assert c.capacity == 1000
     for step in range(5):
         grad = grads(1000, step)
         c.pack(grad)
         assert torch.equal(sent_by(c), grad)
-        assert c.threshold.tolist() == [0.0, 0.0]
+        assert c.threshold.tolist() == [0.0]
         assert c.residual.count_nonzero() == 0
 
 
 def test_unpack_writes_the_mean_in_the_units_of_out_scale():
-    ranks = [Compressor(50, [0, 50], density=1, value_dtype=torch.float32) for _ in range(3)]
+    ranks = [Compressor(50, density=1, value_dtype=torch.float32) for _ in range(3)]
     payloads = torch.stack([c.pack(grads(50, rank)) for rank, c in enumerate(ranks)])
     total = torch.zeros(50)
     for rank in range(3):
@@ -191,7 +191,7 @@ def test_unpack_writes_the_mean_in_the_units_of_out_scale():
 
 
 def test_scaled_gradients_pack_like_unscaled_ones():
-    plain, scaled = (Compressor(500, [0, 500], density=0.1) for _ in range(2))
+    plain, scaled = (Compressor(500, density=0.1) for _ in range(2))
     for step in range(4):
         a = plain.pack(grads(500, step)).clone()
         b = scaled.pack(grads(500, step) * 4096, torch.tensor(1 / 4096))
@@ -201,7 +201,7 @@ def test_scaled_gradients_pack_like_unscaled_ones():
 
 
 def test_take_back_undoes_the_sending_exactly():
-    c = Compressor(200, [0, 200], density=0.1, capacity=20)
+    c = Compressor(200, density=0.1, capacity=20)
     c.pack(grads(200, 0))
     history = c.residual.clone()
     grad = grads(200, 1, scale=10.0)
@@ -232,17 +232,7 @@ def test_take_back_undoes_the_sending_exactly():
             TypeError,
             "must be torch.float32 or torch.bfloat16, got 'bf",
         ),
-        (
-            {"segments": [0, 5]},
-            ValueError,
-            r"segments must be integers ascending from 0 to 10, got \[0, 5\]",
-        ),
-        ({"segments": [0, 7, 5, 10]}, ValueError, "segments must be integers ascending"),
-        ({"segments": [0, 9.7, 10]}, ValueError, r"integers ascending .* got \[0, 9\.7, 10\]"),
-        ({"segments": "ab"}, ValueError, "segments must be integers ascending .*, got ab"),
-        ({"segments": 5}, ValueError, "segments must be integers ascending .*, got 5"),
-        ({"segments": [0, None]}, ValueError, r"segments must be integers .*, got \[0, None\]"),
-        ({"segments": torch.tensor(10)}, ValueError, "segments must be integers .*, got 10"),
+        ({"ranges": 0}, ValueError, "ranges must be in"),
         ({"capacity": 0}, ValueError, "capacity must be in"),
         ({"max_samples": 0}, ValueError, "max_samples must be in"),
     ],
@@ -250,11 +240,11 @@ def test_take_back_undoes_the_sending_exactly():
 )
 def test_mistakes_are_explained(kwargs, error, text):
     with pytest.raises(error, match=text):
-        Compressor(**{"numel": 10, "segments": [0, 10], **kwargs})
+        Compressor(**{"numel": 10, **kwargs})
 
 
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
-    compressor = Compressor(100, [0, 100], density=0.1)
+    compressor = Compressor(100, density=0.1)
     before = compressor.payload.clone()
     with pytest.raises(
         ValueError, match=r"dct::Compressor.pack: grad must have shape \[100\], got \[99\]"
