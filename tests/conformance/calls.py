@@ -7,6 +7,7 @@ import torch
 from oracle import mask_pack as mask_pack_oracle
 from oracle import payload as payload_bytes
 from oracle import scatter_unpack as scatter_unpack_oracle
+from oracle import thresholds
 
 from conformance import bits
 from conformance.memory import Arena
@@ -22,46 +23,80 @@ class Packed(NamedTuple):
     geometry: payload_bytes.Geometry
 
 
+def unchanged(residual):
+    """The gradient that adds nothing, not even the sign of a zero."""
+    return torch.full_like(residual, -0.0)
+
+
+def sample_threshold(
+    backend, grad, residual, density, ranges=1, inv_scale=None, offset=0, **options
+):
+    """Run sample_threshold, hold it against the oracle, return the thresholds.
+
+    `residual` None stands for one that adds nothing to the gradient.
+    """
+    if residual is None:
+        residual = unchanged(grad.float())
+    arena = Arena(backend.device, offset)
+    result = backend.sample_threshold(
+        arena.read(grad),
+        arena.read(residual),
+        density,
+        ranges,
+        inv_scale=arena.read(inv_scale),
+        **options,
+    )
+    arena.check()
+    expected = thresholds.sample_threshold(
+        bits.numbers(grad),
+        bits.numbers(residual),
+        density,
+        ranges,
+        inv_scale=None if inv_scale is None else inv_scale.item(),
+        **options,
+    )
+    assert result.dtype == torch.float32
+    bits.assert_floats(result, expected.view(np.uint32), "threshold")
+    return result.cpu()
+
+
 def mask_pack(
     backend,
     residual,
     grad,
     threshold,
-    segments=None,
     capacity=None,
     value_dtype=torch.float32,
     ranges=None,
     inv_scale=None,
-    status=None,
     offset=0,
 ):
     """Run mask_pack, hold residual, seen and every byte against the oracle, return them.
 
-    `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `threshold` and `segments`
-    may be lists; by default one segment and room for everything. `status` is a list or None.
+    `grad` None stands for one that adds nothing. `threshold` is one number for all ranges or a list
+    of one per range. `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. By
+    default there is room for everything.
     """
     numel = residual.numel()
-    threshold = torch.as_tensor(threshold, dtype=torch.float32)
-    segments = torch.as_tensor([0, numel] if segments is None else segments)
+    grad = unchanged(residual) if grad is None else grad
     capacity = max(numel, 1) if capacity is None else capacity
     geometry = payload_bytes.Geometry(numel, capacity, bits.name(value_dtype), ranges or 1)
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
+    threshold = torch.as_tensor(threshold, dtype=torch.float32).expand(geometry.ranges)
 
     arena = Arena(backend.device, offset)
     new = arena.written(residual)
     payload = arena.written(torch.full(shape, PREFILL, dtype=torch.uint8), offset=0)
-    seen = arena.written(torch.full((len(segments) - 1,), -77, dtype=torch.int32))
+    seen = arena.written(torch.full((geometry.ranges,), -77, dtype=torch.int32))
     backend.mask_pack(
         new,
         arena.read(grad),
-        arena.read(segments),
         arena.read(threshold),
         payload,
         seen,
         capacity,
         value_dtype,
         arena.read(inv_scale),
-        None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
     )
     arena.check()
 
@@ -69,18 +104,14 @@ def mask_pack(
     expected_residual, expected_seen = mask_pack_oracle.mask_pack(
         bits.numbers(residual),
         bits.numbers(grad),
-        segments.tolist(),
         threshold.numpy(),
         rows,
         geometry,
         None if inv_scale is None else inv_scale.item(),
-        status or (),
     )
     bits.assert_equal(seen.cpu().numpy(), expected_seen, "seen")
     bits.assert_floats(new, expected_residual.view(np.uint32), "residual")
-    actual_rows = [row.cpu().numpy() for row in payload.view(geometry.ranges, -1)]
-    for r, (actual, expected) in enumerate(zip(actual_rows, rows, strict=True)):
-        bits.assert_equal(actual, np.frombuffer(expected, np.uint8), f"payload of range {r}")
+    compare_rows(payload, rows)
     contents = [payload_bytes.read(row, geometry, r) for r, row in enumerate(rows)]
     return Packed(new.cpu(), seen.cpu(), contents, [bytes(row) for row in rows], geometry)
 
@@ -89,51 +120,59 @@ def scatter_unpack(
     backend,
     payloads,
     geometry,
-    out=torch.float32,
+    out_dtype=torch.float32,
     scale=1.0,
-    accumulate=False,
     out_scale=None,
     three_dims=False,
     offset=0,
 ):
     """Run scatter_unpack, hold out and status against the oracle, return them.
 
-    `payloads[p][r]` are bytes; `out` is the old content or just its dtype. With one range, payloads
-    are [P, nbytes], or with `three_dims` [P, 1, nbytes].
+    `payloads[p][r]` are bytes. With one range, payloads are [P, nbytes], or with `three_dims`
+    [P, 1, nbytes].
     """
-    if isinstance(out, torch.dtype):
-        out = torch.full((geometry.numel,), torch.nan, dtype=out)
+    arena = Arena(backend.device, offset)
+    out = arena.written(torch.full((geometry.numel,), torch.nan, dtype=out_dtype))
+    status = backend.scatter_unpack(
+        arena.read(stacked(payloads, geometry, three_dims), offset=0),
+        out,
+        geometry.capacity,
+        bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]],
+        scale,
+        arena.read(out_scale),
+    )
+    arena.check()
+    expected = scatter_unpack_oracle.scatter_unpack(
+        payloads,
+        geometry,
+        bits.name(out_dtype),
+        scale,
+        None if out_scale is None else out_scale.item(),
+    )
+    return compare_sum(out, status, *expected)
+
+
+def stacked(payloads, geometry, three_dims=False):
+    """uint8 [P, nbytes], or [P, R, nbytes] of several ranges or with `three_dims`."""
     raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
     shape = (len(payloads), geometry.ranges, geometry.nbytes)
     if geometry.ranges == 1 and not three_dims:
         shape = (len(payloads), geometry.nbytes)
+    return torch.from_numpy(raw.copy()).view(shape)
 
-    arena = Arena(backend.device, offset)
-    new = arena.written(out)
-    status = backend.scatter_unpack(
-        arena.read(torch.from_numpy(raw.copy()).view(shape), offset=0),
-        new,
-        geometry.capacity,
-        bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]],
-        scale,
-        accumulate,
-        arena.read(out_scale),
-    )
-    arena.check()
 
-    expected, expected_status = scatter_unpack_oracle.scatter_unpack(
-        payloads,
-        bits.numbers(out),
-        geometry,
-        bits.name(out.dtype),
-        scale,
-        accumulate,
-        None if out_scale is None else out_scale.item(),
-    )
+def compare_rows(payload, rows):
+    """Every byte of a payload tensor, range by range."""
+    actual = payload.cpu().view(len(rows), -1).numpy()
+    for r, row in enumerate(rows):
+        bits.assert_equal(actual[r], np.frombuffer(row, np.uint8), f"payload of range {r}")
+
+
+def compare_sum(out, status, expected, expected_status):
     assert status.dtype == torch.int32
     bits.assert_equal(status.cpu().numpy(), expected_status, "status")
-    bits.assert_floats(new, expected, "out", any_nan=True)
-    return new.cpu(), status.tolist()
+    bits.assert_floats(out, expected, "out", any_nan=True)
+    return out.cpu(), status.tolist()
 
 
 def random_payload(geometry, density, seed, pool, flags=0):

@@ -10,7 +10,7 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import bits, samples
-from conformance.calls import PREFILL
+from conformance.calls import PREFILL, compare_rows, compare_sum, stacked, unchanged
 from conformance.memory import Arena
 
 
@@ -36,37 +36,21 @@ class Packed(NamedTuple):
         )
 
 
-def quantize_pack(
-    backend,
-    residual,
-    grad,
-    format,
-    ranges=None,
-    inv_scale=None,
-    status=None,
-    room=0,
-    offset=0,
-):
+def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, room=0, offset=0):
     """Run quantize_pack, hold residual and every byte against the oracle, return them.
 
-    `ranges` None gives a payload [nbytes], a number R gives [R, nbytes]. `status` is a list or
-    None, `room` how many bytes the payload has more than it needs.
+    `grad` None stands for one that adds nothing. `ranges` None gives a payload [nbytes], a number R
+    gives [R, nbytes]. The payload has `room` bytes more than it needs.
     """
-    numel = (grad if residual is None else residual).numel()
+    grad = unchanged(residual) if grad is None else grad
+    numel = grad.numel()
     geometry = Geometry(numel, format, ranges or 1, room)
     shape = (geometry.nbytes,) if ranges is None else (ranges, geometry.nbytes)
 
     arena = Arena(backend.device, offset)
     new = None if residual is None else arena.written(residual)
     payload = arena.written(torch.full(shape, PREFILL, dtype=torch.uint8), offset=0)
-    backend.quantize_pack(
-        new,
-        arena.read(grad),
-        payload,
-        format,
-        arena.read(inv_scale),
-        None if status is None else arena.read(torch.tensor(status, dtype=torch.int32)),
-    )
+    backend.quantize_pack(new, arena.read(grad), payload, format, arena.read(inv_scale))
     arena.check()
 
     rows = [bytearray([PREFILL]) * geometry.nbytes for _ in range(geometry.ranges)]
@@ -76,7 +60,6 @@ def quantize_pack(
         rows,
         geometry,
         None if inv_scale is None else inv_scale.item(),
-        status or (),
     )
     return _compared(new, expected, payload, rows, geometry)
 
@@ -106,18 +89,14 @@ def dequantize_sum(
         arena.read(out_scale),
     )
     arena.check()
-
-    expected, expected_status = oracle.dequantize_sum(
+    expected = oracle.dequantize_sum(
         payloads,
         geometry,
         bits.name(out_dtype),
         scale,
         None if out_scale is None else out_scale.item(),
     )
-    assert status.dtype == torch.int32
-    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
-    bits.assert_floats(out, expected, "out", any_nan=True)
-    return out.cpu(), status.tolist()
+    return compare_sum(out, status, *expected)
 
 
 def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0, offset=0):
@@ -140,19 +119,8 @@ def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0
     return _compared(new, expected, payload, [row], into), status.tolist()
 
 
-def stacked(payloads, geometry, three_dims=False):
-    """uint8 [P, nbytes], or [P, R, nbytes] of several ranges or with `three_dims`."""
-    raw = np.frombuffer(b"".join(b"".join(rows) for rows in payloads), np.uint8)
-    shape = (len(payloads), geometry.ranges, geometry.nbytes)
-    if geometry.ranges == 1 and not three_dims:
-        shape = (len(payloads), geometry.nbytes)
-    return torch.from_numpy(raw.copy()).view(shape)
-
-
 def _compared(residual, expected_residual, payload, rows, geometry):
-    actual = payload.cpu().view(geometry.ranges, -1).numpy()
-    for r, row in enumerate(rows):
-        bits.assert_equal(actual[r], np.frombuffer(row, np.uint8), f"payload of range {r}")
+    compare_rows(payload, rows)
     if residual is not None:
         bits.assert_floats(residual, expected_residual.view(np.uint32), "residual")
         residual = residual.cpu()
@@ -209,5 +177,5 @@ def of_values(geometry, *values):
     acc = np.zeros(geometry.numel, np.float32)
     acc[: len(values)] = values
     row = bytearray([PREFILL]) * geometry.nbytes
-    oracle.quantize_pack(acc, None, [row], geometry)
+    oracle.quantize_pack(None, acc, [row], geometry)
     return [bytes(row)]

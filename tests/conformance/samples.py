@@ -48,10 +48,3 @@ def patterns(numel, seed=0):
     random = rng.integers(0, 2**32, numel, dtype=np.uint32)
     exponent_all_ones = (random & 0x7F800000) == 0x7F800000
     return bits.from_raw(np.where(exponent_all_ones, random & 0xBFFFFFFF, random), torch.float32)
-
-
-def segments(numel, count, seed=0):
-    """[count + 1] int64 ascending from 0 to numel; some segments are empty."""
-    rng = np.random.default_rng([seed, numel, count])
-    inner = np.sort(rng.integers(0, numel + 1, count - 1))
-    return torch.tensor([0, *inner.tolist(), numel])

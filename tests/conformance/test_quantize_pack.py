@@ -13,30 +13,23 @@ from conformance.quantized_calls import numbers
 
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 with_scales = pytest.mark.parametrize("format", oracle.WITH_SCALES)
-grad_dtypes = pytest.mark.parametrize(
-    "grad_dtype", (None, *bits.FLOATS), ids=lambda dtype: bits.name(dtype)
-)
+grad_dtypes = pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
 
 # Around groups of 64, rows of 1,024 and blocks of 16,384.
 SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
-
-
-def gradient(numel, dtype, seed=1):
-    return None if dtype is None else numbers(numel, dtype, seed)
 
 
 @formats
 @grad_dtypes
 @pytest.mark.parametrize("numel", SIZES)
 def test_sizes_and_dtypes(backend, numel, grad_dtype, format):
-    quantized_calls.quantize_pack(
-        backend, numbers(numel), gradient(numel, grad_dtype), format, room=16
-    )
+    residual, grad = numbers(numel), numbers(numel, grad_dtype, seed=1)
+    quantized_calls.quantize_pack(backend, residual, grad, format, room=16)
 
 
 @formats
-@pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
-@pytest.mark.parametrize("numel", [0, 1, 65, 1025, 16385])
+@grad_dtypes
+@pytest.mark.parametrize("numel", [0, 65, 16385])
 def test_without_a_residual(backend, numel, grad_dtype, format):
     """A gradient of -0.0 is not added to anything, and keeps its sign."""
     grad = numbers(numel, grad_dtype)
@@ -50,15 +43,15 @@ def test_without_a_residual(backend, numel, grad_dtype, format):
 @grad_dtypes
 @pytest.mark.parametrize("offset", [1, 3])
 def test_misaligned_views(backend, offset, grad_dtype, format):
-    residual, grad = numbers(4500), gradient(4500, grad_dtype)
+    residual, grad = numbers(4500), numbers(4500, grad_dtype, seed=1)
     quantized_calls.quantize_pack(backend, residual, grad, format, offset=offset)
 
 
-SCALES = (0.5, 2.0**-16, 3.0, 0.0, -0.0, -1.0, 1e-45, 3e38, math.inf, -math.inf, math.nan)
+SCALES = (0.5, 3.0, 0.0, -1.0, 1e-45, 3e38, math.inf, math.nan)
 
 
 @pytest.mark.parametrize("inv_scale", SCALES)
-@pytest.mark.parametrize("grad_dtype", bits.FLOATS, ids=bits.name)
+@grad_dtypes
 def test_inv_scale(backend, inv_scale, grad_dtype):
     """The product is rounded before the sum: a fused multiply-add would differ here."""
     residual, grad = samples.normal(3011), numbers(3011, grad_dtype)
@@ -66,8 +59,6 @@ def test_inv_scale(backend, inv_scale, grad_dtype):
     for format in ("float32", "int8"):
         quantized_calls.quantize_pack(backend, residual, grad, format, inv_scale=scale)
     quantized_calls.quantize_pack(backend, residual, grad, "int4", inv_scale=scale.view(1))
-    packed = quantized_calls.quantize_pack(backend, residual, None, "int8", inv_scale=scale)
-    assert packed.flags == [0]  # without a gradient it is not used
 
 
 # The first bytes of the first codes, the last scale's place and bits, what is left.

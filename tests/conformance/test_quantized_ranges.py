@@ -16,12 +16,11 @@ from conformance.quantized_calls import numbers
 
 formats = pytest.mark.parametrize("format", oracle.FORMATS)
 
-# Of 1, 2, 3 and 5 ranges some are empty, short, or of several blocks.
 NUMELS = (0, 5, 16384, 16385, 2 * 16384 + 7)
 
 
 @formats
-@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", NUMELS)
 def test_ranges(backend, numel, ranges, format):
     residual, grad = numbers(numel), numbers(numel, torch.bfloat16, seed=1)
@@ -69,50 +68,14 @@ def test_a_range_says_of_itself_alone_that_it_is_not_finite(backend, format):
     assert packed.flags == [0, 0, payload.NON_FINITE]
 
 
-STATUSES = {
-    "of no ranks": [],
-    "sound": [0],
-    "damaged": [1],
-    "sound ranks": [0] * 33,
-    "the first of 31": [1, *[0] * 30],
-    "the last of 33": [*[0] * 32, 1],
-    "one of 1000": [*[0] * 700, 1, *[0] * 299],
-    "the sign bit": [0, -(2**31), 0],
-}
-
-
-@pytest.mark.parametrize("status", STATUSES.values(), ids=STATUSES)
-@pytest.mark.parametrize("ranges", [1, 3])
-def test_damage_of_the_last_step_is_in_every_header(backend, ranges, status):
-    """Beside the flag of a range's own: here the first has it, and of three the last is empty."""
-    residual = torch.ones(20000)
-    residual[5] = math.inf
-    packed = quantized_calls.quantize_pack(
-        backend, residual, None, "int8", ranges=ranges, status=status
-    )
-    damage = payload.DAMAGE if any(status) else 0
-    assert packed.flags == [payload.NON_FINITE | damage, *[damage] * (ranges - 1)]
-
-
-def test_damage_of_an_empty_tensor(backend):
-    packed = quantized_calls.quantize_pack(
-        backend, torch.empty(0), None, "bfloat16", ranges=2, status=[0, 1]
-    )
-    assert packed.flags == [payload.DAMAGE] * 2
-
-
 @formats
-@pytest.mark.parametrize("flags", [0, 2, 4, 6])
+@pytest.mark.parametrize("flags", [0, payload.NON_FINITE])
 def test_payload_info_says_what_the_header_says(backend, flags, format):
-    residual = torch.tensor([1.0, math.nan if flags & payload.NON_FINITE else 1.0, 1.0])
-    packed = quantized_calls.quantize_pack(
-        backend, residual, None, format, status=[0, flags & payload.DAMAGE]
-    )
+    residual = torch.tensor([1.0, math.nan if flags else 1.0, 1.0])
+    packed = quantized_calls.quantize_pack(backend, residual, None, format)
     info = dct_kernels.payload_info(torch.frombuffer(bytearray(packed.rows[0]), dtype=torch.uint8))
-    sizes = {"numel": 3, "capacity": 3, "count": 3, "overflow": False}
-    said = {"non_finite": bool(flags & 2), "damage": bool(flags & 4)}
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(format, format)
-    assert info._asdict() in ({"value_dtype": d} | sizes | said for d in (format, dtype))
+    assert info in [(kind, 3, 3, 3, False, bool(flags)) for kind in (dtype, format)]
 
 
 @formats

@@ -50,12 +50,16 @@ def _number(code):
 
 
 def accumulate(residual, grad, inv_scale):
-    """residual + grad * inv_scale in float32, product and sum rounded on their own.
+    """residual + grad * inv_scale in float32, product and sum rounded separately.
 
-    `grad` and `inv_scale` may be None (no gradient, no scale), and so may `residual`.
+    `residual` and `inv_scale` may be None.
     """
-    if grad is None:
-        return residual
     with np.errstate(all="ignore"):
         scaled = grad if inv_scale is None else grad * np.float32(inv_scale)
         return scaled if residual is None else residual + scaled
+
+
+def factor(scale, out_scale):
+    """scale * out_scale in float32; `out_scale` may be None."""
+    with np.errstate(all="ignore"):
+        return np.float32(scale) * np.float32(1 if out_scale is None else out_scale)

@@ -11,7 +11,13 @@ BLOCK = 16384
 HEADER = struct.Struct("<4sHBBQII40s")
 MAGIC = b"DCT1"
 CODES = {"float32": 0, "bfloat16": 1}
-OVERFLOW, NON_FINITE, DAMAGE = 1, 2, 4
+OVERFLOW, NON_FINITE = 1, 2
+
+
+def bounds(numel, ranges, r):
+    """First and past-the-last element of range r."""
+    length = _ceil_div(_ceil_div(numel, BLOCK), ranges) * BLOCK
+    return min(r * length, numel), min((r + 1) * length, numel)
 
 
 @dataclass(frozen=True)
@@ -23,13 +29,8 @@ class Geometry:
     dtype: str
     ranges: int = 1
 
-    @property
-    def range_blocks(self):
-        return _ceil_div(_ceil_div(self.numel, BLOCK), self.ranges)
-
     def bounds(self, r):
-        length = self.range_blocks * BLOCK
-        return min(r * length, self.numel), min((r + 1) * length, self.numel)
+        return bounds(self.numel, self.ranges, r)
 
     def blocks(self, r):
         low, high = self.bounds(r)
@@ -45,7 +46,7 @@ class Geometry:
 
     @property
     def positions(self):
-        return _align16(self.starts + 4 * (self.range_blocks + 1))
+        return _align16(self.starts + 4 * (self.blocks(0) + 1))
 
     @property
     def values(self):

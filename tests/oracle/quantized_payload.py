@@ -23,7 +23,7 @@ class Geometry:
     room: int = 0
 
     def bounds(self, r):
-        return payload.Geometry(self.numel, 1, "float32", self.ranges).bounds(r)
+        return payload.bounds(self.numel, self.ranges, r)
 
     @property
     def nbytes(self):
@@ -37,10 +37,10 @@ def header(numel, format, flags=0):
     return payload.HEADER.pack(*kind, numel, entries, entries, bytes(40))
 
 
-def quantize_pack(residual, grad, rows, geometry, inv_scale=None, status=()):
-    """The new residual (None without one); `rows`, one bytearray a range, are written in place.
+def quantize_pack(residual, grad, rows, geometry, inv_scale=None):
+    """The new residual; `rows`, one bytearray per range, are written in place.
 
-    `residual` and `grad` are float32 arrays or None, `status` a list of any length.
+    `residual` (or None, and then the new one is None) and `grad` are float32 arrays.
     """
     acc = floats.accumulate(residual, grad, inv_scale)
     new = None if residual is None else np.where(np.isfinite(residual), residual, np.float32(0))
@@ -48,7 +48,6 @@ def quantize_pack(residual, grad, rows, geometry, inv_scale=None, status=()):
         low, high = geometry.bounds(r)
         body, values, sent = encode(acc[low:high], geometry.format)
         flags = 0 if sent.all() else payload.NON_FINITE
-        flags |= payload.DAMAGE if any(status) else 0
         row[: HEADER_BYTES + len(body)] = header(high - low, geometry.format, flags) + body
         if residual is not None:
             with np.errstate(invalid="ignore"):
@@ -100,10 +99,7 @@ def dequantize_sum(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
                     total[low:high] = total[low:high] + values
                 else:
                     status[p] = 1
-        factor = np.float32(scale)
-        if out_scale is not None:
-            factor = factor * np.float32(out_scale)
-        return floats.narrow(factor * total, out_dtype), status
+        return floats.narrow(floats.factor(scale, out_scale) * total, out_dtype), status
 
 
 def dequantize_sum_pack(payloads, residual, row, geometry, scale=1.0):
@@ -113,7 +109,7 @@ def dequantize_sum_pack(payloads, residual, row, geometry, scale=1.0):
 
 
 def _sound(raw, numel, format):
-    return any(raw == header(numel, format, flags) for flags in (0, 2, 4, 6))
+    return any(raw == header(numel, format, flags) for flags in (0, payload.NON_FINITE))
 
 
 def _values(groups, format):

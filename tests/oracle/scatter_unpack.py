@@ -7,11 +7,8 @@ import numpy as np
 from . import floats, payload
 
 
-def scatter_unpack(payloads, out, geometry, out_dtype, scale=1.0, accumulate=False, out_scale=None):
-    """Raw bits of the new `out` and the status of every rank.
-
-    `payloads[p][r]` are bytes, `out` the old content as float32 numbers.
-    """
+def scatter_unpack(payloads, geometry, out_dtype, scale=1.0, out_scale=None):
+    """Raw bits of `out` and the status of every rank; `payloads[p][r]` are bytes."""
     total = np.zeros(geometry.numel, np.float32)
     status = np.zeros(len(payloads), np.int32)
     with np.errstate(all="ignore"):
@@ -19,11 +16,8 @@ def scatter_unpack(payloads, out, geometry, out_dtype, scale=1.0, accumulate=Fal
             for r, row in enumerate(rows):
                 low, high = geometry.bounds(r)
                 status[p] |= _add(total[low:high], payload.read(row, geometry, r), geometry)
-        factor = np.float32(scale)
-        if out_scale is not None:
-            factor = factor * np.float32(out_scale)
-        base = out if accumulate else np.zeros_like(total)
-        return floats.narrow(base + factor * total, out_dtype), status
+        out = np.float32(0) + floats.factor(scale, out_scale) * total  # -0.0 becomes 0.0
+        return floats.narrow(out, out_dtype), status
 
 
 def _add(total, content, geometry):
@@ -33,7 +27,7 @@ def _add(total, content, geometry):
         content.magic != payload.MAGIC
         or content.version != 1
         or content.dtype_code != payload.CODES[geometry.dtype]
-        or content.flags not in range(8)
+        or content.flags not in range(4)
         or content.numel != numel
         or content.capacity != geometry.capacity
         or count > min(content.capacity, numel)

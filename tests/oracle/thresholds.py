@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 
-from . import floats
+from . import floats, payload
 
 MASK = 0xFFFFFFFF
 
 
-def hash32(seed, s, j):
-    x = (seed * 0x9E3779B1 & MASK) ^ (s * 0x85EBCA77 & MASK) ^ (j * 0xC2B2AE3D & MASK)
+def hash32(seed, r, j):
+    x = (seed * 0x9E3779B1 & MASK) ^ (r * 0x85EBCA77 & MASK) ^ (j * 0xC2B2AE3D & MASK)
     x ^= x >> 16
     x = x * 0x7FEB352D & MASK
     x ^= x >> 15
@@ -18,12 +18,12 @@ def hash32(seed, s, j):
     return x ^ x >> 16
 
 
-def picks(n, m, seed, s):
+def picks(n, m, seed, r):
     """One index in each of m strata of [0, n)."""
     found = []
     for j in range(m):
         start, end = j * n // m, (j + 1) * n // m
-        found.append(start + (hash32(seed % 2**32, s, j) * (end - start) >> 32))
+        found.append(start + (hash32(seed % 2**32, r, j) * (end - start) >> 32))
     return found
 
 
@@ -32,16 +32,17 @@ def rank(density, n):
     return min(max(math.ceil(density * n), 1), n)
 
 
-def sample_threshold(x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None):
-    """float32 [S]; x and residual (or None) are float32 arrays, segments a list."""
-    acc = floats.accumulate(residual, x, inv_scale)
+def sample_threshold(grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None):
+    """float32 [ranges]; `grad` and `residual` are float32 arrays."""
+    acc = floats.accumulate(residual, grad, inv_scale)
     result = []
-    for s in range(len(segments) - 1):
-        low, n = segments[s], segments[s + 1] - segments[s]
+    for r in range(ranges):
+        low, high = payload.bounds(len(acc), ranges, r)
+        n = high - low
         if n == 0:
             result.append(math.inf)
             continue
-        chosen = range(n) if n <= max_samples else picks(n, max_samples, seed, s)
+        chosen = range(n) if n <= max_samples else picks(n, max_samples, seed, r)
         magnitudes = np.abs(acc[low + np.array(chosen)])
         magnitudes[np.isnan(magnitudes)] = np.inf
         result.append(np.sort(magnitudes)[-rank(density, len(chosen))])

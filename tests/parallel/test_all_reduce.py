@@ -34,7 +34,7 @@ def _rounded(accs, format, scale=1.0):
     geometry = oracle.Geometry(len(accs[0]), format)
     payloads = [bytearray(geometry.nbytes) for _ in accs]
     left = [
-        oracle.quantize_pack(acc, None, [payload], geometry)
+        oracle.quantize_pack(0 * acc, acc, [payload], geometry)
         for acc, payload in zip(accs, payloads, strict=True)
     ]
     bits, _ = oracle.dequantize_sum([[p] for p in payloads], geometry, "float32", scale)
