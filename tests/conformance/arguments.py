@@ -16,88 +16,72 @@ OPS = ("sample_threshold", "mask_pack", "scatter_unpack")
 OPS += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
 OPS += ("row_pack", "row_gather", "row_unpack", "row_quantize", "row_dequantize")
 NUMEL, CAPACITY, K, WIDTH, ROWS = 100, 10, 4, 50, 3
-NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32).nbytes
+NBYTES = dct_kernels.payload_layout(NUMEL, CAPACITY, F32, ranges=2).nbytes
 QUANTIZED_BYTES = dct_kernels.quantized_payload_bytes(NUMEL, "int8")
-
-
-def segments():
-    return torch.tensor([0, 40, NUMEL])
 
 
 def arguments(op):
     """Sound arguments by name; every call makes new tensors."""
-    f32 = torch.ones(NUMEL)
-    if op == "sample_threshold":
-        return {
-            "x": f32,
+    f32, grad, one = torch.ones(NUMEL), torch.ones(NUMEL), torch.tensor(1.0)
+    received, sent = sound_payloads(), torch.full((QUANTIZED_BYTES,), 7, dtype=U8)
+    # 50 columns, 4 of them: 4 bytes of columns beat 7 bytes of bitmap.
+    x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
+    values, rows = torch.ones(ROWS, K), torch.zeros(ROWS, WIDTH + 2, dtype=U8)
+    return {
+        "sample_threshold": {
+            "grad": grad,
             "residual": torch.zeros(NUMEL),
-            "segments": segments(),
             "density": 0.1,
+            "ranges": 2,
             "max_samples": 50,
             "seed": 0,
-            "inv_scale": torch.tensor(1.0),
-        }
-    if op == "mask_pack":
-        return {
+            "inv_scale": one,
+        },
+        "mask_pack": {
             "residual": f32,
-            "grad": torch.ones(NUMEL),
-            "segments": segments(),
+            "grad": grad,
             "threshold": torch.ones(2),
-            "payload": torch.full((NBYTES,), 7, dtype=U8),
+            "payload": torch.full((2, NBYTES), 7, dtype=U8),
             "seen": torch.full((2,), -1, dtype=I32),
             "capacity": CAPACITY,
             "value_dtype": F32,
-            "inv_scale": torch.tensor(1.0),
-            "status": torch.tensor([0, 2, 0], dtype=I32),
-        }
-    if op == "scatter_unpack":
-        return {
+            "inv_scale": one,
+        },
+        "scatter_unpack": {
             "payloads": torch.full((2, NBYTES), 7, dtype=U8),
             "out": f32,
             "capacity": CAPACITY,
             "value_dtype": F32,
             "scale": 1.0,
-            "accumulate": False,
-            "out_scale": torch.tensor(1.0),
-        }
-    if op == "quantize_pack":
-        return {
+            "out_scale": one,
+        },
+        "quantize_pack": {
             "residual": f32,
-            "grad": torch.ones(NUMEL),
-            "payload": torch.full((QUANTIZED_BYTES,), 7, dtype=U8),
+            "grad": grad,
+            "payload": sent,
             "format": "int8",
-            "inv_scale": torch.tensor(1.0),
-            "status": torch.tensor([0, 1, 0], dtype=I32),
-        }
-    if op == "dequantize_sum":
-        return {
-            "payloads": sound_payloads(),
+            "inv_scale": one,
+        },
+        "dequantize_sum": {
+            "payloads": received,
             "out": f32,
             "format": "int8",
             "scale": 0.5,
-            "out_scale": torch.tensor(1.0),
-        }
-    if op == "dequantize_sum_pack":
-        return {
-            "payloads": sound_payloads(),
+            "out_scale": one,
+        },
+        "dequantize_sum_pack": {
+            "payloads": received,
             "residual": f32,
-            "payload": torch.full((QUANTIZED_BYTES,), 7, dtype=U8),
+            "payload": sent,
             "format": "int8",
             "scale": 0.5,
-        }
-    # 50 columns, 4 of them: 4 bytes of columns beat 7 bytes of bitmap.
-    x, positions = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, K, dtype=U8)
-    if op == "row_pack":
-        return {"x": x, "k": K, "value_dtype": F32}
-    if op == "row_gather":
-        return {"x": x, "positions": positions, "k": K, "value_dtype": F32}
-    if op == "row_quantize":
-        return {"x": x, "format": "int8"}
-    if op == "row_dequantize":
-        rows = torch.zeros(ROWS, WIDTH + 2, dtype=U8)
-        return {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32}
-    values = torch.ones(ROWS, K)
-    return {"values": values, "positions": positions, "width": WIDTH, "dtype": F32}
+        },
+        "row_pack": {"x": x, "k": K, "value_dtype": F32},
+        "row_gather": {"x": x, "positions": positions, "k": K, "value_dtype": F32},
+        "row_unpack": {"values": values, "positions": positions, "width": WIDTH, "dtype": F32},
+        "row_quantize": {"x": x, "format": "int8"},
+        "row_dequantize": {"rows": rows, "width": WIDTH, "format": "int8", "dtype": F32},
+    }[op]
 
 
 def sound_payloads():

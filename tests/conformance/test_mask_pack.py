@@ -45,7 +45,8 @@ def test_the_comparison_by_hand(backend, value_dtype):
     nan, inf, below = math.nan, math.inf, np.nextafter(np.float32(2), np.float32(0))
     residual = torch.tensor([2.0, -2.0, below, -0.0, 0.0, nan, -inf, 1e-45, 3.0])
     expected = {2.0: [0, 1, 5, 6, 8], 3.0: [5, 6, 8], inf: [5, 6], 1e-44: [0, 1, 2, 5, 6, 8]}
-    expected |= dict.fromkeys([1e-45, 0.0, -1.0, -1e-45, -inf, nan], [0, 1, 2, 5, 6, 7, 8])
+    for threshold in (1e-45, 0.0, -1.0, -1e-45, -inf, nan):
+        expected[threshold] = [0, 1, 2, 5, 6, 7, 8]
     for threshold, positions in expected.items():
         packed = calls.mask_pack(backend, residual, None, threshold, value_dtype=value_dtype)
         content = packed.contents[0]

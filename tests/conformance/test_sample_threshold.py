@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from oracle import payload
 
 from conformance import bits, samples
 from conformance.calls import sample_threshold as check
@@ -92,8 +93,8 @@ def test_ranges(backend, numel, ranges):
     x = samples.hard(numel)
     result = check(backend, x, x.flip(0), 0.02, ranges, max_samples=500, seed=3)
     check(backend, x, x.flip(0), 0.5, ranges)
-    length = -(-(-(-numel // 16384)) // ranges) * 16384
-    assert result[[r * length >= numel for r in range(ranges)]].eq(math.inf).all()
+    bounds = [payload.bounds(numel, ranges, r) for r in range(ranges)]
+    assert result[[low == high for low, high in bounds]].eq(math.inf).all()
 
 
 def test_nan_ranks_as_infinity(backend):

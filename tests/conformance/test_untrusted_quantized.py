@@ -6,8 +6,6 @@ payload stands between two sound ones.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import payload
 from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
@@ -36,7 +34,7 @@ def statuses(backend, geometry, bad):
 @pytest.mark.many_launches
 @formats
 def test_every_bit_of_the_header(backend, format):
-    """All but two, the flags "non-finite" and "damage", change what a reader expects."""
+    """All but one, the flag "non-finite", change what a reader expects."""
     geometry = Geometry(70, format)
     (sound,) = random_payload(geometry)
     flips = []
@@ -44,7 +42,7 @@ def test_every_bit_of_the_header(backend, format):
         raw = bytearray(sound)
         raw[bit // 8] ^= 1 << bit % 8
         flips.append([bytes(raw)])
-    assert statuses(backend, geometry, flips) == [int(bit not in (57, 58)) for bit in range(512)]
+    assert statuses(backend, geometry, flips) == [int(bit != 57) for bit in range(512)]
 
 
 @formats
@@ -52,8 +50,7 @@ def test_flags(backend, format):
     """Of what the sender saw, a sum says nothing; that entries overflowed is not of this format."""
     geometry = Geometry(100, format)
     marked = [random_payload(geometry, flags, flags) for flags in range(16)]
-    expected = [int(flags not in (0, 2, 4, 6)) for flags in range(16)]
-    assert statuses(backend, geometry, marked) == expected
+    assert statuses(backend, geometry, marked) == [int(flags not in (0, 2)) for flags in range(16)]
 
 
 def headers_of_others(numel, format):
@@ -68,6 +65,7 @@ def headers_of_others(numel, format):
     for capacity, count in ((numel, numel - 1), (numel - 1, numel), (2**32 - 1, 2**32 - 1)):
         kind = payload.MAGIC, oracle.VERSION, code, 0
         others.append(payload.HEADER.pack(*kind, numel, capacity, count, bytes(40)))
+    others += [np.random.default_rng(seed).bytes(64) for seed in range(30)]
     return [*others, bytes(64), bytes([255]) * 64, b"1TCD" + others[0][4:]]
 
 
@@ -152,11 +150,3 @@ def test_scales_of_every_kind(backend, format):
     assert groups[:2].eq(0).all()
     assert groups[2].any()  # a subnormal scale counts, though no sender has one
     assert groups[[10, 11]].isnan().all()
-
-
-@settings(max_examples=30)
-@given(data=st.binary(min_size=304, max_size=304))
-def test_nothing_but_garbage(backend, data):
-    geometry = Geometry(30, "ternary")
-    assert geometry.nbytes == len(data)
-    assert statuses(backend, geometry, [[data]]) == [1]
