@@ -7,18 +7,10 @@
 
 namespace dct::cpu {
 
-// Stands for a gradient that is not there: acc = residual.
-struct NoGrad {};
-
 // residual + grad * inv_scale, product and sum rounded separately.
 template <typename Grad>
 float accumulate(float residual, const Grad* grad, int64_t i, float inv_scale) {
   return residual + to_float(grad[i]) * inv_scale;
-}
-
-template <>
-inline float accumulate<NoGrad>(float residual, const NoGrad*, int64_t, float) {
-  return residual;
 }
 
 }  // namespace dct::cpu

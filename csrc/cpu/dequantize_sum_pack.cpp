@@ -29,7 +29,7 @@ template <PayloadFormat kFormat>
 void sum_and_pack(const DequantizeSumPackArgs& args, const Parallel& parallel) {
   const auto intact = check_headers(args.payloads, args.ranks, 1, args.nbytes_in, args.numel,
                                     args.format, args.status);
-  const PayloadHeader header = quantized_header(args.numel, args.format, false, false);
+  const PayloadHeader header = quantized_header(args.numel, args.format, false);
   std::memcpy(args.payload, &header, sizeof(header));
   const int64_t rows = num_rows(args.numel), tasks = std::min(parallel.threads, rows);
   std::vector<RowScratch> scratch(tasks);

@@ -1,8 +1,8 @@
 // The tensor is cut into one chunk of whole blocks per thread. A chunk is packed in one pass over
-// memory, strip by strip: a vector loop stores acc where nothing passes and flags what does; the
-// few flagged elements then go through scalar code one by one. The first chunk of a range packs
-// straight into the payload, the others into scratch, from where finish() moves the packed bytes
-// into place once it is known how many entries come before them.
+// memory, strip by strip: a vector loop stores acc where nothing passes and flags the entries that
+// pass; the few flagged entries then go through scalar code one by one. The first chunk of a range
+// packs straight into the payload. The others pack into scratch memory, and finish() moves their
+// entries into place once the number of entries before them is known.
 
 #include "mask_pack.h"
 
@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../common/payload.h"
@@ -23,28 +24,20 @@ namespace {
 
 constexpr int64_t kStrip = 4096;  // its residual, gradient and flags fit the first-level cache
 constexpr int64_t kParallelEntries = 1 << 18;  // fewer are moved sooner than threads are woken
+static_assert(kBlock % kStrip == 0, "a strip is in one block");
 
-// Chunks that share a segment add to its count at the same time.
-void add_saturating(int32_t* total, int64_t n) {
-  int32_t old = __atomic_load_n(total, __ATOMIC_RELAXED), sum;
-  do {
-    sum = static_cast<int32_t>(std::min<int64_t>(old + n, INT32_MAX));
-  } while (
-      !__atomic_compare_exchange_n(total, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-}
-
-// Stores acc where an element stays; leaves alone those that pass, and lists them. Returns how
-// many.
+// Stores acc where an entry stays; leaves the entries that pass unchanged, and lists them. Returns
+// their number.
 template <typename Grad>
-int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float tau,
+int64_t mask_strip(float* residual, const Grad* grad, int64_t n, float inv_scale, float threshold,
                    uint16_t* passing) {
   int64_t count = 0;
-  vectorize([&count, residual, grad, n, inv_scale, tau, passing] {
+  vectorize([&count, residual, grad, n, inv_scale, threshold, passing] {
     alignas(64) uint8_t flags[kStrip];
     for (int64_t i = 0; i < n; ++i) {
       const float acc = accumulate(residual[i], grad, i, inv_scale);
-      const bool passes = !(std::fabs(acc) < tau) & (acc != 0.0f);
-      if constexpr (!std::is_same_v<Grad, NoGrad>) residual[i] = passes ? residual[i] : acc;
+      const bool passes = !(std::fabs(acc) < threshold) & (acc != 0.0f);
+      residual[i] = passes ? residual[i] : acc;
       flags[i] = passes;
     }
     uint64_t bits[bitmask_words(kStrip)];
@@ -64,8 +57,10 @@ struct Chunk {
   uint16_t* positions;  // of the entries: in the payload or in scratch
   Value* values;
   int64_t room;
+  std::unique_ptr<uint16_t[]> scratch_positions;
+  std::unique_ptr<Value[]> scratch_values;
   int64_t passed = 0;
-  int64_t before = 0;  // what passed in earlier chunks of the range
+  int64_t before = 0;  // entries that passed in earlier chunks of the range
   bool non_finite = false;
 
   int64_t stored() const { return std::min(passed, room); }
@@ -81,7 +76,6 @@ class Packer {
         layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)) {}
 
   void run(const Parallel& parallel) {
-    std::fill_n(args_.seen, args_.num_segments, 0);
     plan(parallel.threads);
     const int64_t tasks = static_cast<int64_t>(chunks_.size());
     parallel.run(tasks, [this](int64_t task) { pack(chunks_[task]); });
@@ -109,7 +103,6 @@ class Packer {
 
   void plan(int64_t threads) {
     const int64_t tasks_per_range = ceil_div(threads, args_.ranges);
-    int64_t scratch_entries = 0;
     for (int64_t r = 0; r < args_.ranges; ++r) {
       const Range range = range_bounds(args_.numel, args_.ranges, r);
       const int64_t blocks = num_blocks(range.end - range.begin);
@@ -121,55 +114,35 @@ class Packer {
         chunk.begin = range.begin + span.begin * kBlock;
         chunk.end = std::min(range.begin + span.end * kBlock, range.end);
         chunk.starts = starts(r) + span.begin;
+        chunk.positions = positions(r);
+        chunk.values = values(r);
         chunk.room = std::min(chunk.end - chunk.begin, args_.capacity);
-        if (part == 0) {
-          chunk.positions = positions(r);
-          chunk.values = values(r);
-        } else {
-          scratch_entries += chunk.room;
+        if (part > 0) {
+          // Not initialized: pages that no entry reaches are never touched.
+          chunk.scratch_positions.reset(new uint16_t[chunk.room]);
+          chunk.scratch_values.reset(new Value[chunk.room]);
+          chunk.positions = chunk.scratch_positions.get();
+          chunk.values = chunk.scratch_values.get();
         }
-        chunks_.push_back(chunk);
+        chunks_.push_back(std::move(chunk));
       }
-    }
-    // Not initialized: pages that no entry reaches are never touched.
-    scratch_positions_.reset(new uint16_t[scratch_entries]);
-    scratch_values_.reset(new Value[scratch_entries]);
-    int64_t entry = 0;
-    for (Chunk<Value>& chunk : chunks_) {
-      if (chunk.positions != nullptr) continue;
-      chunk.positions = scratch_positions_.get() + entry;
-      chunk.values = scratch_values_.get() + entry;
-      entry += chunk.room;
     }
   }
 
   void pack(Chunk<Value>& chunk) const {
-    const int64_t* ends = args_.segments + 1;
-    int64_t s = std::upper_bound(ends, ends + args_.num_segments, chunk.begin) - ends;
+    const float threshold = args_.threshold[chunk.range];
     uint32_t* start = chunk.starts;
-    for (int64_t block = chunk.begin; block < chunk.end; block += kBlock) {
-      *start++ = static_cast<uint32_t>(chunk.stored());
-      const int64_t block_end = std::min(block + kBlock, chunk.end);
-      for (int64_t i = block, end; i < block_end; i = end) {
-        while (ends[s] <= i) ++s;
-        end = std::min({i + kStrip, ends[s], block_end});
-        if (args_.threshold[s] < 0) continue;
-        const int64_t before = chunk.passed;
-        pack_strip(chunk, block, i, end, args_.threshold[s]);
-        add_saturating(args_.seen + s, chunk.passed - before);
-      }
+    uint16_t passing[kStrip + kSpareIndices];
+    for (int64_t begin = chunk.begin; begin < chunk.end; begin += kStrip) {
+      if (begin % kBlock == 0) *start++ = static_cast<uint32_t>(chunk.stored());
+      const int64_t n = std::min(kStrip, chunk.end - begin);
+      const int64_t count =
+          mask_strip(args_.residual + begin, grad_ + begin, n, inv_scale_, threshold, passing);
+      for (int64_t i = 0; i < count; ++i) pack_entry(chunk, begin + passing[i]);
     }
   }
 
-  void pack_strip(Chunk<Value>& chunk, int64_t block, int64_t begin, int64_t end, float tau) const {
-    uint16_t passing[kStrip + kSpareIndices];
-    const Grad* grad = grad_ == nullptr ? nullptr : grad_ + begin;
-    const int64_t count =
-        mask_strip(args_.residual + begin, grad, end - begin, inv_scale_, tau, passing);
-    for (int64_t i = 0; i < count; ++i) pack_entry(chunk, block, begin + passing[i]);
-  }
-
-  void pack_entry(Chunk<Value>& chunk, int64_t block, int64_t i) const {
+  void pack_entry(Chunk<Value>& chunk, int64_t i) const {
     const float old = args_.residual[i];
     const float acc = accumulate(old, grad_, i, inv_scale_);
     const bool finite = is_finite(acc);
@@ -177,7 +150,7 @@ class Packer {
     float left = finite ? acc : is_finite(old) ? old : 0.0f;
     if (chunk.passed < chunk.room) {
       const Value value = round_saturating<Value>(acc);
-      chunk.positions[chunk.passed] = static_cast<uint16_t>(i - block);
+      chunk.positions[chunk.passed] = static_cast<uint16_t>(i % kBlock);
       chunk.values[chunk.passed] = value;
       if (finite) left = acc - to_float(value);
     }
@@ -187,8 +160,6 @@ class Packer {
   }
 
   void write_headers() {
-    const int32_t* status_end = args_.status + args_.num_status;
-    const bool damage = std::any_of(args_.status, status_end, [](int32_t s) { return s != 0; });
     auto chunk = chunks_.begin();
     for (int64_t r = 0; r < args_.ranges; ++r) {
       const Range range = range_bounds(args_.numel, args_.ranges, r);
@@ -201,17 +172,18 @@ class Packer {
       }
       const int64_t numel = range.end - range.begin;
       const PayloadHeader header =
-          payload_header(numel, args_.capacity, args_.value_dtype, passed, non_finite, damage);
+          payload_header(numel, args_.capacity, args_.value_dtype, passed, non_finite);
       std::memcpy(payload(r), &header, sizeof(header));
       starts(r)[num_blocks(numel)] = header.count;
+      args_.seen[r] = static_cast<int32_t>(std::min<int64_t>(passed, INT32_MAX));
     }
   }
 
-  // Moves a chunk's entries to their place in the payload; those that do not fit go back into the
-  // residual: value + residual is acc again, exactly.
+  // Moves a chunk's entries to their place in the payload. Adds the entries that do not fit back to
+  // the residual: value + residual is acc again, exactly.
   void finish(const Chunk<Value>& chunk) const {
     const int64_t fits = std::clamp<int64_t>(args_.capacity - chunk.before, 0, chunk.stored());
-    if (fits > 0 && chunk.positions != positions(chunk.range)) {
+    if (fits > 0 && chunk.scratch_positions != nullptr) {
       std::memcpy(positions(chunk.range) + chunk.before, chunk.positions, fits * sizeof(uint16_t));
       std::memcpy(values(chunk.range) + chunk.before, chunk.values, fits * sizeof(Value));
     }
@@ -233,18 +205,14 @@ class Packer {
   float inv_scale_;
   PayloadLayout layout_;
   std::vector<Chunk<Value>> chunks_;
-  std::unique_ptr<uint16_t[]> scratch_positions_;
-  std::unique_ptr<Value[]> scratch_values_;
 };
 
 }  // namespace
 
 void mask_pack(const MaskPackArgs& args, const Parallel& parallel) {
   dispatch_payload_value(args.value_dtype, [&](auto value) {
-    using Value = decltype(value);
-    if (args.grad == nullptr) return Packer<NoGrad, Value>(args).run(parallel);
     dispatch(args.grad_dtype,
-             [&](auto grad) { Packer<decltype(grad), Value>(args).run(parallel); });
+             [&](auto grad) { Packer<decltype(grad), decltype(value)>(args).run(parallel); });
   });
 }
 

@@ -1,4 +1,4 @@
-// A row of 1,024 entries at a time: gradient and residual are read once, and what is left is
+// A row of 1,024 entries at a time: gradient and residual are read once, and the new residual is
 // written while it is in the L1 cache.
 
 #include "quantize_pack.h"
@@ -12,15 +12,13 @@
 namespace dct::cpu {
 namespace {
 
-// acc of `n` entries, and zeros up to the row's end.
+// acc of `n` entries, then zeros up to the row's end.
 template <typename Grad>
 void accumulate_row(const QuantizePackArgs& args, int64_t begin, int64_t n, float* acc) {
   const float inv_scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
   const auto* grad = static_cast<const Grad*>(args.grad);
   const float* residual = args.residual;
-  if (grad == nullptr) {
-    std::copy_n(residual + begin, n, acc);
-  } else if (residual == nullptr) {
+  if (residual == nullptr) {
     for (int64_t i = 0; i < n; ++i) acc[i] = to_float(grad[begin + i]) * inv_scale;
   } else {
     for (int64_t i = 0; i < n; ++i) {
@@ -62,12 +60,9 @@ void quantize(const QuantizePackArgs& args, const Parallel& parallel) {
 }  // namespace
 
 void quantize_pack(const QuantizePackArgs& args, const Parallel& parallel) {
-  const bool damage =
-      std::any_of(args.status, args.status + args.num_status, [](int32_t s) { return s != 0; });
   for (int64_t r = 0; r < args.ranges; ++r) {
     const Range range = range_bounds(args.numel, args.ranges, r);
-    const PayloadHeader header =
-        quantized_header(range.end - range.begin, args.format, false, damage);
+    const PayloadHeader header = quantized_header(range.end - range.begin, args.format, false);
     std::memcpy(args.payload + r * args.nbytes, &header, sizeof(header));
   }
   dispatch(args.grad_dtype, [&](auto grad) {

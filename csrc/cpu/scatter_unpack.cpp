@@ -33,7 +33,7 @@ class Unpacker {
         layout_(payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges)),
         range_blocks_(range_blocks(args.numel, args.ranges)),
         header_ok_(args.ranks * args.ranges),
-        streams_(!args.accumulate && args.numel * kOutSize >= kStreamBytes),
+        streams_(args.numel * kOutSize >= kStreamBytes),
         turns_(std::max<int64_t>(args.ranks, 1)),
         slice_(ceil_div(kTile, turns_ * kPiece) * kPiece) {}
 
@@ -178,22 +178,13 @@ class Unpacker {
     float* sum = tile.sum + begin;
     Out* out = out_ + tile.begin + begin;
     if (streams_) return stream(sum, end - begin, out);
-    if (args_.accumulate) {
-      convert<true>(sum, end - begin, out);
-    } else {
-      convert<false>(sum, end - begin, out);
-    }
+    convert(sum, end - begin, out);
     std::fill_n(sum, end - begin, 0.0f);
   }
 
-  template <bool accumulate>
   void convert(const float* sum, int64_t n, Out* out) const {
     vectorize([=, factor = factor_] {
-      for (int64_t i = 0; i < n; ++i) {
-        float start = 0.0f;
-        if constexpr (accumulate) start = to_float(out[i]);
-        out[i] = round_to<Out>(start + factor * sum[i]);
-      }
+      for (int64_t i = 0; i < n; ++i) out[i] = round_to<Out>(0.0f + factor * sum[i]);
     });
   }
 

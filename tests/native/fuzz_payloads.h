@@ -50,14 +50,12 @@ class ScatterUnpack : public Target {
       capacity = setting.pick<int64_t>({16, 3, 40, 1});
       value = setting.pick({DType::kFloat32, DType::kBFloat16});
       out = setting.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
-      accumulate = setting.pick({false, true});
       tasks = setting.pick<int64_t>({1, 3});
       scale = setting.pick({1.0f, 1.0f / 3, -0.5f});
       layout = payload_layout(numel, capacity, value, ranges);
     }
     int64_t numel, ranks, ranges, capacity, tasks;
     DType value, out;
-    bool accumulate;
     float scale;
     PayloadLayout layout;
   };
@@ -66,24 +64,23 @@ class ScatterUnpack : public Target {
   Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
-    const float threshold = random.pick({0.0f, 0.5f, 2.0f});
-    const int64_t segments[] = {0, call.numel};
+    const std::vector<float> threshold(call.ranges, random.pick({0.0f, 0.5f, 2.0f}));
     for (int64_t p = 0; p < call.ranks; ++p) {
       AlignedBytes payload(call.ranges * call.layout.nbytes, 0);
       auto residual = random.reals<float>(call.numel);
       if (call.numel > kBlock && random.chance(0.7)) {  // few in each block
         for (float& x : residual) x = random.chance(0.999) ? 0 : x;
       }
-      int32_t seen;
+      const std::vector<float> zeros(call.numel);
+      std::vector<int32_t> seen(call.ranges);
       MaskPackArgs args{};
       args.residual = residual.data();
+      args.grad = zeros.data();
       args.numel = call.numel;
-      args.segments = segments;
-      args.threshold = &threshold;
-      args.seen = &seen;
-      args.num_segments = 1;
-      args.payload = payload.data();
       args.ranges = call.ranges;
+      args.threshold = threshold.data();
+      args.seen = seen.data();
+      args.payload = payload.data();
       args.capacity = call.capacity;
       args.value_dtype = call.value;
       with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::mask_pack(args, parallel); });
@@ -121,8 +118,7 @@ class ScatterUnpack : public Target {
     uint8_t* payloads = received(input, call.ranks * call.ranges * nbytes, memory);
     Out* out = memory.take<Out>(call.numel);
     auto* status = memory.take<int32_t>(call.ranks);
-    const float before = 1.5f;
-    std::fill_n(out, call.numel, make<Out>(before));
+    std::fill_n(out, call.numel, make<Out>(1.5f));
     std::vector<float> sum(call.numel, 0.0f);
     std::vector<int64_t> touched;
     std::vector<int32_t> expected(call.ranks, 0);
@@ -146,12 +142,10 @@ class ScatterUnpack : public Target {
     args.out_dtype = call.out;
     args.numel = call.numel;
     args.scale = call.scale;
-    args.accumulate = call.accumulate;
     args.status = status;
     with_tasks(call.tasks,
                [&](const cpu::Parallel& parallel) { cpu::scatter_unpack(args, parallel); });
-    const float base = call.accumulate ? before : 0.0f;
-    const auto rounded = [&](float x) { return make<Out>(add(base, multiply(call.scale, x))); };
+    const auto rounded = [&](float x) { return make<Out>(add(0.0f, multiply(call.scale, x))); };
     std::vector<Out> wanted(call.numel, rounded(0));
     for (int64_t i : touched) wanted[i] = rounded(sum[i]);
     if (call.numel > 0 && std::memcmp(out, wanted.data(), call.numel * sizeof(Out)) != 0) {
@@ -218,7 +212,7 @@ class Quantized : public Target {
         const Range range = range_bounds(call.numel, call.ranges, r);
         const uint8_t* in = payloads + (p * call.ranges + r) * call.nbytes;
         uint8_t right[64];
-        put_header(right, *call.kind, range.end - range.begin, in[7] & 6);
+        put_header(right, *call.kind, range.end - range.begin, in[7] & 2);
         if (std::memcmp(in, right, 64) != 0) {
           status[p] = 1;
           continue;
@@ -343,7 +337,7 @@ class DequantizeSumPack : public Quantized {
     AlignedBytes wanted(call.nbytes, 0xA5);
     std::vector<float> left(before, before + call.numel);
     if (call.exactly) {
-      put(wanted.data(), acc, left.data(), *call.kind, false);
+      put(wanted.data(), acc, left.data(), *call.kind);
     } else {
       pack(call, acc, left, wanted.data());
     }
@@ -361,9 +355,10 @@ class DequantizeSumPack : public Quantized {
   static void pack(const Call& call, const std::vector<float>& acc, std::vector<float>& residual,
                    uint8_t* payload) {
     const std::vector<float> old = residual;
-    residual = acc;
+    residual.assign(acc.size(), -0.0f);  // to which acc is added as it is
     QuantizePackArgs args{};
     args.residual = residual.data();
+    args.grad = acc.data();
     args.numel = call.numel;
     args.payload = payload;
     args.ranges = 1;

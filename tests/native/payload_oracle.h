@@ -85,8 +85,7 @@ inline void put_row(uint8_t* row, const float* acc, const Kind& kind, bool* sent
 }
 
 // A range's payload, and what is left in its residual unless there is none.
-inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, const Kind& kind,
-                bool damage) {
+inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, const Kind& kind) {
   const auto numel = static_cast<int64_t>(acc.size());
   bool sent[kEntries], all = true;
   float padded[kEntries];
@@ -106,7 +105,7 @@ inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, co
       }
     }
   }
-  put_header(out, kind, numel, (all ? 0 : 2) | (damage ? 4 : 0));
+  put_header(out, kind, numel, all ? 0 : 2);
 }
 
 }  // namespace dct::test

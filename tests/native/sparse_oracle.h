@@ -22,7 +22,7 @@ int32_t read(const uint8_t* in, const PayloadLayout& layout, int64_t numel, int6
   };
   const int64_t count = number(20, 4), flags = number(7, 1), code = sizeof(Value) == 4 ? 0 : 1;
   bool ok = std::memcmp(in, "DCT1", 4) == 0 && number(4, 2) == 1 && number(6, 1) == code &&
-            flags < 8 && number(8, 8) == numel && number(16, 4) == capacity && count <= capacity &&
+            flags < 4 && number(8, 8) == numel && number(16, 4) == capacity && count <= capacity &&
             count <= numel;
   for (int i = 24; i < 64; ++i) ok = ok && in[i] == 0;
   if (!ok) return 1;

@@ -174,17 +174,6 @@ class Random {
     return result;
   }
 
-  // [0, ..., numel], with empty segments now and then.
-  std::vector<int64_t> segments(int64_t numel) {
-    std::vector<int64_t> result = {0, numel};
-    for (int64_t cuts = integer(0, 1) * integer(0, 8); cuts > 0; --cuts) {
-      const int64_t cut = chance(0.7) ? integer(0, numel) : result.back();
-      result.insert(result.end(), chance(0.3) ? 3 : 1, cut);  // empty segments, too, in a row
-    }
-    std::sort(result.begin(), result.end());
-    return result;
-  }
-
  private:
   std::mt19937_64 engine_;
 };

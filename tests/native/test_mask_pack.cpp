@@ -11,10 +11,7 @@ namespace {
 
 struct Case {
   int64_t numel, ranges, capacity, threads;
-  std::vector<int64_t> segments;
-  std::vector<float> tau, residual;
-  std::vector<int32_t> status;
-  bool has_grad;
+  std::vector<float> threshold, residual;
   float inv_scale;
 };
 
@@ -24,16 +21,10 @@ Case random_case(Random& random, int64_t numel) {
   c.ranges = random.pick({1, 1, 2, 3, 9});
   c.capacity = random.pick<int64_t>({1, 5, 100, numel / 50 + 1, numel + 1});
   c.threads = random.integer(1, 4);
-  c.segments = random.segments(numel);
-  for (size_t s = 1; s < c.segments.size(); ++s) {
-    c.tau.push_back(random.pick({0.0f, -1.0f, 1.0f, 2.5f, 2.5f, 1e-40f, HUGE_VALF, NAN}));
+  for (int64_t r = 0; r < c.ranges; ++r) {
+    c.threshold.push_back(random.pick({0.0f, -1.0f, 1.0f, 2.5f, 2.5f, 1e-40f, HUGE_VALF, NAN}));
   }
   c.residual = random.reals<float>(numel);
-  c.status.resize(random.pick({0, 1, 31, 32, 33}));
-  if (!c.status.empty() && random.chance(0.5)) {
-    c.status[random.integer(0, static_cast<int64_t>(c.status.size()) - 1)] = 4;
-  }
-  c.has_grad = random.chance(0.7);
   c.inv_scale = random.pick({1.0f, 0.3f, 1.0f / 65536, 1e30f});
   return c;
 }
@@ -43,63 +34,52 @@ void run(const Case& c, const std::vector<Grad>& grad) {
   const PayloadLayout layout = payload_layout(c.numel, c.capacity, kDType<Value>, c.ranges);
   AlignedBytes payload(c.ranges * layout.nbytes, 0xA5), expected(c.ranges * layout.nbytes, 0xA5);
   std::vector<float> residual = c.residual;
-  std::vector<int32_t> seen(c.tau.size(), -1);
+  std::vector<int32_t> seen(c.ranges, -1), passed(c.ranges, 0);
 
   MaskPackArgs args{};
   args.residual = residual.data();
-  args.grad = c.has_grad ? grad.data() : nullptr;
+  args.grad = grad.data();
   args.grad_dtype = kDType<Grad>;
   args.numel = c.numel;
-  args.segments = c.segments.data();
-  args.threshold = c.tau.data();
-  args.seen = seen.data();
-  args.num_segments = static_cast<int64_t>(c.tau.size());
-  args.payload = payload.data();
   args.ranges = c.ranges;
+  args.threshold = c.threshold.data();
+  args.seen = seen.data();
+  args.payload = payload.data();
   args.capacity = c.capacity;
   args.value_dtype = kDType<Value>;
   args.inv_scale = &c.inv_scale;
-  args.status = c.status.data();
-  args.num_status = static_cast<int64_t>(c.status.size());
   with_threads(c.threads, [&](const cpu::Parallel& p) { cpu::mask_pack(args, p); });
 
-  std::vector<int32_t> passed(c.tau.size(), 0);
   for (int64_t r = 0; r < c.ranges; ++r) {
     uint8_t* out = expected.data() + r * layout.nbytes;
     const Range range = range_bounds(c.numel, c.ranges, r);
     uint32_t count = 0;
     uint8_t flags = 0;
-    for (int32_t status : c.status) flags |= status != 0 ? kFlagDamage : 0;
     int64_t i = range.begin;
     for (int64_t b = 0; b <= num_blocks(range.end - range.begin); ++b) {
       std::memcpy(out + layout.starts + 4 * b, &count, 4);
       for (; i < std::min(range.begin + (b + 1) * kBlock, range.end); ++i) {
-        size_t s = 0;
-        while (c.segments[s + 1] <= i) ++s;
-        const float old = c.residual[i], tau = c.tau[s];
-        const float acc =
-            c.has_grad ? add(old, multiply(static_cast<float>(value(grad[i])), c.inv_scale)) : old;
+        const float old = c.residual[i];
+        const float acc = add(old, multiply(static_cast<float>(value(grad[i])), c.inv_scale));
         float left = acc;
-        if (tau < 0) {
-          left = old;
-        } else {
-          if (!std::isfinite(acc)) flags |= kFlagNonFinite;
-          if (!(std::fabs(acc) < tau) && acc != 0) {
-            ++passed[s];
-            if (count < c.capacity) {
-              const uint32_t packed = encode<Value>(acc, true);
-              const auto position = static_cast<uint16_t>(i - range.begin - b * kBlock);
-              std::memcpy(out + layout.positions + 2 * int64_t{count}, &position, 2);
-              std::memcpy(out + layout.values + sizeof(Value) * count, &packed, sizeof(Value));
-              ++count;
-              const auto value = static_cast<float>(decode<Value>(packed));
-              left = add(acc, -value);
-              CHECK(!std::isfinite(acc) || bits(add(value, left)) == bits(acc), "conservation");
-            } else {
-              flags |= kFlagOverflow;
-            }
+        if (!(std::fabs(acc) < c.threshold[r]) && acc != 0) {
+          ++passed[r];
+          if (count < c.capacity) {
+            const uint32_t packed = encode<Value>(acc, true);
+            const auto position = static_cast<uint16_t>(i - range.begin - b * kBlock);
+            std::memcpy(out + layout.positions + 2 * int64_t{count}, &position, 2);
+            std::memcpy(out + layout.values + sizeof(Value) * count, &packed, sizeof(Value));
+            ++count;
+            const auto value = static_cast<float>(decode<Value>(packed));
+            left = add(acc, -value);
+            CHECK(!std::isfinite(acc) || bits(add(value, left)) == bits(acc), "conservation");
+          } else {
+            flags |= kFlagOverflow;
           }
-          if (!std::isfinite(acc)) left = std::isfinite(old) ? old : 0.0f;
+        }
+        if (!std::isfinite(acc)) {
+          flags |= kFlagNonFinite;
+          left = std::isfinite(old) ? old : 0.0f;
         }
         CHECK(bits(residual[i]) == bits(left), "residual[%ld]: expected %a, got %a", long(i), left,
               residual[i]);
@@ -141,12 +121,11 @@ int main() {
       run_both<Float16>(c, random);
     }
   }
-  // So many entries that they are moved in parallel, too.
+  // Enough entries that they are moved in parallel.
   Case large = random_case(random, 400'000);
   large.ranges = 1;
   large.threads = 3;
   large.capacity = 350'000;
-  large.segments = {0, large.numel};
-  large.tau = {0.0f};
+  large.threshold = {0.0f};
   run_both<float>(large, random);
 }

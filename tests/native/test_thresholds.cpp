@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "../../csrc/common/hash.h"
+#include "../../csrc/common/payload.h"
 #include "../../csrc/cpu/sample_threshold.h"
 #include "support.h"
 
@@ -11,19 +12,18 @@ using namespace dct::test;
 
 namespace {
 
-template <typename X>
+template <typename Grad>
 void sample(Random& random, int64_t numel) {
-  const auto x = random.reals<X>(numel);
+  const auto grad = random.reals<Grad>(numel);
   const auto residual = random.reals<float>(numel);
-  const auto segments = random.segments(numel);
   const float inv_scale = random.pick({1.0f, 0.3f, 1.0f / 65536});
-  std::vector<float> threshold(segments.size() - 1, -1.0f);
+  std::vector<float> threshold(random.pick({1, 1, 2, 3, 9}), -1.0f);
   SampleThresholdArgs args{};
-  args.x = x.data();
-  args.x_dtype = kDType<X>;
-  args.residual = random.chance(0.5) ? residual.data() : nullptr;
-  args.segments = segments.data();
-  args.num_segments = static_cast<int64_t>(threshold.size());
+  args.grad = grad.data();
+  args.grad_dtype = kDType<Grad>;
+  args.residual = residual.data();
+  args.numel = numel;
+  args.ranges = static_cast<int64_t>(threshold.size());
   args.density = random.pick({1e-6, 0.001, 0.07, 0.5, 1.0});
   args.max_samples = random.pick<int64_t>({1, 100, 65536, INT32_MAX});
   args.seed = static_cast<uint32_t>(random.integer(0, UINT32_MAX));
@@ -32,34 +32,36 @@ void sample(Random& random, int64_t numel) {
   with_threads(random.integer(1, 4),
                [&](const cpu::Parallel& p) { cpu::sample_threshold(args, p); });
 
-  for (size_t s = 0; s < threshold.size(); ++s) {
-    const int64_t n = segments[s + 1] - segments[s], m = std::min(n, args.max_samples);
+  for (int64_t r = 0; r < args.ranges; ++r) {
+    const Range range = range_bounds(numel, args.ranges, r);
+    const int64_t n = range.end - range.begin, m = std::min(n, args.max_samples);
     std::vector<float> magnitudes;
     for (int64_t j = 0; j < m; ++j) {
       const int64_t i =
-          segments[s] +
-          (n <= args.max_samples ? j : stratified_pick(j, n, m, args.seed, uint32_t(s)));
-      float acc = multiply(static_cast<float>(value(x[i])), args.inv_scale ? inv_scale : 1.0f);
-      if (args.residual != nullptr) acc = add(residual[i], acc);
+          range.begin +
+          (n <= args.max_samples ? j : stratified_pick(j, n, m, args.seed, uint32_t(r)));
+      const float scaled =
+          multiply(static_cast<float>(value(grad[i])), args.inv_scale ? inv_scale : 1.0f);
+      const float acc = add(residual[i], scaled);
       magnitudes.push_back(std::isnan(acc) ? HUGE_VALF : std::fabs(acc));
     }
     std::sort(magnitudes.begin(), magnitudes.end(), std::greater<float>());
     const auto k = std::clamp<int64_t>(int64_t(std::ceil(args.density * double(m))), 1, m);
     const float expected = m == 0 ? HUGE_VALF : magnitudes[k - 1];
-    CHECK(bits(threshold[s]) == bits(expected), "n %ld, k %ld: expected %g, got %g", long(n),
-          long(k), expected, threshold[s]);
+    CHECK(bits(threshold[r]) == bits(expected), "n %ld, k %ld: expected %g, got %g", long(n),
+          long(k), expected, threshold[r]);
   }
 }
 
 // As many non-zeros as are wanted, the least of them far below the largest.
 void sparse() {
-  const float x[] = {0, 1e-20f, 0, -1, 0, 0};
-  const int64_t segments[] = {0, 6};
+  const float grad[] = {0, 1e-20f, 0, -1, 0, 0}, residual[6] = {};
   float threshold = -1;
   SampleThresholdArgs args{};
-  args.x = x;
-  args.segments = segments;
-  args.num_segments = 1;
+  args.grad = grad;
+  args.residual = residual;
+  args.numel = 6;
+  args.ranges = 1;
   args.max_samples = 100;
   args.threshold = &threshold;
   for (const auto& [density, expected] : {std::pair(2.0 / 6, 1e-20f), std::pair(3.0 / 6, 0.0f)}) {
@@ -73,7 +75,7 @@ void sparse() {
 
 int main() {
   Random random(3);
-  for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16385, 70000}) {
+  for (int64_t numel : {0, 1, 2, 15, 16, 17, 100, 1000, 16384, 16385, 33000, 70000}) {
     for (int repeat = 0; repeat < 8; ++repeat) {
       sample<float>(random, numel);
       sample<BFloat16>(random, numel);
