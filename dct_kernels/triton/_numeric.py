@@ -63,30 +63,25 @@ def multiply_add(base, x, factor):
 
 @triton.jit
 def add_gradient(old, grad, inv_scale, i, mask):
-    """old + grad * inv_scale at the elements i. Any may be None, but not both old and grad."""
-    if grad is None:
-        acc = old
-    else:
-        acc = to_float(tl.load(grad + i, mask=mask))
-        if inv_scale is not None:
-            acc *= tl.load(inv_scale)
-        if old is not None:
-            acc = old + acc
+    """old + grad * inv_scale at the elements i. Both old and inv_scale may be None."""
+    acc = to_float(tl.load(grad + i, mask=mask))
+    if inv_scale is not None:
+        acc *= tl.load(inv_scale)
+    if old is not None:
+        acc = old + acc
     return acc
 
 
 @triton.jit
 def load_accumulated(residual, grad, inv_scale, i, mask):
-    """residual + grad * inv_scale at the elements i. Any pointer may be None, but not both residual
-    and grad."""
-    old = None if residual is None else tl.load(residual + i, mask=mask)
-    return add_gradient(old, grad, inv_scale, i, mask)
+    """residual + grad * inv_scale at the elements i. inv_scale may be None."""
+    return add_gradient(tl.load(residual + i, mask=mask), grad, inv_scale, i, mask)
 
 
 @triton.jit
-def hash32(seed, segment, index):
+def hash32(seed, range_index, index):
     """The published hash, of uint32 and in uint32."""
-    x = (seed * 0x9E3779B1) ^ (segment * 0x85EBCA77) ^ (index * 0xC2B2AE3D)
+    x = (seed * 0x9E3779B1) ^ (range_index * 0x85EBCA77) ^ (index * 0xC2B2AE3D)
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15

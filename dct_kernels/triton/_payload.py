@@ -9,7 +9,6 @@ BLOCK = tl.constexpr(layout.BLOCK)
 HEADER_BYTES = tl.constexpr(layout.HEADER_BYTES)
 FLAG_OVERFLOW = tl.constexpr(layout.FLAG_OVERFLOW)
 FLAG_NON_FINITE = tl.constexpr(layout.FLAG_NON_FINITE)
-FLAG_DAMAGE = tl.constexpr(layout.FLAG_DAMAGE)
 
 
 @triton.jit
@@ -28,21 +27,9 @@ def range_numel(numel, range_blocks, range_index):
 
 
 @triton.jit
-def damage_flag(status, num_status, CHUNK: tl.constexpr):
-    """The damage flag if a payload of the last step was damaged, else 0."""
-    found = tl.zeros([CHUNK], tl.int32)
-    begin = num_status * 0
-    while begin < num_status:
-        rank = begin + tl.arange(0, CHUNK)
-        found |= tl.load(status + rank, mask=rank < num_status, other=0)
-        begin += CHUNK
-    return tl.where(tl.max((found != 0).to(tl.int32)) != 0, FLAG_DAMAGE, 0)
-
-
-@triton.jit
 def write_header(payload, numel, capacity, count, flags, KIND: tl.constexpr):
     lane = tl.arange(0, 8)
-    header = tl.where(lane == 0, flags.to(tl.int64) << 56 | KIND, 0)
+    header = tl.where(lane == 0, flags << 56 | KIND, 0)
     header = tl.where(lane == 1, numel, header)
     header = tl.where(lane == 2, capacity | count << 32, header)
     tl.store(payload.to(tl.pointer_type(tl.int64)) + lane, header)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import layout
 from ._launch import launch
 from ._numeric import round_to
-from ._payload import FLAG_DAMAGE, FLAG_NON_FINITE, HEADER_BYTES, locate, range_numel
+from ._payload import FLAG_NON_FINITE, HEADER_BYTES, locate, range_numel
 from ._quantized import (
     ROW,
     SUM_WARPS,
@@ -47,7 +47,7 @@ def _check_kernel(
         entries = header_entries(length)
         expected = tl.where(lane == 1, length, tl.where(lane == 0, KIND, 0))
         expected = tl.where(lane == 2, entries << 32 | entries, expected)
-        may_be_set: tl.constexpr = (FLAG_NON_FINITE | FLAG_DAMAGE) << 56
+        may_be_set: tl.constexpr = FLAG_NON_FINITE << 56
         known = tl.where(lane == 0, ~may_be_set, -1)
         wrong = tl.max(((header & known) != expected).to(tl.int32), 1)
         tl.store(verdicts + rank * ranges + range_index, wrong, mask=inside)

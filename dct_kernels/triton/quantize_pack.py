@@ -11,25 +11,17 @@ from torch import Tensor
 from .. import layout
 from ._launch import launch
 from ._numeric import add_gradient
-from ._payload import FLAG_NON_FINITE, HEADER_BYTES, damage_flag, locate, range_numel, write_header
+from ._payload import FLAG_NON_FINITE, HEADER_BYTES, locate, range_numel, write_header
 from ._quantized import PACK_WARPS, ROW, TILE, elements, header_entries, header_kind, pack
 
-CHUNK = 128  # ranks whose status is read at once
 
-
-@triton.jit(do_not_specialize=["numel", "num_status", "range_blocks", "nbytes_16"])
-def _header_kernel(
-    payload, status, numel, num_status, range_blocks, nbytes_16,
-    KIND: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["numel", "range_blocks", "nbytes_16"])
+def _header_kernel(payload, numel, range_blocks, nbytes_16, KIND: tl.constexpr):
     range_index = tl.program_id(0).to(tl.int64)
     length = range_numel(numel, range_blocks, range_index)
     entries = header_entries(length)
-    flags = range_index * 0
-    if status is not None:
-        flags |= damage_flag(status, num_status, CHUNK)
     message = payload + range_index * nbytes_16 * 16
-    write_header(message, length, entries, entries, flags, KIND)
+    write_header(message, length, entries, entries, 0, KIND)
 
 
 @triton.jit
@@ -66,44 +58,39 @@ def _pack_kernel(
     rows = message + HEADER_BYTES + tile * (TILE // ROW * ROW_BYTES)
     if residual is not None:
         residual += begin
-    if grad is not None:
-        grad += begin
+    grad += begin
     if length == TILE:  # without masks: in wide accesses
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, True)
     else:
         _pack_tile(residual, grad, inv_scale, message, rows, length, FORMAT, ROW_BYTES, False)
 
 
-def write_headers(payload: Tensor, numel: int, format: str, status: Tensor | None = None) -> None:
+def write_headers(payload: Tensor, numel: int, format: str) -> None:
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     launch(
         _header_kernel, ranges,
-        payload, status,
-        numel, 0 if status is None else status.numel(),
-        layout.range_blocks(numel, ranges), payload.shape[-1] // 16,
-        KIND=header_kind(format), CHUNK=CHUNK,
+        payload, numel, layout.range_blocks(numel, ranges), payload.shape[-1] // 16,
+        KIND=header_kind(format),
         device=payload.device, num_warps=1,
     )  # fmt: skip
 
 
 def quantize_pack(
     residual: Tensor | None,
-    grad: Tensor | None,
+    grad: Tensor,
     payload: Tensor,
     format: str,
     inv_scale: Tensor | None = None,
-    status: Tensor | None = None,
 ) -> None:
-    given = residual if grad is None else grad
-    assert given is not None
+    numel = grad.numel()
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    range_blocks = layout.range_blocks(given.numel(), ranges)
+    range_blocks = layout.range_blocks(numel, ranges)
     range_tiles = range_blocks * (layout.BLOCK // TILE)
-    write_headers(payload, given.numel(), format, status)
+    write_headers(payload, numel, format)
     launch(
         _pack_kernel, ranges * range_tiles,
         residual, grad, inv_scale, payload,
-        given.numel(), range_blocks, range_tiles, payload.shape[-1] // 16,
+        numel, range_blocks, range_tiles, payload.shape[-1] // 16,
         FORMAT=format, ROW_BYTES=layout.quantized_row_bytes(format), TILE=TILE,
         device=payload.device, num_warps=PACK_WARPS,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""sample_threshold: a radix select over the picks of every segment, 8 bits of their 31-bit
+"""sample_threshold: a radix select over the picks of every range, 8 bits of their 31-bit
 magnitudes at a time, the highest first.
 
-Each pass is one launch: the programs of a segment count the current digit of the picks whose higher
+Each pass is one launch: the programs of a range count the current digit of the picks whose higher
 digits are those found so far. Every program that needs a digit finds it from the counts of the
 passes before, so no program waits for others. Picks are read again in each pass rather than kept:
 they are few, and in the cache by then.
@@ -14,24 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import layout
 from ._launch import INTERPRETED, launch
-from ._numeric import hash32, load_accumulated, magnitude_key
+from ._numeric import FLOAT32_INFINITY, hash32, load_accumulated, magnitude_key
+from ._payload import BLOCK, range_numel
 
 # Picks that a program reads at once. Interpreted programs take long, not picks.
 PICKS = 16384 if INTERPRETED else 1024
-PROGRAMS, PER_SEGMENT = 2048, 8  # at most, in all; but at least, for a segment of many picks
+PROGRAMS, PER_RANGE = 2048, 8  # at most, in all; but at least, for a range of many picks
 
 _PASSES = tl.constexpr(4)
 _BINS = tl.constexpr(256)
-
-
-@triton.jit
-def _bounds(segments, s, numel, max_samples):
-    """(first element, elements, picks) of segment s, within the tensor whatever the offsets are."""
-    begin = tl.minimum(tl.maximum(tl.load(segments + s), 0), numel)
-    end = tl.minimum(tl.load(segments + s + 1), numel)
-    length = tl.maximum(end - begin, 0)
-    return begin, length, tl.minimum(length, max_samples)
 
 
 @triton.jit
@@ -63,27 +56,31 @@ def _stratum_start(j, length, picks):
 
 
 @triton.jit
-def _pick(j, length, picks, seed, s):
-    """The element of the segment that stratum j contributes."""
+def _pick(j, length, picks, seed, r):
+    """The element of range r that stratum j contributes."""
     start = _stratum_start(j, length, picks)
     stratum = _stratum_start(j + 1, length, picks) - start
-    hashed = hash32(seed.to(tl.uint32), s.to(tl.uint32), j.to(tl.uint32)).to(tl.int64)
+    hashed = hash32(seed.to(tl.uint32), r.to(tl.uint32), j.to(tl.uint32)).to(tl.int64)
     # (hashed * stratum) >> 32; the halves of hashed apart keep both products within 64 bits.
     return start + (((hashed >> 16) * stratum + (((hashed & 0xFFFF) * stratum) >> 16)) >> 16)
 
 
-@triton.jit(do_not_specialize=["numel", "max_samples", "seed", "density_bits", "per_segment"])
+@triton.jit(do_not_specialize=[
+    "numel", "range_blocks", "max_samples", "seed", "density_bits", "per_range",
+])  # fmt: skip
 def _count_kernel(
-    x, residual, inv_scale, segments, histograms,
-    numel, max_samples, seed, density_bits, per_segment,
+    grad, residual, inv_scale, histograms,
+    numel, range_blocks, max_samples, seed, density_bits, per_range,
     PASS: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
-    s = tl.program_id(0) // per_segment
-    begin, length, picks = _bounds(segments, s, numel, max_samples)
-    first = (tl.program_id(0) % per_segment).to(tl.int64) * PICKS
+    r = (tl.program_id(0) // per_range).to(tl.int64)
+    length = range_numel(numel, range_blocks, r)
+    picks = tl.minimum(length, max_samples)
+    first = (tl.program_id(0) % per_range).to(tl.int64) * PICKS
     if first >= picks:
         return
-    histograms += s.to(tl.int64) * (_PASSES * _BINS)
+    begin = r * range_blocks * BLOCK
+    histograms += r * (_PASSES * _BINS)
     prefix, _ = _find_digits(histograms, _rank(density_bits, picks), PASS)
     SHIFT: tl.constexpr = 24 - 8 * PASS
     counts = tl.zeros([_BINS], tl.int32)
@@ -92,54 +89,53 @@ def _count_kernel(
         counted = j < picks
         i = begin + j
         if length > picks:
-            i = begin + _pick(j, length, picks, seed, s)
-        key = magnitude_key(load_accumulated(residual, x, inv_scale, i, counted))
+            i = begin + _pick(j, length, picks, seed, r)
+        key = magnitude_key(load_accumulated(residual, grad, inv_scale, i, counted))
         if PASS > 0:
             counted = counted & ((key >> (SHIFT + 8)) == prefix)
         counts += tl.histogram((key >> SHIFT) & (_BINS - 1), _BINS, mask=counted)
-        first += per_segment.to(tl.int64) * PICKS
+        first += per_range.to(tl.int64) * PICKS
     lane = tl.arange(0, _BINS)
     tl.atomic_add(histograms + PASS * _BINS + lane, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numel", "max_samples", "density_bits"])
-def _threshold_kernel(segments, histograms, threshold, numel, max_samples, density_bits):
-    s = tl.program_id(0)
-    _, _, picks = _bounds(segments, s, numel, max_samples)
-    histograms += s.to(tl.int64) * (_PASSES * _BINS)
+@triton.jit(do_not_specialize=["numel", "range_blocks", "max_samples", "density_bits"])
+def _threshold_kernel(histograms, threshold, numel, range_blocks, max_samples, density_bits):
+    r = tl.program_id(0).to(tl.int64)
+    picks = tl.minimum(range_numel(numel, range_blocks, r), max_samples)
+    histograms += r * (_PASSES * _BINS)
     key, _ = _find_digits(histograms, _rank(density_bits, picks), _PASSES)
-    key = tl.where(picks > 0, key, 0x7F800000)  # of an empty segment: infinity
-    tl.store(threshold + s, key.to(tl.int32).to(tl.float32, bitcast=True))
+    key = tl.where(picks > 0, key, FLOAT32_INFINITY)  # an empty range's threshold
+    tl.store(threshold + r, key.to(tl.int32).to(tl.float32, bitcast=True))
 
 
 def sample_threshold(
-    x: Tensor,
-    residual: Tensor | None,
-    segments: Tensor,
+    grad: Tensor,
+    residual: Tensor,
     density: float,
+    ranges: int = 1,
     max_samples: int = 65536,
     seed: int = 0,
     inv_scale: Tensor | None = None,
 ) -> Tensor:
-    numel, num_segments, device = x.numel(), segments.numel() - 1, x.device
-    threshold = torch.empty(num_segments, dtype=torch.float32, device=device)
-    histograms = torch.zeros(
-        num_segments * _PASSES.value * _BINS.value, dtype=torch.int32, device=device
+    numel, device = grad.numel(), grad.device
+    range_blocks = layout.range_blocks(numel, ranges)
+    longest = min(numel, range_blocks * layout.BLOCK)
+    per_range = min(
+        triton.cdiv(min(max_samples, longest), PICKS), max(PROGRAMS // ranges, PER_RANGE)
     )
     density_bits = struct.unpack("<q", struct.pack("<d", density))[0]
-    per_segment = min(
-        triton.cdiv(min(max_samples, max(numel, 1)), PICKS),
-        max(PROGRAMS // max(num_segments, 1), PER_SEGMENT),
-    )
+    histograms = torch.zeros(ranges * _PASSES.value * _BINS.value, dtype=torch.int32, device=device)
+    threshold = torch.empty(ranges, dtype=torch.float32, device=device)
     for step in range(_PASSES.value):
         launch(
-            _count_kernel, num_segments * per_segment,
-            x, residual, inv_scale, segments, histograms,
-            numel, max_samples, seed & 0xFFFFFFFF, density_bits, per_segment,
+            _count_kernel, ranges * per_range,
+            grad, residual, inv_scale, histograms,
+            numel, range_blocks, max_samples, seed & 0xFFFFFFFF, density_bits, per_range,
             PASS=step, PICKS=PICKS, device=device,
         )  # fmt: skip
     launch(
-        _threshold_kernel, num_segments,
-        segments, histograms, threshold, numel, max_samples, density_bits, device=device,
+        _threshold_kernel, ranges,
+        histograms, threshold, numel, range_blocks, max_samples, density_bits, device=device,
     )  # fmt: skip
     return threshold

@@ -4,8 +4,8 @@ check  one rank's entries for one block of the output: its status, and how many 
 add    a block of the output: zeros, then the sound entries of rank after rank, then the result.
 
 A program owns the 16,384 elements of a block, and only it touches them: a barrier between ranks
-keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself if that can
-hold them, but the few blocks in work at a time stay in the L2 cache.
+keeps their order, and nothing needs an atomic. Sums are kept in memory, in `out` itself if it is
+float32, but the few blocks in work at a time stay in the L2 cache.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import layout
 from ._launch import INTERPRETED, TL_DTYPES, launch
-from ._numeric import multiply_add, round_to, to_float
-from ._payload import BLOCK, HEADER_BYTES, range_numel
+from ._numeric import round_to, to_float
+from ._payload import BLOCK, FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER_BYTES, range_numel
 
 # Entries, and elements, that a program reads at once. Interpreted programs take long, not chunks.
 ENTRIES = layout.BLOCK if INTERPRETED else 1024
@@ -28,6 +28,8 @@ _HEADER = tl.constexpr(1)  # bits of the status
 _STARTS = tl.constexpr(2)
 _POSITIONS = tl.constexpr(4)
 _POISON = tl.constexpr(1 << 16)  # of a verdict, above the number of sound entries
+
+_LOST_NON_FINITE = tl.constexpr(FLAG_OVERFLOW.value | FLAG_NON_FINITE.value)
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def _check_kernel(
     count = sizes >> 32 & 0xFFFFFFFF
     expected = tl.where(lane == 0, KIND, tl.where(lane == 1, whole, 0))
     expected = tl.where(lane == 2, count << 32 | capacity, expected)
-    known = tl.where(lane == 0, ~(7 << 56), -1)  # the three flags may be set
+    known = tl.where(lane == 0, ~(_LOST_NON_FINITE << 56), -1)  # both flags may be set
     wrong = tl.sum(((header & known) != expected).to(tl.int32)) > 0
     wrong = wrong | (count > tl.minimum(whole, capacity))
 
@@ -91,7 +93,8 @@ def _check_kernel(
     found = tl.where(wrong, _HEADER, found)
     tl.atomic_or(status + row // ranges, found, mask=found != 0, sem="relaxed")
     verdict = tl.where(found == 0, entries, 0)
-    poisons = (first_word >> 56 & 3 == 3) & ~wrong & (block == 0) & (length > 0)
+    lost_non_finite = (first_word >> 56 & _LOST_NON_FINITE) == _LOST_NON_FINITE
+    poisons = lost_non_finite & ~wrong & (block == 0) & (length > 0)
     tl.store(verdicts + tl.program_id(0), tl.where(poisons, verdict | _POISON, verdict))
 
 
@@ -105,16 +108,15 @@ def _clear(sums, length, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def _finish(
-    sums, out, factor, poisoned, length,
-    ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr,
+    sums, out, factor, poisoned, length, WHOLE: tl.constexpr, ELEMENTS: tl.constexpr
 ):  # fmt: skip
     for begin in range(0, BLOCK, ELEMENTS):
         element = begin + tl.arange(0, ELEMENTS)
         mask = None if WHOLE else element < length
         total = tl.load(sums + element, mask=mask)
         total = tl.where((element == 0) & (poisoned != 0), float("nan"), total)
-        base = to_float(tl.load(out + element, mask=mask)) if ACCUMULATE else 0.0
-        result = round_to(multiply_add(base, total, factor), out.dtype.element_ty)
+        # The addition turns -0.0 into +0.0.
+        result = round_to(0.0 + total * factor, out.dtype.element_ty)
         tl.store(out + element, result, mask=mask)
 
 
@@ -158,7 +160,7 @@ def _add_entries(sums, position, value, inside):
 def _add_kernel(
     payloads, verdicts, sums, out, out_scale,
     numel, ranks, ranges, range_blocks, nbytes, positions_at, values_at, scale_bits,
-    VALUE: tl.constexpr, ACCUMULATE: tl.constexpr, ENTRIES: tl.constexpr, ELEMENTS: tl.constexpr,
+    VALUE: tl.constexpr, ENTRIES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % range_blocks
     range_index = (tl.program_id(0) // range_blocks).to(tl.int64)
@@ -213,9 +215,9 @@ def _add_kernel(
     if out_scale is not None:
         factor *= tl.load(out_scale)
     if length == BLOCK:
-        _finish(sums, out, factor, poisoned, length, ACCUMULATE, True, ELEMENTS)
+        _finish(sums, out, factor, poisoned, length, True, ELEMENTS)
     else:
-        _finish(sums, out, factor, poisoned, length, ACCUMULATE, False, ELEMENTS)
+        _finish(sums, out, factor, poisoned, length, False, ELEMENTS)
 
 
 def scatter_unpack(
@@ -224,7 +226,6 @@ def scatter_unpack(
     capacity: int,
     value_dtype: torch.dtype,
     scale: float = 1.0,
-    accumulate: bool = False,
     out_scale: Tensor | None = None,
 ) -> Tensor:
     numel, device = out.numel(), out.device
@@ -243,7 +244,7 @@ def scatter_unpack(
         KIND=layout.header_kind(value_dtype), ENTRIES=ENTRIES,
         device=device,
     )  # fmt: skip
-    in_place = out.dtype == torch.float32 and not accumulate
+    in_place = out.dtype == torch.float32
     sums = out if in_place else torch.empty(numel, dtype=torch.float32, device=device)
     launch(
         _add_kernel, ranges * range_blocks,
@@ -251,7 +252,7 @@ def scatter_unpack(
         numel, ranks, ranges, range_blocks, nbytes, sections.positions, sections.values,
         # Rounded once, here; as bits, because Triton 3.6 interprets a float -0.0 as 0.0.
         ctypes.c_int32.from_buffer(ctypes.c_float(scale)).value,
-        VALUE=TL_DTYPES[value_dtype], ACCUMULATE=accumulate, ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
+        VALUE=TL_DTYPES[value_dtype], ENTRIES=ENTRIES, ELEMENTS=ELEMENTS,
         device=device, num_warps=16,
     )  # fmt: skip
     return status

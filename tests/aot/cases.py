@@ -16,7 +16,7 @@ from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-NUMEL, CAPACITY, SEGMENTS, RANKS = 2**20, 8192, 8, 4
+NUMEL, CAPACITY, RANGES, RANKS = 2**20, 8192, 8, 4
 ROWS = 4096
 MAIN = {  # (width, k) of rows, by the encoding of their positions
     "bitmap": (1024, 128),
@@ -43,24 +43,18 @@ class Case:
     dividing: tuple[str, ...] = ()  # architectures that divide by means of multiply-adds
 
 
-def mask_pack_case(grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
+def mask_pack_case(grad_dtype: torch.dtype, value_dtype: torch.dtype) -> Case:
     def call(ops):
-        residual = torch.empty(NUMEL)
-        grad = None if grad_dtype is None else torch.empty(NUMEL, dtype=grad_dtype)
-        segments, threshold = torch.empty(SEGMENTS + 1, dtype=torch.int64), torch.empty(SEGMENTS)
-        nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        seen = torch.empty(SEGMENTS, dtype=torch.int32)
-        status = None if grad_dtype is None else torch.empty(RANKS, dtype=torch.int32)
+        residual, grad = torch.empty(NUMEL), torch.empty(NUMEL, dtype=grad_dtype)
+        nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype, RANGES).nbytes
+        payload = torch.empty(RANGES, nbytes, dtype=torch.uint8)
+        threshold, seen = torch.empty(RANGES), torch.empty(RANGES, dtype=torch.int32)
         ops.mask_pack(
-            residual, grad, segments, threshold, payload, seen, CAPACITY,
-            inv_scale=torch.empty(1), status=status, value_dtype=value_dtype,
-        )  # fmt: skip
+            residual, grad, threshold, payload, seen, CAPACITY, value_dtype, torch.empty(1)
+        )
 
     label = f"mask_pack, gradient {_name(grad_dtype)}, values {_name(value_dtype)}"
-    # Without a gradient only what was packed is stored, entry by entry.
-    wide = ("wide_loads",) if grad_dtype is None else ("wide_loads", "wide_stores")
-    return Case(label, call, some=wide)
+    return Case(label, call, some=("wide_loads", "wide_stores"))
 
 
 def scatter_unpack_case(value_dtype: torch.dtype, out_dtype: torch.dtype) -> Case:
@@ -68,23 +62,19 @@ def scatter_unpack_case(value_dtype: torch.dtype, out_dtype: torch.dtype) -> Cas
         nbytes = dct_kernels.payload_layout(NUMEL, CAPACITY, value_dtype).nbytes
         payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
         out, out_scale = torch.empty(NUMEL, dtype=out_dtype), torch.empty(1)
-        options = {"scale": 1 / RANKS, "accumulate": True, "out_scale": out_scale}
-        ops.scatter_unpack(payloads, out, CAPACITY, value_dtype, **options)
+        ops.scatter_unpack(payloads, out, CAPACITY, value_dtype, 1 / RANKS, out_scale)
 
     label = f"scatter_unpack, values {_name(value_dtype)}, out {_name(out_dtype)}"
     return Case(label, call, some=("wide_stores",))
 
 
-def sample_threshold_case(x_dtype: torch.dtype, residual: bool) -> Case:
+def sample_threshold_case(grad_dtype: torch.dtype) -> Case:
     def call(ops):
-        x = torch.empty(NUMEL, dtype=x_dtype)
-        other, segments = torch.empty(NUMEL), torch.empty(SEGMENTS + 1, dtype=torch.int64)
-        ops.sample_threshold(
-            x, other if residual else None, segments, 0.01, inv_scale=torch.empty(1)
-        )
+        grad, residual = torch.empty(NUMEL, dtype=grad_dtype), torch.empty(NUMEL)
+        ops.sample_threshold(grad, residual, 0.01, RANGES, inv_scale=torch.empty(1))
 
-    label = f"{_name(x_dtype)} and a residual" if residual else _name(x_dtype)
-    return Case(f"sample_threshold, {label}", call, dividing=("gfx942",))  # integers
+    label = f"sample_threshold, gradient {_name(grad_dtype)}"
+    return Case(label, call, dividing=("gfx942",))  # integers
 
 
 def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
@@ -92,9 +82,8 @@ def quantized_cases(format: str, dtype: torch.dtype) -> list[Case]:
     nbytes = dct_kernels.quantized_payload_bytes(NUMEL, format)
 
     def quantize(ops):
-        grad, status = torch.empty(NUMEL, dtype=dtype), torch.empty(RANKS, dtype=torch.int32)
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        ops.quantize_pack(torch.empty(NUMEL), grad, payload, format, torch.empty(1), status)
+        grad, payload = torch.empty(NUMEL, dtype=dtype), torch.empty(nbytes, dtype=torch.uint8)
+        ops.quantize_pack(torch.empty(NUMEL), grad, payload, format, torch.empty(1))
 
     def dequantize(ops):
         payloads = torch.empty(RANKS, nbytes, dtype=torch.uint8)
@@ -168,14 +157,14 @@ def quantized_row_cases(format: str, width: int, dtype: torch.dtype) -> list[Cas
     ]
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 PAIRS = [(F32, BF16), (F16, F16), (BF16, BF16), (F32, F32)]
 _CASES = [
-    *(sample_threshold_case(*pair) for pair in [(F32, False), (BF16, True), (F16, False)]),
-    *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32), (None, BF16)]),
+    *(sample_threshold_case(dtype) for dtype in (F32, BF16, F16)),
+    *(mask_pack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (F16, F32)]),
     *(scatter_unpack_case(*pair) for pair in [(F32, F32), (BF16, BF16), (BF16, F16)]),
     *(case for name in layout.QUANTIZED_CODES for case in quantized_cases(name, F32)),
     *(case for name in ("int4", "ternary") for case in quantized_cases(name, BF16)),
