@@ -143,7 +143,7 @@ def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     layer = Path(dct_parallel.__file__).parent
     code = (
         "import dct_kernels, dct_parallel; print(dct_kernels.backend_of('cpu'));"
-        "[dct_parallel.Compressor(8, [0, 8]) for _ in range(2)]"
+        "[dct_parallel.Compressor(8) for _ in range(2)]"
     )
     shutil.copytree(layer, uncompiled.parent / "dct_parallel")
     result = python("-c", code, package=uncompiled)
@@ -206,15 +206,14 @@ def test_the_ops_are_listed_before_any_is_used():
 def test_schemas():
     """The contract, word for word: names, order, defaults, and what is written."""
     expected = {
-        "sample_threshold": "(Tensor x, Tensor? residual, Tensor segments, float density, SymInt "
+        "sample_threshold": "(Tensor grad, Tensor residual, float density, SymInt ranges=1, SymInt "
         "max_samples=65536, SymInt seed=0, Tensor? inv_scale=None) -> Tensor",
-        "mask_pack": "(Tensor(a!) residual, Tensor? grad, Tensor segments, Tensor threshold, "
-        "Tensor(b!) payload, Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? "
-        "inv_scale=None, Tensor? status=None) -> ()",
+        "mask_pack": "(Tensor(a!) residual, Tensor grad, Tensor threshold, Tensor(b!) payload, "
+        "Tensor(c!) seen, SymInt capacity, ScalarType value_dtype, Tensor? inv_scale=None) -> ()",
         "scatter_unpack": "(Tensor payloads, Tensor(a!) out, SymInt capacity, ScalarType "
-        "value_dtype, float scale=1., bool accumulate=False, Tensor? out_scale=None) -> Tensor",
-        "quantize_pack": "(Tensor(a!)? residual, Tensor? grad, Tensor(b!) payload, str format, "
-        "Tensor? inv_scale=None, Tensor? status=None) -> ()",
+        "value_dtype, float scale=1., Tensor? out_scale=None) -> Tensor",
+        "quantize_pack": "(Tensor(a!)? residual, Tensor grad, Tensor(b!) payload, str format, "
+        "Tensor? inv_scale=None) -> ()",
         "dequantize_sum": "(Tensor payloads, Tensor(a!) out, str format, float scale=1., Tensor? "
         "out_scale=None) -> Tensor",
         "dequantize_sum_pack": "(Tensor payloads, Tensor(a!) residual, Tensor(b!) payload, str "

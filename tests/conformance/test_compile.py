@@ -30,34 +30,39 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def step(residual, grad, segments, payload, seen, out, capacity):
-    """A whole data-parallel step of one rank: all three 1-D ops, all their writes."""
-    threshold = sample_threshold(grad, residual, segments, 0.02, max_samples=100)
-    mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.bfloat16)
+def step(residual, grad, payload, seen, out, capacity):
+    """A whole data-parallel step of one rank: all three sparse ops, all their writes."""
+    threshold = sample_threshold(grad, residual, 0.02, payload.shape[0], max_samples=100)
+    mask_pack(residual, grad, threshold, payload, seen, capacity, torch.bfloat16)
     status = scatter_unpack(payload.unsqueeze(0), out, capacity, torch.bfloat16, 0.5)
     return threshold, status, residual + out
 
 
-def test_a_density_that_is_an_argument():
-    """Dynamo makes it symbolic: the checks must be traceable, and still check."""
-    compiled = torch.compile(sample_threshold, fullgraph=True, dynamic=True)
-    x, segments = samples.normal(1000), torch.tensor([0, 1000])
-    for density in (0.01, 0.5, 1.0):
-        expected = sample_threshold(x, None, segments, density)
-        assert torch.equal(compiled(x, None, segments, density), expected)
-
-
-def step_arguments(numel, capacity, count):
-    nbytes = payload_layout(numel, capacity, torch.bfloat16).nbytes
+def step_arguments(numel, capacity, ranges=2):
+    nbytes = payload_layout(numel, capacity, torch.bfloat16, ranges).nbytes
     return (
         samples.normal(numel),
         samples.normal(numel, torch.bfloat16, seed=1),
-        samples.segments(numel, count),
-        torch.zeros(nbytes, dtype=torch.uint8),
-        torch.zeros(count, dtype=torch.int32),
+        torch.zeros(ranges, nbytes, dtype=torch.uint8),
+        torch.zeros(ranges, dtype=torch.int32),
         torch.zeros(numel),
         capacity,
     )
+
+
+def exchange(residual, grad, payload, owned, out, format):
+    """Every entry there and back: packed, summed and packed by its owner, summed by all."""
+    quantize_pack(residual, grad, payload, format)
+    from_owner = dequantize_sum_pack(payload.unsqueeze(0), owned, payload.clone(), format, 0.5)
+    status = dequantize_sum(payload.unsqueeze(0), out, format, 0.5)
+    quantize_pack(None, out, payload, format)
+    return from_owner, status, residual + out
+
+
+def exchange_arguments(numel, format="ternary"):
+    payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
+    residual, grad = samples.normal(numel), samples.normal(numel, torch.bfloat16, seed=1)
+    return residual, grad, payload, torch.ones(numel), torch.empty(numel), format
 
 
 def rows(x, grad, k):
@@ -68,11 +73,34 @@ def rows(x, grad, k):
     return values, positions, y, back
 
 
-def assert_one_compilation(function, calls):
-    """Each of the calls does as eager does, and only the first one compiles."""
+def rows_arguments(batch, width, k):
+    x, grad = (samples.normal(batch * width, seed=s).view(batch, width) for s in (0, 1))
+    return x, grad, k
+
+
+def quantized_rows(x):
+    packed = [row_quantize(torch.relu(x), format) for format in FORMATS]
+    return [
+        row_dequantize(quantized, x.shape[1], format, torch.bfloat16)
+        for quantized, format in zip(packed, FORMATS, strict=True)
+    ]
+
+
+# All row sizes have the same encoding: it decides a shape.
+ROWS = [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]
+SIZES = {
+    step: [step_arguments(*sizes) for sizes in [(5000, 100), (40000, 300, 3), (999, 3, 5)]],
+    exchange: [exchange_arguments(numel) for numel in (5000, 20000, 50021, 999)],
+    rows: [rows_arguments(*sizes) for sizes in ROWS],
+    quantized_rows: [rows_arguments(*sizes)[:1] for sizes in ROWS],
+}
+
+
+@pytest.mark.parametrize("function", SIZES)
+def test_one_compilation_for_every_size(function):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    first, *others = calls
+    first, *others = SIZES[function]
     assert_same(compiled, function, first)
     compilations = counter.frame_count  # not always 1: dynamo may try twice before it is done
     for args in others:
@@ -91,74 +119,23 @@ def assert_same(compiled, function, args):
         assert torch.equal(a, e) if isinstance(a, torch.Tensor) else a == e
 
 
-def test_a_step_compiles_once_for_every_size():
-    sizes = [(5000, 100, 4), (20000, 300, 9), (50021, 77, 5), (999, 3, 2)]
-    assert_one_compilation(step, [step_arguments(*size) for size in sizes])
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [(step, step_arguments(40000, 300)), (exchange, exchange_arguments(20000, "int4"))],
+)
+def test_inductor(function, args):
+    """Writes happen in order and in place, though Inductor functionalises them first."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="inductor")
+    assert_same(compiled, function, args)
 
 
-def test_row_ops_compile_once_for_every_size():
-    """As long as the encoding is the same one: it decides a shape."""
-    calls = []
-    for batch, width, k in [(5, 64, 3), (31, 128, 7), (8, 250, 20), (100, 99, 2)]:
-        x, grad = (samples.normal(batch * width, seed=s).view(batch, width) for s in (0, 1))
-        calls.append((x, grad, k))
-    assert_one_compilation(rows, calls)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_quantized_rows_compile_once_for_every_size(format):
-    def exchange(x, dtype):
-        return row_dequantize(row_quantize(torch.relu(x), format), x.shape[1], format, dtype)
-
-    calls = [
-        (samples.normal(rows * width).view(rows, width), torch.bfloat16)
-        for rows, width in [(5, 64), (31, 129), (8, 250), (100, 99)]
-    ]
-    assert_one_compilation(exchange, calls)
-
-
-def exchange_all(residual, grad, payload, owned, out, format):
-    """Every entry there and back: packed, summed and packed by its owner, summed by all."""
-    quantize_pack(residual, grad, payload, format)
-    damage = dequantize_sum_pack(payload.unsqueeze(0), owned, payload.clone(), format, 0.5)
-    status = dequantize_sum(payload.unsqueeze(0), out, format, 0.5)
-    quantize_pack(None, out, payload, format, None, status)
-    return damage, status, residual + out
-
-
-def exchange_arguments(numel, format):
-    payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
-    residual, grad = samples.normal(numel), samples.normal(numel, torch.bfloat16, seed=1)
-    return residual, grad, payload, torch.ones(numel), torch.empty(numel), format
-
-
-@pytest.mark.parametrize("format", ["bfloat16", "ternary"])
-def test_every_entry_compiles_once_for_every_size(format):
-    """With a residual, and without one."""
-    sizes = (5000, 20000, 50021, 999)
-    assert_one_compilation(exchange_all, [exchange_arguments(size, format) for size in sizes])
-
-
-def test_inductor_runs_an_exchange_of_every_entry():
-    compiled = torch.compile(exchange_all, fullgraph=True, dynamic=True, backend="inductor")
-    assert_same(compiled, exchange_all, exchange_arguments(20000, "int4"))
-
-
-def test_without_a_gradient_and_into_ranges():
-    def send(residual, segments, threshold, payload, seen, out, capacity):
-        mask_pack(residual, None, segments, threshold, payload, seen, capacity, torch.float32)
-        status = scatter_unpack(payload.unsqueeze(0), out, capacity, torch.float32)
-        return status, seen.sum()
-
-    calls = []
-    for numel, capacity in [(40000, 50), (70001, 90)]:
-        nbytes = payload_layout(numel, capacity, torch.float32, ranges=2).nbytes
-        payload = torch.zeros(2, nbytes, dtype=torch.uint8)
-        seen, segments = torch.zeros(1, dtype=torch.int32), torch.tensor([0, numel])
-        residual, out = samples.normal(numel), torch.zeros(numel)
-        calls.append((residual, segments, torch.tensor([2.0]), payload, seen, out, capacity))
-    assert_one_compilation(send, calls)
-    assert all(seen.item() > 0 for _, _, _, _, seen, _, _ in calls)
+def test_a_density_that_is_an_argument():
+    """Dynamo makes it symbolic: the checks must be traceable, and still check."""
+    compiled = torch.compile(sample_threshold, fullgraph=True, dynamic=True, backend="aot_eager")
+    grad, residual = samples.normal(1000), samples.normal(1000, seed=1)
+    for density in (0.01, 0.5, 1.0):
+        expected = sample_threshold(grad, residual, density)
+        assert torch.equal(compiled(grad, residual, density), expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -179,12 +156,6 @@ def test_forward_and_backward(backend):
     # Inductor's tanh is not torch's, so values are close; the mask is the same one.
     torch.testing.assert_close(gradients[1], gradients[0])
     assert torch.equal(gradients[1] != 0, gradients[0] != 0)
-
-
-def test_inductor_runs_a_whole_step():
-    """Writes happen in order and in place, though Inductor functionalises them first."""
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="inductor")
-    assert_same(compiled, step, step_arguments(20000, 300, 9))
 
 
 def test_checks_hold_while_tracing():

@@ -22,15 +22,14 @@ def everything(backend):
     device, numel, capacity, ranges = backend.device, 20 * 16384 + 77, 5000, 3
     residual = samples.normal(numel).to(device)
     grad = samples.hard(numel, torch.bfloat16, non_finite=False).to(device)
-    segments = samples.segments(numel, 50).to(device)
-    threshold = backend.sample_threshold(grad, residual, segments, 0.02, max_samples=5000)
+    threshold = backend.sample_threshold(grad, residual, 0.02, ranges, max_samples=5000)
     nbytes = payload_layout(numel, capacity, torch.bfloat16, ranges).nbytes
     payload = torch.zeros(ranges, nbytes, dtype=torch.uint8, device=device)
-    seen = torch.empty(50, dtype=torch.int32, device=device)
-    backend.mask_pack(residual, grad, segments, threshold, payload, seen, capacity, torch.bfloat16)
-    out = samples.normal(numel, seed=5).to(device)
+    seen = torch.empty(ranges, dtype=torch.int32, device=device)
+    backend.mask_pack(residual, grad, threshold, payload, seen, capacity, torch.bfloat16)
+    out = torch.empty_like(residual)
     payloads = torch.stack([payload, payload.flip(0), payload])
-    status = backend.scatter_unpack(payloads, out, capacity, torch.bfloat16, 1 / 3, True)
+    status = backend.scatter_unpack(payloads, out, capacity, torch.bfloat16, 1 / 3)
     x = samples.normal(2000 * 200).view(2000, 200).to(device)
     values, positions = backend.row_pack(x, 9, torch.float16)
     gathered = backend.row_gather(x.flip(1), positions, 9, torch.float32)
@@ -58,10 +57,10 @@ def of_every_entry(backend, residual, grad, format):
     payloads = torch.stack([payload, payload, payload.flip(0)])
     status = backend.dequantize_sum(payloads, out, format, 1 / 3)
     flat = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8, device=device)
-    backend.quantize_pack(None, grad, flat, format, None, status)
+    backend.quantize_pack(None, grad, flat, format)
     owned, packed = residual.clone(), torch.zeros_like(flat)
-    damage = backend.dequantize_sum_pack(torch.stack([flat] * 2), owned, packed, format)
-    return residual, payload, out, status, flat, owned, packed, damage
+    from_owner = backend.dequantize_sum_pack(torch.stack([flat] * 2), owned, packed, format)
+    return residual, payload, out, status, flat, owned, packed, from_owner
 
 
 @pytest.mark.many_programs

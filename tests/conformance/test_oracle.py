@@ -33,7 +33,7 @@ def test_saturation_keeps_finite_numbers_finite_and_infinity_infinite():
 
 def test_hash_spreads_picks_over_their_strata():
     for n, m in [(100, 7), (65537, 64), (10**6 + 3, 1000)]:
-        picks = thresholds.picks(n, m, seed=3, s=2)
+        picks = thresholds.picks(n, m, seed=3, r=2)
         assert all(j * n // m <= pick < (j + 1) * n // m for j, pick in enumerate(picks))
         assert abs(np.mean(picks) / n - 0.5) < 0.05
 
@@ -64,10 +64,10 @@ def test_payload_layout_by_hand():
 def test_payload_info_reads_a_header():
     geometry = payload.Geometry(20000, 5, "bfloat16")
     row = bytearray(geometry.nbytes)
-    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=7)
+    content = payload.content(geometry, 0, np.array([3, 17000]), [0x3F80, 0x4000], flags=3)
     payload.write(row, geometry, content)
     info = payload_info(torch.frombuffer(row, dtype=torch.uint8))
-    flags = {"overflow": True, "non_finite": True, "damage": True}
+    flags = {"overflow": True, "non_finite": True}
     sizes = {"numel": 20000, "capacity": 5, "count": 2}
     assert info._asdict() == {"value_dtype": torch.bfloat16} | sizes | flags
     assert payload.indices(payload.read(row, geometry, 0)) == [3, 17000]
