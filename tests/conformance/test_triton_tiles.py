@@ -1,5 +1,5 @@
-"""The Triton kernels at the tile sizes of a GPU, and smaller: the interpreter is given larger ones,
-with which most tensors of this suite are a single tile."""
+"""The Triton kernels at the tile sizes of a GPU, and smaller ones. By default the interpreter gets
+larger tiles, so that most tensors of this suite fit a single tile."""
 
 import importlib
 
@@ -16,7 +16,7 @@ NUMEL = 2 * 16384 + 9
 TILES = {
     "mask_pack": {"TILE": 4096, "CHUNK": 4},
     "scatter_unpack": {"ENTRIES": 256, "ELEMENTS": 4096},
-    "sample_threshold": {"PICKS": 256, "PROGRAMS": 4, "PER_SEGMENT": 1},
+    "sample_threshold": {"PICKS": 256, "PROGRAMS": 4, "PER_RANGE": 1},
 }
 
 
@@ -29,38 +29,31 @@ def triton(monkeypatch):
     return BACKENDS["triton"]
 
 
-@pytest.mark.parametrize(("ranges", "non_finite"), [(1, True), (2, False)])
-def test_mask_pack(triton, ranges, non_finite):
+@pytest.mark.parametrize(
+    ("ranges", "threshold", "value_dtype", "non_finite"),
+    [(1, [0.5], torch.float32, True), (2, [0.5, -1.0], torch.bfloat16, False)],
+)
+def test_mask_pack(triton, ranges, threshold, value_dtype, non_finite):
     residual = samples.hard(NUMEL, non_finite=non_finite)
     grad = samples.hard(NUMEL, seed=1, non_finite=non_finite)
-    thresholds, segments = [0.5, 2.0, -1.0, 1.0, 0.0], [0, 9000, 9000, 9100, 30000, NUMEL]
     packed = calls.mask_pack(
-        triton, residual, grad, thresholds, segments, capacity=6000, ranges=ranges
+        triton, residual, grad, threshold, 6000, value_dtype=value_dtype, ranges=ranges
     )
-    assert packed.contents[0].count == 6000  # and what overflows begins within a block
+    assert packed.contents[0].count == 6000  # the overflow begins within a block
 
 
-def test_mask_pack_without_a_gradient(triton):
-    calls.mask_pack(triton, samples.hard(NUMEL), None, [1.0], value_dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_scatter_unpack(triton, accumulate):
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
+def test_scatter_unpack(triton, out_dtype):
     geometry = Geometry(NUMEL, 3000, "bfloat16")
     pool = samples.hard(5000, torch.bfloat16)
     payloads = [calls.random_payload(geometry, 0.05, seed, pool) for seed in range(3)]
-    out = samples.hard(NUMEL)
-    calls.scatter_unpack(triton, payloads, geometry, out, 0.25, accumulate)
+    calls.scatter_unpack(triton, payloads, geometry, out_dtype, 0.25)
 
 
 @pytest.mark.parametrize("max_samples", [3000, NUMEL])
 def test_sample_threshold(triton, max_samples):
-    x, residual = samples.hard(NUMEL), samples.normal(NUMEL)
-    segments = torch.tensor([0, 20000, NUMEL])
-    tensors, numbers = (x, residual, segments), (0.01, max_samples, 3)
-    threshold = triton.sample_threshold(*(t.to(triton.device) for t in tensors), *numbers)
-    expected = BACKENDS["eager"].sample_threshold(*tensors, *numbers)
-    assert torch.equal(threshold.cpu(), expected)
+    grad, residual = samples.hard(NUMEL), samples.normal(NUMEL)
+    calls.sample_threshold(triton, grad, residual, 0.01, 2, max_samples=max_samples, seed=3)
 
 
 @pytest.mark.parametrize(
