@@ -7,17 +7,7 @@
 #include <tuple>
 
 #include "../common/rows.h"
-#include "../cpu/dequantize_sum.h"
-#include "../cpu/dequantize_sum_pack.h"
-#include "../cpu/mask_pack.h"
-#include "../cpu/quantize_pack.h"
-#include "../cpu/row_dequantize.h"
-#include "../cpu/row_gather.h"
-#include "../cpu/row_pack.h"
-#include "../cpu/row_quantize.h"
-#include "../cpu/row_unpack.h"
-#include "../cpu/sample_threshold.h"
-#include "../cpu/scatter_unpack.h"
+#include "../cpu/kernels.h"
 #include "contract.h"
 
 namespace dct {

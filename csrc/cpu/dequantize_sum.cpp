@@ -1,10 +1,9 @@
 // 64 entries at a time: their sum stays in registers until it is written.
 
-#include "dequantize_sum.h"
-
 #include <algorithm>
 
 #include "dequantize_row.h"
+#include "kernels.h"
 #include "nontemporal.h"
 #include "prefetch.h"
 

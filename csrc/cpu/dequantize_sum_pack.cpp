@@ -1,11 +1,10 @@
 // As dequantize_sum and quantize_pack together: the sum never leaves the L1 cache.
 
-#include "dequantize_sum_pack.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "dequantize_row.h"
+#include "kernels.h"
 #include "quantize_row.h"
 
 namespace dct::cpu {

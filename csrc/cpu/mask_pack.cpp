@@ -4,8 +4,6 @@
 // packs straight into the payload. The others pack into scratch memory, and finish() moves their
 // entries into place once the number of entries before them is known.
 
-#include "mask_pack.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,6 +15,7 @@
 #include "../common/rounding.h"
 #include "accumulate.h"
 #include "bitmask.h"
+#include "kernels.h"
 #include "simd_dispatch.h"
 
 namespace dct::cpu {

@@ -1,12 +1,11 @@
 // A row of 1,024 entries at a time: gradient and residual are read once, and the new residual is
 // written while it is in the L1 cache.
 
-#include "quantize_pack.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "accumulate.h"
+#include "kernels.h"
 #include "quantize_row.h"
 
 namespace dct::cpu {

@@ -1,11 +1,10 @@
 // A piece of a row at a time. Codes of few bits are looked up among the entries that they can be.
 
-#include "row_dequantize.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "../common/row_formats.h"
+#include "kernels.h"
 #include "nontemporal.h"
 #include "prefetch.h"
 #include "unpack_codes.h"

@@ -1,8 +1,7 @@
-#include "row_gather.h"
-
 #include <algorithm>
 
 #include "../common/rounding.h"
+#include "kernels.h"
 #include "row_positions.h"
 
 namespace dct::cpu {

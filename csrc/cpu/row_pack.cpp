@@ -1,5 +1,3 @@
-#include "row_pack.h"
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -8,6 +6,7 @@
 #include "../common/rounding.h"
 #include "../common/rows.h"
 #include "bitmask.h"
+#include "kernels.h"
 #include "row_positions.h"
 #include "row_select.h"
 #include "simd_dispatch.h"

@@ -2,8 +2,6 @@
 // it is in the L1 cache. Each pass depends on the previous one's result, so short rows take each
 // pass together, to hide latency.
 
-#include "row_quantize.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "../common/row_formats.h"
+#include "kernels.h"
 #include "magnitudes.h"
 #include "pack_codes.h"
 #include "prefetch.h"

@@ -1,8 +1,7 @@
-#include "row_unpack.h"
-
 #include <algorithm>
 
 #include "../common/rounding.h"
+#include "kernels.h"
 #include "prefetch.h"
 #include "row_positions.h"
 

@@ -1,8 +1,6 @@
 // First the keys of every range's samples are gathered, in parallel over the samples; then each
 // range's k-th largest key is found, in parallel over the ranges.
 
-#include "sample_threshold.h"
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -11,6 +9,7 @@
 #include "../common/payload.h"
 #include "../common/rounding.h"
 #include "accumulate.h"
+#include "kernels.h"
 #include "kth_largest.h"
 #include "simd_dispatch.h"
 
@@ -27,7 +26,7 @@ class Sampler {
       : args_(args),
         grad_(static_cast<const Grad*>(args.grad)),
         inv_scale_(args.inv_scale != nullptr ? *args.inv_scale : 1.0f),
-        stride_(padded_keys(samples(0))),
+        stride_(samples(0)),
         ranges_(args.numel > 0 ? ceil_div(args.numel, numel(0)) : 0),
         keys_(new int32_t[ranges_ * stride_]) {}
 
@@ -84,18 +83,17 @@ class Sampler {
 
   float select(int64_t r) const {
     const int64_t n = samples(r);
-    std::fill(keys(r) + n, keys(r) + padded_keys(n), kNoKey);
     const double wanted = std::ceil(args_.density * static_cast<double>(n));
     const int64_t k = std::clamp<int64_t>(static_cast<int64_t>(wanted), 1, n);
     int32_t key = 0;
-    vectorize_keys([&](auto how) { key = kth_largest(how, keys(r), n, k); });
+    vectorize([&] { key = kth_largest(keys(r), n, k); });
     return bits_to_float(key);
   }
 
   SampleThresholdArgs args_;
   const Grad* grad_;
   float inv_scale_;
-  int64_t stride_;  // keys of the first range, the longest, in whole groups
+  int64_t stride_;  // keys of the first range, the longest
   int64_t ranges_;  // that are not empty
   std::unique_ptr<int32_t[]> keys_;
 };

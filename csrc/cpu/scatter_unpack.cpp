@@ -4,8 +4,6 @@
 // Stores wait for memory: non-temporal ones for a write buffer, others for their line. So the
 // previous tile is written a slice at a time while entries of this one are added, after a prefetch.
 
-#include "scatter_unpack.h"
-
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -13,6 +11,7 @@
 
 #include "../common/payload.h"
 #include "../common/rounding.h"
+#include "kernels.h"
 #include "nontemporal.h"
 #include "simd_dispatch.h"
 

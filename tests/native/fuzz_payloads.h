@@ -2,11 +2,7 @@
 
 // The readers of payloads, beside decoders that follow docs/reference/payload.md.
 
-#include "../../csrc/cpu/dequantize_sum.h"
-#include "../../csrc/cpu/dequantize_sum_pack.h"
-#include "../../csrc/cpu/mask_pack.h"
-#include "../../csrc/cpu/quantize_pack.h"
-#include "../../csrc/cpu/scatter_unpack.h"
+#include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
 #include "payload_oracle.h"
 #include "sparse_oracle.h"
@@ -64,26 +60,13 @@ class ScatterUnpack : public Target {
   Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
     const Call call(input.setting);
-    const std::vector<float> threshold(call.ranges, random.pick({0.0f, 0.5f, 2.0f}));
-    for (int64_t p = 0; p < call.ranks; ++p) {
-      AlignedBytes payload(call.ranges * call.layout.nbytes, 0);
-      auto residual = random.reals<float>(call.numel);
-      if (call.numel > kBlock && random.chance(0.7)) {  // few in each block
-        for (float& x : residual) x = random.chance(0.999) ? 0 : x;
-      }
-      const std::vector<float> zeros(call.numel);
-      std::vector<int32_t> seen(call.ranges);
-      MaskPackArgs args{};
-      args.residual = residual.data();
-      args.grad = zeros.data();
-      args.numel = call.numel;
-      args.ranges = call.ranges;
-      args.threshold = threshold.data();
-      args.seen = seen.data();
-      args.payload = payload.data();
-      args.capacity = call.capacity;
-      args.value_dtype = call.value;
-      with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::mask_pack(args, parallel); });
+    AlignedBytes payload(call.layout.nbytes, 0);
+    for (int64_t i = 0; i < call.ranks * call.ranges; ++i) {
+      const Range range = range_bounds(call.numel, call.ranges, i % call.ranges);
+      dispatch_payload_value(call.value, [&](auto value) {
+        put_sparse<decltype(value)>(random, payload.data(), call.layout, range.end - range.begin,
+                                    call.capacity);
+      });
       input.bytes.insert(input.bytes.end(), payload.data(), payload.data() + payload.size());
     }
     return input;
@@ -149,10 +132,7 @@ class ScatterUnpack : public Target {
     std::vector<Out> wanted(call.numel, rounded(0));
     for (int64_t i : touched) wanted[i] = rounded(sum[i]);
     if (call.numel > 0 && std::memcmp(out, wanted.data(), call.numel * sizeof(Out)) != 0) {
-      for (int64_t i = 0; i < call.numel; ++i) {
-        CHECK(bits(out[i]) == bits(wanted[i]), "out[%ld]: expected %g, got %g", long(i),
-              value(wanted[i]), value(out[i]));
-      }
+      check_bits("out", out, wanted.data(), call.numel);
     }
     check_unchanged(payloads, input);
     return check_status(status, expected);
@@ -179,52 +159,12 @@ class Quantized : public Target {
         numel += kBlock;
         nbytes = bytes_for(*kind, numel, ranges, 0);
       }
-      exactly = setting.pick({1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}) == 1;
     }
     const Kind* kind;
     int64_t numel, ranks, ranges, tasks, nbytes;
     float scale;
     DType out;
-    bool exactly;  // by the definition of packing, which takes long
   };
-
-  // What entry `i` of a row means, in float32.
-  static float meant(const uint8_t* row, int64_t i, const Kind& kind) {
-    uint32_t u = 0;
-    if (!kind.scaled()) {
-      const int64_t size = kind.code_bytes / kTogether;
-      std::memcpy(&u, row + i * size, size);
-      return from_bits(size == 4 ? u : u << 16);
-    }
-    const int64_t group = i / kTogether;
-    std::memcpy(&u, row + kGroups * kind.code_bytes + 2 * group, 2);
-    const int code = code_at(row + group * kind.code_bytes, i % kTogether, kind.rows);
-    return static_cast<float>(code) * from_bits(u << 16);
-  }
-
-  // The sum of what was received, and the status.
-  static std::vector<float> sum_of(const Call& call, const uint8_t* payloads,
-                                   std::vector<int32_t>& status) {
-    std::vector<float> sum(call.numel, 0.0f);
-    status.assign(call.ranks, 0);
-    for (int64_t p = 0; p < call.ranks; ++p) {
-      for (int64_t r = 0; r < call.ranges; ++r) {
-        const Range range = range_bounds(call.numel, call.ranges, r);
-        const uint8_t* in = payloads + (p * call.ranges + r) * call.nbytes;
-        uint8_t right[64];
-        put_header(right, *call.kind, range.end - range.begin, in[7] & 2);
-        if (std::memcmp(in, right, 64) != 0) {
-          status[p] = 1;
-          continue;
-        }
-        for (int64_t i = 0; i < range.end - range.begin; ++i) {
-          const uint8_t* row = in + 64 + i / kEntries * call.kind->row_bytes();
-          sum[range.begin + i] += meant(row, i % kEntries, *call.kind);
-        }
-      }
-    }
-    return sum;
-  }
 
   static Input sent(Random& random, bool cut) {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
@@ -233,14 +173,11 @@ class Quantized : public Target {
       AlignedBytes payload(call.ranges * call.nbytes, 0);
       std::vector<float> x = random.reals<float>(call.numel);
       for (float& v : x) v = std::isfinite(v) || random.chance(0.1) ? v : 1;
-      QuantizePackArgs args{};
-      args.grad = x.data();
-      args.numel = call.numel;
-      args.payload = payload.data();
-      args.ranges = call.ranges;
-      args.nbytes = call.nbytes;
-      args.format = call.kind->format;
-      with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::quantize_pack(args, parallel); });
+      for (int64_t r = 0; r < call.ranges; ++r) {
+        const Range range = range_bounds(call.numel, call.ranges, r);
+        put(payload.data() + r * call.nbytes, {x.begin() + range.begin, x.begin() + range.end},
+            nullptr, *call.kind);
+      }
       input.bytes.insert(input.bytes.end(), payload.data(), payload.data() + payload.size());
     }
     return input;
@@ -289,13 +226,11 @@ class DequantizeSum : public Quantized {
     with_tasks(call.tasks,
                [&](const cpu::Parallel& parallel) { cpu::dequantize_sum(args, parallel); });
     std::vector<int32_t> expected;
-    const std::vector<float> total = sum_of(call, payloads, expected);
-    for (int64_t i = 0; i < call.numel; ++i) {
-      const float scaled = call.scale * total[i];
-      const Out wanted = make<Out>(scaled);
-      CHECK(bits(out[i]) == bits(wanted), "out[%ld]: expected %g, got %g", long(i), value(wanted),
-            value(out[i]));
-    }
+    const std::vector<float> total =
+        sum_of(payloads, call.ranks, call.ranges, call.nbytes, call.numel, *call.kind, expected);
+    std::vector<Out> wanted;
+    for (float x : total) wanted.push_back(make<Out>(call.scale * x));
+    check_bits("out", out, wanted.data(), call.numel);
     check_unchanged(payloads, input);
     return check_status(status, expected);
   }
@@ -332,50 +267,16 @@ class DequantizeSumPack : public Quantized {
                [&](const cpu::Parallel& parallel) { cpu::dequantize_sum_pack(args, parallel); });
 
     std::vector<int32_t> expected;
-    std::vector<float> acc = sum_of(call, payloads, expected);
+    std::vector<float> acc =
+        sum_of(payloads, call.ranks, 1, call.nbytes, call.numel, *call.kind, expected);
     for (int64_t i = 0; i < call.numel; ++i) acc[i] = before[i] + call.scale * acc[i];
     AlignedBytes wanted(call.nbytes, 0xA5);
     std::vector<float> left(before, before + call.numel);
-    if (call.exactly) {
-      put(wanted.data(), acc, left.data(), *call.kind);
-    } else {
-      pack(call, acc, left, wanted.data());
-    }
+    put(wanted.data(), acc, left.data(), *call.kind);
     CHECK(std::memcmp(payload, wanted.data(), call.nbytes) == 0, "the payload differs");
-    for (int64_t i = 0; i < call.numel; ++i) {
-      CHECK(bits(residual[i]) == bits(left[i]), "residual[%ld]: expected %g, got %g", long(i),
-            double(left[i]), double(residual[i]));
-    }
+    check_bits("residual", residual, left.data(), call.numel);
     check_unchanged(payloads, input);
     return check_status(status, expected);
-  }
-
- private:
-  // By the op that packs, which has tests of its own.
-  static void pack(const Call& call, const std::vector<float>& acc, std::vector<float>& residual,
-                   uint8_t* payload) {
-    const std::vector<float> old = residual;
-    residual.assign(acc.size(), -0.0f);  // to which acc is added as it is
-    QuantizePackArgs args{};
-    args.residual = residual.data();
-    args.grad = acc.data();
-    args.numel = call.numel;
-    args.payload = payload;
-    args.ranges = 1;
-    args.nbytes = call.nbytes;
-    args.format = call.kind->format;
-    with_tasks(1, [&](const cpu::Parallel& parallel) { cpu::quantize_pack(args, parallel); });
-    // Where nothing was sent the residual stays as it was, or becomes 0.
-    for (int64_t i = 0; i < call.numel; ++i) {
-      if (unsent(call, acc, i)) residual[i] = std::isfinite(old[i]) ? old[i] : 0;
-    }
-  }
-  static bool unsent(const Call& call, const std::vector<float>& acc, int64_t i) {
-    if (!call.kind->scaled()) return !std::isfinite(acc[i]);
-    const int64_t begin = i / kTogether * kTogether;
-    const int64_t end = std::min(begin + kTogether, call.numel);
-    return !std::all_of(acc.begin() + begin, acc.begin() + end,
-                        [](float x) { return std::isfinite(x); });
   }
 };
 

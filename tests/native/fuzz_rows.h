@@ -2,11 +2,7 @@
 
 // The readers of packed rows and of rows in few bits, column by column.
 
-#include "../../csrc/cpu/row_dequantize.h"
-#include "../../csrc/cpu/row_gather.h"
-#include "../../csrc/cpu/row_pack.h"
-#include "../../csrc/cpu/row_quantize.h"
-#include "../../csrc/cpu/row_unpack.h"
+#include "../../csrc/cpu/kernels.h"
 #include "fuzz_input.h"
 #include "positions_oracle.h"
 #include "row_oracle.h"
@@ -94,7 +90,6 @@ class PackedRows : public Target {
     std::copy_n(input.bytes.begin(), position_bytes, positions);
     auto* values = memory.take<Value>(slots);
     auto* dense = memory.take<Dense>(cells);
-    const auto value_of = [&](int64_t slot) { return static_cast<float>(value(values[slot])); };
     if (gather_) {
       std::copy_n(values_of<Dense>().begin(), cells, dense);
       std::fill_n(values, slots, make<Value>(7));
@@ -113,26 +108,9 @@ class PackedRows : public Target {
             parallel);
       }
     });
-    bool sound = true;
-    for (int64_t row = 0; row < call.rows; ++row) {
-      const auto columns = columns_of(positions + row * call.bytes, call.width, call.k);
-      std::vector<uint32_t> wanted(call.width, 0);
-      for (int64_t slot = 0; slot < call.k; ++slot) {
-        const int64_t c = columns[slot];
-        sound = sound && c >= 0;
-        if (gather_) {
-          const uint32_t gathered = c < 0 ? 0 : encode<Value>(value(dense[row * call.width + c]));
-          CHECK(bits(values[row * call.k + slot]) == gathered, "row %ld, slot %ld", long(row),
-                long(slot));
-        } else if (c >= 0) {
-          wanted[c] = encode<Dense>(value_of(row * call.k + slot));
-        }
-      }
-      for (int64_t c = 0; c < call.width && !gather_; ++c) {
-        CHECK(bits(dense[row * call.width + c]) == wanted[c], "row %ld, column %ld", long(row),
-              long(c));
-      }
-    }
+    const bool sound =
+        gather_ ? check_gathered(dense, positions, call.rows, call.width, call.k, values)
+                : check_unpacked(values, positions, call.rows, call.width, call.k, dense);
     CHECK(std::equal(positions, positions + position_bytes, input.bytes.begin()),
           "the positions were written to");
     return sound;

@@ -108,4 +108,31 @@ inline void put(uint8_t* out, const std::vector<float>& acc, float* residual, co
   put_header(out, kind, numel, all ? 0 : 2);
 }
 
+// The sum of payloads [ranks, ranges, nbytes] of any bytes, without those whose header is wrong,
+// and each rank's status.
+inline std::vector<float> sum_of(const uint8_t* payloads, int64_t ranks, int64_t ranges,
+                                 int64_t nbytes, int64_t numel, const Kind& kind,
+                                 std::vector<int32_t>& status) {
+  std::vector<float> sum(numel, 0.0f);
+  status.assign(ranks, 0);
+  for (int64_t p = 0; p < ranks; ++p) {
+    for (int64_t r = 0; r < ranges; ++r) {
+      const Range range = range_bounds(numel, ranges, r);
+      const uint8_t* in = payloads + (p * ranges + r) * nbytes;
+      uint8_t header[64];
+      put_header(header, kind, range.end - range.begin, in[7] & 2);
+      if (std::memcmp(in, header, 64) != 0) {
+        status[p] = 1;
+        continue;
+      }
+      for (int64_t i = 0; i < range.end - range.begin; ++i) {
+        const uint8_t* row = in + 64 + i / kEntries * kind.row_bytes();
+        float& target = sum[range.begin + i];
+        target = add(target, entry(row, i % kEntries, kind));
+      }
+    }
+  }
+  return sum;
+}
+
 }  // namespace dct::test

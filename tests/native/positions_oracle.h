@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../csrc/common/rows.h"
+#include "support.h"
 
 namespace dct::test {
 
@@ -26,6 +27,42 @@ inline std::vector<int64_t> columns_of(const uint8_t* positions, int64_t width, 
     if (c < width && c > highest) columns[slot] = highest = c;
   }
   return columns;
+}
+
+// Checks row_gather's values [rows, k] and row_unpack's rows [rows, width] of any positions.
+// Returns whether every slot is accepted.
+template <typename X, typename Value>
+bool check_gathered(const X* x, const uint8_t* positions, int64_t rows, int64_t width, int64_t k,
+                    const Value* values) {
+  bool accepted = true;
+  for (int64_t row = 0; row < rows; ++row, values += k, x += width) {
+    const auto columns = columns_of(positions + row * position_bytes(width, k), width, k);
+    for (int64_t slot = 0; slot < k; ++slot) {
+      const int64_t c = columns[slot];
+      accepted = accepted && c >= 0;
+      CHECK(bits(values[slot]) == (c < 0 ? 0 : encode<Value>(value(x[c]))), "row %ld, slot %ld",
+            long(row), long(slot));
+    }
+  }
+  return accepted;
+}
+
+template <typename Value, typename Out>
+bool check_unpacked(const Value* values, const uint8_t* positions, int64_t rows, int64_t width,
+                    int64_t k, const Out* out) {
+  bool accepted = true;
+  for (int64_t row = 0; row < rows; ++row, values += k, out += width) {
+    std::vector<uint32_t> wanted(width, 0);
+    const auto columns = columns_of(positions + row * position_bytes(width, k), width, k);
+    for (int64_t slot = 0; slot < k; ++slot) {
+      accepted = accepted && columns[slot] >= 0;
+      if (columns[slot] >= 0) wanted[columns[slot]] = encode<Out>(value(values[slot]));
+    }
+    for (int64_t c = 0; c < width; ++c) {
+      CHECK(bits(out[c]) == wanted[c], "row %ld, column %ld", long(row), long(c));
+    }
+  }
+  return accepted;
 }
 
 }  // namespace dct::test

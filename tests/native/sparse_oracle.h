@@ -1,14 +1,49 @@
 #pragma once
 
-// Payloads of the entries above a threshold, read as docs/reference/payload.md says, to the letter.
+// Payloads of the entries above a threshold, written and read as docs/reference/payload.md says.
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "../../csrc/common/payload.h"
 #include "support.h"
 
 namespace dct::test {
+
+template <typename Value>
+void put_sparse_header(uint8_t* out, int64_t numel, int64_t capacity, int64_t count,
+                       int64_t flags) {
+  std::memset(out, 0, 64);
+  std::memcpy(out, "DCT1\1", 5);
+  out[6] = sizeof(Value) == 4 ? 0 : 1;
+  out[7] = static_cast<uint8_t>(flags);
+  std::memcpy(out + 8, &numel, 8);
+  std::memcpy(out + 16, &capacity, 4);
+  std::memcpy(out + 20, &count, 4);
+}
+
+// Writes a sound payload of some of a range's entries.
+template <typename Value>
+void put_sparse(Random& random, uint8_t* out, const PayloadLayout& layout, int64_t numel,
+                int64_t capacity) {
+  std::vector<uint32_t> starts;
+  uint32_t count = 0;
+  const double density = random.pick({0.001, 0.02, 1.0});
+  for (int64_t i = 0; i < numel; ++i) {
+    if (i % kBlock == 0) starts.push_back(count);
+    if (count == capacity || !random.chance(density)) continue;
+    const auto position = static_cast<uint16_t>(i % kBlock);
+    const auto value = make<Value>(random.real());
+    std::memcpy(out + layout.positions + 2 * int64_t{count}, &position, 2);
+    std::memcpy(out + layout.values + sizeof(Value) * count, &value, sizeof(Value));
+    ++count;
+  }
+  starts.push_back(count);
+  std::memcpy(out + layout.starts, starts.data(), 4 * starts.size());
+  put_sparse_header<Value>(out, numel, capacity, count,
+                           random.chance(0.1) ? 3 : random.integer(0, 2));
+}
 
 // Calls add(element, value) for every entry of a range's payload that is to be added; returns its
 // status.

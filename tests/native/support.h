@@ -128,6 +128,14 @@ double value(T x) {
   return decode<T>(bits(x));
 }
 
+template <typename T>
+void check_bits(const char* what, const T* actual, const T* expected, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    CHECK(bits(actual[i]) == bits(expected[i]), "%s[%ld]: expected %a, got %a", what, long(i),
+          value(expected[i]), value(actual[i]));
+  }
+}
+
 // x as a T. The oracles round here and nowhere else.
 template <typename T>
 T make(double x) {

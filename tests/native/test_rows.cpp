@@ -1,8 +1,6 @@
 // The row ops against a stable sort and a column-by-column reader of positions.
 
-#include "../../csrc/cpu/row_gather.h"
-#include "../../csrc/cpu/row_pack.h"
-#include "../../csrc/cpu/row_unpack.h"
+#include "../../csrc/cpu/kernels.h"
 #include "positions_oracle.h"
 #include "support.h"
 
@@ -55,27 +53,12 @@ void run(Random& random, int64_t rows, int64_t width, int64_t k) {
     }
   }
 
-  // What a peer may send instead.
-  for (int64_t hits = random.integer(0, 20); hits > 0 && rows > 0; --hits) {
-    odd[random.integer(0, rows * bytes - 1)] = static_cast<uint8_t>(random.integer(0, 255));
-  }
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
     cpu::row_gather({x.data(), kDType<X>, odd, rows, width, k, gathered.data(), kDType<Value>}, p);
     cpu::row_unpack({values.data(), kDType<Value>, odd, rows, width, k, out.data(), kDType<X>}, p);
   });
-  for (int64_t row = 0; row < rows; ++row) {
-    const std::vector<int64_t> columns = columns_of(odd + row * bytes, width, k);
-    std::vector<uint32_t> dense(width, 0);
-    for (int64_t slot = 0; slot < k; ++slot) {
-      const int64_t c = columns[slot];
-      const uint32_t expected = c < 0 ? 0 : encode<Value>(value(x[row * width + c]));
-      CHECK(bits(gathered[row * k + slot]) == expected, "row_gather slot %ld", long(slot));
-      if (c >= 0) dense[c] = encode<X>(value(values[row * k + slot]));
-    }
-    for (int64_t c = 0; c < width; ++c) {
-      CHECK(bits(out[row * width + c]) == dense[c], "row_unpack column %ld", long(c));
-    }
-  }
+  check_gathered(x.data(), odd, rows, width, k, gathered.data());
+  check_unpacked(values.data(), odd, rows, width, k, out.data());
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include "../../csrc/common/hash.h"
 #include "../../csrc/common/payload.h"
-#include "../../csrc/cpu/sample_threshold.h"
+#include "../../csrc/cpu/kernels.h"
 #include "support.h"
 
 using namespace dct;
