@@ -34,35 +34,30 @@ MUTANTS = {
     "off by one at the edge of a tile": Mutant(
         "mask_pack",
         "detail/range_tiles.cuh",
-        "found.last ? range_end : found.bounds.begin + tile;",
-        "found.last ? range_end : found.bounds.begin + tile - 1;",
+        "found.last ? bounds.end : found.bounds.begin + tile;",
+        "found.last ? bounds.end : found.bounds.begin + tile - 1;",
     ),
     "nothing given back on overflow": Mutant(
         "mask_pack",
-        "detail/mask_pack_place.cuh",
-        "residual = restore(residual, bits[a], args.value_dtype);",
+        "mask_pack.cu",
+        "left = restore(left, bits[a], args.value_dtype);",
         "",
     ),
     "part of a pass written before it is left out": Mutant(
         "mask_pack",
-        "detail/mask_pack_stage.cuh",
-        "kept + kept_in_pass > staging.room) break;",
-        "kept + kept_in_pass > staging.room) {\n"
-        "        if (kHasGrad<Grad>) stream_out(residual, sums[0]);\n"
-        "        break;\n"
-        "      }",
+        "mask_pack.cu",
+        "        continue;\n      }\n      ++passes;",
+        "        stream_out(args.residual + begin + offset_of(pass, 0), sums[0]);\n"
+        "        continue;\n      }\n      ++passes;",
     ),
     "a tile's total without its last warps": Mutant(
         "mask_pack",
-        "detail/mask_pack_stage.cuh",
+        "mask_pack.cu",
         "(sum >> 16 & 255) == kWarps",
         "(sum >> 16 & 255) == 1",
     ),
-    "counts of segments not cleared": Mutant(
-        "mask_pack", "detail/mask_pack_stage.cuh", "args.seen[s] = 0;", ""
-    ),
     "no barrier before warps add to a tile's total": Mutant(
-        "mask_pack", "detail/mask_pack_stage.cuh", "  __syncthreads();\n", ""
+        "mask_pack", "mask_pack.cu", "block_sum = 0;\n  __syncthreads();\n", "block_sum = 0;\n"
     ),
     "128-bit accesses at an alignment of 8 bytes": Mutant(
         "mask_pack",
@@ -72,12 +67,12 @@ MUTANTS = {
     ),
     "a tile's total not noted": Mutant(
         "mask_pack",
-        "detail/mask_pack_stage.cuh",
+        "mask_pack.cu",
         "(sum >> 16 & 255) == kWarps",
         "(sum >> 16 & 255) > kWarps",
     ),
     "entries past the capacity": Mutant(
-        "mask_pack", "detail/mask_pack_place.cuh", "at < min(last, payload.room)", "at < last"
+        "mask_pack", "mask_pack.cu", "if (at[a] + i < output.capacity) {", "if (true) {"
     ),
     "a mask that differs between lanes": Mutant(
         "scatter_unpack",
@@ -124,14 +119,14 @@ MUTANTS = {
     "one pick more than there are": Mutant(
         "sample_threshold",
         "sample_threshold.cu",
-        "if (pick >= segment.picks)",
-        "if (pick > segment.picks)",
+        "if (pick >= picks.count)",
+        "if (pick > picks.count)",
     ),
     "only the histograms cleared": Mutant(
         "sample_threshold",
         "sample_threshold.cu",
-        "0, sizeof(SegmentState) * args.num_segments",
-        "0, sizeof(states->histogram) * args.num_segments",
+        "0, sizeof(RangeState) * args.ranges",
+        "0, sizeof(states->histogram) * args.ranges",
     ),
     "an entry more than the range has": Mutant(
         "quantize_pack",

@@ -55,9 +55,8 @@ __global__ void __launch_bounds__(kThreads, kSumMinBlocks)
 }  // namespace
 
 cudaError_t dequantize_sum_pack(const DequantizeSumPackArgs& args, cudaStream_t stream) {
-  const cudaError_t headed =
-      write_quantized_headers(args.payload, args.numel, 1, args.nbytes, args.format, nullptr, 0,
-                              args.status, args.ranks, stream);
+  const cudaError_t headed = write_quantized_headers(args.payload, args.numel, 1, args.nbytes,
+                                                     args.format, args.status, args.ranks, stream);
   if (headed != cudaSuccess) return headed;
   const RangeTiles blocks(args.numel, 1, kBlock);
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float));

@@ -1,34 +1,438 @@
-// mask_pack.cu -- error feedback, thresholding and stable stream compaction in two kernels. The
-// first is a streaming pass: each warp accumulates gradients into residuals and compacts what
-// passes into a slot of its own. The second knows all counts: it scatters these entries to the
-// payload, and compacts elements that the first only counted, where a slot was full or a vector is
-// cut. No block waits for another.
+// mask_pack.cu -- error feedback, thresholding and stable stream compaction in two kernels.
+//
+// The first kernel reads every element once. A block has a tile, which lies in one range, and each
+// of its warps an equal part of the tile. A warp adds the gradient to the residual and compacts the
+// entries that pass the range's threshold into a slot of its own in scratch memory. Once the slot
+// has no space for the entries of a pass, the warp only counts what it keeps, and changes nothing.
+//
+// When the second kernel runs, all counts are known. It copies the entries from the slots to the
+// payload, compacts the elements that the first kernel only counted into the payload, and writes
+// the headers. No block waits for another.
+#include <limits>
+
+#include "detail/elements.cuh"
 #include "detail/launch.cuh"
-#include "detail/mask_pack_place.cuh"
-#include "detail/mask_pack_stage.cuh"
+#include "detail/range_tiles.cuh"
+#include "detail/warp.cuh"
 #include "mask_pack.cuh"
 
 namespace dct::cuda {
 namespace {
 
-constexpr int64_t kMostParts =
-    256;  // blocks per range in the second kernel: about as many as are resident
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kMinBlocks = 2;  // at most 128 registers per thread
+constexpr int kVectorElements = 4;
+constexpr int kWarpVector = kWarpSize * kVectorElements;  // elements of one vector load by a warp
+// Vectors of each tensor that a lane loads at once. Long runs of a tensor count for more than
+// resident warps: on an H200, half as many vectors at twice the occupancy are a tenth slower.
+constexpr int kVectors = 8;
+constexpr int kLaneElements = kVectors * kVectorElements;
+static_assert(kLaneElements == 32, "one bit of a mask for each element of a lane");
+constexpr int kPass = kWarpSize * kLaneElements;  // elements that a warp loads at once
+// Blocks per range in the second kernel: about as many as are resident.
+constexpr int64_t kMaxBlocksPerRange = 256;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr Word kMostSeen = std::numeric_limits<int32_t>::max();
+
+// Destination of entries: a warp's slot, or the rest of a payload.
+struct Entries {
+  uint16_t* positions;
+  uint8_t* values;
+  uint32_t capacity;
+  DType value_dtype;
+
+  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
+    positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
+    store_value(values, entry, bits, value_dtype);
+  }
+  __device__ Entries after(Word entries) const {
+    const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
+    return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,
+            value_dtype};
+  }
+};
+
+// The first kernel's result for one warp. Elements after the staged passes are unchanged.
+struct WarpCount {
+  uint32_t kept : 12;    // entries that pass the threshold
+  uint32_t staged : 12;  // the first of these, which are in the warp's slot
+  uint32_t passes : 8;   // whose entries are staged
+};
+
+// Scratch memory. The first kernel writes all that the second reads, so it need not be cleared.
+struct Staging {
+  int warp_tile;           // elements per warp; kWarps of them are a tile, which divides kBlock
+  uint32_t slot_capacity;  // entries per slot, a multiple of 8
+  uint32_t* totals;        // [tiles]: entries kept | any non-finite << 31
+  WarpCount* counts;       // [tiles, kWarps]
+  uint8_t* slots;          // [tiles, kWarps]: u16 positions[slot_capacity], value[slot_capacity]
+
+  __device__ Entries slot(int64_t index, DType value_dtype) const {
+    uint8_t* const entries = slots + index * slot_capacity * (2 + itemsize(value_dtype));
+    return {reinterpret_cast<uint16_t*>(entries), entries + 2 * slot_capacity, slot_capacity,
+            value_dtype};
+  }
+};
+
+// Vectors that contain an entry, compacted in element order until full warps can process them.
+// Flushed before the loads of a pass, when registers are free.
+constexpr uint32_t kBufferVectors = 256, kFlushAt = 48;
+struct CompactionBuffer {
+  alignas(16) float sums[kBufferVectors][kVectorElements];
+  uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
+};
+
+// Compacts the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
+// vectors with entries, store the others. A vector with an entry is stored when it is flushed:
+// until then the residual holds its old value, which it keeps where the sum is not finite.
+template <typename Grad>
+struct WarpCompactor {
+  using Sums = float[kVectors][kVectorElements];  // of one lane
+
+  const MaskPackArgs& args;
+  CompactionBuffer& buffer;
+  bool aligned;
+  int range;
+  int64_t begin;
+  int length;
+  Entries output;
+  // At least the smallest subnormal, so that zeros never pass.
+  float threshold = fmaxf(args.threshold[range], bits_to_float(1));
+  float scale = load_scale(args.inv_scale);
+  uint32_t kept = 0, compacted = 0, buffered = 0;
+  bool non_finite = false;
+
+  // Returns the number of passes that are compacted. The first kernel stops at a pass whose entries
+  // do not fit, and only counts from there. It has stored nothing of such a pass, because the
+  // second kernel must find it unchanged.
+  template <bool kStage>
+  __device__ int run() {
+    int passes = 0;
+    for (int pass = 0; pass < length; pass += kPass) {
+      const bool whole = aligned && pass + kPass <= length;
+      if (buffered >= (kStage && whole ? kFlushAt : 1)) flush();
+      prefetch(pass + kPass);
+      Sums sums;
+      load(pass, whole, sums);
+      const uint32_t mask = mark(sums);
+      const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
+      const bool fits =
+          buffered + kept_in_pass <= kBufferVectors && kept + kept_in_pass <= output.capacity;
+      kept += kept_in_pass;
+      if (kStage && (!fits || passes * kPass < pass)) {
+        non_finite |= finite(sums) != ~0u;
+        continue;
+      }
+      ++passes;
+      if (kept_in_pass != 0 || !whole) compact(sums, mask, pass, whole);
+      if (!whole) continue;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float* residual = args.residual + begin + offset_of(pass, v);
+        if ((mask >> (4 * v) & 15) == 0) stream_out(residual, sums[v]);
+      }
+    }
+    flush();
+    return passes;
+  }
+
+  // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
+  // two.
+  __device__ void prefetch(int pass) const {
+    if (pass + kPass > length) return;
+    const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
+    const auto* grad = reinterpret_cast<const char*>(grad_at(pass));
+    const int at = lane_index() * kCacheLine;
+    if (at < kPass * int{sizeof(float)}) prefetch_line(residual + at);
+    if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
+  }
+
+  // Accumulates a pass. Elements past the end are 0, so they do not pass.
+  __device__ void load(int pass, bool whole, Sums& sums) const {
+    if (whole) {
+      Grad gradient[kVectors][kVectorElements];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        stream_in(args.residual + begin + offset_of(pass, v), sums[v]);
+        stream_in(grad_at(offset_of(pass, v)), gradient[v]);
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) {
+        float& sum = sums[i / kVectorElements][i % kVectorElements];
+        sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
+      }
+      return;
+    }
+    // Through shared memory: there are no registers for so many addresses.
+    float* staged = buffer.sums[0];
+#pragma unroll 8
+    for (int i = lane_index(); i < kPass; i += kWarpSize) {
+      const bool inside = pass + i < length;
+      const float old = inside ? args.residual[begin + pass + i] : 0.0f;
+      const Grad gradient = inside ? *grad_at(pass + i) : Grad{};
+      staged[i] = inside ? accumulate(old, gradient, scale) : 0.0f;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      memcpy(sums[v], buffer.sums[v * kWarpSize + lane_index()], sizeof(sums[v]));
+    }
+    __syncwarp();
+  }
+
+  __device__ static int offset_of(int pass, int vector) {
+    return pass + vector * kWarpVector + lane_index() * kVectorElements;
+  }
+  __device__ const Grad* grad_at(int offset) const {
+    return static_cast<const Grad*>(args.grad) + begin + offset;
+  }
+
+  // Bit 4 * v + e is set where sums[v][e] passes. With a finite threshold, |sum| - threshold is
+  // negative only if the sum does not pass; the difference of a NaN is a positive NaN. Costs one
+  // addition and one shift each. Needs gradual underflow.
+  __device__ uint32_t mark(const Sums& sums) const {
+    uint32_t below = 0;
+#pragma unroll
+    for (int i = kLaneElements - 1; i >= 0; --i) {
+      const float sum = sums[i / kVectorElements][i % kVectorElements];
+      below = __funnelshift_l(float_to_bits(__fsub_rn(fabsf(sum), threshold)), below, 1);
+    }
+    return ~(threshold < kInfinity ? below : finite(sums));
+  }
+
+  __device__ static uint32_t finite(const Sums& sums) {
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      mask |= uint32_t{is_finite(sums[i / kVectorElements][i % kVectorElements])} << i;
+    }
+    return mask;
+  }
+
+  __device__ void compact(const Sums& sums, uint32_t mask, int pass, bool whole) {
+    const uint32_t below = (1u << lane_index()) - 1;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t vector_mask = mask >> (4 * v) & 15;
+      const bool chosen = vector_mask != 0 || !whole;
+      const uint32_t lanes = __ballot_sync(kFullWarp, chosen);
+      if (chosen) {
+        const uint32_t at = buffered + __popc(lanes & below);
+        memcpy(buffer.sums[at], sums[v], sizeof(sums[v]));
+        buffer.offset_and_mask[at] = offset_of(pass, v) << 2 | vector_mask;
+      }
+      buffered += __popc(lanes);
+    }
+  }
+
+  // Moves the buffered entries to the output and their remainders to the residual. Entries that
+  // exceed its capacity stay in the residual.
+  __device__ void flush() {
+    __syncwarp();
+    for (uint32_t first = 0; first < buffered; first += kWarpSize) {
+      const uint32_t at = first + lane_index();
+      const uint32_t offset_and_mask = at < buffered ? buffer.offset_and_mask[at] : 0;
+      const int offset = static_cast<int>(offset_and_mask >> 4 << 2);
+      const uint32_t count = __popc(offset_and_mask & 15), inclusive = warp_inclusive_sum(count);
+      uint32_t entry = compacted + inclusive - count;
+      compacted += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
+      if (at >= buffered) continue;
+      float* residual = args.residual + begin + offset;
+      float (&sums)[kVectorElements] = buffer.sums[at];
+      for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
+        const int e = __ffs(static_cast<int>(mask)) - 1;
+        const bool finite = is_finite(sums[e]);
+        if (entry < output.capacity) {
+          const Split split_sum = split(sums[e], args.value_dtype);
+          output.put(entry, begin + offset + e, split_sum.bits);
+          sums[e] = split_sum.remainder;
+        }
+        if (!finite) sums[e] = finite_or_zero(residual[e]);
+        non_finite |= !finite;
+        ++entry;
+      }
+      if (aligned && offset + kVectorElements <= length) {
+        stream_out(residual, sums);
+      } else {
+        for (int e = 0; e < kVectorElements && offset + e < length; ++e) residual[e] = sums[e];
+      }
+    }
+    __syncwarp();
+    buffered = 0;
+  }
+};
+
+template <typename Grad>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    mask_pack_stage_kernel(MaskPackArgs args, RangeTiles tiles, Staging staging, bool aligned) {
+  __shared__ CompactionBuffer buffers[kWarps];
+  __shared__ uint32_t block_sum;  // kept | warps << 16 | warps with a non-finite entry << 24
+  const int warp = warp_index();
+  const unsigned index = blockIdx.x * kWarps + warp;
+  const RangeTiles::Tile tile = tiles.locate(blockIdx.x);
+  const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
+  const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
+  const Entries slot = staging.slot(index, args.value_dtype);
+  WarpCompactor<Grad> compactor = {args, buffers[warp], aligned, tile.range, begin, length, slot};
+  compactor.prefetch(0);  // before the barrier
+  if (thread_index() == 0) block_sum = 0;
+  __syncthreads();
+
+  const auto passes = static_cast<uint32_t>(compactor.template run<true>());
+  const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
+  if (lane_index() != 0) return;
+  staging.counts[index] = {compactor.kept, compactor.compacted, passes};
+  // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
+  const uint32_t added = compactor.kept | 1u << 16 | uint32_t{non_finite} << 24;
+  const uint32_t sum = atomicAdd(&block_sum, added) + added;
+  if ((sum >> 16 & 255) == kWarps) {
+    staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
+  }
+}
+
+// Sums over tiles of a range.
+struct TileSums {
+  Word before;          // entries kept by the tiles before the block's
+  uint32_t kept;        // entries kept by the warp's tiles
+  uint32_t non_finite;  // whether any of these entries is not finite
+
+  __device__ void add(uint32_t total, bool own) {
+    before += own ? 0 : total & 0xffff;
+    kept += own ? total & 0xffff : 0;
+    non_finite |= total >> 31;
+  }
+  __device__ TileSums over_warp() const {
+    return {warp_sum(before), warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
+  }
+};
+
+// Copies the entries of a tile to the payload, several slots at a time. Lane w < kWarps passes how
+// many entries slot w has, and how many entries of the tile precede them. By one warp.
+__device__ void copy_slots(const MaskPackArgs& args, const Staging& staging, int64_t first_slot,
+                           uint32_t staged, uint32_t preceding, float* residual,
+                           const Entries& output) {
+  constexpr int kInFlight = 4;
+  for (int first = 0; first < kWarps; first += kInFlight) {
+    uint32_t at[kInFlight], count[kInFlight], most = 0;
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      at[a] = __shfl_sync(kFullWarp, preceding, first + a);
+      count[a] = __shfl_sync(kFullWarp, staged, first + a);
+      most = max(most, count[a]);
+    }
+    for (uint32_t i = lane_index(); i < most; i += kWarpSize) {
+      uint32_t position[kInFlight], bits[kInFlight];
+#pragma unroll
+      for (int a = 0; a < kInFlight; ++a) {
+        if (i >= count[a]) continue;
+        const Entries slot = staging.slot(first_slot + first + a, args.value_dtype);
+        position[a] = slot.positions[i];
+        bits[a] = load_value(slot.values, i, args.value_dtype);
+      }
+#pragma unroll
+      for (int a = 0; a < kInFlight; ++a) {
+        if (i >= count[a]) continue;
+        if (at[a] + i < output.capacity) {
+          output.put(at[a] + i, position[a], bits[a]);
+        } else if (is_finite(payload_value(bits[a], args.value_dtype))) {
+          // Does not fit: back into the residual, from which no non-finite sum was taken.
+          float& left = residual[position[a]];
+          left = restore(left, bits[a], args.value_dtype);
+        }
+      }
+    }
+  }
+}
+
+// A block scatters consecutive tiles of one range, and each of its warps an equal part of them.
+template <typename Grad>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
+                             Staging staging, bool aligned, unsigned blocks_per_range,
+                             unsigned tiles_per_warp) {
+  __shared__ CompactionBuffer buffers[kWarps];
+  __shared__ TileSums warp_sums[kWarps];
+  const int lane = lane_index(), warp = warp_index();
+  const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
+  const unsigned tiles_in_range = tiles.count_of(index);
+  const unsigned block_first = blockIdx.x % blocks_per_range * kWarps * tiles_per_warp;
+  const unsigned first = min(block_first + warp * tiles_per_warp, tiles_in_range);
+  const unsigned last = min(first + tiles_per_warp, tiles_in_range);
+  if (block_first >= tiles_in_range) return;
+  const int64_t first_tile = tiles.first_of(index);
+  const uint32_t* totals = staging.totals + first_tile;
+  const WarpCount* counts = staging.counts + first_tile * kWarps;
+  // Lane w < kWarps loads what warp w of the first kernel counted. One tile is prefetched.
+  const auto load_count = [&](unsigned t) {
+    return t < last && lane < kWarps ? counts[int64_t{t} * kWarps + lane] : WarpCount{};
+  };
+  WarpCount next = load_count(first);
+
+  // Reads 4 bytes for each tile up to the block's last, from L2. The last block of a range reads
+  // all of them, so what it writes into the header is exact.
+  TileSums sums = {};
+#pragma unroll 8
+  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t], false);
+  for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t], true);
+  sums = sums.over_warp();
+  if (lane == 0) warp_sums[warp] = sums;
+  __syncthreads();
+  sums = lane < kWarps ? warp_sums[lane] : TileSums{};
+  const TileSums block_sums = sums.over_warp();
+  const Word before = block_sums.before + warp_sum(lane < warp ? sums.kept : 0);
+
+  const Range range = tiles.bounds_of(index);
+  uint8_t* payload = args.payload + index * layout.nbytes;
+  auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
+  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && thread_index() == kThreads - 1) {
+    const int64_t numel = range.end - range.begin;
+    const Word kept = block_sums.before + block_sums.kept;
+    const PayloadHeader header =
+        payload_header(numel, args.capacity, args.value_dtype, kept, block_sums.non_finite != 0);
+    *reinterpret_cast<PayloadHeader*>(payload) = header;
+    starts[num_blocks(numel)] = header.count;
+    args.seen[index] = static_cast<int32_t>(min(kept, kMostSeen));
+  }
+
+  const auto capacity = static_cast<uint32_t>(args.capacity);
+  Entries output = {reinterpret_cast<uint16_t*>(payload + layout.positions),
+                    payload + layout.values, capacity, args.value_dtype};
+  output = output.after(before);
+  for (unsigned t = first; t < last; ++t) {
+    const WarpCount count = next;
+    next = load_count(t + 1);
+    const int64_t begin = range.begin + t * tiles.tile;
+    const int length = static_cast<int>(min(tiles.tile, range.end - begin));
+    if (length == 0) return;  // an empty range
+    if (lane == 0 && begin % kBlock == 0) {
+      starts[(begin - range.begin) / kBlock] = capacity - output.capacity;
+    }
+    const uint32_t inclusive = warp_inclusive_sum(uint32_t{count.kept});
+    const uint32_t preceding = inclusive - count.kept;
+    copy_slots(args, staging, (first_tile + t) * kWarps, count.staged, preceding,
+               args.residual + (begin - begin % kBlock), output);
+    // The first kernel has only counted the elements after a warp's staged passes.
+    const int done = lane * staging.warp_tile + count.passes * kPass;
+    const int end = min(length, (lane + 1) * staging.warp_tile);
+    unsigned unstaged = __ballot_sync(kFullWarp, lane < kWarps && done < end);
+    for (; unstaged != 0; unstaged &= unstaged - 1) {
+      const int w = __ffs(static_cast<int>(unstaged)) - 1;
+      const int from = __shfl_sync(kFullWarp, done, w), to = __shfl_sync(kFullWarp, end, w);
+      const Entries rest = output.after(__shfl_sync(kFullWarp, preceding + count.staged, w));
+      WarpCompactor<Grad> compactor = {args,         buffers[warp], aligned, index,
+                                       begin + from, to - from,     rest};
+      compactor.template run<false>();
+    }
+    output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
+  }
+}
 
 RangeTiles tiles_of(const MaskPackArgs& args, const MaskPackSizes& sizes) {
   return {args.numel, args.ranges, int64_t{sizes.warp_tile} * kWarps};
 }
 
-// Lays out the scratch at `memory` and returns its bytes.
-int64_t layout_scratch(const MaskPackArgs& args, const MaskPackSizes& sizes, uint8_t* memory,
-                       Staging& staging) {
-  staging.warp_tile = sizes.warp_tile;
-  staging.room = sizes.room;
-  const int64_t tiles = tiles_of(args, sizes).total;
-  const int64_t slots = tiles * kWarps * sizes.room * (2 + itemsize(args.value_dtype));
-  staging.slots = memory;
-  staging.totals = reinterpret_cast<uint32_t*>(memory + slots);
-  staging.counts = reinterpret_cast<WarpCount*>(staging.totals + tiles);
-  return slots + tiles * int64_t{sizeof(uint32_t) + kWarps * sizeof(WarpCount)};
+int64_t slot_bytes(const MaskPackArgs& args, const MaskPackSizes& sizes) {
+  return sizes.slot_capacity * (2 + itemsize(args.value_dtype));
 }
 
 template <typename Grad>
@@ -36,25 +440,24 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
                 cudaStream_t stream) {
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
                        is_aligned(args.grad, kVectorElements * sizeof(Grad));
-  const cudaError_t staged =
-      launch(mask_pack_stage_kernel<Grad>, dim3(static_cast<unsigned>(tiles.total)), kThreads, 0,
-             stream, args, tiles, staging, aligned);
+  const cudaError_t staged = launch(mask_pack_stage_kernel<Grad>, tiles.total, kThreads, 0, stream,
+                                    args, tiles, staging, aligned);
   if (staged != cudaSuccess) return staged;
   const int64_t tiles_in_range = max(max(tiles.tiles_per_full, tiles.short_tiles), 1u);
-  const int64_t per_part = max(ceil_div(tiles_in_range, kMostParts), int64_t{kWarps});
-  const int64_t parts = ceil_div(tiles_in_range, per_part);
+  const int64_t tiles_per_warp = ceil_div(tiles_in_range, kMaxBlocksPerRange * kWarps);
+  const int64_t blocks_per_range = ceil_div(tiles_in_range, kWarps * tiles_per_warp);
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(mask_pack_place_kernel<Grad>, dim3(static_cast<unsigned>(parts * args.ranges)),
-                kThreads, 0, stream, args, tiles, layout, staging, static_cast<unsigned>(parts),
-                static_cast<unsigned>(per_part));
+  return launch(mask_pack_scatter_kernel<Grad>, blocks_per_range * args.ranges, kThreads, 0, stream,
+                args, tiles, layout, staging, aligned, static_cast<unsigned>(blocks_per_range),
+                static_cast<unsigned>(tiles_per_warp));
 }
 
 }  // namespace
 
 MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
   // Smaller tensors get small tiles, so that every multiprocessor has work.
-  const int warp_tile = kWarpVector * kVectors * (args.numel < 1 << 25 ? 1 : 2);
+  const int warp_tile = kPass * (args.numel < 1 << 25 ? 1 : 2);
   // One and a half times a warp's share of the capacity, and a few more; past 256 the second kernel
   // takes over.
   const int64_t share =
@@ -63,18 +466,22 @@ MaskPackSizes mask_pack_sizes(const MaskPackArgs& args) {
 }
 
 int64_t mask_pack_scratch_bytes(const MaskPackArgs& args, const MaskPackSizes& sizes) {
-  Staging staging;
-  return layout_scratch(args, sizes, nullptr, staging);
+  const int64_t warp_bytes = slot_bytes(args, sizes) + int64_t{sizeof(WarpCount)};
+  return tiles_of(args, sizes).total * (kWarps * warp_bytes + int64_t{sizeof(uint32_t)});
 }
 
 cudaError_t mask_pack(const MaskPackArgs& args, const MaskPackSizes& sizes, void* scratch,
                       cudaStream_t stream) {
   const RangeTiles tiles = tiles_of(args, sizes);
-  if (tiles.total > kMaxGrid / kWarps || args.num_segments > 1 << 30) return cudaErrorInvalidValue;
-  Staging staging;
-  layout_scratch(args, sizes, static_cast<uint8_t*>(scratch), staging);
-  const auto with = [&](auto grad) { return run<decltype(grad)>(args, tiles, staging, stream); };
-  return args.grad == nullptr ? with(NoGrad{}) : dispatch(args.grad_dtype, with);
+  if (tiles.total > kMaxGrid / kWarps) return cudaErrorInvalidValue;
+  auto* slots = static_cast<uint8_t*>(scratch);
+  auto* totals =
+      reinterpret_cast<uint32_t*>(slots + tiles.total * kWarps * slot_bytes(args, sizes));
+  auto* counts = reinterpret_cast<WarpCount*>(totals + tiles.total);
+  const Staging staging = {sizes.warp_tile, static_cast<uint32_t>(sizes.slot_capacity), totals,
+                           counts, slots};
+  return dispatch(args.grad_dtype,
+                  [&](auto grad) { return run<decltype(grad)>(args, tiles, staging, stream); });
 }
 
 }  // namespace dct::cuda

@@ -14,27 +14,15 @@ namespace {
 constexpr int kMinBlocks = 2;  // both inputs of a row are 64 registers
 constexpr int64_t kTile = int64_t{kWarps} * kRow;
 
-struct Headers {
-  uint8_t* payload;
-  int64_t numel, ranges, nbytes;
-  PayloadFormat format;
-  const int32_t* status;
-  int64_t num_status;
-  int32_t* cleared;
-  int64_t num_cleared;
-};
-
-__global__ void __launch_bounds__(kThreads) quantized_headers_kernel(Headers args) {
+__global__ void __launch_bounds__(kThreads)
+    quantized_headers_kernel(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
+                             PayloadFormat format, int32_t* cleared, int64_t num_cleared) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + thread_index();
-  for (int64_t i = index; i < args.num_cleared; i += int64_t{gridDim.x} * kThreads) {
-    args.cleared[i] = 0;
-  }
-  if (index >= args.ranges) return;
-  int32_t damage = 0;
-  for (int64_t i = 0; i < args.num_status; ++i) damage |= args.status[i];
-  const Range bounds = range_bounds(args.numel, args.ranges, index);
-  *reinterpret_cast<PayloadHeader*>(args.payload + index * args.nbytes) =
-      quantized_header(bounds.end - bounds.begin, args.format, false, damage != 0);
+  for (int64_t i = index; i < num_cleared; i += int64_t{gridDim.x} * kThreads) cleared[i] = 0;
+  if (index >= ranges) return;
+  const Range bounds = range_bounds(numel, ranges, index);
+  *reinterpret_cast<PayloadHeader*>(payload + index * nbytes) =
+      quantized_header(bounds.end - bounds.begin, format, false);
 }
 
 // A whole row's sums, by vectors.
@@ -62,12 +50,9 @@ __device__ void accumulate_row(const float* residual, const Grad* grad, float sc
 // by vectors.
 __device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int length, bool whole,
                           RowEntries& x) {
-  const float scale = args.inv_scale != nullptr ? *args.inv_scale : 1.0f;
+  const float scale = load_scale(args.inv_scale);
   const float* residual = args.residual != nullptr ? args.residual + begin : nullptr;
-  if (whole && args.grad == nullptr) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) stream_in(residual + column_of(v), x[v]);
-  } else if (whole) {
+  if (whole) {
     switch (args.grad_dtype) {
       case DType::kBFloat16:
         return accumulate_row(residual, static_cast<const BFloat16*>(args.grad) + begin, scale, x);
@@ -84,11 +69,9 @@ __device__ void load_sums(const QuantizePackArgs& args, int64_t begin, int lengt
         const int column = column_of(v) + e;
         x[v][e] = 0.0f;
         if (!is_within(v, e, length)) continue;
-        if (residual != nullptr) x[v][e] = residual[column];
-        if (args.grad == nullptr) continue;
         const float grad = load_element(args.grad, begin + column, args.grad_dtype);
         const float added = __fmul_rn(grad, scale);
-        x[v][e] = residual != nullptr ? __fadd_rn(x[v][e], added) : added;
+        x[v][e] = residual != nullptr ? __fadd_rn(residual[column], added) : added;
       }
     }
   }
@@ -116,29 +99,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 }  // namespace
 
 cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
-                                    PayloadFormat format, const int32_t* status, int64_t num_status,
-                                    int32_t* cleared, int64_t num_cleared, cudaStream_t stream) {
-  const Headers args = {payload, numel,      ranges,  nbytes,     format,
-                        status,  num_status, cleared, num_cleared};
-  const int64_t blocks = ceil_div(ranges, kThreads);
-  return launch(quantized_headers_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
-                args);
+                                    PayloadFormat format, int32_t* cleared, int64_t num_cleared,
+                                    cudaStream_t stream) {
+  return launch(quantized_headers_kernel, ceil_div(ranges, kThreads), kThreads, 0, stream, payload,
+                numel, ranges, nbytes, format, cleared, num_cleared);
 }
 
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream) {
-  const RangeTiles tiles(args.numel, args.ranges, kTile);
-  if (tiles.total > kMaxGrid) return cudaErrorInvalidValue;
-  const cudaError_t headed =
-      write_quantized_headers(args.payload, args.numel, args.ranges, args.nbytes, args.format,
-                              args.status, args.num_status, nullptr, 0, stream);
+  const cudaError_t headed = write_quantized_headers(args.payload, args.numel, args.ranges,
+                                                     args.nbytes, args.format, nullptr, 0, stream);
   if (headed != cudaSuccess) return headed;
+  const RangeTiles tiles(args.numel, args.ranges, kTile);
   const auto item = static_cast<size_t>(itemsize(args.grad_dtype));
   const bool aligned = is_aligned(args.residual, kVectorElements * sizeof(float)) &&
                        is_aligned(args.grad, kVectorElements * item);
   return dispatch(args.format, [&](auto format) {
-    return launch(quantize_pack_kernel<decltype(format)::value>,
-                  dim3(static_cast<unsigned>(tiles.total)), kThreads, 0, stream, args, tiles,
-                  aligned);
+    return launch(quantize_pack_kernel<decltype(format)::value>, tiles.total, kThreads, 0, stream,
+                  args, tiles, aligned);
   });
 }
 

@@ -10,10 +10,9 @@ namespace dct::cuda {
 // sent. Two launches.
 cudaError_t quantize_pack(const QuantizePackArgs& args, cudaStream_t stream);
 
-// The first of them: the headers of all ranges, which say "damage" if one of `status` [num_status]
-// is not 0; and zeros in `cleared` [num_cleared].
+// The first of them: writes the headers of all ranges, and zeros to `cleared` [num_cleared].
 cudaError_t write_quantized_headers(uint8_t* payload, int64_t numel, int64_t ranges, int64_t nbytes,
-                                    PayloadFormat format, const int32_t* status, int64_t num_status,
-                                    int32_t* cleared, int64_t num_cleared, cudaStream_t stream);
+                                    PayloadFormat format, int32_t* cleared, int64_t num_cleared,
+                                    cudaStream_t stream);
 
 }  // namespace dct::cuda

@@ -113,12 +113,11 @@ cudaError_t run(const RowDequantizeArgs& args, cudaStream_t stream) {
   int lanes = 4;
   while (lanes < kWarpSize && lanes * Policy::kBusyColumns < args.width) lanes *= 2;
   const int64_t rows = Policy::kThreads / lanes, blocks = (args.rows + rows - 1) / rows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   const int64_t bytes = args.width * static_cast<int64_t>(sizeof(Out));
   const bool aligned =
       is_aligned(args.out, Policy::kVectorBytes) && bytes % Policy::kVectorBytes == 0;
-  return launch(row_dequantize_kernel<Out>, dim3(static_cast<unsigned>(blocks)), Policy::kThreads,
-                0, stream, args, lanes, aligned);
+  return launch(row_dequantize_kernel<Out>, blocks, Policy::kThreads, 0, stream, args, lanes,
+                aligned);
 }
 
 }  // namespace

@@ -34,9 +34,8 @@ template <int kGroup>
 cudaError_t run(const RowGatherArgs& args, cudaStream_t stream) {
   constexpr int kRows = Policy::kThreads / kGroup;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
-  return launch(row_gather_kernel<kGroup>, dim3(static_cast<unsigned>(blocks)), Policy::kThreads, 0,
-                stream, args, PositionFormat(args.width, args.k));
+  return launch(row_gather_kernel<kGroup>, blocks, Policy::kThreads, 0, stream, args,
+                PositionFormat(args.width, args.k));
 }
 
 }  // namespace

@@ -216,10 +216,9 @@ template <typename T, int kLanes, int kWords>
 cudaError_t run_narrow(const RowPackArgs& args, cudaStream_t stream) {
   constexpr int kRows = Policy::kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   const bool aligned = is_aligned(args.x, 16) && args.width * sizeof(T) % 16 == 0;
-  return launch(row_pack_narrow_kernel<T, kLanes, kWords>, dim3(static_cast<unsigned>(blocks)),
-                Policy::kThreads, 0, stream, args, aligned);
+  return launch(row_pack_narrow_kernel<T, kLanes, kWords>, blocks, Policy::kThreads, 0, stream,
+                args, aligned);
 }
 
 // With 32 columns per lane, the cost per lane is small and a lane's mask is one word.
@@ -234,9 +233,7 @@ cudaError_t run(const RowPackArgs& args, cudaStream_t stream) {
   if constexpr (RowKeys<T>::kPerWord == 2) {
     if (args.width <= 2048) return run_narrow<T, 32, 2 * kWords>(args, stream);
   }
-  if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
-  return launch(row_pack_wide_kernel<T>, dim3(static_cast<unsigned>(args.rows)), kWideThreads, 0,
-                stream, args);
+  return launch(row_pack_wide_kernel<T>, args.rows, kWideThreads, 0, stream, args);
 }
 
 }  // namespace

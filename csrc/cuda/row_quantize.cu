@@ -184,11 +184,10 @@ template <typename T, int kLanes, int kVectors>
 cudaError_t run_narrow(const RowQuantizeArgs& args, cudaStream_t stream) {
   using Shape = Shape<T, kLanes, kVectors>;
   const int64_t blocks = (args.rows + Shape::kRows - 1) / Shape::kRows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   const bool aligned =
       is_aligned(args.x, Policy::kVectorBytes) && args.width % Shape::kElementsPerVector == 0;
-  return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>,
-                dim3(static_cast<unsigned>(blocks)), Policy::kThreads, 0, stream, args, aligned);
+  return launch(row_quantize_narrow_kernel<T, kLanes, kVectors>, blocks, Policy::kThreads, 0,
+                stream, args, aligned);
 }
 
 template <typename T>
@@ -199,9 +198,7 @@ cudaError_t run(const RowQuantizeArgs& args, cudaStream_t stream) {
   if (args.width <= 256) return run_narrow<T, 16, kVectors>(args, stream);
   if (args.width <= 512) return run_narrow<T, 32, kVectors>(args, stream);
   if (args.width <= 1024) return run_narrow<T, 32, 2 * kVectors>(args, stream);
-  if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
-  return launch(row_quantize_wide_kernel, dim3(static_cast<unsigned>(args.rows)), kWideThreads, 0,
-                stream, args);
+  return launch(row_quantize_wide_kernel, args.rows, kWideThreads, 0, stream, args);
 }
 
 }  // namespace

@@ -83,13 +83,12 @@ template <int kLanes, typename Out>
 cudaError_t run(const RowUnpackArgs& args, cudaStream_t stream) {
   constexpr int kRows = Policy::kThreads / kLanes;
   const int64_t blocks = (args.rows + kRows - 1) / kRows;
-  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   const int bytes = static_cast<int>(args.width * sizeof(Out));
   const bool aligned =
       bytes % Policy::kVectorBytes == 0 && is_aligned(args.out, Policy::kVectorBytes);
-  return launch(row_unpack_narrow_kernel<kLanes, Out>, dim3(static_cast<unsigned>(blocks)),
-                Policy::kThreads, kRows * stage_bytes(bytes), stream, args,
-                PositionFormat(args.width, args.k), aligned);
+  return launch(row_unpack_narrow_kernel<kLanes, Out>, blocks, Policy::kThreads,
+                kRows * stage_bytes(bytes), stream, args, PositionFormat(args.width, args.k),
+                aligned);
 }
 
 }  // namespace
@@ -102,9 +101,8 @@ cudaError_t row_unpack(const RowUnpackArgs& args, cudaStream_t stream) {
     if (bytes <= 8 * Policy::kLaneBytes) return run<8, Out>(args, stream);
     if (bytes <= 16 * Policy::kLaneBytes) return run<16, Out>(args, stream);
     if (bytes <= 32 * Policy::kLaneBytes) return run<32, Out>(args, stream);
-    if (args.rows > kMaxGrid) return cudaErrorInvalidValue;
-    return launch(row_unpack_wide_kernel, dim3(static_cast<unsigned>(args.rows)), Policy::kThreads,
-                  0, stream, args, PositionFormat(args.width, args.k));
+    return launch(row_unpack_wide_kernel, args.rows, Policy::kThreads, 0, stream, args,
+                  PositionFormat(args.width, args.k));
   });
 }
 

@@ -11,10 +11,9 @@ namespace dct::cuda {
 // Bytes of scratch memory that sample_threshold needs, aligned to 4 bytes.
 int64_t sample_threshold_scratch_bytes(const SampleThresholdArgs& args);
 
-// The k-th largest magnitude of each segment, exact or of a stratified sample: one or two kernels
-// if max_samples is small, else one memset and three kernels for all segments together. `scratch`
-// need not be cleared or kept. `numel` is that of x; offsets in `segments` are clamped to it.
-cudaError_t sample_threshold(const SampleThresholdArgs& args, int64_t numel, void* scratch,
-                             cudaStream_t stream);
+// The k-th largest magnitude of each range, exact or of a stratified sample: one or two kernels if
+// max_samples is small, else one memset and three kernels for all ranges together. `scratch` need
+// not be cleared or kept.
+cudaError_t sample_threshold(const SampleThresholdArgs& args, void* scratch, cudaStream_t stream);
 
 }  // namespace dct::cuda

@@ -54,27 +54,26 @@ __device__ void add(const RankBlock* ranks, int num_ranks, float* sums) {
   }
 }
 
+// 0 + x has no negative zeros.
 template <typename Out>
-__device__ Out finish(float sum, Out base, bool accumulate, float factor) {
-  return round_to<Out>(__fadd_rn(accumulate ? to_float(base) : 0.0f, __fmul_rn(factor, sum)));
+__device__ Out finish(float sum, float factor) {
+  return round_to<Out>(__fadd_rn(0.0f, __fmul_rn(factor, sum)));
 }
 
 // Writes a warp's elements, out[0, length). By one warp.
 template <typename Out>
-__device__ void write(Out* out, int length, bool aligned, const float* sums, bool accumulate,
-                      float factor) {
+__device__ void write(Out* out, int length, bool aligned, const float* sums, float factor) {
   constexpr int kVector = 16 / sizeof(Out);
   const int lane = lane_index();
   const int in_vectors = aligned ? length / kVector * kVector : 0;
   for (int i = lane * kVector; i < in_vectors; i += kWarpSize * kVector) {
-    Out x[kVector] = {};
-    if (accumulate) stream_in(out + i, x);
+    Out x[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) x[e] = finish(sums[i + e], x[e], accumulate, factor);
+    for (int e = 0; e < kVector; ++e) x[e] = finish<Out>(sums[i + e], factor);
     stream_out(out + i, x);
   }
   for (int i = in_vectors + lane; i < length; i += kWarpSize) {
-    out[i] = finish(sums[i], accumulate ? out[i] : Out{}, accumulate, factor);
+    out[i] = finish<Out>(sums[i], factor);
   }
 }
 
@@ -122,13 +121,12 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kMinBlocks)
   const float factor =
       args.out_scale != nullptr ? __fmul_rn(args.scale, *args.out_scale) : args.scale;
   auto* out = static_cast<Out*>(args.out) + begin;
-  if (length > 0) write(out, length, aligned, sums + offset, args.accumulate, factor);
+  if (length > 0) write(out, length, aligned, sums + offset, factor);
 }
 
 template <typename Value, typename Out>
 cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   const RangeTiles blocks(args.numel, args.ranges, kBlock);
-  if (blocks.total > kMaxGrid) return cudaErrorInvalidValue;
   const auto kernel = scatter_unpack_kernel<Value, Out>;
   const cudaError_t opted_in =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSumBytes);
@@ -138,8 +136,8 @@ cudaError_t run(const ScatterUnpackArgs& args, cudaStream_t stream) {
   if (carved != cudaSuccess) return carved;
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
-  return launch(kernel, dim3(static_cast<unsigned>(blocks.total)), Policy::kThreads, kSumBytes,
-                stream, args, blocks, layout, is_aligned(args.out, 16));
+  return launch(kernel, blocks.total, Policy::kThreads, kSumBytes, stream, args, blocks, layout,
+                is_aligned(args.out, 16));
 }
 
 }  // namespace

@@ -73,25 +73,21 @@ def _load_add(executor: Executor) -> None:
     executor.load(build.ptx(Path(__file__).with_name("add.cu")))
 
 
-def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch.dtype) -> Case:
-    residual = torch.randn(NUMEL)
-    grad = torch.randn(NUMEL).to(grad_dtype) if grad_dtype else None
-    threshold = _threshold(density, 2**0.5 if grad_dtype else 1.0)
-    segments, capacity = torch.tensor([0, NUMEL]), max(1, int(1.25 * density * NUMEL))
+def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype) -> Case:
+    residual, grad = torch.randn(NUMEL), torch.randn(NUMEL).to(grad_dtype)
+    threshold, capacity = _threshold(density, 2**0.5), max(1, int(1.25 * density * NUMEL))
     payload = torch.zeros(payload_layout(NUMEL, capacity, value_dtype).nbytes, dtype=torch.uint8)
     seen = torch.zeros(1, dtype=torch.int32)
 
     def run(ops, executor):
-        tensors = (residual.clone(), grad, segments, threshold, payload, seen)
         executor.cut_as_of(LARGEST // NUMEL)
         try:
+            tensors = (residual.clone(), grad, threshold, payload, seen)
             ops.mask_pack(*tensors, capacity, value_dtype)
         finally:
             executor.cut_as_of(1)
 
-    # Without a gradient a sector of the residual is written where an entry is kept.
-    moved = 8 + grad_dtype.itemsize if grad_dtype else 4 + 4 * (1 - (1 - density) ** 8)
-    moved += (2 + value_dtype.itemsize) * density
+    moved = 8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
     return Case("mask_pack", detail, NUMEL, moved, run, density)
 
@@ -99,23 +95,22 @@ def mask_pack(density: float, grad_dtype: torch.dtype | None, value_dtype: torch
 def sample_threshold(picks: int) -> Case:
     """An element is a pick here."""
     numel = 32 * picks  # picks far enough apart not to share sectors
-    x, residual, segments = torch.randn(numel), torch.randn(numel), torch.tensor([0, numel])
+    grad, residual = torch.randn(numel), torch.randn(numel)
 
     def run(ops, executor):
-        ops.sample_threshold(x, residual, segments, 0.01, picks)
+        ops.sample_threshold(grad, residual, 0.01, max_samples=picks)
 
     return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
 
 
 def scatter_unpack(density: float, ranks: int) -> Case:
-    capacity, segments = max(1, int(1.25 * density * NUMEL)), torch.tensor([0, NUMEL])
+    capacity = max(1, int(1.25 * density * NUMEL))
     nbytes = payload_layout(NUMEL, capacity, BF16).nbytes
     payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8)
     seen, threshold = torch.zeros(1, dtype=torch.int32), _threshold(density, 1.0)
     for payload in payloads:
-        reference.mask_pack(
-            torch.randn(NUMEL), None, segments, threshold, payload, seen, capacity, BF16
-        )
+        tensors = torch.randn(NUMEL), torch.zeros(NUMEL), threshold, payload, seen
+        reference.mask_pack(*tensors, capacity, BF16)
     out = torch.zeros(NUMEL)
 
     def run(ops, executor):
@@ -125,15 +120,14 @@ def scatter_unpack(density: float, ranks: int) -> Case:
     return Case("scatter_unpack", f"P={ranks}", NUMEL, moved, run, density)
 
 
-def quantize_pack(format: str, grad_dtype: torch.dtype | None) -> Case:
-    residual = torch.randn(NUMEL)
-    grad = torch.randn(NUMEL).to(grad_dtype) if grad_dtype else None
+def quantize_pack(format: str, grad_dtype: torch.dtype) -> Case:
+    residual, grad = torch.randn(NUMEL), torch.randn(NUMEL).to(grad_dtype)
     payload = torch.zeros(quantized_payload_bytes(NUMEL, format), dtype=torch.uint8)
 
     def run(ops, executor):
         ops.quantize_pack(residual.clone(), grad, payload, format)
 
-    moved = 8 + (grad_dtype.itemsize if grad_dtype else 0) + _entry_bytes(format)
+    moved = 8 + grad_dtype.itemsize + _entry_bytes(format)
     return Case("quantize_pack", f"{format}, {_name(grad_dtype)} grad", NUMEL, moved, run)
 
 
@@ -228,11 +222,11 @@ def _threshold(density: float, deviation: float) -> torch.Tensor:
     return torch.distributions.Normal(0, deviation).icdf(torch.tensor([1 - density / 2]))
 
 
-def _name(dtype: torch.dtype | None) -> str:
-    return "no" if dtype is None else str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-_GRADIENTS = ((F32, F32), (F32, BF16), (BF16, BF16), (None, F32), (None, BF16))
+_GRADIENTS = ((F32, F32), (F32, BF16), (BF16, BF16))
 CASES = [
     Maker(function, tuple(arguments))
     for function, *arguments in (
@@ -242,7 +236,7 @@ CASES = [
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),
         (scatter_unpack, 0.001, 8),
         *((quantize_pack, format, F32) for format in QUANTIZED_CODES),
-        *((quantize_pack, "int4", dtype) for dtype in (BF16, None)),
+        (quantize_pack, "int4", BF16),
         *((dequantize_sum, format, p, F32) for format in QUANTIZED_CODES for p in (2, 8)),
         *((dequantize_sum, "int4", *of) for of in ((64, F32), (2, BF16))),
         *((dequantize_sum_pack, format, p) for format in QUANTIZED_CODES for p in (2, 8)),

@@ -37,54 +37,36 @@ def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sample_threshold(
-    call, x, residual, segments, density, max_samples=65536, seed=0, inv_scale=None
+    call, grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None
 ):
-    threshold = poisoned(segments.numel() - 1, dtype=torch.float32)
-    source = x, x.dtype, x.numel(), residual, segments, threshold.numel()
+    threshold = poisoned(ranges, dtype=torch.float32)
+    source = grad, grad.dtype, residual, grad.numel(), ranges
     picks = float(density), max_samples, seed & 0xFFFFFFFF
     call("sample_threshold", *source, *picks, inv_scale, threshold)
     return threshold
 
 
 def mask_pack(
-    call,
-    residual,
-    grad,
-    segments,
-    threshold,
-    payload,
-    seen,
-    capacity,
-    value_dtype,
-    inv_scale=None,
-    status=None,
+    call, residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale=None
 ):
-    grad_dtype = torch.float32 if grad is None else grad.dtype
-    source = residual, grad, grad_dtype, residual.numel(), segments, threshold
     ranges = payload.shape[0] if payload.dim() == 2 else 1
-    to = seen, threshold.numel(), payload, ranges, capacity, value_dtype
-    statuses = status, 0 if status is None else status.numel()
-    call("mask_pack", *source, *to, inv_scale, *statuses)
+    source = residual, grad, grad.dtype, grad.numel(), ranges, threshold
+    call("mask_pack", *source, seen, payload, capacity, value_dtype, inv_scale)
 
 
-def scatter_unpack(
-    call, payloads, out, capacity, value_dtype, scale=1.0, accumulate=False, out_scale=None
-):
+def scatter_unpack(call, payloads, out, capacity, value_dtype, scale=1.0, out_scale=None):
     status = poisoned(payloads.shape[0], dtype=torch.int32)
     ranges = payloads.shape[1] if payloads.dim() == 3 else 1
     source = payloads, payloads.shape[0], ranges, capacity, value_dtype
-    to = out, out.dtype, out.numel(), float(scale), accumulate
+    to = out, out.dtype, out.numel(), float(scale)
     call("scatter_unpack", *source, *to, out_scale, status)
     return status
 
 
-def quantize_pack(call, residual, grad, payload, format, inv_scale=None, status=None):
-    grad_dtype = torch.float32 if grad is None else grad.dtype
-    numel = (residual if grad is None else grad).numel()
+def quantize_pack(call, residual, grad, payload, format, inv_scale=None):
     ranges = payload.shape[0] if payload.dim() == 2 else 1
     to = payload, ranges, payload.shape[-1], QUANTIZED_CODES[format]
-    statuses = status, 0 if status is None else status.numel()
-    call("quantize_pack", residual, grad, grad_dtype, numel, *to, inv_scale, *statuses)
+    call("quantize_pack", residual, grad, grad.dtype, grad.numel(), *to, inv_scale)
 
 
 def dequantize_sum(call, payloads, out, format, scale=1.0, out_scale=None):

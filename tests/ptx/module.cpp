@@ -42,37 +42,30 @@ extern "C" {
 
 void mask_pack_as_of(int64_t times_as_large) { times = times_as_large; }
 
-int64_t sample_threshold(int64_t x, int64_t x_dtype, int64_t numel, int64_t residual,
-                         int64_t segments, int64_t num_segments, double density,
-                         int64_t max_samples, int64_t seed, int64_t inv_scale, int64_t threshold) {
-  const dct::SampleThresholdArgs args = {at<void>(x),          dtype(x_dtype),
-                                         at<float>(residual),  at<int64_t>(segments),
-                                         num_segments,         density,
-                                         max_samples,          static_cast<uint32_t>(seed),
-                                         at<float>(inv_scale), at<float>(threshold)};
+int64_t sample_threshold(int64_t grad, int64_t grad_dtype, int64_t residual, int64_t numel,
+                         int64_t ranges, double density, int64_t max_samples, int64_t seed,
+                         int64_t inv_scale, int64_t threshold) {
+  const dct::SampleThresholdArgs args = {at<void>(grad),
+                                         dtype(grad_dtype),
+                                         at<float>(residual),
+                                         numel,
+                                         ranges,
+                                         density,
+                                         max_samples,
+                                         static_cast<uint32_t>(seed),
+                                         at<float>(inv_scale),
+                                         at<float>(threshold)};
   const Scratch scratch(dct::cuda::sample_threshold_scratch_bytes(args));
-  return dct::cuda::sample_threshold(args, numel, scratch.data, nullptr);
+  return dct::cuda::sample_threshold(args, scratch.data, nullptr);
 }
 
-int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
-                  int64_t segments, int64_t threshold, int64_t seen, int64_t num_segments,
-                  int64_t payload, int64_t ranges, int64_t capacity, int64_t value_dtype,
-                  int64_t inv_scale, int64_t status, int64_t num_status) {
-  const dct::MaskPackArgs args = {at<float>(residual),
-                                  at<void>(grad),
-                                  dtype(grad_dtype),
-                                  numel,
-                                  at<int64_t>(segments),
-                                  at<float>(threshold),
-                                  at<int32_t>(seen),
-                                  num_segments,
-                                  at<uint8_t>(payload),
-                                  ranges,
-                                  capacity,
-                                  dtype(value_dtype),
-                                  at<float>(inv_scale),
-                                  at<int32_t>(status),
-                                  num_status};
+int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel, int64_t ranges,
+                  int64_t threshold, int64_t seen, int64_t payload, int64_t capacity,
+                  int64_t value_dtype, int64_t inv_scale) {
+  const dct::MaskPackArgs args = {
+      at<float>(residual),  at<void>(grad),    dtype(grad_dtype),    numel,    ranges,
+      at<float>(threshold), at<int32_t>(seen), at<uint8_t>(payload), capacity, dtype(value_dtype),
+      at<float>(inv_scale)};
   dct::MaskPackArgs large = args;
   large.numel *= times;
   large.capacity *= times;
@@ -83,7 +76,7 @@ int64_t mask_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t nu
 
 int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t capacity,
                        int64_t value_dtype, int64_t out, int64_t out_dtype, int64_t numel,
-                       double scale, int64_t accumulate, int64_t out_scale, int64_t status) {
+                       double scale, int64_t out_scale, int64_t status) {
   const dct::ScatterUnpackArgs args = {at<uint8_t>(payloads),
                                        ranks,
                                        ranges,
@@ -93,7 +86,6 @@ int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t 
                                        dtype(out_dtype),
                                        numel,
                                        static_cast<float>(scale),
-                                       accumulate != 0,
                                        at<float>(out_scale),
                                        at<int32_t>(status)};
   return dct::cuda::scatter_unpack(args, nullptr);
@@ -101,7 +93,7 @@ int64_t scatter_unpack(int64_t payloads, int64_t ranks, int64_t ranges, int64_t 
 
 int64_t quantize_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_t numel,
                       int64_t payload, int64_t ranges, int64_t nbytes, int64_t code,
-                      int64_t inv_scale, int64_t status, int64_t num_status) {
+                      int64_t inv_scale) {
   const dct::QuantizePackArgs args = {at<float>(residual),
                                       at<void>(grad),
                                       dtype(grad_dtype),
@@ -110,9 +102,7 @@ int64_t quantize_pack(int64_t residual, int64_t grad, int64_t grad_dtype, int64_
                                       ranges,
                                       nbytes,
                                       format(code),
-                                      at<float>(inv_scale),
-                                      at<int32_t>(status),
-                                      num_status};
+                                      at<float>(inv_scale)};
   return dct::cuda::quantize_pack(args, nullptr);
 }
 

@@ -16,23 +16,16 @@ from .backend import Executor
 
 
 def mask_pack(backend):
-    """Five tiles, the last one short, and one that two segments share. There is room for what is
-    kept of the first, and none for all of the second, where about half of the warps fill their
-    slots. With a gradient and without.
+    """Two ranges of five tiles together, the last one short. There is room for what is kept of the
+    first range, and none for all of the second, where about half of the warps fill their slots.
     """
-    numel, capacity = 9 * 4096 + 77, 2000
-    nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
-    results = []
-    for grad in (samples.normal(numel, seed=1), None):
-        residual, payload = samples.normal(numel), torch.zeros(nbytes, dtype=torch.uint8)
-        seen = torch.full((2,), 7, dtype=torch.int32)
-        segments, threshold = torch.tensor([0, 19000, numel]), torch.tensor([3.0, 2.25])
-        if grad is None:
-            threshold /= 2**0.5
-        arguments = (segments, threshold, payload, seen, capacity, torch.float32)
-        backend.mask_pack(residual, grad, *arguments)
-        results += [residual, payload, seen]
-    return results
+    numel, capacity, ranges = 9 * 4096 + 77, 1000, 2
+    nbytes = payload_layout(numel, capacity, torch.float32, ranges).nbytes
+    residual, payload = samples.normal(numel), torch.zeros(ranges, nbytes, dtype=torch.uint8)
+    seen = torch.full((ranges,), 7, dtype=torch.int32)
+    tensors = samples.normal(numel, seed=1), torch.tensor([3.0, 2.25]), payload, seen
+    backend.mask_pack(residual, *tensors, capacity, torch.float32)
+    return residual, payload, seen
 
 
 def mask_pack_at_8_bytes(backend):
@@ -43,8 +36,8 @@ def mask_pack_at_8_bytes(backend):
         payload_layout(numel, capacity, torch.float32, 1).nbytes, dtype=torch.uint8
     )
     seen = torch.zeros(1, dtype=torch.int32)
-    arguments = (torch.tensor([0, numel]), torch.tensor([2.0]), payload, seen, capacity)
-    backend.mask_pack(left, samples.normal(numel, seed=1), *arguments, torch.float32)
+    tensors = samples.normal(numel, seed=1), torch.tensor([2.0]), payload, seen
+    backend.mask_pack(left, *tensors, capacity, torch.float32)
     return left, payload, seen
 
 
@@ -55,10 +48,8 @@ def scatter_unpack(backend):
     for seed in range(3):
         nbytes = payload_layout(numel, capacity, torch.float32, 1).nbytes
         payload, seen = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        residual, segments = samples.normal(numel, seed=seed), torch.tensor([0, numel])
-        reference.mask_pack(
-            *(residual, None, segments, torch.tensor([1.5]), payload, seen, capacity), torch.float32
-        )
+        tensors = torch.zeros(numel), samples.normal(numel, seed=seed), torch.tensor([1.5])
+        reference.mask_pack(*tensors, payload, seen, capacity, torch.float32)
         payloads.append(payload)
     out = torch.zeros(numel)
     status = backend.scatter_unpack(torch.stack(payloads), out, capacity, torch.float32)
@@ -67,9 +58,10 @@ def scatter_unpack(backend):
 
 def sample_threshold(backend):
     """More picks than one block takes, and as many as one does."""
-    x, segments = samples.normal(30000), torch.tensor([0, 30000])
+    grad, residual = samples.normal(30000), torch.zeros(30000)
     return tuple(
-        backend.sample_threshold(x, None, segments, 0.01, picks) for picks in (20000, 5000)
+        backend.sample_threshold(grad, residual, 0.01, ranges, picks)
+        for ranges, picks in ((1, 20000), (1, 5000), (3, 5000))
     )
 
 
@@ -77,12 +69,12 @@ def quantize_pack(backend):
     """Two rows and a part of one; a sum that is not finite, and one that almost is not. With a
     gradient, and without a residual."""
     numel, results = 2 * 1024 + 77, []
-    grad, status = samples.normal(numel, seed=1), torch.tensor([0, 1], dtype=torch.int32)
+    grad = samples.normal(numel, seed=1)
     grad[100], grad[1500] = torch.inf, torch.finfo(torch.float32).max
     for format in QUANTIZED_CODES:
         residual = samples.normal(numel)
         payload = torch.zeros(2, quantized_payload_bytes(numel, format), dtype=torch.uint8)
-        backend.quantize_pack(residual, grad, payload[0], format, torch.tensor(0.5), status)
+        backend.quantize_pack(residual, grad, payload[0], format, torch.tensor(0.5))
         backend.quantize_pack(None, grad, payload[1], format)
         results += [residual, payload]
     return results

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 0.02
 BY_DEFAULT = {
     "mask_pack 0.01 float32 bfloat16",
-    "mask_pack 0.01 None bfloat16",
     "sample_threshold 16384",
     "scatter_unpack 0.01 8",
     "quantize_pack int4 float32",

@@ -30,7 +30,6 @@ CAUGHT = {
     "nothing given back on overflow": (runs.mask_pack, "wrong"),
     "part of a pass written before it is left out": (runs.mask_pack, "wrong"),
     "a tile's total without its last warps": (runs.mask_pack, "wrong|data race|out of bounds"),
-    "counts of segments not cleared": (runs.mask_pack, "wrong"),
     "no barrier before warps add to a tile's total": (runs.mask_pack, RACE),
     "128-bit accesses at an alignment of 8 bytes": (runs.mask_pack_at_8_bytes, MISALIGNED),
     "a tile's total not noted": (runs.mask_pack, UNINITIALIZED),

@@ -31,8 +31,6 @@ class Promise:
     fewer_blocks: dict[int, int] = field(default_factory=dict)
 
 
-# Counts of segments, which stop at the largest int32.
-SEGMENTS = ("ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.EXCH.STRONG.GPU")
 # What a block has counted, before the number of blocks that have; in the last one nothing that was
 # read earlier is left in a cache.
 LAST_BLOCK = ("RED.E.ADD.STRONG.GPU", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
@@ -45,13 +43,11 @@ SUMS = Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}, between_bloc
 
 # By the beginning of a kernel's name; the longest that fits counts.
 PROMISES = {
-    # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes. Without
-    # a gradient only what is kept is written.
+    # Eight vectors of residual and eight of gradient; 16-bit gradients are read by 8 bytes.
     "mask_pack_stage_kernel": Promise(wide_loads=8, wide_stores=8, in_flight={STREAMS: 8}),
     "mask_pack_stage_kernel<float>": Promise(wide_loads=16, wide_stores=8, in_flight={STREAMS: 16}),
-    "mask_pack_stage_kernel<NoGrad>": Promise(wide_loads=8, wide_stores=1, in_flight={STREAMS: 8}),
-    "mask_pack_place_kernel": Promise(in_flight={LOADS: 8}, between_blocks=SEGMENTS),
-    # Four picks of x and of the residual.
+    "mask_pack_scatter_kernel": Promise(in_flight={LOADS: 8}),
+    # Four picks of the gradient and of the residual.
     "sample_threshold_kernel<float>": Promise(
         in_flight={WORDS: 8}, between_blocks=LAST_BLOCK, in_order=True
     ),

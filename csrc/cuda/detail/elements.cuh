@@ -1,6 +1,6 @@
 #pragma once
 
-// Accumulation of a gradient of any dtype, or of none, and conversion of sums to payload values.
+// Accumulation of a gradient of any dtype, and conversion of sums to payload values.
 
 #include "../../common/dtype.h"
 #include "../../common/rounding.h"
@@ -8,17 +8,14 @@
 
 namespace dct::cuda {
 
-struct NoGrad {};
-
-template <int N>
-__device__ void stream_in(const NoGrad*, NoGrad (&)[N]) {}
+// A scale that is one element in device memory, or null for 1.
+__device__ inline float load_scale(const float* scale) { return scale != nullptr ? *scale : 1.0f; }
 
 // residual + grad * scale; product and sum are rounded separately, never fused.
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
 }
-__device__ inline float accumulate(float residual, NoGrad, float) { return residual; }
 
 // What the residual keeps where the sum is not finite.
 __device__ inline float finite_or_zero(float old) { return is_finite(old) ? old : 0.0f; }

@@ -9,12 +9,13 @@ namespace dct::cuda {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
-// Launches a one-dimensional grid of at least one block and returns the launch error.
+// Launches a grid of at least one block and returns the launch error.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, Arguments&&... arguments) {
+  if (blocks > kMaxGrid) return cudaErrorInvalidValue;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

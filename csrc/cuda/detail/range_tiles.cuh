@@ -34,6 +34,11 @@ struct RangeTiles {
     short_tiles = static_cast<unsigned>(in_short);
   }
 
+  __device__ Range bounds_of(unsigned range) const {
+    const int64_t begin = min(range * range_length, numel);
+    return {begin, min(begin + range_length, numel)};
+  }
+
   // First tile and number of tiles of a range.
   __device__ unsigned first_of(unsigned range) const {
     if (range <= full_ranges) return range * tiles_per_full;
@@ -57,15 +62,14 @@ struct RangeTiles {
       range = full_ranges + (short_tiles > 0) + (tile_index - in_full - short_tiles);
       index = 0;
     }
-    const int64_t range_begin = min(range * range_length, numel);
-    const int64_t range_end = min(range_begin + range_length, numel);
+    const Range bounds = bounds_of(range);
     Tile found;
     found.range = static_cast<int>(range);
     found.index = static_cast<int>(index);
-    found.range_numel = range_end - range_begin;
-    found.bounds.begin = range_begin + index * tile;
-    found.last = range_end - found.bounds.begin <= tile;
-    found.bounds.end = found.last ? range_end : found.bounds.begin + tile;
+    found.range_numel = bounds.end - bounds.begin;
+    found.bounds.begin = bounds.begin + index * tile;
+    found.last = bounds.end - found.bounds.begin <= tile;
+    found.bounds.end = found.last ? bounds.end : found.bounds.begin + tile;
     return found;
   }
 };

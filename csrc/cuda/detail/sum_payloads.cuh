@@ -133,7 +133,6 @@ __device__ void sum_rows(const RankPayloads& payloads, const RangeTiles& blocks,
 template <PayloadFormat kFormat, typename Args>
 cudaError_t launch_sum(void (*kernel)(Args, RangeTiles, bool), const Args& args,
                        const RangeTiles& blocks, bool aligned, cudaStream_t stream) {
-  if (blocks.total > kMaxGrid) return cudaErrorInvalidValue;
   constexpr int kBytes = kStagingBytes<kFormat>;
   const cudaError_t opted_in =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -141,7 +140,7 @@ cudaError_t launch_sum(void (*kernel)(Args, RangeTiles, bool), const Args& args,
   const cudaError_t carved = cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (carved != cudaSuccess) return carved;
-  return launch(kernel, dim3(static_cast<unsigned>(blocks.total)), kThreads, kBytes, stream, args,
+  return launch(kernel, blocks.total, kThreads, kBytes, stream, args,
                 blocks, aligned);
 }
 
