@@ -36,79 +36,103 @@ def python(*args, backend=None, package=PACKAGE, **variables):
     )
 
 
-# Torch is imported once, the package in a process for each DCT_BACKEND.
-IMPORTS = """
-import json, multiprocessing, os, sys, traceback, torch
-def importing(name):
-    os.environ["DCT_BACKEND"] = name
-    try:
-        import dct_kernels
-    except Exception:
-        return traceback.format_exc()
-    return "imported"
+# Torch is imported once, and each case runs in a fork of that process.
+FORKS = """
+import contextlib, io, json, multiprocessing, os, sys, traceback, torch
+def run(case):
+    backend, code = case
+    if backend is not None:
+        os.environ["DCT_BACKEND"] = backend
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            exec(code, {})
+        except Exception:
+            traceback.print_exc()
+    return out.getvalue(), error.getvalue()
 with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-    print(json.dumps(pool.map(importing, sys.argv[1:], chunksize=1)))
+    print(json.dumps(pool.map(run, json.loads(sys.argv[1]), chunksize=1)))
 """
 
 
-def imported(names, **options):
-    """{DCT_BACKEND: "imported", or how importing the package failed}."""
-    result = python("-c", IMPORTS, *names, **options)
+def outputs(cases, package):
+    """{name: (stdout, stderr)} of {name: (DCT_BACKEND or None, code)}, of this package."""
+    result = python("-c", FORKS, json.dumps(list(cases.values())), package=package)
     assert result.returncode == 0, result.stderr
-    return dict(zip(names, json.loads(result.stdout), strict=True))
+    return dict(zip(cases, json.loads(result.stdout), strict=True))
 
 
-def run_again(files, *options, **environment):
-    """These files of this suite, in a process of another environment."""
-    paths = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
-    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths, **environment)
-    assert result.returncode == 0, result.stdout[-3000:]  # 5 if nothing ran
+COMMAND = (None, "import runpy; runpy.run_module('dct_kernels', run_name='__main__')")
+FORCED = (*BACKENDS, "EAGER", "")
+SERVING = {n: backend.device for n, backend in testing.backends().items() if n in BACKENDS}
+LAYER = (
+    "import dct_kernels, dct_parallel; print(dct_kernels.backend_of('cpu'));"
+    "[dct_parallel.Compressor(8) for _ in range(2)]"
+)
 
 
-def found(**options):
-    """{backend: whether it is there}, as `python -m dct_kernels` tells it."""
-    result = python("-m", "dct_kernels", **options)
-    assert result.returncode == 0, result.stderr
-    lines = re.findall(
-        r"^  (\w+) +(yes|no: .+?)(?:, built with torch (.+))?$", result.stdout, re.MULTILINE
-    )
+@pytest.fixture(scope="module")
+def installed():
+    has = "torch._C._dispatch_has_kernel_for_dispatch_key('dct::mask_pack', key)"
+    keys = ("CPU", "CompositeExplicitAutograd")
+    cases = {
+        "command": COMMAND,
+        "kernels of eager": (
+            "eager",
+            f"import torch, dct_kernels; print([{has} for key in {keys}])",
+        ),
+        "ops": (None, "import torch, dct_kernels; print(*dir(torch.ops.dct))"),
+    }
+    for name in FORCED:
+        cases[f"forcing {name}"] = (name, "import dct_kernels; print('imported')")
+    for name, device in SERVING.items():
+        code = f"import dct_kernels; print(dct_kernels.backend_of('{device}:0'))"
+        cases[f"serving {name}"] = (name, code)
+    return outputs(cases, PACKAGE)
+
+
+BROKEN = [pytest.param(name, marks=pytest.mark.large) for name in ("empty", "garbage")]
+
+
+@pytest.fixture(scope="module", params=["without", *BROKEN])
+def uncompiled(request, tmp_path_factory):
+    """The package without its compiled library, and with ones that do not load."""
+    copy = tmp_path_factory.mktemp("uncompiled") / "dct_kernels"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(Path(dct_parallel.__file__).parent, copy.parent / "dct_parallel")
+    content = {"garbage": b"not a library", "empty": b""}.get(request.param)
+    for name in ("_C", "_cuda") if content is not None else ():
+        (copy / f"{name}.abi3.so").write_bytes(content)
+    pack = "import torch, dct_kernels as d; print(d.row_pack(torch.ones(1, 4), 1, torch.half))"
+    cases = {"command": COMMAND, "pack": (None, pack)}
+    cases |= {"layer": (None, LAYER), "layer on eager": ("eager", LAYER)}
+    cases |= {name: (name, "import dct_kernels; print('imported')") for name in ("cpp", "cuda")}
+    return outputs(cases, copy) | {"path": copy}
+
+
+def found(output):
+    """{backend: whether it is there}, as `python -m dct_kernels` says."""
+    text, error = output
+    assert not error
+    lines = re.findall(r"^  (\w+) +(yes|no: .+?)(?:, built with torch (.+))?$", text, re.MULTILINE)
     assert tuple(name for name, _, _ in lines) == BACKENDS
     for name, said, built in lines:
         compiled = said == "yes" and name in ("cpp", "cuda")
         assert bool(re.match(r"2\.\d+\.\d+", built)) == compiled
-    assert torch.__version__ in result.stdout
-    assert dct_kernels.__version__ in result.stdout
+    assert torch.__version__ in text
+    assert dct_kernels.__version__ in text
     return {name: said == "yes" for name, said, _ in lines}
 
 
-@pytest.fixture(scope="module")
-def available():
-    return found()
-
-
-LARGE = [pytest.param(name, marks=pytest.mark.large) for name in ("empty", "garbage")]
-
-
-@pytest.fixture(params=["without", *LARGE])
-def uncompiled(request, tmp_path):
-    """The package without its compiled library, and with ones that do not load."""
-    copy = tmp_path / "dct_kernels"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    held = {"garbage": b"not a library", "empty": b""}.get(request.param)
-    for name in ("_C", "_cuda") if held is not None else ():
-        (copy / f"{name}.abi3.so").write_bytes(held)
-    return copy
-
-
-def test_the_command_lists_every_backend(available):
+def test_the_command_lists_every_backend(installed):
+    available = found(installed["command"])
     assert available["eager"]
-    compiled = bool(list(PACKAGE.glob("_C*.so")))
-    assert available["cpp"] == compiled
+    assert available["cpp"] == bool(list(PACKAGE.glob("_C*.so")))
     # What can run here is what the conformance suite runs on.
     runnable = {name for name, there in available.items() if there}
     if not torch.cuda.is_available():
         runnable.discard("cuda")
-    assert set(testing.backends()) & set(BACKENDS) == runnable
+    assert set(SERVING) == runnable
 
 
 def test_a_backend_is_its_ops_and_a_device():
@@ -117,68 +141,62 @@ def test_a_backend_is_its_ops_and_a_device():
         torch.empty(0, device=backend.device)
 
 
-def test_forcing_a_backend(available):
+def test_forcing_a_backend(installed):
     """It serves, or importing fails and says why; nothing else steps in."""
-    for name, said in imported([*BACKENDS, "EAGER", ""]).items():
+    available = found(installed["command"])
+    for name in FORCED:
+        output, error = installed[f"forcing {name}"]
         if name not in BACKENDS:
-            assert "DCT_BACKEND must be one of eager, cpp, cuda, triton, got " in said
+            assert "DCT_BACKEND must be one of eager, cpp, cuda, triton, got " in error
         elif available[name]:
-            assert said == "imported"
+            assert output == "imported\n"
         else:
-            assert f"DCT_BACKEND={name}, but that backend is not available: " in said
+            assert f"DCT_BACKEND={name}, but that backend is not available: " in error
+
+
+def test_which_backend_serves_a_device(installed):
+    for name in SERVING:
+        assert installed[f"serving {name}"][0] == f"{name}\n"
+
+
+def test_eager_forced_is_eager(installed):
+    """No compiled kernel is registered, and the reference is what the ops run."""
+    assert installed["kernels of eager"][0] == "[False, True]\n"
+
+
+def test_the_ops_are_listed_before_any_is_used(installed):
+    assert set(OPS) <= set(installed["ops"][0].split())
 
 
 def test_without_a_compiled_library_eager_serves(uncompiled):
-    there = found(package=uncompiled)
-    assert there["eager"]
-    assert not there["cpp"]
-    assert not there["cuda"]
-    code = "import torch, dct_kernels; print(dct_kernels.row_pack(torch.ones(1, 4), 1, torch.half))"
-    result = python("-c", code, package=uncompiled)
-    assert result.stdout.startswith("(tensor([[1.]], dtype=torch.float16)"), result.stderr
+    available = found(uncompiled["command"])
+    assert available["eager"]
+    assert not available["cpp"]
+    assert not available["cuda"]
+    output, error = uncompiled["pack"]
+    assert output.startswith("(tensor([[1.]], dtype=torch.float16)"), error
+    for name in ("cpp", "cuda"):
+        expected = f"ImportError: DCT_BACKEND={name}, but that backend is not available: "
+        assert expected in uncompiled[name][1]
 
 
 def test_the_layer_warns_of_eager_once_and_says_what_to_do(uncompiled):
     """In a wheel; where eager was asked for it does not."""
-    layer = Path(dct_parallel.__file__).parent
-    code = (
-        "import dct_kernels, dct_parallel; print(dct_kernels.backend_of('cpu'));"
-        "[dct_parallel.Compressor(8) for _ in range(2)]"
-    )
-    shutil.copytree(layer, uncompiled.parent / "dct_parallel")
-    result = python("-c", code, package=uncompiled)
-    assert result.stdout == "eager\n"
-    assert result.stderr.count("Warning: DCT: backend eager on cpu") == 1, result.stderr
-    assert f"says what is missing; this installation is in {uncompiled}." in result.stderr
-    assert "backend eager" not in python("-c", code, package=uncompiled, backend="eager").stderr
-    said = python("-m", "dct_kernels", package=uncompiled).stdout
+    output, error = uncompiled["layer"]
+    assert output == "eager\n", error
+    assert error.count("Warning: DCT: backend eager on cpu") == 1, error
+    assert f"says what is missing; this installation is in {uncompiled['path']}." in error
+    assert uncompiled["layer on eager"] == ["eager\n", ""]
     damaged = r"_C\S+, built with torch unknown, does not load"
-    assert re.search(
-        rf"cpp +no: (nothing is compiled in .*: install again without DCT_BUILD=0|{damaged})", said
-    )
+    missing = r"nothing is compiled in .*: install again without DCT_BUILD=0"
+    assert re.search(rf"cpp +no: ({missing}|{damaged})", uncompiled["command"][0])
 
 
-@pytest.mark.parametrize("backend", [name for name in testing.backends() if name in BACKENDS])
-def test_which_backend_serves_a_device(backend):
-    device = testing.backends()[backend].device
-    code = f"import dct_kernels; print(dct_kernels.backend_of('{device}:0'))"
-    assert python("-c", code, backend=backend).stdout == f"{backend}\n"
-
-
-def test_forcing_what_is_not_there_fails_loudly(uncompiled):
-    for name, said in imported(["cpp", "cuda"], package=uncompiled).items():
-        assert f"ImportError: DCT_BACKEND={name}, but that backend is not available: " in said
-
-
-def test_eager_forced_is_eager():
-    """No compiled kernel is registered, and the reference is what the ops run."""
-    code = (
-        "import torch, dct_kernels;"
-        "has = torch._C._dispatch_has_kernel_for_dispatch_key;"
-        "print([has('dct::mask_pack', key) for key in ('CPU', 'CompositeExplicitAutograd')])"
-    )
-    result = python("-c", code, backend="eager")
-    assert result.stdout == "[False, True]\n", result.stderr
+def run_again(files, *options, **environment):
+    """These files of this suite, in a process of another environment."""
+    paths = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
+    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths, **environment)
+    assert result.returncode == 0, result.stdout[-3000:]  # 5 if nothing ran
 
 
 @pytest.mark.large
@@ -196,11 +214,6 @@ def test_the_dispatcher_runs_the_public_function(op):
         assert a is b is None or torch.equal(a, b)
     for name, value in public.items():
         assert torch.equal(value, raw[name]) if isinstance(value, torch.Tensor) else True
-
-
-def test_the_ops_are_listed_before_any_is_used():
-    result = python("-c", "import torch, dct_kernels; print(*dir(torch.ops.dct))")
-    assert set(OPS) <= set(result.stdout.split()), result.stderr
 
 
 def test_schemas():

@@ -48,6 +48,7 @@ def written(geometry, content):
     return [bytes(row)]
 
 
+@pytest.mark.many_launches
 def test_every_bit_of_the_header(backend):
     """All but the two known flags change what a reader expects; a lower count voids blocks."""
     geometry = Geometry(16384 + 50, 50, "float32")
@@ -226,6 +227,7 @@ def test_a_bad_first_block_does_not_silence_the_flags(backend):
     assert out[0].isnan()
 
 
+@pytest.mark.many_launches
 @pytest.mark.parametrize("ranges", [1, 2])
 @value_dtypes
 def test_random_bits_flipped(backend, value_dtype, ranges):
@@ -245,6 +247,7 @@ def test_random_bits_flipped(backend, value_dtype, ranges):
         statuses(backend, geometry, [flipped() for _ in range(15)])
 
 
+@pytest.mark.many_launches
 @value_dtypes
 def test_garbage_behind_a_sound_header(backend, value_dtype):
     """Half of the time the starts are sound, and half of the time the positions mostly ascend."""
