@@ -21,7 +21,8 @@ from ._payload import BLOCK, range_numel
 
 # Picks that a program reads at once. Interpreted programs take long, not picks.
 PICKS = 16384 if INTERPRETED else 1024
-PROGRAMS, PER_RANGE = 2048, 8  # at most, in all; but at least, for a range of many picks
+# A launch has at most PROGRAMS programs, or PER_RANGE programs per range where that is more.
+PROGRAMS, PER_RANGE = 2048, 8
 
 _PASSES = tl.constexpr(4)
 _BINS = tl.constexpr(256)
