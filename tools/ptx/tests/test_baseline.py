@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from . import costs, counting, machine_code
-from .cases import CASES
+from .. import costs, counting, machine_code
+from ..cases import CASES
 
 pytestmark = pytest.mark.skipif(
     machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
@@ -53,7 +53,7 @@ def grown(now: costs.Cost, before: costs.Cost) -> list[str]:
 def test_costs_no_more_than_before(make):
     version, baseline = costs.load()
     counted = counting.count(make())
-    assert counted.name in baseline, "a new case: python -m ptx baseline, in tests/"
+    assert counted.name in baseline, "a new case: python -m ptx baseline, in tools/"
     found = grown(counted, baseline[counted.name])
     if version != machine_code.nvcc_version():
         pytest.skip(f"baseline.json is of nvcc {version}; beside it: {found or 'nothing grew'}")

@@ -6,9 +6,10 @@ from conformance import samples
 
 from dct_kernels import payload_layout
 
-from . import build, runs
-from .backend import BACKEND, executor
-from .launchers import launchers
+from .. import build
+from ..backend import BACKEND, executor
+from ..launchers import launchers
+from . import runs
 
 pytestmark = pytest.mark.skipif(
     build.missing() is not None, reason=f"not on this machine: {build.missing()}"

@@ -157,16 +157,6 @@ int64_t ptx_load(const char* text) {
   }
   return ptx::kSuccess;
 }
-// Whether every instruction of a kernel is known.
-int64_t ptx_decode(const char* kernel) {
-  try {
-    ptx::program_of(runtime().kernels.at(kernel), kernel);
-  } catch (const ptx::Error& error) {
-    runtime().error = error.what();
-    return ptx::kInvalidPtx;
-  }
-  return ptx::kSuccess;
-}
 int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
                    void** arguments, int64_t replicas) {
   constexpr int64_t kMostShared = 227 << 10;  // of a block on sm_90 that asks for it

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .backend import executor
+from ..backend import executor
 from .snippets import run
 
 ROW = "shl.b32 %r1, %r0, 4;\n"  # of 8 elements, one a lane, 16 bytes from the next

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from .backend import executor
+from ..backend import executor
 
 _REGISTERS = """
 .reg .pred %p<10>;

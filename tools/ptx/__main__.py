@@ -1,7 +1,6 @@
-"""python -m ptx, in tests/: what kernels are made of and cost, counted without a GPU."""
+"""python -m ptx, in tools/: counts what kernels cost, without a GPU."""
 
 import argparse
-import os
 import sys
 
 from . import cases, costs, counting, machine_code, report
@@ -13,9 +12,6 @@ and nvdisasm of the same toolkit or of an installed Triton.
 
   report      prints a table in markdown: what an element costs. How long that takes only a GPU
               says (bench/gpu/check.py).
-  forms       lists the instructions of what Triton makes of its kernels for sm_90: how often they
-              are there, in text, in how many kernels. One that the executor does not know is an
-              error. Needs Triton, and no nvcc.
   baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
               more than 2 % above it; write it anew after a change that is meant to cost that.
               And to bench/results, for docs/results/kernels_counted.md.
@@ -38,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m ptx", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("report", "baseline", "forms"))
+    parser.add_argument("what", choices=("report", "baseline"))
     parser.add_argument(
         "--ops",
         type=lambda text: text.split(","),
@@ -48,12 +44,6 @@ def main() -> None:
     unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
     if unknown:
         parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
-    if arguments.what == "forms":
-        os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported
-        from . import triton_forms
-
-        print(*triton_forms.lines(), sep="\n")
-        return
     if machine_code.missing() is not None:
         sys.exit(f"python -m ptx needs {machine_code.missing()}")
     chosen = arguments.ops if arguments.what == "report" else None

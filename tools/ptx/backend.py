@@ -2,12 +2,19 @@
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
-from launches import Launches
 
 from . import build
 from .launchers import launchers, to_c
+
+
+class Launches(NamedTuple):
+    """How often an op used the GPU."""
+
+    kernels: int
+    memsets: int
 
 
 class Executor:
@@ -33,10 +40,6 @@ class Executor:
     def load(self, text: str) -> None:
         """Add the kernels of a PTX text to those of the launchers."""
         self._check("load", self._library.ptx_load(text.encode()))
-
-    def decode(self, kernel: str) -> None:
-        """Raise unless every instruction of a kernel is known."""
-        self._check(f"decode {kernel}", self._library.ptx_decode(kernel.encode()))
 
     def launch(
         self,

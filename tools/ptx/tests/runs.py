@@ -12,7 +12,7 @@ from dct_kernels import payload_layout, quantized_payload_bytes, reference
 from dct_kernels.layout import FLAGS_BYTE, HEADER_BYTES, QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
 
-from .backend import Executor
+from ..backend import Executor
 
 
 def mask_pack(backend):
@@ -33,19 +33,6 @@ def mask_pack(backend):
         backend.mask_pack(residual, grad, *arguments)
         results += [residual, payload, seen]
     return results
-
-
-def mask_pack_at_8_bytes(backend):
-    """The residual is aligned to 8 bytes only."""
-    numel, capacity = 4096, 500
-    left = samples.normal(numel + 2)[2:]
-    payload = torch.zeros(
-        payload_layout(numel, capacity, torch.float32, 1).nbytes, dtype=torch.uint8
-    )
-    seen = torch.zeros(1, dtype=torch.int32)
-    arguments = (torch.tensor([0, numel]), torch.tensor([2.0]), payload, seen, capacity)
-    backend.mask_pack(left, samples.normal(numel, seed=1), *arguments, torch.float32)
-    return left, payload, seen
 
 
 def scatter_unpack(backend):

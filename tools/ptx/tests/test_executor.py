@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from .backend import executor
-from .launchers import poisoned
+from ..backend import executor
+from ..launchers import poisoned
 from .snippets import per_thread, run
 
 

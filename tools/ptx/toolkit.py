@@ -52,7 +52,8 @@ def demangle(symbol: str) -> str:
 def _compile(source: Path, architecture: int) -> Compiled:
     stem = BUILD / f"{source.stem}.sm_{architecture}"
     files = [stem.with_suffix(stem.suffix + kind) for kind in (".ptx", ".report", ".sass")]
-    if not all(map(_is_fresh, files)):
+    newest = max(source.stat().st_mtime, _newest_source())
+    if not all(file.exists() and file.stat().st_mtime > newest for file in files):
         ptx, report, sass = files
         cubin = ptx.with_suffix(".cubin")
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -63,15 +64,10 @@ def _compile(source: Path, architecture: int) -> Compiled:
     return Compiled(*(file.read_text() for file in files))
 
 
-def _is_fresh(file: Path) -> bool:
-    return file.exists() and file.stat().st_mtime > _newest_source()
-
-
 @functools.cache
 def _newest_source() -> float:
-    here = Path(__file__).parent
-    sources = [ROOT / "setup.py", *ROOT.glob("csrc/**/*.*"), *here.glob("*.cu"), here / __file__]
-    return max(path.stat().st_mtime for path in [*sources, nvcc()])
+    sources = [ROOT / "setup.py", *ROOT.glob("csrc/**/*.*"), Path(__file__), nvcc()]
+    return max(path.stat().st_mtime for path in sources)
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from . import build, counting, machine_code
-from .backend import executor
-from .cases import Case
+from .. import build, counting, machine_code
+from ..backend import executor
+from ..cases import Case
 from .snippets import run
 
 pytestmark = pytest.mark.skipif(

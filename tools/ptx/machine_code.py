@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import builds
-from static import kernels, toolkit
-
-from . import build
+from . import build, cache, kernels, toolkit
 
 ARCHITECTURE = 90
 
@@ -101,7 +98,7 @@ def _assemble(ptx: str) -> list[str]:
     key = hashlib.sha256(ptx.encode() + nvcc_version().encode()).hexdigest()[:16]
     source = build.CACHE / f"{key}.ptx"
     made = [source.with_suffix(suffix) for suffix in (".report", ".sass", ".listing")]
-    with builds.alone(build.CACHE):
+    with cache.alone(build.CACHE):
         if not made[-1].exists():
             source.write_text(ptx)
             cubin, ptxas = source.with_suffix(".cubin"), toolkit.nvcc().with_name("ptxas")

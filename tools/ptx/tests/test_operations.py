@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from .backend import executor
+from ..backend import executor
 from .snippets import per_thread, run
 
 NAN, INF = math.nan, math.inf

@@ -28,7 +28,7 @@ def contents(paths: Sequence[Path]) -> bytes:
 
 def start(command, sources: bytes, cache: Path, name: str):
     """Start `command`, unless what it makes is there; returns that, and what to wait for."""
-    # Sources keep their key when a copy of the tree is built: mutants change few of them.
+    # The key holds no folder: a copy of the tree finds what was built in the cache it copied.
     words = [Path(word).name if "/" in str(word) else str(word) for word in command]
     key = hashlib.sha256(" ".join(words).encode() + sources).hexdigest()[:16]
     output = cache / f"{key}-{name}"

@@ -10,7 +10,7 @@ import struct
 from types import SimpleNamespace
 
 import triton
-from aot.compiler import TARGETS, driver
+from triton.backends.compiler import GPUTarget
 
 from dct_kernels import triton as ops
 from dct_kernels._load import checked
@@ -66,16 +66,13 @@ _LEFT_OUT = {
 }
 
 
-def load(name: str, text: str) -> str:
-    """Variants of a kernel bear one name in Triton; here each has its own, which is returned."""
-    own = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    executor().load(text.replace(name, own))
-    return own
-
-
 def _load_binary(name: str, text: bytes, shared: int, device: int):
-    """A module, a kernel of it, its registers, spills, and threads at most."""
-    own = load(name, text.decode())
+    """Returns a module, a kernel of it, its registers, its spills and its most threads.
+
+    Triton gives every variant of a kernel the same name. Here each variant has its own.
+    """
+    own = f"{name}_{hashlib.sha256(text).hexdigest()[:8]}"
+    executor().load(text.decode().replace(name, own))
     return own, own, 0, 0, _THREADS
 
 
@@ -94,6 +91,12 @@ def backend() -> SimpleNamespace:
     utils = SimpleNamespace(
         load_binary=_load_binary, get_device_properties=lambda _: {"max_shared_mem": _SHARED_BYTES}
     )
-    target = TARGETS["sm_90"]
-    triton.runtime.driver.set_active(driver(target, launcher_cls=_Launcher, utils=utils))
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=_Launcher,
+        utils=utils,
+    )
+    triton.runtime.driver.set_active(driver)
     return SimpleNamespace(**{name: checked(ops, name) for name in OPS}, device="cpu")

@@ -7,8 +7,8 @@ from launches import stated
 from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_kernels._schemas import OPS
 
-from . import build
-from .backend import BACKEND, executor
+from .. import build
+from ..backend import BACKEND, executor
 
 pytestmark = pytest.mark.skipif(
     build.missing() is not None, reason=f"not on this machine: {build.missing()}"
