@@ -32,8 +32,8 @@ help:
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
-	@echo "make reliability PART=kills|fuzz|programs|soak|sizes|files  faults by the thousand: no batch"
-	@echo "                begins after 90 minutes; again, and it goes on; OPTIONS=--help"
+	@echo "make reliability PART=fuzz|programs  random tests by the thousand, for 90 minutes; a later run"
+	@echo "                resumes; OPTIONS=--help"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
 $(VENV)/installed: pyproject.toml setup.py
