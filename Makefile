@@ -28,12 +28,12 @@ help:
 	@echo "make recipes    examples/recipes, with the Lightning, Accelerate and HF Trainer of today"
 	@echo "make torchrec   the adapters for TorchRec, beside it"
 	@echo "make wheel      one wheel for PyPI, CPU and CUDA kernels, audited (needs nvcc)"
-	@echo "make cuda       the CUDA kernels, built, inspected and counted (needs nvcc, no GPU)"
+	@echo "make cuda       the CUDA kernels, built, inspected, executed on the CPU and counted (needs nvcc, no GPU)"
 	@echo "make aot        the Triton kernels, compiled and inspected (no GPU)"
 	@echo "make triton     the Triton kernels on every supported Triton (no GPU)"
 	@echo "make sanitize   native tests under ASan, UBSan and TSan; op tests under ASan and UBSan"
-	@echo "make reliability PART=kills|fuzz|programs|soak|sizes|files  faults by the thousand: no batch"
-	@echo "                begins after 90 minutes; again, and it goes on; OPTIONS=--help"
+	@echo "make reliability PART=fuzz|programs  random tests by the thousand, for 90 minutes; a later run"
+	@echo "                resumes; OPTIONS=--help"
 	@echo "make check-all  all of these, and the tests that need much memory or time"
 
 $(VENV)/installed: pyproject.toml setup.py
@@ -59,10 +59,9 @@ train: $(VENV)/built
 WORKERS  ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
-# Machine code is compiled and read by `make aot` (Triton) and `make cuda`.
-MACHINE_CODE := tests/aot tests/static tests/ptx/test_baseline.py
+# `make aot` (Triton) and `make cuda` compile the GPU kernels; `make cuda` also executes their PTX.
 test: $(VENV)/built native
-	$(BIN)/python -m pytest $(PARALLEL) $(MACHINE_CODE:%=--ignore %)
+	$(BIN)/python -m pytest $(PARALLEL) -k "not ptx-cuda" --ignore tests/aot --ignore tests/static
 
 NATIVE   ?= build/native
 SANITIZE ?=
@@ -78,6 +77,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/codespell
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' \
+	  'tools/*.cpp' 'tools/*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	git ls-files 'csrc/cpu/*.cpp' \
 	  | xargs -P 2 -I FILE $(BIN)/clang-tidy --quiet FILE -- -std=c++17 -ffp-contract=off
@@ -127,15 +127,18 @@ torchrec: $(VENV)/built $(VENV)-torchrec/installed
 	$(TORCHREC)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	cd tests && $(TORCHREC)/pytest torchrec
 
-# The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it;
-# and the kernels' machine code, read. In a copy: the package in place stays as `make test` built it.
+# The whole extension with its CUDA kernels, built and linked against OTHER_TORCH and loaded by it,
+# and the kernels' machine code, read. This happens in a copy, so that the package in place stays as
+# `make test` built it. Then the kernels' PTX, executed on the CPU: tools/ptx/README.md.
 COPY = rm -rf $(1) && mkdir -p $(1) && cp -r dct_kernels csrc setup.py pyproject.toml README.md LICENSE python $(1)/
 cuda: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
-cuda: $(VENV)-abi/installed
+cuda: $(VENV)/built $(VENV)-abi/installed
 	$(call COPY,build/cuda)
 	cd build/cuda && PATH=$(OTHER):$$PATH DCT_CUDA=1 python setup.py --quiet build_ext --inplace
 	export PYTHONPATH=$(abspath build/cuda):$(abspath build/cuda/python); cd tests \
-	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static ptx/test_baseline.py
+	  && $(OTHER)/python -m dct_kernels && $(OTHER)/pytest static
+	$(BIN)/python -m pytest $(PARALLEL) tools/ptx
+	$(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda
 
 $(VENV)-wheel/installed:
 	$(PYTHON) -m venv $(VENV)-wheel
@@ -186,8 +189,8 @@ check-all: test lint docs abi recipes torchrec sanitize triton
 	$(MAKE) cuda CUDA_ARCHS="8.0 9.0 10.0"
 	for seed in 0 2 3; do $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-cuda --ptx-cases 0 --ptx-seed $$seed || exit 1; done
 	for seed in 0 2; do TRITON_INTERPRET=0 $(BIN)/python -m pytest $(PARALLEL) tests/conformance -k ptx-triton --triton-cases 8 --ptx-seed $$seed || exit 1; done
-	$(BIN)/python -m pytest $(PARALLEL) -m large tests/ptx
-	$(BIN)/python -m pytest -m large --ignore tests/ptx --ignore tests/aot
+	$(BIN)/python -m pytest $(PARALLEL) -m large tools/ptx
+	$(BIN)/python -m pytest -m large --ignore tests/aot
 	DCT_BACKEND=eager $(BIN)/python -m pytest $(PARALLEL) tests/parallel tests/embeddings tests/test_refusals.py
 	$(BIN)/python tests/torch_ddp.py
 

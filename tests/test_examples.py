@@ -43,16 +43,6 @@ def test_hook(run, tmp_path):
     assert re.search(r"sent 0\.\d\d% of the entries, 3,456 bytes a step", printed)
 
 
-@pytest.mark.large
-def test_checkpoint(tmp_path):
-    first = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "4")
-    second = run(EXAMPLES / "checkpoint.py", tmp_path, "interrupted", "8")
-    whole = run(EXAMPLES / "checkpoint.py", tmp_path, "whole", "8")
-    assert "starts at step 0\nstops after step 4, " in first
-    assert "starts at step 4\n" in second
-    assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]
-
-
 @in_forks
 def test_amp(run, tmp_path):
     printed = run(EXAMPLES / "amp.py", tmp_path)  # two ranks' lines, perhaps one within the other
@@ -100,15 +90,6 @@ def test_fully_sharded(run, tmp_path):
     assert re.search(r"sent 0\.\d\d% of the entries, [\d,]+ bytes a step", printed)
 
 
-@pytest.mark.large
-def test_fully_sharded_goes_on(tmp_path):
-    first = run(EXAMPLES / "fully_sharded.py", tmp_path, "interrupted", "40", ranks=4)
-    second = run(EXAMPLES / "fully_sharded.py", tmp_path, "interrupted", "80", ranks=4)
-    whole = run(EXAMPLES / "fully_sharded.py", tmp_path, "whole", "80", ranks=4)
-    assert "starts at step 0" in first and "starts at step 40" in second
-    assert second.splitlines()[-1] == whole.splitlines()[-1] != first.splitlines()[-1]
-
-
 @in_forks
 def test_sharded_local_steps(run, tmp_path):
     printed = run(EXAMPLES / "sharded_local_steps.py", tmp_path, "whole", "80", ranks=4)
@@ -120,11 +101,18 @@ def test_sharded_local_steps(run, tmp_path):
 
 
 @pytest.mark.large
-def test_sharded_local_steps_go_on(tmp_path):
-    program = EXAMPLES / "sharded_local_steps.py"
-    first = run(program, tmp_path, "interrupted", "40", ranks=4)
-    second = run(program, tmp_path, "interrupted", "80", ranks=4)
-    whole = run(program, tmp_path, "whole", "80", ranks=4)
-    assert "starts at step 0" in first and "starts at step 40" in second
-    told = [set(re.findall(r"weights (-?\d+\.\d+)", text)) for text in (first, second, whole)]
-    assert all(len(weights) == 1 for weights in told) and told[1] == told[2] != told[0]
+@pytest.mark.parametrize(
+    ("program", "steps", "ranks"),
+    [("checkpoint", 4, 2), ("fully_sharded", 40, 4), ("sharded_local_steps", 40, 4)],
+)
+def test_resumes(program, steps, ranks, tmp_path):
+    """In two runs the weights become those of one run."""
+
+    def printed(folder, last):
+        return run(EXAMPLES / f"{program}.py", tmp_path, folder, str(last), ranks=ranks)
+
+    first, second = printed("interrupted", steps), printed("interrupted", 2 * steps)
+    whole = printed("whole", 2 * steps)
+    assert "starts at step 0" in first and f"starts at step {steps}" in second
+    weights = [set(re.findall(r"weights (-?\d+\.\d+)", text)) for text in (first, second, whole)]
+    assert weights[0] != weights[1] == weights[2] and weights[0]

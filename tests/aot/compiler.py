@@ -44,26 +44,11 @@ class Kernel:
     fusion: bool  # whether the compiler was allowed to make such instructions
 
 
-def driver(target: GPUTarget, **more: object) -> SimpleNamespace:
-    """Stands in for the driver of a GPU that is not there."""
-    return SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: target,
-        **more,
-    )
-
-
 def compile_launches(architecture: str, call: Callable[[], object]) -> list[Kernel]:
-    """What is known of the kernels that `call` launches, compiled."""
-    return [_examine(kernel) for kernel in compiled_launches(architecture, call)]
-
-
-def compiled_launches(architecture: str, call: Callable[[], object]) -> list:
-    """These kernels, as Triton has them; `call` makes its own tensors, which are fake."""
+    """Compiles the kernels that `call` launches on tensors that it makes, which are fake."""
     with _compiling(TARGETS[architecture]) as compiled, FakeTensorMode():
         call()
-    return compiled
+    return [_examine(kernel) for kernel in compiled]
 
 
 @contextlib.contextmanager
@@ -80,7 +65,12 @@ def _compiling(target: GPUTarget) -> Iterator[list]:
         compiled.append(run(self, *map(mock, args), grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    triton.runtime.driver.set_active(driver(target))
+    driver = SimpleNamespace(  # of a GPU that is not there
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
+    triton.runtime.driver.set_active(driver)
     try:
         yield compiled
     finally:

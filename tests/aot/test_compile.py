@@ -35,7 +35,7 @@ def compiled(architecture):
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
     result = subprocess.run(
-        [sys.executable, "-m", "tests.aot", "--json", architecture],
+        [sys.executable, "-m", "tests.aot", architecture],
         cwd=root,
         env=environment,
         capture_output=True,
@@ -43,7 +43,7 @@ def compiled(architecture):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    facts = json.loads(result.stdout)[architecture]
+    facts = json.loads(result.stdout)
     return {
         name: [SimpleNamespace(**kernel) for kernel in kernels] for name, kernels in facts.items()
     }

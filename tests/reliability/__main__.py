@@ -1,64 +1,80 @@
-"""python -m reliability PART, in tests/: faults by the thousand, of one kind.
+"""python -m reliability PART, in tests/: runs thousands of random cases.
 
-Goes on where the file left off, and writes it after every batch. Exits with 1 if any case failed;
-the file says which, and how. Copied to bench/results/DATE-MACHINE it is on docs/results and in
-docs/design/reliability.md, once the pages are made (in bench/: python -m pages).
+The file of results is written after every batch, and a later run resumes from it. The exit status
+is 1 if any case failed; the file lists the failures.
 """
 
 import argparse
-import os
+import json
 import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from rich import progress
-
-from dlrm.command_line import Formatter, Parser, exit_status
-from dlrm.errors import UsageError
-
-from . import PARTS, PATHS, ROOT, campaign, part
+from . import PARTS, ROOT, part
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="python -m reliability", description=__doc__, formatter_class=Formatter)
-    parser.add_argument("part", choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--door", help="this one only")
-    parser.add_argument("--count", type=int, help="cases at each door; the part's own by default")
+    parser = argparse.ArgumentParser(
+        "python -m reliability",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--door", help="run only this entry point")
+    parser.add_argument("--count", type=int, help="cases per entry point")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=90, help="no batch begins after so many")
-    parser.add_argument("--out", type=Path, help="build/reliability/reliability_PART.json")
+    parser.add_argument("--minutes", type=float, default=90, help="start no batch after this time")
+    parser.add_argument("--out", type=Path, help="default: build/reliability/PART.json")
     return parser.parse_args(arguments)
 
 
+def batches(
+    module: ModuleType, content: dict[str, Any], counts: Mapping[str, int], minutes: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs the missing cases; yields (entry point, its results so far) after every batch."""
+    end = time.monotonic() + 60 * minutes
+    for door, asked in counts.items():
+        results = content["doors"].setdefault(door, {"done": 0, "failures": []})
+        while results["done"] < asked and time.monotonic() < end:
+            count = min(module.BATCH, asked - results["done"])
+            found = module.run(door, results["done"], count, content["seed"])
+            results["done"] += count
+            for name, value in found.items():
+                if name.startswith("max_"):
+                    results[name] = max(results.get(name, value), value)
+                else:  # counts, and the list of failures
+                    results[name] = results[name] + value if name in results else value
+            yield door, results
+
+
 def run(options: argparse.Namespace) -> int:
-    """Of a part's cases those that are not in the file yet; 1 if any in the file failed."""
-    # Ranks are forked from a process that begins anew, in tests/, where there is a dlrm as well.
-    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+    """Runs the cases that are not in the file yet; returns 1 if any case in the file failed."""
     module = part(options.part)
     if options.door not in {None, *module.COUNTS}:
-        raise UsageError(f"--door must be of {', '.join(module.COUNTS)}, got {options.door}")
+        sys.exit(f"--door must be one of {', '.join(module.COUNTS)}, got {options.door}")
+    out = options.out or ROOT / f"build/reliability/{options.part}.json"
+    content = json.loads(out.read_text()) if out.exists() else {"seed": options.seed, "doors": {}}
+    if content["seed"] != options.seed:
+        sys.exit(f"{out} has seed {content['seed']}, not {options.seed}: give another --out")
     doors = [door for door in module.COUNTS if options.door in (None, door)]
     counts = {door: options.count or module.COUNTS[door] for door in doors}
-    out = options.out or ROOT / f"build/reliability/reliability_{options.part}.json"
-    content = campaign.read(out, module, options.seed)
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns) as bars:
-        tasks = {door: bars.add_task(door, total=count) for door, count in counts.items()}
-        for done in campaign.batches(module, content, counts, options.minutes):
-            campaign.write(out, content)
-            said = f"{done['door']}, {done['failed']} failed" if done["failed"] else done["door"]
-            bars.update(tasks[done["door"]], completed=done["done"], description=said)
-    for run in content["runs"]:
-        print(f"{run['door']}: {run['done']:,} of {run['asked']:,}, {run['failed']} failed")
-        for failure in run["failures"][:10]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for door, results in batches(module, content, counts, options.minutes):
+        out.write_text(json.dumps(content, indent=1))
+        print(f"{door}: {results['done']:,} of {counts[door]:,}", flush=True)
+    failed = 0
+    for door, results in content["doors"].items():
+        failures = results["failures"]
+        failed += len(failures)
+        print(f"{door}: {results['done']:,} run, {len(failures)} failed")
+        for failure in failures[:10]:
             print(f"  case {failure['case']}: {failure['what']}")
     print(out)
-    return 1 if any(run["failed"] for run in content["runs"]) else 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("python -m reliability", lambda: run(parse())))
+    sys.exit(run(parse()))

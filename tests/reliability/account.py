@@ -14,12 +14,11 @@ class Account:
     Args:
         sizes: of the parameters, in the order of the flat tensors below.
         start: the weights [numel].
-        whole: whether nothing was rounded.
     """
 
-    def __init__(self, sizes, start, whole=False):
+    def __init__(self, sizes, start):
         self._sizes, numel = list(sizes), sum(sizes)
-        self._start, self._whole = start.double(), whole
+        self._start = start.double()
         self.own = torch.zeros(numel, dtype=torch.float64)  # put in by this rank, of this group
         self.before = torch.zeros_like(self.own)  # the mean of earlier groups
         self.squares = torch.zeros(len(self._sizes), dtype=torch.float64)  # of what was rounded
@@ -52,7 +51,6 @@ class Account:
         largest += self._largest(owed_by_all / ranks)
         most = ROUNDINGS * (self.squares.sqrt() + self.puts**0.5 * largest)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        most *= not self._whole
         room = torch.repeat_interleave(most, torch.tensor(self._sizes)) + rough / ranks
         off = ~((got - expected).abs() <= room) & ~self.lost
         given_up = off & self.may_lose

@@ -97,10 +97,10 @@ class Door:
 
     OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
 
-    def __init__(self, rank, ranks, shapes, dtypes, frozen, options, whole=False):
+    def __init__(self, rank, ranks, shapes, dtypes, frozen, options):
         # Programs end wherever they do.
         warnings.filterwarnings("ignore", "DCT: .* were not averaged")
-        self.rank, self._shapes, self._options, self._whole = rank, shapes, options, whole
+        self.rank, self._shapes, self._options = rank, shapes, options
         self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
         self._frozen = [i for i in frozen if i < len(shapes) - 1]
         self._join(ranks)
@@ -121,7 +121,6 @@ class Door:
         self.account = Account(
             [p.numel() for p in self._parameters],
             flat(p.float() for p in self._parameters),
-            self._whole,
         )
         if not self.idle:
             self._optimizer = torch.optim.SGD(self._parameters, lr=1.0)
@@ -138,7 +137,7 @@ class Door:
         before = flat(p.double() for p in self._parameters)
         if step.get("skipped_by") != self.rank:
             self._optimizer.zero_grad()
-            moves = values(self._model.p, step["seed"], self.rank, self._whole)
+            moves = values(self._model.p, step["seed"], self.rank)
             for p, move in zip(self._model.p, moves, strict=True):
                 if p.requires_grad:
                     p.grad = move.to(p.dtype)

@@ -54,16 +54,10 @@ def _odd(shape):
     return torch.zeros(shape)
 
 
-def values(parameters, seed, rank, whole=False):
-    """Of every parameter, differing between seeds and ranks: small, large, or all zero.
-
-    Args:
-        whole: whether they are multiples of 1/8, so that float32 sums of many are exact.
-    """
+def values(parameters, seed, rank):
+    """Draws values for each parameter, small, large or all zero; they differ per seed and rank."""
     drawn = random.Random(seed)
     generator = torch.Generator().manual_seed(31 * seed + rank)
-    if whole:
-        return [torch.randint(-8, 9, p.shape, generator=generator) / 8 for p in parameters]
     return [torch.randn(p.shape, generator=generator) * drawn.choice(SCALES) for p in parameters]
 
 

@@ -86,9 +86,9 @@ class Door(GradientDoor):
     OF_ALL = ()
     RETURNS_ALL = False
 
-    def __init__(self, rank, mesh, units, frozen, options, scale, whole=False):
+    def __init__(self, rank, mesh, units, frozen, options, scale):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of FSDP and DCP
-        self.rank, self._units, self._options, self._whole = rank, units, options, whole
+        self.rank, self._units, self._options = rank, units, options
         self._frozen = frozen and len(units[0]) > 1
         self._scaler = torch.amp.GradScaler(
             "cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None

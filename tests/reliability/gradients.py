@@ -86,7 +86,7 @@ class GradientDoor:
         total, earlier, hit = 0, None, self._hit(bad)
         near = hit  # what is not finite, and what it takes with it
         for number in range(passes):
-            gradients = values(self._all, step["seed"] + number, self.rank, self._whole)
+            gradients = values(self._all, step["seed"] + number, self.rank)
             kept = [g for g, p in zip(gradients, self._all, strict=True) if p.requires_grad]
             if bad and number == bad_pass:
                 poison(kept, self.rank, bad)
@@ -210,7 +210,7 @@ class GradientDoor:
     def _account_anew(self):
         """Of weights to which nothing is pending."""
         weights = self._flat(self._parameters)
-        self.account = Account([p.numel() for p in self._parameters], -weights, self._whole)
+        self.account = Account([p.numel() for p in self._parameters], -weights)
         self.account.lost |= ~weights.isfinite()
 
     def _save(self, place):

@@ -71,9 +71,9 @@ class Door(GradientDoor):
 
     OF_ALL = ("resize", "unfreeze")  # also called on ranks that wait
 
-    def __init__(self, rank, shapes, frozen, options, bucket_mb, view, scale, ranks, whole=False):
+    def __init__(self, rank, shapes, frozen, options, bucket_mb, view, scale, ranks):
         self.rank, self._frozen = rank, [i for i in frozen if i < len(shapes) - 1]
-        self._shapes, self._options, self._whole = shapes, options, whole
+        self._shapes, self._options = shapes, options
         self._ddp_options = {"bucket_cap_mb": bucket_mb, "gradient_as_bucket_view": view}
         self._scaler = torch.amp.GradScaler(
             "cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None

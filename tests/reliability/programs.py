@@ -20,7 +20,6 @@ from .pool import Failed, Pool
 
 COUNTS = dict.fromkeys(("hook", "averager", "fsdp2", "replicas"), 1000)
 BATCH = 50
-QUICK = ("hook", "averager", "replicas")  # FSDP2 is in the soak's
 SHRINKS = 120  # seconds in which a program that fails is made shorter
 
 

@@ -96,8 +96,8 @@ class Door:
 
     OF_ALL = ("resize",)  # also called on ranks that wait
 
-    def __init__(self, rank, mesh, rows, width, optimizer, options, dedup, sparse, whole=False):
-        self.rank, self._rows, self._width, self._whole = rank, rows, width, whole
+    def __init__(self, rank, mesh, rows, width, optimizer, options, dedup, sparse):
+        self.rank, self._rows, self._width = rank, rows, width
         self._optimizer_name, self._options = optimizer, options
         self._bag_options = {"dedup": dedup, "sparse": sparse}
         self._make(*mesh)
@@ -121,8 +121,8 @@ class Door:
     def _account_anew(self):
         """Nothing is pending."""
         weight = self._bags.weight.detach()
-        self.account = Account([weight.numel()], weight.flatten(), self._whole)
-        self._of_state = Account([len(weight)], self._state(), self._whole)
+        self.account = Account([weight.numel()], weight.flatten())
+        self._of_state = Account([len(weight)], self._state())
         self._since = torch.zeros(weight.numel(), dtype=torch.float64)  # put in since a sync
         self._touched, self._union = (torch.zeros(len(weight), dtype=torch.bool) for _ in "ab")
         self._steps = 0
@@ -141,8 +141,6 @@ class Door:
             ]
             out = self._bags(torch.cat(ids), lengths)
             slopes = torch.randn(out.shape, generator=draw) * scale
-            if self._whole:
-                slopes = slopes.sign()
             if step.get("bad", (-1,))[0] == self.rank and slopes.numel():
                 slopes.view(-1)[-1] = float(step["bad"][1])
             (out * slopes).sum().backward()

@@ -1,6 +1,5 @@
-"""Defects that are planted: programs and soak find them, and say what is wrong."""
+"""Programs find defects that are planted, and say what is wrong."""
 
-import os
 import random
 import threading
 
@@ -8,8 +7,45 @@ import pytest
 import torch.distributed as dist
 
 from dct_parallel import Compressor
-from reliability import programs, soak
+from reliability import programs
 from reliability.pool import Failed, Pool
+
+_SHAPES = [(), (130,), (40, 33, "t"), (900,)]
+_OPTIONS = {"format": "bfloat16", "density": 0.02}
+SETTINGS = {
+    "hook": {
+        "ranks": 2,
+        "shapes": _SHAPES,
+        "frozen": [],
+        "options": _OPTIONS | {"start_step": 0},
+        "bucket_mb": 0.004,
+        "view": False,
+        "scale": None,
+    },
+    "averager": {
+        "ranks": 2,
+        "shapes": _SHAPES,
+        "dtypes": ["float32"] * len(_SHAPES),
+        "frozen": [],
+        "options": _OPTIONS | {"period": 5},
+    },
+    "fsdp2": {
+        "mesh": (2, 1),
+        "units": [[(130,), (40, 33)], [(900,)]],
+        "frozen": False,
+        "options": _OPTIONS | {"start_step": 0},
+        "scale": None,
+    },
+    "replicas": {
+        "mesh": (2, 1),
+        "rows": [40, 150],
+        "width": 8,
+        "optimizer": "sgd",
+        "options": _OPTIONS | {"every": 5},
+        "dedup": False,
+        "sparse": True,
+    },
+}
 
 
 def _forgets_an_entry():
@@ -48,7 +84,7 @@ def _planted(rank, plant, door):
     draw = random.Random(1)
     draw_step = programs.door_of(door).draw_step
     calls = [("step", draw_step(draw, 2)) for _ in range(20)]
-    programs.play(rank, door, soak.SETTINGS[door], calls)
+    programs.play(rank, door, SETTINGS[door], calls)
 
 
 def _case(door, plant, said, large=True):
@@ -80,29 +116,6 @@ def test_a_rank_that_hangs_is_named():
         with pytest.raises(Failed, match="rank 1 did not return"):
             pool.call(_planted, _hangs, "averager", seconds=2)
         assert pool.call(max, 1) == [1, 1]  # by new processes
-
-
-def _leaks(*args):
-    soak.CHECKED = 10
-    door = programs.door_of("averager").Door
-    check = door.check
-
-    def planted(self):
-        os.open("/dev/null", os.O_RDONLY)
-        check(self)
-
-    door.check = planted
-    return _soak(*args)
-
-
-_soak = soak.soak
-
-
-def test_a_file_handle_that_leaks_is_found(monkeypatch):
-    monkeypatch.setattr(soak, "soak", _leaks)
-    found = soak.run("averager", 0, 1, seed=0)
-    assert found["max_handles_grown"] >= 5 and found["steps"] == 100
-    assert "grew by" in found["failures"][0]["what"]
 
 
 class _FailsAt:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from .kernels import Kernel
+from ptx.kernels import Kernel
 
 # Loads, by the beginning of their names.
 LOADS = "LDG"

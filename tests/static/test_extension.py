@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ptx import toolkit
 
 import dct_kernels
 from dct_kernels._load import _is_for_cuda, available
 from dct_kernels._schemas import OPS
-
-from . import toolkit
 
 LIBRARY = next(Path(dct_kernels.__file__).parent.glob("_cuda*.so"), None)
 

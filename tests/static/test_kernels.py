@@ -4,9 +4,9 @@ import functools
 from pathlib import Path
 
 import pytest
+from ptx import toolkit
+from ptx.kernels import Kernel, kernels
 
-from . import toolkit
-from .kernels import Kernel, kernels
 from .promises import LAST_BLOCK, PROMISES, STREAMS, Promise, broken, promise_of
 
 pytestmark = pytest.mark.skipif(

@@ -1,0 +1,60 @@
+"""python -m ptx, in tools/: counts what kernels cost, without a GPU."""
+
+import argparse
+import sys
+
+from . import cases, costs, counting, machine_code, report
+
+DESCRIPTION = """\
+Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is executed in lock-step (all
+lanes of a warp together); ptxas says what machine code each line became. Needs nvcc, and cuobjdump
+and nvdisasm of the same toolkit or of an installed Triton.
+
+  report      prints a table in markdown: what an element costs. How long that takes only a GPU
+              says (bench/gpu/check.py).
+  baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
+              more than 2 % above it; write it anew after a change that is meant to cost that.
+              And to bench/results, for docs/results/kernels_counted.md.
+
+Columns, of one element (a pick of sample_threshold):
+  must move   bytes that any kernel would have to read and write
+  moves       bytes in whole 32-byte sectors, each once: what memory sees behind a large cache
+  asks for    bytes in whole sectors, once for each instruction of a warp: what the cache sees
+  issue slots instructions of machine code that warps issue, times 32 lanes
+  half rate   those of them that a pipe takes at half that rate: integers, comparisons, moves
+  PTX         the same of PTX
+  active      lanes that did something in it
+  conflicts   passes through shared memory beyond the first of each access, times 32
+  loads       of a thread in flight, at most, in machine code, of each kernel
+  blocks      that fit a multiprocessor, of each kernel
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m ptx", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("report", "baseline"))
+    parser.add_argument(
+        "--ops",
+        type=lambda text: text.split(","),
+        help=f"report only these, separated by commas: {', '.join(cases.OPS)}",
+    )
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
+    if unknown:
+        parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
+    if machine_code.missing() is not None:
+        sys.exit(f"python -m ptx needs {machine_code.missing()}")
+    chosen = arguments.ops if arguments.what == "report" else None
+    makers = [make for make in cases.CASES if chosen is None or make.op in chosen]
+    counted = [counting.count(make()) for make in makers]
+    if arguments.what == "baseline":
+        costs.save(machine_code.nvcc_version(), counted)
+        print(f"{report.keep(counted)}: now, in bench/, python -m pages")
+    else:
+        print(f"nvcc {machine_code.nvcc_version()}; counted, not measured\n")
+        print(*report.lines(counted), sep="\n")
+
+
+main()

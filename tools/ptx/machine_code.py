@@ -1,0 +1,189 @@
+"""What ptxas makes of PTX that was executed, instruction by instruction, and what it was made of.
+
+`ptxas -lineinfo` notes for every instruction the line of PTX it stands for, and changes none of
+them. So counts of PTX become counts of machine code.
+"""
+
+import functools
+import hashlib
+import re
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from . import build, cache, kernels, toolkit
+
+ARCHITECTURE = 90
+
+_LINE = re.compile(r"//## File .*, line (\d+)")
+_LABEL = re.compile(r"(\S+):$")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+# What the pipe of 64 lanes a clock takes: a warp every other clock. Sums and products of floats,
+# and IMAD, have pipes of their own.
+_HALF_RATE = re.compile(
+    r"(IADD3?|V?IADDMNMX|VIADD|V?IMNMX3?|LEA|LOP3?|SHF|SHL|SHR|PRMT|BMSK|SGXT|IABS|VABSDIFF|[IFH]SETP2?"
+    r"|[FH]SET2?|[FH]MNMX2?|F?SEL|PLOP3|P2R|R2P|MOV|CS2R|VOTE|I2FP|F2FP)\b"
+)
+_ENDS_BLOCK = re.compile(r"BRA|BRX|EXIT|RET")
+# One in machine code for one in PTX: how many there are says how often a loop was unrolled.
+_ONE_FOR_ONE = re.compile(r"(LDG|STG|LD|ST|LDS|STS|SHFL|VOTE|REDUX|BAR)\b")
+
+
+class Instruction(NamedTuple):
+    text: str
+    line: int  # of the PTX
+
+    @property
+    def plain(self) -> str:
+        """Without its predicate."""
+        return re.sub(r"^@!?U?P\w+ ", "", self.text)
+
+
+@dataclass
+class Block:
+    """One way in, at the top, and one way out."""
+
+    label: str | None
+    code: list[Instruction]
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Of one kernel: what a warp in lock-step runs of it."""
+
+    resources: kernels.Kernel
+    blocks: list[Block]
+    subroutines: dict[str, list[Instruction]]  # by name
+    copies: Counter  # by line: how often the loop around it was unrolled
+
+    def slots(self, issues: Mapping[int, int]) -> float:
+        """Issue slots, where warps ran lines of PTX so often."""
+        return self._issued(issues, len)
+
+    def half_rate_slots(self, issues: Mapping[int, int]) -> float:
+        """Those of instructions of which a scheduler issues one every other clock."""
+        return self._issued(issues, lambda code: sum(bool(_HALF_RATE.match(i.plain)) for i in code))
+
+    def _issued(
+        self, issues: Mapping[int, int], count: Callable[[list[Instruction]], int]
+    ) -> float:
+        """All of a block are issued equally often: as often as the median of their lines, since
+        some have been moved here from elsewhere, or are predicated where PTX branches."""
+        total = 0.0
+        for code in filter(None, (block.code for block in self.blocks)):
+            runs = statistics.median(issues.get(i.line, 0) / self.copies[i.line] for i in code)
+            called = (name for i in code for name in self.subroutines if f"`({name})" in i.text)
+            total += runs * (count(code) + sum(count(self.subroutines[name]) for name in called))
+        return total
+
+
+@functools.cache
+def machine_code(ptx: str, symbol: str) -> MachineCode:
+    """Of a kernel of a PTX text."""
+    report, sass, listing = _assemble(ptx)
+    own = next(part for part in sass.split("Function : ") if part.startswith(f"{symbol}\n"))
+    compiled = toolkit.Compiled(ptx, report, f"Function : {own}")
+    (resources,) = kernels.kernels(compiled, ARCHITECTURE)
+    start = listing.index(f".text.{symbol}:\n")
+    blocks, subroutines = _blocks(listing[start : listing.find("\n//-----", start)])
+    return MachineCode(resources, blocks, subroutines, _copies(ptx, blocks))
+
+
+def _assemble(ptx: str) -> list[str]:
+    """ptxas' report, and its machine code as text twice: the second time with lines of PTX."""
+    key = hashlib.sha256(ptx.encode() + nvcc_version().encode()).hexdigest()[:16]
+    source = build.CACHE / f"{key}.ptx"
+    made = [source.with_suffix(suffix) for suffix in (".report", ".sass", ".listing")]
+    with cache.alone(build.CACHE):
+        if not made[-1].exists():
+            source.write_text(ptx)
+            cubin, ptxas = source.with_suffix(".cubin"), toolkit.nvcc().with_name("ptxas")
+            flags = (f"-arch=sm_{ARCHITECTURE}", "-lineinfo", "-v")
+            commands = [
+                (ptxas, *flags, "-o", cubin, source),
+                (toolkit.cuobjdump(), "-sass", cubin),
+                (_nvdisasm(), "-c", "-gp", cubin),
+            ]
+            for file, command in zip(made, commands, strict=True):
+                file.write_text(_run(*command))
+    return [file.read_text() for file in made]
+
+
+def missing() -> str | None:
+    """What is not there and has to be, or None."""
+    if toolkit.missing() is not None:
+        return toolkit.missing()
+    nvdisasm = _nvdisasm()
+    return None if nvdisasm.exists() else f"{nvdisasm}, beside cuobjdump"
+
+
+def _nvdisasm() -> Path:
+    return toolkit.cuobjdump().with_name("nvdisasm")
+
+
+@functools.cache
+def nvcc_version() -> str:
+    return re.search(r"V([\d.]+)", _run(toolkit.nvcc(), "--version"))[1]
+
+
+def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instruction]]]:
+    """Of one kernel: what runs in lock-step, and its subroutines."""
+    blocks = [Block(None, [])]
+    subroutines: dict[str, list[Instruction]] = {}
+    line = 0
+    for text in listing.splitlines():
+        if found := _LINE.search(text):
+            line = int(found[1])
+        elif found := _LABEL.match(text.strip()):
+            if found[1].startswith("$__internal"):
+                subroutines[found[1]] = []
+            blocks.append(Block(found[1], []))
+        elif found := _INSTRUCTION.search(text):
+            if found[1] == f"BRA `({blocks[-1].label})":
+                break  # to itself: padding
+            instruction = Instruction(found[1], line)
+            if subroutines:  # they come last
+                subroutines[list(subroutines)[-1]].append(instruction)
+                continue
+            blocks[-1].code.append(instruction)
+            if _ENDS_BLOCK.match(blocks[-1].code[-1].plain):
+                blocks.append(Block(None, []))
+    return _run_in_lock_step(blocks), subroutines
+
+
+def _run_in_lock_step(blocks: list[Block]) -> list[Block]:
+    """Without what serves warps that have come apart, and divisions of subnormals."""
+    text = "\n".join(i.text for block in blocks for i in block.code)
+    apart = set(re.findall(r"BRA\.DIV \S+ `\((\S+)\)", text))
+    kept, left_out = [], False
+    for block in blocks:
+        left_out |= block.label in apart
+        slow = left_out or any("slowpath" in i.text for i in block.code)
+        if block.code and re.match(r"BRA |EXIT", block.code[-1].text):
+            left_out = False
+        kept.append(Block(block.label, [] if slow else block.code))
+    return [block for block in kept if block.label or block.code]
+
+
+def _copies(ptx: str, blocks: list[Block]) -> Counter:
+    of_line = Counter(i.line for b in blocks for i in b.code if _ONE_FOR_ONE.match(i.plain))
+    copies, together = Counter({0: 1}), []
+    for number, text in enumerate([*ptx.splitlines(), "bra"], 1):
+        statement = re.sub(r"^@\S+\s+", "", text.strip())
+        together.append(number)
+        if statement.endswith(":") or statement.startswith(("bra", "ret")):
+            most = max(1, *(of_line[n] for n in together))
+            copies.update(dict.fromkeys(together, most))
+            together = []
+    return copies
+
+
+def _run(*command) -> str:
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    return result.stdout

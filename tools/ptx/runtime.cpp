@@ -1,0 +1,188 @@
+#include "runtime.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace ptx {
+namespace {
+
+constexpr uint64_t kMaxSleeps = 1 << 18;  // while no block finishes
+constexpr uint64_t kMaxSteps = uint64_t{1} << 32;
+
+// Runs all blocks of a grid, some at a time.
+void run(Launch& launch) {
+  std::vector<uint64_t> order(launch.grid.count());
+  std::iota(order.begin(), order.end(), uint64_t{0});
+  if (!launch.in_turn) {
+    for (size_t i = order.size(); i > 1; --i) {
+      std::swap(order[i - 1], order[launch.random.below(static_cast<uint32_t>(i))]);
+    }
+  }
+  std::vector<std::unique_ptr<Block>> resident;
+  size_t next = 0;
+  while (true) {
+    while (next < order.size() && resident.size() < runtime().resident_blocks) {
+      resident.push_back(std::make_unique<Block>(launch, order[next++]));
+    }
+    if (resident.empty()) return;
+
+    std::vector<std::pair<Block*, uint32_t>> runnable;
+    for (const auto& block : resident) {
+      for (uint32_t w = 0; w < block->warps(); ++w) {
+        if (block->runnable(w)) runnable.emplace_back(block.get(), w);
+      }
+    }
+    std::string where;
+    if (runnable.empty()) {
+      for (const auto& block : resident) where += block->waiting();
+      throw Error("deadlock, every thread waits:" + where);
+    }
+    // Several turns in one round, since it has a cost.
+    for (size_t turn = 0; turn < runnable.size(); ++turn) {
+      const auto [block, warp] =
+          runnable[launch.in_turn ? turn : launch.random.below(uint32_t(runnable.size()))];
+      if (block->runnable(warp)) block->run(warp);
+    }
+    const auto done = std::remove_if(resident.begin(), resident.end(),
+                                     [](const auto& block) { return block->finished(); });
+    if (done != resident.end()) launch.sleeps = launch.steps = 0;
+    resident.erase(done, resident.end());
+    if (launch.sleeps > kMaxSleeps || launch.steps > kMaxSteps) {
+      throw Error("hang, no block of " + launch.program.entry.name + " finishes");
+    }
+  }
+}
+
+Program& program_of(Kernel& kernel, const std::string& name) {
+  if (kernel.program == nullptr) {
+    kernel.program =
+        std::make_unique<Program>(decode(*kernel.module, kernel.module->entries.at(name)));
+  }
+  return *kernel.program;
+}
+
+}  // namespace
+
+Runtime& runtime() {
+  static Runtime runtime;
+  return runtime;
+}
+
+void load(const std::string& text) {
+  auto module = std::make_unique<Module>(parse(text));
+  module->text = text;
+  for (const auto& [name, entry] : module->entries) {
+    runtime().kernels[name] = {module.get(), nullptr, nullptr};
+  }
+  runtime().modules.push_back(std::move(module));
+}
+
+Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_t shared_bytes,
+              void** arguments, bool replicas) {
+  constexpr uint64_t kMaxGridX = 0x7fffffff, kMaxGridYZ = 0xffff, kMaxThreads = 1024;
+  const auto found = runtime().kernels.find(name);
+  if (found == runtime().kernels.end()) return kInvalidDeviceFunction;
+  Kernel& kernel = found->second;
+  if (grid.count() == 0 || grid.x > kMaxGridX || grid.y > kMaxGridYZ || grid.z > kMaxGridYZ ||
+      block.count() == 0 || block.count() > kMaxThreads ||
+      shared_bytes > kernel.max_dynamic_shared) {
+    return kInvalidConfiguration;
+  }
+  try {
+    const Program& program = program_of(kernel, name);
+    if (kernel.counts == nullptr) {
+      kernel.counts = std::make_unique<Counts>(program, runtime().footprint);
+    }
+    std::vector<char> parameters(program.parameter_bytes);
+    for (size_t p = 0; p < program.parameters_at.size(); ++p) {
+      std::memcpy(&parameters[program.parameters_at[p]], arguments[p],
+                  program.entry.parameters[p].bytes);
+    }
+    runtime().races.begin_launch();
+    kernel.counts->launch(shared_bytes);
+    ++runtime().kernels_launched;
+    Launch launch = {program,
+                     grid,
+                     block,
+                     shared_bytes,
+                     std::move(parameters),
+                     runtime().seed == 0,
+                     replicas,
+                     runtime().random,
+                     runtime().memory,
+                     runtime().races,
+                     *kernel.counts};
+    // What was read too early is reported at the end, since a race may be why.
+    try {
+      run(launch);
+    } catch (const Error& error) {
+      throw launch.unwritten.empty() ? error : Error(launch.unwritten + "; then " + error.what());
+    }
+    if (!launch.unwritten.empty()) throw Error(launch.unwritten);
+  } catch (const Error& error) {
+    runtime().error = error.what();
+    return kLaunchFailure;
+  }
+  return kSuccess;
+}
+
+}  // namespace ptx
+
+// --- For Python
+
+using ptx::runtime;
+
+extern "C" {
+
+void ptx_configure(int64_t seed, int64_t resident_blocks) {
+  runtime().seed = static_cast<uint64_t>(seed);
+  runtime().random = ptx::Random(runtime().seed);
+  runtime().resident_blocks = static_cast<uint32_t>(resident_blocks);
+  runtime().footprint = {};
+  runtime().kernels_launched = runtime().memsets = 0;
+  for (auto& [name, kernel] : runtime().kernels) kernel.counts = nullptr;
+}
+void ptx_allocate(int64_t begin, int64_t bytes, int64_t written) {
+  runtime().memory.add(begin, bytes, written != 0);
+}
+void ptx_free(int64_t begin) { runtime().memory.remove(begin); }
+const char* ptx_error() { return runtime().error.c_str(); }
+int64_t ptx_load(const char* text) {
+  try {
+    ptx::load(text);
+  } catch (const ptx::Error& error) {
+    runtime().error = error.what();
+    return ptx::kInvalidPtx;
+  }
+  return ptx::kSuccess;
+}
+int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
+                   void** arguments, int64_t replicas) {
+  constexpr int64_t kMostShared = 227 << 10;  // of a block on sm_90 that asks for it
+  const auto kernel = runtime().kernels.find(name);
+  if (kernel != runtime().kernels.end()) kernel->second.max_dynamic_shared = kMostShared;
+  return ptx::launch(name, {uint32_t(blocks)}, {uint32_t(threads)}, shared_bytes, arguments,
+                     replicas != 0);
+}
+// Since ptx_configure: sectors of device memory read, written, kernels launched, memsets; then what
+// Counts::report says of each kernel. Sectors and reports are of what ran in turn.
+const char* ptx_counts() {
+  const ptx::Footprint& footprint = runtime().footprint;
+  std::string& report = runtime().report;
+  report.clear();
+  for (const uint64_t total : {footprint.sectors_read, footprint.sectors_written,
+                               runtime().kernels_launched, runtime().memsets}) {
+    report += std::to_string(total) + "\t";
+  }
+  report += "\n";
+  for (const auto& [name, kernel] : runtime().kernels) {
+    if (kernel.counts != nullptr) report += "\n" + kernel.counts->report();
+  }
+  return report.c_str();
+}
+// The PTX that a kernel is part of.
+const char* ptx_text(const char* kernel) {
+  return runtime().kernels.at(kernel).module->text.c_str();
+}
+}

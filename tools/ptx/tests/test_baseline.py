@@ -1,0 +1,79 @@
+"""No kernel issues more instructions, or touches more sectors, than baseline.json says."""
+
+import dataclasses
+
+import pytest
+
+from .. import costs, counting, machine_code
+from ..cases import CASES
+
+pytestmark = pytest.mark.skipif(
+    machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
+)
+TOLERANCE = 0.02
+BY_DEFAULT = {
+    "mask_pack 0.01 float32 bfloat16",
+    "sample_threshold 16384",
+    "scatter_unpack 0.01 8",
+    "quantize_pack int4 float32",
+    "dequantize_sum int4 8 float32",
+    "dequantize_sum_pack int4 2",
+    "row_pack 256 float32",
+    "row_gather 256",
+    "row_unpack 256",
+    "row_quantize 256 int4 float32",
+    "row_dequantize 256 int4 float32",
+}
+
+
+def grown(now: costs.Cost, before: costs.Cost) -> list[str]:
+    """What has grown by more than the tolerance, in words."""
+
+    def of(cost: costs.Cost) -> dict[str, float]:
+        asked = sum(kernel.sectors for kernel in cost.kernels)
+        moved = cost.sectors_read + cost.sectors_written
+        return {"issue slots": cost.slots, "sectors asked for": asked, "sectors moved": moved}
+
+    after = of(now)
+    return [
+        f"{what}: {after[what]:,.1f} where {least:,.1f} were"
+        for what, least in of(before).items()
+        if after[what] > (1 + TOLERANCE) * least
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=str(make), marks=() if str(make) in BY_DEFAULT else pytest.mark.large)
+        for make in CASES
+    ],
+)
+def test_costs_no_more_than_before(make):
+    version, baseline = costs.load()
+    counted = counting.count(make())
+    assert counted.name in baseline, "a new case: python -m ptx baseline, in tools/"
+    found = grown(counted, baseline[counted.name])
+    if version != machine_code.nvcc_version():
+        pytest.skip(f"baseline.json is of nvcc {version}; beside it: {found or 'nothing grew'}")
+    assert found == []
+
+
+@pytest.mark.parametrize("what", ["issue slots", "sectors asked for", "sectors moved"])
+@pytest.mark.parametrize("factor", [1.01, 1.03])
+def test_growth_is_seen(what, factor):
+    """And nothing else is."""
+    _, baseline = costs.load()
+    before = next(iter(baseline.values()))
+    kernel = before.kernels[0]
+    of_kernel = {"issue slots": "slots", "sectors asked for": "sectors"}
+
+    def times(cost, *names):
+        return dataclasses.replace(cost, **{name: factor * getattr(cost, name) for name in names})
+
+    if what in of_kernel:
+        now = dataclasses.replace(before, kernels=[times(kernel, of_kernel[what])])
+    else:
+        now = times(before, "sectors_read", "sectors_written")
+    found = grown(now, before)
+    assert [line.partition(":")[0] for line in found] == ([what] if factor > 1.02 else [])

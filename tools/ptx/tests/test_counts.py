@@ -1,0 +1,161 @@
+"""What the executor counts in lock-step, and what is made of that."""
+
+import pytest
+import torch
+
+from .. import build, counting, machine_code
+from ..backend import executor
+from ..cases import Case
+from .snippets import run
+
+pytestmark = pytest.mark.skipif(
+    machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
+)
+SYMBOLS = {
+    "together": "_Z8togetherPKlPl",
+    "loops": "_Z5loopsPii",
+    "fills": "_Z5fillsPii",
+    "diverges": "_Z8divergesPi",
+}
+
+
+def counted(body, *tensors, threads=32, shared=0):
+    """Rows (issues, lanes, sectors, conflicts) by opcode, and sectors read, written, launches."""
+    executor().configure(0)
+    run(body, *tensors, threads=threads, shared=shared)
+    totals, report = executor().counts().split("\n\n")
+    rows = [line.split() for line in report.splitlines()[1:]]
+    found = {row[-1]: tuple(map(int, row[1:-1])) for row in rows}
+    return found, tuple(map(int, totals.split()[:3]))
+
+
+def test_lanes_that_are_active():
+    """Of 3 warps of 32, lanes below 8 go one way and the others another; then all meet again."""
+    body = """
+mov.u32 %r1, %laneid;
+setp.lt.u32 %p1, %r1, 8;
+@%p1 bra FEW;
+add.s32 %r2, %r1, 1;
+bra MEET;
+FEW:
+sub.s32 %r2, %r1, 1;
+MEET:
+@%p1 xor.b32 %r3, %r2, 1;
+"""
+    rows, _ = counted(body, threads=96)
+    assert rows["setp.lt.u32"] == (3, 96, 0, 0)
+    assert rows["add.s32"] == (3, 72, 0, 0)
+    assert rows["sub.s32"] == (3, 24, 0, 0)
+    assert rows["xor.b32"] == (3, 24, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "stride, first, sectors", [(4, 0, 4), (4, 4, 5), (8, 0, 8), (32, 0, 32), (64, 0, 32), (0, 0, 1)]
+)
+@pytest.mark.parametrize("access", ["ld", "st"])
+def test_sectors_of_device_memory(access, stride, first, sectors):
+    """Of a warp that goes to every so many bytes; and again, which memory does not see."""
+    memory = torch.zeros(640, dtype=torch.int32)
+    start = -memory.data_ptr() % 32 + first
+    order = "ld.global.u32 %r2, [%rd2];" if access == "ld" else "st.global.u32 [%rd2], %r2;"
+    if access == "st" and stride == 0:
+        order = "@!%p1 " + order  # or lanes race
+    body = f"""
+setp.ne.s32 %p1, %r0, 0;
+mad.lo.s32 %r1, %r0, {stride}, {start};
+cvt.u64.u32 %rd1, %r1;
+add.s64 %rd2, %rd0, %rd1;
+{order}
+{order.replace("u32", "b32")}
+"""
+    rows, totals = counted(body, memory)
+    lanes = 1 if order.startswith("@") else 32
+    assert rows[f"{access}.global.u32"] == (1, lanes, sectors, 0)
+    assert totals == ((sectors, 0, 1) if access == "ld" else (0, sectors, 1))
+
+
+def test_what_is_written_first_is_not_read_from_memory():
+    out = torch.zeros(40)
+    start = -out.data_ptr() % 32
+    body = f"""
+mad.lo.s32 %r1, %r0, 4, {start};
+cvt.u64.u32 %rd1, %r1;
+add.s64 %rd2, %rd0, %rd1;
+st.global.u32 [%rd2], %r0;
+ld.global.u32 %r2, [%rd2];
+"""
+    assert counted(body, out)[1] == (0, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "type, stride, conflicts",
+    [
+        *(("u32", 4, 0), ("u32", 8, 1), ("u32", 128, 31), ("u32", 132, 0), ("u8", 1, 0)),
+        ("u32", 0, 0),  # one word for all
+        *(("u64", 8, 0), ("u64", 16, 2)),  # 1 in each half of the warp
+        *(("v4.u32", 16, 0), ("v4.u32", 32, 4)),  # 1 in each quarter
+    ],
+)
+def test_conflicts_in_shared_memory(type, stride, conflicts):
+    to = {"v4.u32": "{%r2, %r3, %r4, %r5}", "u64": "%rd1", "u8": "%rs1"}.get(type, "%r2")
+    first = "@!%p1 " if stride == 0 else ""  # or lanes race
+    body = f"""
+setp.ne.s32 %p1, %r0, 0;
+mul.lo.s32 %r1, %r0, {stride};
+{first}st.shared.{type} [%r1], {to};
+bar.warp.sync -1;
+ld.shared.{type} {to}, [%r1];
+"""
+    rows, _ = counted(body, shared=8192)
+    assert rows[f"ld.shared.{type}"] == (1, 32, 0, conflicts)
+
+
+def test_atomics_on_one_word_take_turns():
+    first = "setp.ne.s32 %p1, %r0, 0;\n@!%p1 st.shared.u32 [memory], %r0;\nbar.warp.sync -1;\n"
+    rows, _ = counted(first + "atom.shared.add.u32 %r2, [memory], %r0;", shared=64)
+    assert rows["atom.shared.add.u32"] == (1, 32, 0, 31)
+
+
+def cost(kernel, *arguments):
+    executor().load(build.ptx(build.HERE / "counted.cu"))
+    loaded = SYMBOLS[kernel]
+
+    def call(ops, executor):
+        executor.launch(loaded, 1, 32, *arguments)
+
+    found = counting.count(Case(kernel, "", 1, 0, call))
+    return found.kernels[0], machine_code.machine_code(executor().text(loaded), loaded)
+
+
+def test_straight_code_is_issued_once():
+    """By each warp, up to where it ends."""
+    kernel, code = cost("together", *(torch.zeros(96, dtype=torch.int64) for _ in range(2)))
+    listed = [i.text for block in code.blocks for i in block.code]
+    assert kernel.slots == listed.index("EXIT") + 1
+
+
+def test_a_loop_is_issued_so_often():
+    out = torch.zeros(32, dtype=torch.int32)
+    few, code = cost("loops", out, 10)
+    many, _ = cost("loops", out, 30)
+    (body,) = [block for block in code.blocks if any("SHFL" in i.text for i in block.code)]
+    assert many.slots - few.slots == 20 * len(body.code)
+    # Two additions and a comparison; not the shuffle and the branch.
+    assert many.half_rate - few.half_rate == 20 * 3
+
+
+def test_an_unrolled_loop_is_not_counted_as_often_as_it_was_unrolled():
+    """Its stores are all in the machine code several times; each runs in one of them."""
+    out = torch.zeros(32 * 64, dtype=torch.int32)
+    few, code = cost("fills", out, 32)
+    many, _ = cost("fills", out, 64)
+    stores = sum("STG" in i.text for block in code.blocks for i in block.code)
+    assert stores > 1
+    per_round = (many.slots - few.slots) / 32
+    assert 1 <= per_round <= 4, "a store, and its share of the loop around four of them"
+
+
+def test_lanes_that_leave_a_loop_wait_for_the_others():
+    out = torch.zeros(32, dtype=torch.int32)
+    kernel, _ = cost("diverges", out)
+    assert kernel.threads < 32 * sum(kernel.classes.values())

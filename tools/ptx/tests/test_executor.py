@@ -1,0 +1,248 @@
+"""How threads interleave, what they see of each other, and the errors that are reported."""
+
+import re
+
+import pytest
+import torch
+
+from ..backend import executor
+from ..launchers import poisoned
+from .snippets import per_thread, run
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_of_a_mask_meet_without_the_others(seed):
+    """Both halves vote, each with its own mask, and lanes that have left are not waited for."""
+    executor().configure(seed)
+    body = """
+setp.lt.u32 %p1, %r0, 16;
+selp.b32 %r1, 65535, -65536, %p1;
+vote.sync.ballot.b32 %r9, %p1, %r1;
+setp.eq.s32 %p2, %r0, 5;
+@%p2 bra LEAVE;
+vote.sync.ballot.b32 %r9, %p1, %r1;
+LEAVE:
+"""
+    assert per_thread(body) == [
+        0xFFFF if lane == 5 else 0xFFDF if lane < 16 else 0 for lane in range(32)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lane_may_wait_for_another_of_its_warp(seed):
+    """Volta's promise: lane 0 spins on what lane 1 writes only later in the program."""
+    executor().configure(seed)
+    flag = torch.zeros(1, dtype=torch.int64)
+    run(
+        """
+setp.ne.s32 %p1, %r0, 0;
+@%p1 bra WRITE;
+SPIN:
+nanosleep.u32 20;
+ld.relaxed.gpu.global.u64 %rd5, [%rd0];
+setp.eq.s64 %p2, %rd5, 0;
+@%p2 bra SPIN;
+bra DONE;
+WRITE:
+setp.ne.s32 %p3, %r0, 1;
+@%p3 bra DONE;
+mov.u64 %rd6, 7;
+st.relaxed.gpu.global.u64 [%rd0], %rd6;
+DONE:
+""",
+        flag,
+    )
+    assert flag.item() == 7
+
+
+EXCHANGE = """
+shl.b32 %r1, %r0, 2;
+st.shared.u32 [%r1], %r0;
+{barrier}
+xor.b32 %r2, %r1, {partner};
+ld.shared.u32 %r9, [%r2];
+"""
+
+
+@pytest.mark.parametrize("barrier, partner", [("bar.warp.sync -1;", 4), ("bar.sync 0;", 252)])
+@pytest.mark.parametrize("seed", range(3))
+def test_barriers_order_shared_memory(seed, barrier, partner):
+    executor().configure(seed)
+    out = per_thread(EXCHANGE.format(barrier=barrier, partner=partner), threads=64, shared=256)
+    assert out == [thread ^ partner // 4 for thread in range(64)]
+
+
+MESSAGE = """
+mov.u32 %r1, %ctaid.x;
+setp.ne.s32 %p1, %r0, 0;
+@%p1 bra DONE;
+setp.ne.s32 %p2, %r1, 0;
+@%p2 bra READ;
+mov.u64 %rd5, 1;
+st.relaxed.gpu.global.u64 [%rd0], %rd5;
+{publish}
+bra DONE;
+READ:
+{read}
+ld.relaxed.gpu.global.u64 %rd7, [%rd0];
+st.global.u64 [%rd1], %rd6;
+st.global.u64 [%rd1+8], %rd7;
+DONE:
+"""
+RELAXED = {
+    "publish": "st.relaxed.gpu.global.u64 [%rd0+8], %rd5;",
+    "read": "ld.relaxed.gpu.global.u64 %rd6, [%rd0+8];",
+}
+ORDERED = {
+    "publish": "mov.u32 %r5, 1;\natom.acq_rel.gpu.global.add.u32 %r6, [%rd0+8], %r5;",
+    "read": "atom.acq_rel.gpu.global.add.u32 %r6, [%rd0+8], 0;\ncvt.u64.u32 %rd6, %r6;",
+}
+
+
+def outcomes(**parts):
+    """What a reader may see of a flag and, after it, of what was written before the flag."""
+    seen = set()
+    for seed in range(1, 41):
+        executor().configure(seed)
+        memory, out = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        run(MESSAGE.format(**parts), memory, out, blocks=2)
+        seen.add(tuple(out.tolist()))
+    return seen
+
+
+def test_relaxed_stores_are_seen_in_any_order():
+    assert outcomes(**RELAXED) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_what_is_released_is_seen_by_who_acquires():
+    assert outcomes(**ORDERED) == {(0, 0), (0, 1), (1, 1)}
+
+
+def test_one_address_is_never_seen_to_go_back():
+    parts = RELAXED | {"read": "ld.relaxed.gpu.global.u64 %rd6, [%rd0];"}
+    assert (1, 0) not in outcomes(**parts)
+
+
+LOCAL = """
+.local .align 4 .b8 depot[8];
+.reg .b32 %SPL;
+.reg .b64 %SP;
+mov.b32 %SPL, depot;
+cvt.u64.u32 %SP, %SPL;
+cvta.local.u64 %SP, %SP;
+st.b32 [%SP+4], %r0;
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_local_memory_is_a_threads_own(seed):
+    executor().configure(seed)
+    assert per_thread(LOCAL + "bar.sync 0;\nld.b32 %r9, [%SP+4];", threads=64) == list(range(64))
+
+
+def test_replicas_are_no_race():
+    """Where they are allowed, in shared memory, if the values are the same."""
+    same, other = "st.shared.u32 [memory], 7;", "st.shared.u32 [memory], %r0;"
+    everywhere = "st.global.u32 [%rd0], 7;"
+    out = torch.zeros(1, dtype=torch.int32)
+    for seed in range(3):
+        executor().configure(seed)
+        run(same, out, threads=64, shared=4, replicas=True)
+        for body, replicas in [(same, False), (other, True), (everywhere, True)]:
+            with pytest.raises(RuntimeError, match="data race"):
+                run(body, out, threads=64, shared=4, replicas=replicas)
+
+
+# body, what the report says; a tensor of 32 int32 is at %rd0
+ERRORS = {
+    "behind the end": ("ld.global.u32 %r1, [%rd0+128];", "4 bytes out of bounds.*128 bytes behind"),
+    "before the begin": ("st.global.u32 [%rd0+-4], %r0;", "out of bounds"),
+    "half behind the end": ("ld.global.u64 %rd1, [%rd0+124];", "8 bytes out of bounds"),
+    "behind shared memory": ("st.shared.u32 [memory+256], %r0;", "out of bounds at address 256"),
+    "behind local memory": (LOCAL + "ld.b32 %r1, [%SP+8];", "4 bytes out of bounds"),
+    "a second result that is not known": (
+        "setp.lt.u32 %p1|%p2, %r0, 8;",
+        "second result that is not known",
+    ),
+    "misaligned": ("ld.global.u32 %r1, [%rd0+2];", "4 bytes misaligned"),
+    "a vector at half its size": (
+        "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0+8];",
+        "16 bytes misaligned.*thread.*PTX line.*ld.global.v4",
+    ),
+    "an opcode not known": ("sin.approx.f32 %f1, %f1;", "unknown opcode sin.approx.f32"),
+    "a modifier not known": ("ld.weird.u32 %r1, [%rd0];", "unknown opcode ld.weird.u32"),
+    "a mask without the lane": ("bar.warp.sync 65535;", "its mask leaves itself out.*thread 16"),
+    "masks that differ": (
+        "setp.eq.s32 %p1, %r0, 3;\nselp.b32 %r1, 15, -1, %p1;\nbar.warp.sync %r1;",
+        "mask 0x.* against 0x",
+    ),
+    "call sites that differ": (
+        "setp.eq.s32 %p1, %r0, 3;\n@%p1 bra A;\nbar.warp.sync -1;\nbra B;\nA:\n"
+        "bar.warp.sync -1;\nB:",
+        "waits for it elsewhere",
+    ),
+    "a barrier half reached": (
+        "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra A;\nbar.sync 0;\nA:\nbar.warp.sync -1;",
+        "deadlock.*24 threads at a barrier.*8 threads in a collective",
+    ),
+    "a barrier met at two places": (
+        "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra A;\nbar.sync 0;\nbra B;\nA:\nbar.sync 0;\nB:",
+        "meets this barrier elsewhere",
+    ),
+    "a wait for nobody": (
+        "A:\nnanosleep.u32 20;\nld.relaxed.gpu.global.u64 %rd1, [%rd0];\n"
+        "setp.eq.s64 %p1, %rd1, 0;\n@%p1 bra A;",
+        "hang",
+    ),
+    "lanes race for a word": ("st.shared.u32 [memory], %r0;", "data race.*store"),
+    "no barrier of the warp": (EXCHANGE.format(barrier="", partner=4), "data race"),
+    "what nobody has written": (
+        "ld.shared.u32 %r1, [memory];",
+        "4 bytes uninitialized at address 0: block 0, thread.*PTX line.*ld.shared.u32",
+    ),
+    "half of it written": (
+        "shl.b32 %r1, %r0, 2;\nst.shared.b16 [%r1], %rs1;\nld.shared.u32 %r2, [%r1];",
+        "4 bytes uninitialized",
+    ),
+    "an update of what nobody has written": (
+        "atom.shared.add.u32 %r1, [memory], %r0;",
+        "4 bytes uninitialized",
+    ),
+    "local memory that nobody has written": (LOCAL + "ld.b32 %r1, [%SP];", "4 bytes uninitialized"),
+    "read before it is written": (
+        "setp.ne.s32 %p1, %r0, 0;\n@%p1 bra A;\nld.shared.u32 %r1, [memory];\nA:\n"
+        "setp.ne.s32 %p1, %r0, 1;\n@%p1 bra B;\nst.shared.u32 [memory], %r0;\nB:",
+        "data race",  # the cause, also where the load comes first
+    ),
+    "threads of two blocks race": (
+        "mov.u32 %r1, %ctaid.x;\nst.global.u32 [%rd0], %r1;",
+        "data race",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_error_is_reported(error, seed):
+    body, report = ERRORS[error]
+    executor().configure(seed)
+    with pytest.raises(RuntimeError) as raised:
+        run(body, torch.zeros(32, dtype=torch.int32), shared=256)
+    assert re.search(report, str(raised.value), re.DOTALL), raised.value
+
+
+def test_a_result_is_initialized_by_a_store():
+    read, store = "ld.global.u32 %r1, [%rd2];", "st.global.u32 [%rd2], %r0;\n"
+    own = "mul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd0, %rd1;\n"
+    run(own + store + read, poisoned(32, dtype=torch.int32))
+    result = poisoned(32, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="4 bytes uninitialized"):
+        run(own + read, result)
+    run(own + read, result)  # after the call that made it, it is an argument as any
+
+
+def test_warps_without_a_barrier_race():
+    with pytest.raises(RuntimeError, match="data race"):
+        per_thread(
+            EXCHANGE.format(barrier="bar.warp.sync -1;", partner=252), threads=64, shared=256
+        )

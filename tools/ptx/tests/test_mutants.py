@@ -1,0 +1,131 @@
+"""Mutants of the kernels are caught: by a report of the executor, or by a wrong result.
+
+A mutant is the PTX that nvcc or Triton made of a kernel, with one instruction changed. Nothing is
+compiled again, and a kernel may be rewritten as long as it still has such an instruction.
+In a process with TRITON_INTERPRET=0 these are Triton's kernels (test_triton.py).
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+from conftest import BACKENDS
+
+from dct_kernels._schemas import OPS
+
+from .. import build
+from ..backend import executor
+from . import runs
+
+TRITON = os.environ.get("TRITON_INTERPRET") == "0"
+BACKEND = BACKENDS["ptx-triton" if TRITON else "ptx-cuda"]
+SEEDS = range(1, 6)
+RACE, OUT_OF_BOUNDS, UNINITIALIZED, WRONG = "data race", "out of bounds", "uninitialized", "wrong"
+
+pytestmark = pytest.mark.skipif(
+    not TRITON and build.missing() is not None, reason=f"not on this machine: {build.missing()}"
+)
+Run = Callable[[SimpleNamespace], object]
+
+
+class Mutant(NamedTuple):
+    run: Run
+    instruction: str  # a pattern of one or more lines
+    instead: str
+    found: str
+
+
+MUTANTS = {
+    "no barrier of a block": Mutant(runs.row_gather, r"bar\.sync .*;", "", RACE),
+    "no barrier of a warp": Mutant(runs.row_unpack, r"bar\.warp\.sync .*;", "", RACE),
+    "a last block that does not acquire": Mutant(
+        runs.sample_threshold, r"atom\.acq_rel\.gpu(.*;)", r"atom\1", RACE
+    ),
+    "an index that may be one too large": Mutant(
+        runs.row_gather, r"setp\.ge\.s64(.*;)", r"setp.gt.s64\1", OUT_OF_BOUNDS
+    ),
+    "a store to shared memory left out": Mutant(
+        runs.row_unpack, r"st\.shared\.v4.*;", "", UNINITIALIZED
+    ),
+    "a store of a result left out": Mutant(runs.row_dequantize, r"st\.global.*;", "", WRONG),
+    "a product and a sum fused": Mutant(
+        runs.dequantize_sum_pack,
+        r"mul\.rn\.f32 (%f\d+), (.*);\nadd\.rn\.f32 (%f\d+), (%f\d+), \1;",
+        r"fma.rn.f32 \3, \2, \4;",
+        WRONG,
+    ),
+    "positions counted from the wrong end": Mutant(
+        runs.row_pack, r"shfl\.sync\.up(.*), \S+, (\S+;)", r"shfl.sync.down\1, 31, \2", WRONG
+    ),
+    "a lane that leaves itself out of a vote": Mutant(
+        runs.scatter_unpack, r"(vote\.sync.*), \S+;", r"\1, 65535;", "its mask leaves itself out"
+    ),
+    "another lane's value": Mutant(
+        runs.quantize_pack, r"(shfl\.sync\.bfly.*, \S+, )\S+(, \S+, \S+;)", r"\g<1>0\2", WRONG
+    ),
+    "a vector at half its size": Mutant(
+        runs.scatter_unpack,
+        r"(st\.global\S*\.v4\S* )\[(%rd\d+)\]",
+        r"\1[\2+8]",
+        "16 bytes misaligned",
+    ),
+    "an entry of a histogram not counted": Mutant(
+        runs.sample_threshold, r"atom\.shared\.add.*;", "", WRONG
+    ),
+}
+
+
+def kernels(run: Run) -> dict[str, str]:
+    """The PTX of each kernel that a run launches, by name."""
+    executor().configure(0)
+    run(BACKEND)
+    _, *reports = executor().counts().split("\n\n")
+    names = [report.split()[0] for report in reports]
+    return {name: executor().text(name) for name in names}
+
+
+def mutants(run: Run, instruction: str, instead: str) -> Iterator[str]:
+    """What the executor finds in each mutant, or '', for one mutant after the other."""
+    for name, text in kernels(run).items():
+        begin = text.index(f".entry {name}(")
+        end = text.find(".entry", begin + 1) % (len(text) + 1)  # of the module, if there is no next
+        for match in re.finditer(instruction, text[begin:end]):
+            changed = text[begin:end][: match.start()] + match.expand(instead)
+            executor().load(text[:begin] + changed + text[begin + match.end() :])
+            try:
+                found = (runs.findings(run, BACKEND, executor(), seed) for seed in SEEDS)
+                yield next(filter(None, found), "")
+            finally:
+                executor().load(text)
+
+
+@pytest.mark.skipif(TRITON, reason="the patterns are those of nvcc")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name):
+    """At one place at least: some instructions are on paths that the run does not take."""
+    run, instruction, instead, expected = MUTANTS[name]
+    found = []
+    for report in mutants(run, instruction, instead):
+        if expected in report:
+            return
+        found.append(report)
+    pytest.fail(f"a mutant of {run.__name__} is not caught. Found: {found or 'no such line'}")
+
+
+@pytest.mark.skipif(not TRITON, reason="nvcc makes many kernels of one, with barriers in each")
+@pytest.mark.parametrize("run", [runs.mask_pack, runs.scatter_unpack, runs.row_pack])
+def test_missing_barrier_is_caught(run):
+    """Each barrier is taken out alone. One in ten may be one that these runs do not need."""
+    found = list(mutants(run, r"bar\.(warp\.)?sync\s.*;", ""))
+    assert all(RACE in report for report in found if report)
+    assert len(list(filter(None, found))) >= 0.9 * len(found) > 0, found
+
+
+@pytest.mark.skipif(TRITON, reason="the conformance suite runs Triton's kernels")
+@pytest.mark.parametrize("op", OPS)
+def test_sound_kernels_are_silent(op):
+    run = getattr(runs, op)
+    assert {runs.findings(run, BACKEND, executor(), seed) for seed in SEEDS} == {""}

@@ -1,0 +1,226 @@
+"""What PTX defines of the forms that are easy to get wrong."""
+
+import math
+import struct
+
+import pytest
+import torch
+
+from ..backend import executor
+from .snippets import per_thread, run
+
+NAN, INF = math.nan, math.inf
+NAN32 = 0x7FFFFFFF  # what arithmetic makes of any NaN
+
+# opcode, its types, and operands with what comes of them: numbers, or bits of floats
+EXACT = [
+    ("cvt.rni.s32.f32", "f32 -> s32", [(0.5, 0), (1.5, 2), (2.5, 2), (-0.5, 0), (-1.5, -2)]),
+    ("cvt.rzi.s32.f32", "f32 -> s32", [(1.9, 1), (-1.9, -1), (3e9, 2**31 - 1), (-3e9, -(2**31))]),
+    ("cvt.rzi.s32.f32", "f32 -> s32", [(NAN, 0), (INF, 2**31 - 1), (-INF, -(2**31))]),
+    ("cvt.rzi.u32.f32", "f32 -> u32", [(-1.0, 0), (2.0**32, 2**32 - 1), (NAN, 0)]),
+    ("cvt.rzi.u32.f32", "f32 -> u32", [(4294967040.0, 4294967040)]),
+    ("cvt.rzi.u32.f64", "f64 -> u32", [(-0.9, 0), (4294967295.9, 2**32 - 1)]),
+    ("cvt.rzi.u32.f64", "f64 -> u32", [(4294967296.0, 2**32 - 1)]),
+    ("cvt.rzi.u32.f64", "f64 -> u32", [(NAN, 2**31), (-INF, 0), (INF, 2**32 - 1)]),
+    ("cvt.rzi.s64.f32", "f32 -> s64", [(NAN, -(2**63)), (1e30, 2**63 - 1), (-1e30, -(2**63))]),
+    ("cvt.rpi.f64.f64", "f64 -> f64", [(1.25, 2.0), (-1.25, -1.0), (-0.5, -0.0), (3.0, 3.0)]),
+    ("cvt.rmi.f32.f32", "f32 -> f32", [(1.25, 1.0), (-1.25, -2.0), (-0.0, -0.0)]),
+    ("cvt.rn.f64.s64", "s64 -> f64", [(-1, -1.0), (2**53 + 1, 2.0**53), (2**53 + 3, 2.0**53 + 4)]),
+    ("cvt.rn.f32.s32", "s32 -> f32", [(-7, -7.0), (2**24 + 1, 2.0**24), (2**24 + 3, 2.0**24 + 4)]),
+    ("cvt.rn.f32.f64", "f64 -> f32", [(1e300, INF), (1 + 2.0**-24, 1.0), (1e-45, 1)]),
+    ("cvt.s64.s32", "s32 -> s64", [(-5, -5), (2**31, -(2**31))]),
+    ("cvt.u64.u32", "u32 -> u64", [(-5, 2**32 - 5)]),
+    ("cvt.u32.u64", "u64 -> u32", [(2**32 + 3, 3), (-1, 2**32 - 1)]),
+    ("cvt.s32.s8", "s16 -> s32", [(0x1280, -128), (0x007F, 127)]),
+    ("cvt.u16.u32", "u32 -> u16", [(0x12345, 0x2345)]),
+    ("abs.f32", "f32 -> f32", [(-0.0, 0.0), (0xFFC00001, 0x7FC00001), (-INF, INF)]),
+    ("neg.s32", "s32 -> s32", [(5, -5), (2**31, -(2**31))]),
+    ("add.rn.f32", "f32, f32 -> f32", [(INF, -INF, NAN32), (1.0, 2.0**-24, 1.0)]),
+    ("add.rn.f32", "f32, f32 -> f32", [(1, 1, 2), (0xFFC00123, 1.0, NAN32)]),
+    ("sub.rn.f32", "f32, f32 -> f32", [(0.0, 0.0, 0.0), (-0.0, 0.0, -0.0)]),
+    ("mul.rn.f32", "f32, f32 -> f32", [(2.0**-100, 2.0**-49, 1), (0.0, INF, NAN32)]),
+    ("fma.rn.f32", "f32, f32, f32 -> f32", [(1 + 2.0**-23, 1 - 2.0**-23, -1.0, -(2.0**-46))]),
+    ("fma.rn.f32", "f32, f32, f32 -> f32", [(0.0, INF, 1.0, NAN32), (2.0**127, 2.0, -INF, -INF)]),
+    ("div.rn.f32", "f32, f32 -> f32", [(1.0, 3.0, 0x3EAAAAAB), (1.0, -0.0, -INF)]),
+    ("div.rn.f32", "f32, f32 -> f32", [(0.0, 0.0, NAN32)]),
+    ("max.f32", "f32, f32 -> f32", [(NAN, 1.0, 1.0), (1.0, NAN, 1.0), (NAN, NAN, NAN32)]),
+    ("max.f32", "f32, f32 -> f32", [(-0.0, 0.0, 0.0), (0.0, -0.0, 0.0)]),
+    ("min.f64", "f64, f64 -> f64", [(NAN, 1.0, 1.0), (-0.0, 0.0, -0.0), (0.0, -0.0, -0.0)]),
+    ("add.s32", "s32, s32 -> s32", [(2**31 - 1, 1, -(2**31))]),
+    ("add.s16", "s16, s16 -> s16", [(32767, 1, 0x8000)]),
+    ("max.s32", "s32, s32 -> s32", [(-1, 1, 1)]),
+    ("max.u32", "u32, u32 -> u32", [(-1, 1, -1)]),
+    ("mul.lo.s64", "s64, s64 -> s64", [(2**62, 4, 0), (-3, 7, -21)]),
+    ("mul.hi.u32", "u32, u32 -> u32", [(2**31, 6, 3)]),
+    ("mul.hi.s32", "s32, s32 -> s32", [(-1, 1, -1)]),
+    ("mul.hi.u64", "u64, u64 -> u64", [(2**63, 6, 3), (-1, -1, -2)]),
+    ("mul.wide.s32", "s32, s32 -> s64", [(-2, 2**31 - 1, -(2**32) + 2)]),
+    ("mul.wide.u32", "u32, u32 -> u64", [(-1, -1, (2**32 - 1) ** 2)]),
+    ("mul.wide.u16", "u16, u16 -> u32", [(65535, 65535, 65535**2)]),
+    ("mad.lo.s32", "s32, s32, s32 -> s32", [(-2, 3, 4, -2)]),
+    ("mad.wide.s32", "s32, s32, s64 -> s64", [(-2, 3, 10, 4), (2**31 - 1, 2, -1, 2**32 - 3)]),
+    ("mad.wide.u32", "u32, u32, u64 -> u64", [(-1, 2, 1, 2**33 - 1)]),
+    ("mul.hi.u16", "u16, u16 -> u16", [(0x8000, 6, 3)]),
+    ("div.s64", "s64, s64 -> s64", [(-7, 2, -3), (7, -2, -3)]),
+    ("div.u32", "u32, u32 -> u32", [(-7, 2, (2**32 - 7) // 2)]),
+    ("shl.b32", "u32, u32 -> u32", [(1, 31, 2**31), (1, 32, 0), (1, 33, 0), (1, -1, 0)]),
+    ("shf.l.wrap.b32", "u32, u32, u32 -> u32", [(2**31, 3, 1, 7), (5, 6, 32, 6), (2**30, 1, 2, 5)]),
+    ("shl.b64", "u64, u32 -> u64", [(1, 63, 2**63), (1, 64, 0), (1, 100, 0)]),
+    ("shr.u32", "u32, u32 -> u32", [(2**31, 31, 1), (2**31, 32, 0)]),
+    ("shr.s32", "s32, u32 -> s32", [(-8, 1, -4), (-8, 32, -1), (8, 200, 0)]),
+    ("shr.s64", "s64, u32 -> s64", [(-8, 64, -1), (-8, 2, -2)]),
+    ("shr.u16", "u16, u32 -> u16", [(0x8000, 15, 1), (0x8000, 16, 0)]),
+    ("popc.b32", "u32 -> u32", [(-1, 32), (0, 0), (0x80000001, 2)]),
+    ("brev.b32", "u32 -> u32", [(1, 2**31), (0x0000F00D, 0xB00F0000)]),
+    ("bfind.shiftamt.u32", "u32 -> u32", [(0, 0xFFFFFFFF), (1, 31), (2**31, 0), (0x00010000, 15)]),
+    ("bfi.b32", "u32, u32, u32, u32 -> u32", [(0b101, 0, 4, 3, 0x50), (0, -1, 28, 8, 2**28 - 1)]),
+    ("bfi.b32", "u32, u32, u32, u32 -> u32", [(1, 7, 32, 4, 7), (1, 6, 0, 0, 6)]),
+    ("bfi.b64", "u64, u64, u32, u32 -> u64", [(0b101, 0, 36, 3, 5 << 36)]),
+    ("bfi.b64", "u64, u64, u32, u32 -> u64", [(0, -1, 60, 8, 2**60 - 1)]),
+    ("prmt.b32", "u32, u32, u32 -> u32", [(0x44332211, 0x88776655, 0x7610, 0x88772211)]),
+    ("prmt.b32", "u32, u32, u32 -> u32", [(0x80, 0x7F, 0x8888, -1), (0x80, 0x7F, 0xCCCC, 0)]),
+    ("prmt.b32", "u32, u32, u32 -> u32", [(0x44332211, 0, 0x3340, 0x44440011)]),
+    ("bfe.u32", "u32, u32, u32 -> u32", [(0xDEADBEEF, 8, 8, 0xBE), (-1, 28, 8, 15)]),
+    ("bfe.u32", "u32, u32, u32 -> u32", [(-1, 32, 4, 0)]),
+    ("bfe.u32", "u32, u32, u32 -> u32", [(-1, 5, 0, 0), (-1, 0, 32, -1), (0x80, 256, 264, 0x80)]),
+    ("bfe.s32", "s32, u32, u32 -> s32", [(0x80, 4, 4, -8), (0x70, 4, 4, 7), (-1, 3, 0, 0)]),
+    ("bfe.s32", "s32, u32, u32 -> s32", [(-(2**31), 28, 8, -8), (-(2**31), 40, 4, -1)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0x3C00, 1.0), (1, 2.0**-24), (0x83FF, -1023 * 2.0**-24)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0x7BFF, 65504.0), (0xFC00, -INF), (0x8000, -0.0)]),
+    ("cvt.f32.f16", "u16 -> f32", [(0xFE01, NAN32)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(1 + 2.0**-11, 0x3C00), (1 + 3 * 2.0**-11, 0x3C02)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(65519.0, 0x7BFF), (65520.0, 0x7C00), (-INF, 0xFC00)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(2.0**-25, 0), (3 * 2.0**-26, 1), (-0.0, 0x8000)]),
+    ("cvt.rn.f16.f32", "f32 -> u16", [(2047.5 * 2.0**-25, 0x400), (NAN, 0x7FFF), (-1.0, 0xBC00)]),
+    ("cvt.rn.f16x2.f32", "f32, f32 -> u32", [(1.0, -2.0, 0x3C00C000), (NAN, 0.0, 0x7FFF0000)]),
+    ("abs.f16", "u16 -> u16", [(0x8000, 0), (0xFC00, 0x7C00), (0x3C00, 0x3C00)]),
+    ("abs.f16x2", "u32 -> u32", [(0x8000FC00, 0x00007C00)]),
+    ("add.s16x2", "u32, u32 -> u32", [(0x7FFF0001, 0x0001FFFF, 0x80000000)]),
+    ("max.u16x2", "u32, u32 -> u32", [(0x0001FFFF, 0x80000002, 0x8000FFFF)]),
+    ("min.s16x2.relu", "u32, u32 -> u32", [(0x00058000, 0x00010001, 0x00010000)]),
+    ("min.s16x2.relu", "u32, u32 -> u32", [(0x00007FFF, 0xFFFF0001, 0x00000001)]),
+    ("min.u16x2", "u32, u32 -> u32", [(0x0001FFFF, 0x80000002, 0x00010002)]),
+    ("setp.nan.f16", "u16, u16 -> pred", [(0xFC01, 0, 1), (0, 0x7E00, 1), (0x7C00, 0xFC00, 0)]),
+    ("setp.lt.f16", "u16, u16 -> pred", [(0xC000, 0xBC00, 1), (0x8000, 0, 0), (0x7E00, 0, 0)]),
+    ("min.relu.s32", "s32, s32 -> s32", [(-5, 3, 0), (4, 3, 3), (2, 7, 2)]),
+    ("max.relu.s32", "s32, s32 -> s32", [(-5, -3, 0), (4, -3, 4), (-2, 7, 7)]),
+    ("selp.b32", "u32, u32, pred -> u32", [(1, 2, 1, 1), (1, 2, 0, 2)]),
+    ("setp.lt.f32", "f32, f32 -> pred", [(1.0, 2.0, 1), (NAN, 2.0, 0), (-0.0, 0.0, 0)]),
+    ("setp.ltu.f32", "f32, f32 -> pred", [(1.0, 2.0, 1), (NAN, 2.0, 1), (2.0, 1.0, 0)]),
+    ("setp.geu.f32", "f32, f32 -> pred", [(NAN, NAN, 1), (1.0, 2.0, 0), (2.0, 2.0, 1)]),
+    ("setp.ne.f32", "f32, f32 -> pred", [(NAN, 1.0, 0), (1.0, 2.0, 1), (0.0, -0.0, 0)]),
+    ("setp.neu.f32", "f32, f32 -> pred", [(NAN, 1.0, 1), (1.0, 1.0, 0)]),
+    ("setp.nan.f32", "f32, f32 -> pred", [(NAN, 1.0, 1), (1.0, NAN, 1), (1.0, INF, 0)]),
+    ("setp.num.f32", "f32, f32 -> pred", [(NAN, 1.0, 0), (1.0, 2.0, 1)]),
+    ("setp.lt.s32", "s32, s32 -> pred", [(-1, 1, 1), (1, -1, 0)]),
+    ("setp.lt.u32", "u32, u32 -> pred", [(-1, 1, 0), (1, -1, 1)]),
+    ("setp.gt.s16", "s16, s16 -> pred", [(0x8000, 0, 0), (1, 0, 1)]),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_turn():
+    executor().configure(0)
+
+
+def bits(value, type):
+    """Of a number of this type, as a non-negative integer."""
+    if isinstance(value, float):
+        return int.from_bytes(struct.pack("<f" if type == "f32" else "<d", value), "little")
+    return value % 2 ** (32 if type == "pred" else int(type[1:]))
+
+
+def register(type, number):
+    families = {"pred": "%p", "f32": "%f", "f64": "%fd", "16": "%rs", "32": "%r", "64": "%rd"}
+    return families.get(type, families.get(type[1:])) + str(number)
+
+
+def evaluate(opcode, types, to, cases):
+    """The bits that an opcode gives for every case, each in a lane of its own."""
+    padded = cases + cases[:1] * (32 - len(cases))
+    rows = [[bits(case[i], type) for case in padded] for i, type in enumerate(types)]
+    inputs = torch.tensor(rows, dtype=torch.uint64).view(torch.int64)
+    out = torch.zeros(32, dtype=torch.int64)
+    lines = ["mul.wide.u32 %rd9, %r0, 8;", "add.s64 %rd0, %rd0, %rd9;", "add.s64 %rd1, %rd1, %rd9;"]
+    operands = [register(to, 2)]
+    for i, type in enumerate(types):
+        operands.append(register(type, i + 3))
+        if type == "pred":
+            lines += [
+                f"ld.global.u32 %r9, [%rd1+{256 * i}];",
+                f"setp.ne.s32 {operands[-1]}, %r9, 0;",
+            ]
+        else:
+            lines.append(f"ld.global.b{type[1:]} {operands[-1]}, [%rd1+{256 * i}];")
+    lines.append(f"{opcode} {', '.join(operands)};")
+    if to == "pred":
+        lines += ["selp.b32 %r9, 1, 0, %p2;", "st.global.u32 [%rd0], %r9;"]
+    else:
+        lines.append(f"st.global.b{to[1:]} [%rd0], {operands[0]};")
+    run("\n".join(lines), out, inputs)
+    return [value % 2**64 for value in out[: len(cases)].tolist()]
+
+
+@pytest.mark.parametrize("opcode, types, cases", EXACT, ids=[case[0] for case in EXACT])
+def test_exact(opcode, types, cases):
+    operands, to = types.split(" -> ")
+    actual = evaluate(opcode, operands.split(", "), to, cases)
+    assert list(map(hex, actual)) == [hex(bits(case[-1], to)) for case in cases]
+
+
+SHUFFLES = {
+    "up.b32 %r9|%p1, %r0, 1, 0, -1": [max(lane - 1, 0) for lane in range(32)],
+    "up.b32 %r9|%p1, %r0, 4, 6144, -1": [
+        lane - 4 if lane % 8 >= 4 else lane for lane in range(32)
+    ],  # 6144: segments of 8
+    "down.b32 %r9|%p1, %r0, 2, 31, -1": [lane + 2 if lane < 30 else lane for lane in range(32)],
+    "bfly.b32 %r9|%p1, %r0, 5, 31, -1": [lane ^ 5 for lane in range(32)],
+    "idx.b32 %r9|%p1, %r0, 35, 31, -1": [3] * 32,
+    "idx.b32 %r9|%p1, %r0, 3, 6175, -1": [lane // 8 * 8 + 3 for lane in range(32)],
+}
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_shuffle(shuffle):
+    assert per_thread(f"shfl.sync.{shuffle};") == SHUFFLES[shuffle]
+
+
+def test_the_predicate_of_a_shuffle_says_whether_it_moved():
+    moved = per_thread("shfl.sync.up.b32 %r1|%p1, %r0, 3, 0, -1;\nselp.b32 %r9, 1, 0, %p1;")
+    assert moved == [int(lane >= 3) for lane in range(32)]
+
+
+def test_votes_and_reductions():
+    odd = "and.b32 %r1, %r0, 1;\nsetp.ne.s32 %p1, %r1, 0;\n"
+    assert per_thread(odd + "vote.sync.ballot.b32 %r9, %p1, -1;") == [0xAAAAAAAA - 2**32] * 32
+    chosen = "selp.b32 %r9, 1, 0, %p2;"
+    assert per_thread(odd + "vote.sync.any.pred %p2, %p1, -1;\n" + chosen) == [1] * 32
+    assert per_thread(odd + "vote.sync.all.pred %p2, %p1, -1;\n" + chosen) == [0] * 32
+    assert per_thread("redux.sync.add.u32 %r9, %r0, -1;") == [31 * 32 // 2] * 32
+    assert per_thread("sub.s32 %r1, %r0, 9;\nredux.sync.min.s32 %r9, %r1, -1;") == [-9] * 32
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_comparison_of_two_halves_has_two_results(which):
+    """The lower ones are NaN in odd lanes, the higher ones from lane 16 on."""
+    body = f"""
+and.b32 %r1, %r0, 1;
+mul.lo.s32 %r1, %r1, {0x7E00};
+shr.u32 %r2, %r0, 4;
+mul.lo.s32 %r2, %r2, {0x7E000000};
+or.b32 %r1, %r1, %r2;
+setp.nan.f16x2 %p2|%p3, %r1, %r1;
+selp.b32 %r9, 1, 0, %p{which};"""
+    assert per_thread(body) == [lane % 2 if which == 2 else lane // 16 for lane in range(32)]
+
+
+def test_reductions_in_memory():
+    """Of all threads of two blocks, with no result in a register."""
+    memory = torch.zeros(2, dtype=torch.int64)
+    body = """
+shl.b32 %r1, 1, %r0;
+red.global.gpu.relaxed.or.b32 [ %rd0 + 0 ], %r1;
+cvt.u64.u32 %rd1, %r0;
+@%p1 red.global.gpu.relaxed.add.u64 [ %rd0 + 8 ], %rd1;"""
+    run("setp.ne.s32 %p1, %r0, 31;\n" + body, memory, blocks=2)
+    assert memory.tolist() == [2**32 - 1, 31 * 30]
