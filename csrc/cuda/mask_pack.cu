@@ -85,16 +85,15 @@ struct CompactionBuffer {
 // Compacts the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
 // vectors with entries, store the others. A vector with an entry is stored when it is flushed:
 // until then the residual holds its old value, which it keeps where the sum is not finite.
-template <typename Grad>
+template <typename Grad, bool kStage>
 struct WarpCompactor {
   using Sums = float[kVectors][kVectorElements];  // of one lane
 
   const MaskPackArgs& args;
   CompactionBuffer& buffer;
-  bool aligned;
   int range;
   int64_t begin;
-  int length;
+  int length, vectors_end;  // elements, and those in aligned vectors
   Entries output;
   // At least the smallest subnormal, so that zeros never pass.
   float threshold = fmaxf(args.threshold[range], bits_to_float(1));
@@ -102,38 +101,41 @@ struct WarpCompactor {
   uint32_t kept = 0, compacted = 0, buffered = 0;
   bool non_finite = false;
 
-  // Returns the number of passes that are compacted. The first kernel stops at a pass whose entries
-  // do not fit, and only counts from there. It has stored nothing of such a pass, because the
-  // second kernel must find it unchanged.
-  template <bool kStage>
+  // Returns the number of elements that are compacted, by whole passes. The first kernel stops at a
+  // pass whose entries do not fit, and only counts from there. It has stored nothing of such a
+  // pass, because the second kernel must find it unchanged.
   __device__ int run() {
-    int passes = 0;
-    for (int pass = 0; pass < length; pass += kPass) {
-      const bool whole = aligned && pass + kPass <= length;
+    const int whole_passes = vectors_end / kPass * kPass;
+    float* residual = args.residual + begin + lane_index() * kVectorElements;
+    const Grad* grad = grad_at(lane_index() * kVectorElements);
+    int done = 0;
+    for (int pass = 0; pass < length; pass += kPass, residual += kPass, grad += kPass) {
+      const bool whole = pass < whole_passes;
       if (buffered >= (kStage && whole ? kFlushAt : 1)) flush();
       prefetch(pass + kPass);
       Sums sums;
-      load(pass, whole, sums);
+      if (whole) {
+        load(residual, grad, sums);
+      } else {
+        load_part(pass, sums);
+      }
       const uint32_t mask = mark(sums);
       const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
-      const bool fits =
-          buffered + kept_in_pass <= kBufferVectors && kept + kept_in_pass <= output.capacity;
       kept += kept_in_pass;
-      if (kStage && (!fits || passes * kPass < pass)) {
+      const bool fits = buffered + kept_in_pass <= kBufferVectors && kept <= output.capacity;
+      if (kStage && (!fits || done < pass)) {
         non_finite |= finite(sums) != ~0u;
         continue;
       }
-      ++passes;
+      done = pass + kPass;
       if (kept_in_pass != 0 || !whole) compact(sums, mask, pass, whole);
-      if (!whole) continue;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float* residual = args.residual + begin + offset_of(pass, v);
-        if ((mask >> (4 * v) & 15) == 0) stream_out(residual, sums[v]);
+        if (whole && (mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
     flush();
-    return passes;
+    return done;
   }
 
   // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
@@ -147,30 +149,31 @@ struct WarpCompactor {
     if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
   }
 
-  // Accumulates a pass. Elements past the end are 0, so they do not pass.
-  __device__ void load(int pass, bool whole, Sums& sums) const {
-    if (whole) {
-      Grad gradient[kVectors][kVectorElements];
+  // Accumulates an aligned pass, from this lane's first vectors on.
+  __device__ void load(const float* residual, const Grad* grad, Sums& sums) const {
+    Grad gradient[kVectors][kVectorElements];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        stream_in(args.residual + begin + offset_of(pass, v), sums[v]);
-        stream_in(grad_at(offset_of(pass, v)), gradient[v]);
-      }
-#pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
-        float& sum = sums[i / kVectorElements][i % kVectorElements];
-        sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
-      }
-      return;
+    for (int v = 0; v < kVectors; ++v) {
+      stream_in(residual + v * kWarpVector, sums[v]);
+      stream_in(grad + v * kWarpVector, gradient[v]);
     }
-    // Through shared memory: there are no registers for so many addresses.
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      float& sum = sums[i / kVectorElements][i % kVectorElements];
+      sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
+    }
+  }
+
+  // Accumulates any pass, through the empty buffer, because there are no registers for so many
+  // addresses. Elements past the end are 0, so they do not pass.
+  __device__ void load_part(int pass, Sums& sums) const {
     float* staged = buffer.sums[0];
 #pragma unroll 8
     for (int i = lane_index(); i < kPass; i += kWarpSize) {
       const bool inside = pass + i < length;
-      const float old = inside ? args.residual[begin + pass + i] : 0.0f;
+      const float residual = inside ? args.residual[begin + pass + i] : 0.0f;
       const Grad gradient = inside ? *grad_at(pass + i) : Grad{};
-      staged[i] = inside ? accumulate(old, gradient, scale) : 0.0f;
+      staged[i] = inside ? accumulate(residual, gradient, scale) : 0.0f;
     }
     __syncwarp();
 #pragma unroll
@@ -242,7 +245,7 @@ struct WarpCompactor {
       for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
         const int e = __ffs(static_cast<int>(mask)) - 1;
         const bool finite = is_finite(sums[e]);
-        if (entry < output.capacity) {
+        if (kStage || entry < output.capacity) {
           const Split split_sum = split(sums[e], args.value_dtype);
           output.put(entry, begin + offset + e, split_sum.bits);
           sums[e] = split_sum.remainder;
@@ -251,7 +254,7 @@ struct WarpCompactor {
         non_finite |= !finite;
         ++entry;
       }
-      if (aligned && offset + kVectorElements <= length) {
+      if (offset + kVectorElements <= vectors_end) {
         stream_out(residual, sums);
       } else {
         for (int e = 0; e < kVectorElements && offset + e < length; ++e) residual[e] = sums[e];
@@ -273,15 +276,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
   const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
   const Entries slot = staging.slot(index, args.value_dtype);
-  WarpCompactor<Grad> compactor = {args, buffers[warp], aligned, tile.range, begin, length, slot};
+  WarpCompactor<Grad, true> compactor = {args,   buffers[warp],        tile.range, begin,
+                                         length, aligned ? length : 0, slot};
   compactor.prefetch(0);  // before the barrier
   if (thread_index() == 0) block_sum = 0;
   __syncthreads();
 
-  const auto passes = static_cast<uint32_t>(compactor.template run<true>());
+  const int done = compactor.run();
   const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.counts[index] = {compactor.kept, compactor.compacted, passes};
+  staging.counts[index] = {compactor.kept, compactor.compacted, uint32_t(done / kPass)};
   // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
   const uint32_t added = compactor.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
@@ -417,11 +421,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     unsigned unstaged = __ballot_sync(kFullWarp, lane < kWarps && done < end);
     for (; unstaged != 0; unstaged &= unstaged - 1) {
       const int w = __ffs(static_cast<int>(unstaged)) - 1;
-      const int from = __shfl_sync(kFullWarp, done, w), to = __shfl_sync(kFullWarp, end, w);
-      const Entries rest = output.after(__shfl_sync(kFullWarp, preceding + count.staged, w));
-      WarpCompactor<Grad> compactor = {args,         buffers[warp], aligned, index,
-                                       begin + from, to - from,     rest};
-      compactor.template run<false>();
+      const int from = __shfl_sync(kFullWarp, done, w);
+      const int rest = __shfl_sync(kFullWarp, end, w) - from;
+      const uint32_t entry = __shfl_sync(kFullWarp, preceding + count.staged, w);
+      WarpCompactor<Grad, false> compactor = {
+          args, buffers[warp], index, begin + from, rest, aligned ? rest : 0, output.after(entry)};
+      compactor.run();
     }
     output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
   }
