@@ -10,14 +10,6 @@ using namespace dct::test;
 
 namespace {
 
-// Values in float32, of any type.
-template <typename T>
-std::vector<double> doubles(const std::vector<T>& x) {
-  std::vector<double> result;
-  for (const T& v : x) result.push_back(value(v));
-  return result;
-}
-
 template <typename X>
 void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
   const int64_t bytes = row_bytes(width, format);
@@ -34,7 +26,8 @@ void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
     cpu::row_quantize({x.data(), kDType<X>, rows, width, format, odd}, p);
   });
-  const std::vector<double> reals = doubles(x);
+  std::vector<double> reals;
+  for (const X& v : x) reals.push_back(value(v));
   std::vector<int> codes;
   for (int64_t row = 0; row < rows; ++row) {
     const uint32_t scale = expected_codes(reals.data() + row * width, width, format, codes);
