@@ -101,41 +101,58 @@ struct WarpCompactor {
   uint32_t kept = 0, compacted = 0, buffered = 0;
   bool non_finite = false;
 
-  // Returns the number of elements that are compacted, by whole passes. The first kernel stops at a
-  // pass whose entries do not fit, and only counts from there. It has stored nothing of such a
-  // pass, because the second kernel must find it unchanged.
+  // Returns the number of elements that are compacted, in passes: all, unless the first kernel
+  // stops at a pass whose entries do not fit. It has stored nothing of such a pass, because the
+  // second kernel must find it unchanged.
   __device__ int run() {
     const int whole_passes = vectors_end / kPass * kPass;
     float* residual = args.residual + begin + lane_index() * kVectorElements;
     const Grad* grad = grad_at(lane_index() * kVectorElements);
-    int done = 0;
-    for (int pass = 0; pass < length; pass += kPass, residual += kPass, grad += kPass) {
-      const bool whole = pass < whole_passes;
-      if (buffered >= (kStage && whole ? kFlushAt : 1)) flush();
+    Sums sums;
+    int pass = 0;
+    for (; pass < whole_passes; pass += kPass, residual += kPass, grad += kPass) {
+      if (buffered >= (kStage ? kFlushAt : 1)) flush();
       prefetch(pass + kPass);
-      Sums sums;
-      if (whole) {
-        load(residual, grad, sums);
-      } else {
-        load_part(pass, sums);
-      }
-      const uint32_t mask = mark(sums);
-      const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
-      kept += kept_in_pass;
-      const bool fits = buffered + kept_in_pass <= kBufferVectors && kept <= output.capacity;
-      if (kStage && (!fits || done < pass)) {
-        non_finite |= finite(sums) != ~0u;
-        continue;
-      }
-      done = pass + kPass;
-      if (kept_in_pass != 0 || !whole) compact(sums, mask, pass, whole);
+      load(residual, grad, sums);
+      const uint32_t mask = mark(sums), kept_in_pass = count(mask);
+      if (!fits(kept_in_pass)) break;
+      if (kept_in_pass != 0) compact(sums, mask, pass, false);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (whole && (mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
+        if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
+    for (; pass < length; pass += kPass) {
+      flush();
+      load_part(pass, sums);
+      const uint32_t mask = mark(sums);
+      if (!fits(count(mask))) break;
+      compact(sums, mask, pass, true);
+    }
     flush();
-    return done;
+    return pass;
+  }
+
+  // Counts the entries from element `pass` on, which the second kernel compacts: the entries after
+  // them and the header need their count.
+  __device__ void count_rest(int pass) {
+    for (; pass < length; pass += kPass) {
+      Sums sums;
+      load_part(pass, sums);
+      kept += count(mark(sums));
+      non_finite |= finite(sums) != ~0u;
+    }
+  }
+
+  __device__ static uint32_t count(uint32_t mask) {
+    return __reduce_add_sync(kFullWarp, __popc(mask));
+  }
+
+  __device__ bool fits(uint32_t kept_in_pass) {
+    if (kStage && buffered + kept_in_pass > kBufferVectors) return false;
+    if (kStage && kept + kept_in_pass > output.capacity) return false;
+    kept += kept_in_pass;
+    return true;
   }
 
   // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
@@ -212,12 +229,12 @@ struct WarpCompactor {
     return mask;
   }
 
-  __device__ void compact(const Sums& sums, uint32_t mask, int pass, bool whole) {
+  __device__ void compact(const Sums& sums, uint32_t mask, int pass, bool all) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector_mask = mask >> (4 * v) & 15;
-      const bool chosen = vector_mask != 0 || !whole;
+      const bool chosen = vector_mask != 0 || all;
       const uint32_t lanes = __ballot_sync(kFullWarp, chosen);
       if (chosen) {
         const uint32_t at = buffered + __popc(lanes & below);
@@ -283,6 +300,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __syncthreads();
 
   const int done = compactor.run();
+  compactor.count_rest(done);
   const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
   if (lane_index() != 0) return;
   staging.counts[index] = {compactor.kept, compactor.compacted, uint32_t(done / kPass)};
