@@ -34,24 +34,6 @@ constexpr int64_t kMaxBlocksPerRange = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr Word kMostSeen = std::numeric_limits<int32_t>::max();
 
-// Destination of entries: a warp's slot, or the rest of a payload.
-struct Entries {
-  uint16_t* positions;
-  uint8_t* values;
-  uint32_t capacity;
-  DType value_dtype;
-
-  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
-    positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
-    store_value(values, entry, bits, value_dtype);
-  }
-  __device__ Entries after(Word entries) const {
-    const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
-    return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,
-            value_dtype};
-  }
-};
-
 // The first kernel's result for one warp. Elements after the staged passes are unchanged.
 struct WarpCount {
   uint32_t kept : 12;    // entries that pass the threshold
@@ -85,7 +67,7 @@ struct CompactionBuffer {
 // Compacts the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
 // vectors with entries, store the others. A vector with an entry is stored when it is flushed:
 // until then the residual holds its old value, which it keeps where the sum is not finite.
-template <typename Grad, bool kStage>
+template <typename Grad>
 struct WarpCompactor {
   using Sums = float[kVectors][kVectorElements];  // of one lane
 
@@ -93,7 +75,7 @@ struct WarpCompactor {
   CompactionBuffer& buffer;
   int range;
   int64_t begin;
-  int length, vectors_end;  // elements, and those in aligned vectors
+  int length;
   Entries output;
   // At least the smallest subnormal, so that zeros never pass.
   float threshold = fmaxf(args.threshold[range], bits_to_float(1));
@@ -101,58 +83,46 @@ struct WarpCompactor {
   uint32_t kept = 0, compacted = 0, buffered = 0;
   bool non_finite = false;
 
-  // Returns the number of elements that are compacted, in passes: all, unless the first kernel
-  // stops at a pass whose entries do not fit. It has stored nothing of such a pass, because the
-  // second kernel must find it unchanged.
-  __device__ int run() {
-    const int whole_passes = vectors_end / kPass * kPass;
+  // The first kernel. Returns how many passes of aligned vectors are compacted: until the entries
+  // of one do not fit. Nothing of such a pass is stored, because the second kernel must find it
+  // unchanged. The other elements are only counted.
+  __device__ uint32_t stage(bool aligned) {
+    const int whole = aligned ? length / kPass * kPass : 0;
     float* residual = args.residual + begin + lane_index() * kVectorElements;
     const Grad* grad = grad_at(lane_index() * kVectorElements);
     Sums sums;
     int pass = 0;
-    for (; pass < whole_passes; pass += kPass, residual += kPass, grad += kPass) {
-      if (buffered >= (kStage ? kFlushAt : 1)) flush();
+    for (; pass < whole; pass += kPass, residual += kPass, grad += kPass) {
+      if (buffered >= kFlushAt) flush<true>();
       prefetch(pass + kPass);
       load(residual, grad, sums);
       const uint32_t mask = mark(sums), kept_in_pass = count(mask);
-      if (!fits(kept_in_pass)) break;
+      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > output.capacity) break;
+      kept += kept_in_pass;
       if (kept_in_pass != 0) compact(sums, mask, pass, false);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
+    flush<true>();
+    const uint32_t passes = pass / kPass;
     for (; pass < length; pass += kPass) {
-      flush();
-      load_part(pass, sums);
-      const uint32_t mask = mark(sums);
-      if (!fits(count(mask))) break;
-      compact(sums, mask, pass, true);
-    }
-    flush();
-    return pass;
-  }
-
-  // Counts the entries from element `pass` on, which the second kernel compacts: the entries after
-  // them and the header need their count.
-  __device__ void count_rest(int pass) {
-    for (; pass < length; pass += kPass) {
-      Sums sums;
       load_part(pass, sums);
       kept += count(mark(sums));
       non_finite |= finite(sums) != ~0u;
     }
+    return passes;
   }
 
-  __device__ static uint32_t count(uint32_t mask) {
-    return __reduce_add_sync(kFullWarp, __popc(mask));
-  }
-
-  __device__ bool fits(uint32_t kept_in_pass) {
-    if (kStage && buffered + kept_in_pass > kBufferVectors) return false;
-    if (kStage && kept + kept_in_pass > output.capacity) return false;
-    kept += kept_in_pass;
-    return true;
+  // The second kernel.
+  __device__ void pack() {
+    for (int pass = 0; pass < length; pass += kPass) {
+      Sums sums;
+      load_part(pass, sums);
+      compact(sums, mark(sums), pass, true);
+      flush<false>();
+    }
   }
 
   // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
@@ -207,6 +177,10 @@ struct WarpCompactor {
     return static_cast<const Grad*>(args.grad) + begin + offset;
   }
 
+  __device__ static uint32_t count(uint32_t mask) {
+    return __reduce_add_sync(kFullWarp, __popc(mask));
+  }
+
   // Bit 4 * v + e is set where sums[v][e] passes. With a finite threshold, |sum| - threshold is
   // negative only if the sum does not pass; the difference of a NaN is a positive NaN. Costs one
   // addition and one shift each. Needs gradual underflow.
@@ -247,6 +221,7 @@ struct WarpCompactor {
 
   // Moves the buffered entries to the output and their remainders to the residual. Entries that
   // exceed its capacity stay in the residual.
+  template <bool kStage>
   __device__ void flush() {
     __syncwarp();
     for (uint32_t first = 0; first < buffered; first += kWarpSize) {
@@ -271,7 +246,7 @@ struct WarpCompactor {
         non_finite |= !finite;
         ++entry;
       }
-      if (offset + kVectorElements <= vectors_end) {
+      if (kStage) {
         stream_out(residual, sums);
       } else {
         for (int e = 0; e < kVectorElements && offset + e < length; ++e) residual[e] = sums[e];
@@ -293,17 +268,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
   const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
   const Entries slot = staging.slot(index, args.value_dtype);
-  WarpCompactor<Grad, true> compactor = {args,   buffers[warp],        tile.range, begin,
-                                         length, aligned ? length : 0, slot};
+  WarpCompactor<Grad> compactor = {args, buffers[warp], tile.range, begin, length, slot};
   compactor.prefetch(0);  // before the barrier
   if (thread_index() == 0) block_sum = 0;
   __syncthreads();
 
-  const int done = compactor.run();
-  compactor.count_rest(done);
+  const uint32_t passes = compactor.stage(aligned);
   const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.counts[index] = {compactor.kept, compactor.compacted, uint32_t(done / kPass)};
+  staging.counts[index] = {compactor.kept, compactor.compacted, passes};
   // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
   const uint32_t added = compactor.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
@@ -370,8 +343,7 @@ __device__ void copy_slots(const MaskPackArgs& args, const Staging& staging, int
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
-                             Staging staging, bool aligned, unsigned blocks_per_range,
-                             unsigned tiles_per_warp) {
+                             Staging staging, unsigned blocks_per_range, unsigned tiles_per_warp) {
   __shared__ CompactionBuffer buffers[kWarps];
   __shared__ TileSums warp_sums[kWarps];
   const int lane = lane_index(), warp = warp_index();
@@ -442,9 +414,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const int from = __shfl_sync(kFullWarp, done, w);
       const int rest = __shfl_sync(kFullWarp, end, w) - from;
       const uint32_t entry = __shfl_sync(kFullWarp, preceding + count.staged, w);
-      WarpCompactor<Grad, false> compactor = {
-          args, buffers[warp], index, begin + from, rest, aligned ? rest : 0, output.after(entry)};
-      compactor.run();
+      WarpCompactor<Grad> compactor = {args,         buffers[warp], index,
+                                       begin + from, rest,          output.after(entry)};
+      compactor.pack();
     }
     output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
   }
@@ -472,7 +444,7 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(mask_pack_scatter_kernel<Grad>, blocks_per_range * args.ranges, kThreads, 0, stream,
-                args, tiles, layout, staging, aligned, static_cast<unsigned>(blocks_per_range),
+                args, tiles, layout, staging, static_cast<unsigned>(blocks_per_range),
                 static_cast<unsigned>(tiles_per_warp));
 }
 

@@ -3,6 +3,7 @@
 // Accumulation of a gradient of any dtype, and conversion of sums to payload values.
 
 #include "../../common/dtype.h"
+#include "../../common/payload.h"
 #include "../../common/rounding.h"
 #include "vectors.cuh"
 
@@ -53,5 +54,24 @@ __device__ inline uint32_t load_value(const uint8_t* values, uint32_t index, DTy
   return value_dtype == DType::kBFloat16 ? reinterpret_cast<const uint16_t*>(values)[index]
                                          : reinterpret_cast<const uint32_t*>(values)[index];
 }
+
+// Where entries are stored: a payload's positions and values, or a part of them.
+struct Entries {
+  uint16_t* positions;
+  uint8_t* values;
+  uint32_t capacity;
+  DType value_dtype;
+
+  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
+    positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
+    store_value(values, entry, bits, value_dtype);
+  }
+  // Without the first entries.
+  __device__ Entries after(Word entries) const {
+    const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
+    return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,
+            value_dtype};
+  }
+};
 
 }  // namespace dct::cuda
