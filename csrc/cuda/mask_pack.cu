@@ -56,6 +56,39 @@ struct Staging {
   }
 };
 
+// The threshold of a range, at least the smallest subnormal, so that zeros never pass.
+__device__ float threshold_of(const MaskPackArgs& args, int range) {
+  return fmaxf(args.threshold[range], bits_to_float(1));
+}
+
+// The slow path, by one warp, for elements that are not staged: calls visit(i, sum, passes) for
+// elements begin + i, one per lane, 0 <= i < length. Lanes past the end call it also, and nothing
+// passes there. Both kernels use it, so they select the same elements.
+template <typename Grad, typename Visit>
+__device__ void for_each_element(const MaskPackArgs& args, float threshold, int64_t begin,
+                                 int length, Visit visit) {
+  const float* residual = args.residual + begin;
+  const Grad* grad = static_cast<const Grad*>(args.grad) + begin;
+  const float scale = load_scale(args.inv_scale);
+  constexpr int kInFlight = 8;
+  for (int first = lane_index(); first - lane_index() < length; first += kInFlight * kWarpSize) {
+    float x[kInFlight] = {};
+    Grad gradient[kInFlight] = {};
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      if (first + a * kWarpSize >= length) continue;
+      x[a] = residual[first + a * kWarpSize];
+      gradient[a] = grad[first + a * kWarpSize];
+    }
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      const int i = first + a * kWarpSize;
+      const float sum = accumulate(x[a], gradient[a], scale);
+      visit(i, sum, i < length && !(fabsf(sum) < threshold));
+    }
+  }
+}
+
 // Vectors that contain an entry, compacted in element order until full warps can process them.
 // Flushed before the loads of a pass, when registers are free.
 constexpr uint32_t kBufferVectors = 256, kFlushAt = 48;
@@ -64,126 +97,81 @@ struct CompactionBuffer {
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
-// Compacts the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
+// Stages the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
 // vectors with entries, store the others. A vector with an entry is stored when it is flushed:
 // until then the residual holds its old value, which it keeps where the sum is not finite.
 template <typename Grad>
-struct WarpCompactor {
+struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane
 
   const MaskPackArgs& args;
   CompactionBuffer& buffer;
-  int range;
+  float threshold;
   int64_t begin;
   int length;
-  Entries output;
-  // At least the smallest subnormal, so that zeros never pass.
-  float threshold = fmaxf(args.threshold[range], bits_to_float(1));
-  float scale = load_scale(args.inv_scale);
-  uint32_t kept = 0, compacted = 0, buffered = 0;
+  Entries slot;
+  uint32_t kept = 0, staged = 0, buffered = 0;
   bool non_finite = false;
 
-  // The first kernel. Returns how many passes of aligned vectors are compacted: until the entries
-  // of one do not fit. Nothing of such a pass is stored, because the second kernel must find it
-  // unchanged. The other elements are only counted.
-  __device__ uint32_t stage(bool aligned) {
-    const int whole = aligned ? length / kPass * kPass : 0;
-    float* residual = args.residual + begin + lane_index() * kVectorElements;
-    const Grad* grad = grad_at(lane_index() * kVectorElements);
-    Sums sums;
+  // Returns how many passes are staged: whole, aligned ones, until the entries of one do not fit.
+  // Nothing of such a pass is stored, because the second kernel must find it unchanged. With an
+  // infinite threshold no pass is staged, because the comparison in mark() needs a finite one.
+  __device__ uint32_t run(bool aligned) {
+    const int end = aligned && threshold < kInfinity ? length / kPass * kPass : 0;
+    const float scale = load_scale(args.inv_scale);
+    const int lane = lane_index() * kVectorElements;
+    float* residual = args.residual + begin + lane;
+    const Grad* grad = static_cast<const Grad*>(args.grad) + begin + lane;
     int pass = 0;
-    for (; pass < whole; pass += kPass, residual += kPass, grad += kPass) {
-      if (buffered >= kFlushAt) flush<true>();
-      prefetch(pass + kPass);
-      load(residual, grad, sums);
-      const uint32_t mask = mark(sums), kept_in_pass = count(mask);
-      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > output.capacity) break;
+    for (; pass < end; pass += kPass, residual += kPass, grad += kPass) {
+      if (buffered >= kFlushAt) flush();
+      if (pass + kPass < end) prefetch(pass + kPass);
+      Sums sums;
+      Grad gradient[kVectors][kVectorElements];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        stream_in(residual + v * kWarpVector, sums[v]);
+        stream_in(grad + v * kWarpVector, gradient[v]);
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) {
+        float& sum = sums[i / kVectorElements][i % kVectorElements];
+        sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
+      }
+      const uint32_t mask = mark(sums);
+      const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
+      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > slot.capacity) break;
       kept += kept_in_pass;
-      if (kept_in_pass != 0) compact(sums, mask, pass, false);
+      if (kept_in_pass != 0) compact(sums, mask, pass + lane);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
       }
     }
-    flush<true>();
-    const uint32_t passes = pass / kPass;
-    for (; pass < length; pass += kPass) {
-      load_part(pass, sums);
-      kept += count(mark(sums));
-      non_finite |= finite(sums) != ~0u;
-    }
-    return passes;
-  }
-
-  // The second kernel.
-  __device__ void pack() {
-    for (int pass = 0; pass < length; pass += kPass) {
-      Sums sums;
-      load_part(pass, sums);
-      compact(sums, mark(sums), pass, true);
-      flush<false>();
-    }
+    flush();
+    // The second kernel packs the rest, but the entries after it and the header need its count.
+    const auto count = [&](int, float sum, bool passes) {
+      kept += __popc(__ballot_sync(kFullWarp, passes));
+      non_finite |= passes && !is_finite(sum);
+    };
+    for_each_element<Grad>(args, threshold, begin + pass, length - pass, count);
+    return pass / kPass;
   }
 
   // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
   // two.
   __device__ void prefetch(int pass) const {
-    if (pass + kPass > length) return;
     const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
-    const auto* grad = reinterpret_cast<const char*>(grad_at(pass));
+    const auto* grad =
+        reinterpret_cast<const char*>(static_cast<const Grad*>(args.grad) + begin + pass);
     const int at = lane_index() * kCacheLine;
     if (at < kPass * int{sizeof(float)}) prefetch_line(residual + at);
     if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
   }
 
-  // Accumulates an aligned pass, from this lane's first vectors on.
-  __device__ void load(const float* residual, const Grad* grad, Sums& sums) const {
-    Grad gradient[kVectors][kVectorElements];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      stream_in(residual + v * kWarpVector, sums[v]);
-      stream_in(grad + v * kWarpVector, gradient[v]);
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      float& sum = sums[i / kVectorElements][i % kVectorElements];
-      sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
-    }
-  }
-
-  // Accumulates any pass, through the empty buffer, because there are no registers for so many
-  // addresses. Elements past the end are 0, so they do not pass.
-  __device__ void load_part(int pass, Sums& sums) const {
-    float* staged = buffer.sums[0];
-#pragma unroll 8
-    for (int i = lane_index(); i < kPass; i += kWarpSize) {
-      const bool inside = pass + i < length;
-      const float residual = inside ? args.residual[begin + pass + i] : 0.0f;
-      const Grad gradient = inside ? *grad_at(pass + i) : Grad{};
-      staged[i] = inside ? accumulate(residual, gradient, scale) : 0.0f;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      memcpy(sums[v], buffer.sums[v * kWarpSize + lane_index()], sizeof(sums[v]));
-    }
-    __syncwarp();
-  }
-
-  __device__ static int offset_of(int pass, int vector) {
-    return pass + vector * kWarpVector + lane_index() * kVectorElements;
-  }
-  __device__ const Grad* grad_at(int offset) const {
-    return static_cast<const Grad*>(args.grad) + begin + offset;
-  }
-
-  __device__ static uint32_t count(uint32_t mask) {
-    return __reduce_add_sync(kFullWarp, __popc(mask));
-  }
-
-  // Bit 4 * v + e is set where sums[v][e] passes. With a finite threshold, |sum| - threshold is
-  // negative only if the sum does not pass; the difference of a NaN is a positive NaN. Costs one
-  // addition and one shift each. Needs gradual underflow.
+  // Bit 4 * v + e is set where sums[v][e] passes: |sum| - threshold is negative only if the sum
+  // does not pass, and the difference of a NaN is a positive NaN. Costs one addition and one shift
+  // each. Needs gradual underflow.
   __device__ uint32_t mark(const Sums& sums) const {
     uint32_t below = 0;
 #pragma unroll
@@ -191,66 +179,46 @@ struct WarpCompactor {
       const float sum = sums[i / kVectorElements][i % kVectorElements];
       below = __funnelshift_l(float_to_bits(__fsub_rn(fabsf(sum), threshold)), below, 1);
     }
-    return ~(threshold < kInfinity ? below : finite(sums));
+    return ~below;
   }
 
-  __device__ static uint32_t finite(const Sums& sums) {
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      mask |= uint32_t{is_finite(sums[i / kVectorElements][i % kVectorElements])} << i;
-    }
-    return mask;
-  }
-
-  __device__ void compact(const Sums& sums, uint32_t mask, int pass, bool all) {
+  __device__ void compact(const Sums& sums, uint32_t mask, int offset) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector_mask = mask >> (4 * v) & 15;
-      const bool chosen = vector_mask != 0 || all;
-      const uint32_t lanes = __ballot_sync(kFullWarp, chosen);
-      if (chosen) {
+      const uint32_t lanes = __ballot_sync(kFullWarp, vector_mask != 0);
+      if (vector_mask != 0) {
         const uint32_t at = buffered + __popc(lanes & below);
         memcpy(buffer.sums[at], sums[v], sizeof(sums[v]));
-        buffer.offset_and_mask[at] = offset_of(pass, v) << 2 | vector_mask;
+        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | vector_mask;
       }
       buffered += __popc(lanes);
     }
   }
 
-  // Moves the buffered entries to the output and their remainders to the residual. Entries that
-  // exceed its capacity stay in the residual.
-  template <bool kStage>
+  // Moves the buffered entries to the warp's slot and their remainders to the residual.
   __device__ void flush() {
     __syncwarp();
     for (uint32_t first = 0; first < buffered; first += kWarpSize) {
       const uint32_t at = first + lane_index();
       const uint32_t offset_and_mask = at < buffered ? buffer.offset_and_mask[at] : 0;
-      const int offset = static_cast<int>(offset_and_mask >> 4 << 2);
+      const uint32_t offset = offset_and_mask >> 4 << 2;
       const uint32_t count = __popc(offset_and_mask & 15), inclusive = warp_inclusive_sum(count);
-      uint32_t entry = compacted + inclusive - count;
-      compacted += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
-      if (at >= buffered) continue;
+      uint32_t entry = staged + inclusive - count;
+      staged += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
+      if (offset_and_mask == 0) continue;
       float* residual = args.residual + begin + offset;
       float (&sums)[kVectorElements] = buffer.sums[at];
       for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
         const int e = __ffs(static_cast<int>(mask)) - 1;
         const bool finite = is_finite(sums[e]);
-        if (kStage || entry < output.capacity) {
-          const Split split_sum = split(sums[e], args.value_dtype);
-          output.put(entry, begin + offset + e, split_sum.bits);
-          sums[e] = split_sum.remainder;
-        }
-        if (!finite) sums[e] = finite_or_zero(residual[e]);
+        const Split split_sum = split(sums[e], args.value_dtype);
+        slot.put(entry++, begin + offset + e, split_sum.bits);
+        sums[e] = finite ? split_sum.remainder : finite_or_zero(residual[e]);
         non_finite |= !finite;
-        ++entry;
       }
-      if (kStage) {
-        stream_out(residual, sums);
-      } else {
-        for (int e = 0; e < kVectorElements && offset + e < length; ++e) residual[e] = sums[e];
-      }
+      stream_out(residual, sums);
     }
     __syncwarp();
     buffered = 0;
@@ -268,17 +236,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
   const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
   const Entries slot = staging.slot(index, args.value_dtype);
-  WarpCompactor<Grad> compactor = {args, buffers[warp], tile.range, begin, length, slot};
-  compactor.prefetch(0);  // before the barrier
+  const float threshold = threshold_of(args, tile.range);
+  WarpStager<Grad> stager = {args, buffers[warp], threshold, begin, length, slot};
+  if (length >= kPass) stager.prefetch(0);  // before the barrier
   if (thread_index() == 0) block_sum = 0;
   __syncthreads();
 
-  const uint32_t passes = compactor.stage(aligned);
-  const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
+  const uint32_t passes = stager.run(aligned);
+  const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.counts[index] = {compactor.kept, compactor.compacted, passes};
+  staging.counts[index] = {stager.kept, stager.staged, passes};
   // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
-  const uint32_t added = compactor.kept | 1u << 16 | uint32_t{non_finite} << 24;
+  const uint32_t added = stager.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
   if ((sum >> 16 & 255) == kWarps) {
     staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
@@ -339,12 +308,34 @@ __device__ void copy_slots(const MaskPackArgs& args, const Staging& staging, int
   }
 }
 
+// Compacts elements [begin, begin + length), which the first kernel only counted, from its
+// unchanged inputs. Entries that exceed the capacity stay in the residual. By one warp.
+template <typename Grad>
+__device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t begin, int length,
+                              const Entries& output) {
+  uint32_t entry = 0;
+  const auto pack = [&](int i, float sum, bool passes) {
+    const unsigned lanes = __ballot_sync(kFullWarp, passes);
+    const uint32_t at = entry + __popc(lanes & ((1u << lane_index()) - 1));
+    entry += __popc(lanes);
+    if (i >= length) return;
+    float& residual = args.residual[begin + i];
+    float remainder = sum;
+    if (passes && at < output.capacity) {
+      const Split split_sum = split(sum, args.value_dtype);
+      output.put(at, begin + i, split_sum.bits);
+      remainder = split_sum.remainder;
+    }
+    residual = is_finite(sum) ? remainder : finite_or_zero(residual);
+  };
+  for_each_element<Grad>(args, threshold, begin, length, pack);
+}
+
 // A block scatters consecutive tiles of one range, and each of its warps an equal part of them.
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
                              Staging staging, unsigned blocks_per_range, unsigned tiles_per_warp) {
-  __shared__ CompactionBuffer buffers[kWarps];
   __shared__ TileSums warp_sums[kWarps];
   const int lane = lane_index(), warp = warp_index();
   const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
@@ -376,6 +367,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Word before = block_sums.before + warp_sum(lane < warp ? sums.kept : 0);
 
   const Range range = tiles.bounds_of(index);
+  const float threshold = threshold_of(args, index);
   uint8_t* payload = args.payload + index * layout.nbytes;
   auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
   if (block_first + kWarps * tiles_per_warp >= tiles_in_range && thread_index() == kThreads - 1) {
@@ -412,11 +404,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (; unstaged != 0; unstaged &= unstaged - 1) {
       const int w = __ffs(static_cast<int>(unstaged)) - 1;
       const int from = __shfl_sync(kFullWarp, done, w);
-      const int rest = __shfl_sync(kFullWarp, end, w) - from;
+      const int to = __shfl_sync(kFullWarp, end, w);
       const uint32_t entry = __shfl_sync(kFullWarp, preceding + count.staged, w);
-      WarpCompactor<Grad> compactor = {args,         buffers[warp], index,
-                                       begin + from, rest,          output.after(entry)};
-      compactor.pack();
+      pack_elements<Grad>(args, threshold, begin + from, to - from, output.after(entry));
     }
     output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
   }
