@@ -46,9 +46,11 @@ MUTANTS = {
     "part of a pass written before it is left out": Mutant(
         "mask_pack",
         "mask_pack.cu",
-        "        continue;\n      }\n      ++passes;",
-        "        stream_out(args.residual + begin + offset_of(pass, 0), sums[0]);\n"
-        "        continue;\n      }\n      ++passes;",
+        "kept + kept_in_pass > slot.capacity) break;",
+        "kept + kept_in_pass > slot.capacity) {\n"
+        "        stream_out(residual, sums[0]);\n"
+        "        break;\n"
+        "      }",
     ),
     "a tile's total without its last warps": Mutant(
         "mask_pack",

@@ -2,8 +2,9 @@
 //
 // The first kernel reads every element once. A block has a tile, which lies in one range, and each
 // of its warps an equal part of the tile. A warp adds the gradient to the residual and compacts the
-// entries that pass the range's threshold into a slot of its own in scratch memory. Once the slot
-// has no space for the entries of a pass, the warp only counts what it keeps, and changes nothing.
+// entries that pass the range's threshold into a slot of its own in scratch memory. It works in
+// passes of 1,024 elements. Elements of a pass that does not fit the slot, and those that do not
+// fill an aligned pass, are only counted.
 //
 // When the second kernel runs, all counts are known. It copies the entries from the slots to the
 // payload, compacts the elements that the first kernel only counted into the payload, and writes
@@ -61,33 +62,9 @@ __device__ float threshold_of(const MaskPackArgs& args, int range) {
   return fmaxf(args.threshold[range], bits_to_float(1));
 }
 
-// The slow path, by one warp, for elements that are not staged: calls visit(i, sum, passes) for
-// elements begin + i, one per lane, 0 <= i < length. Lanes past the end call it also, and nothing
-// passes there. Both kernels use it, so they select the same elements.
-template <typename Grad, typename Visit>
-__device__ void for_each_element(const MaskPackArgs& args, float threshold, int64_t begin,
-                                 int length, Visit visit) {
-  const float* residual = args.residual + begin;
-  const Grad* grad = static_cast<const Grad*>(args.grad) + begin;
-  const float scale = load_scale(args.inv_scale);
-  constexpr int kInFlight = 8;
-  for (int first = lane_index(); first - lane_index() < length; first += kInFlight * kWarpSize) {
-    float x[kInFlight] = {};
-    Grad gradient[kInFlight] = {};
-#pragma unroll
-    for (int a = 0; a < kInFlight; ++a) {
-      if (first + a * kWarpSize >= length) continue;
-      x[a] = residual[first + a * kWarpSize];
-      gradient[a] = grad[first + a * kWarpSize];
-    }
-#pragma unroll
-    for (int a = 0; a < kInFlight; ++a) {
-      const int i = first + a * kWarpSize;
-      const float sum = accumulate(x[a], gradient[a], scale);
-      visit(i, sum, i < length && !(fabsf(sum) < threshold));
-    }
-  }
-}
+// Both kernels compare the elements that are not staged with this function, so they select the
+// same.
+__device__ bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
 
 // Vectors that contain an entry, compacted in element order until full warps can process them.
 // Flushed before the loads of a pass, when registers are free.
@@ -150,11 +127,13 @@ struct WarpStager {
     }
     flush();
     // The second kernel packs the rest, but the entries after it and the header need its count.
-    const auto count = [&](int, float sum, bool passes) {
-      kept += __popc(__ballot_sync(kFullWarp, passes));
-      non_finite |= passes && !is_finite(sum);
+    const auto count = [&](int, float sum, bool inside) {
+      const bool keeps = inside && passes(sum, threshold);
+      kept += __popc(__ballot_sync(kFullWarp, keeps));
+      non_finite |= keeps && !is_finite(sum);
     };
-    for_each_element<Grad>(args, threshold, begin + pass, length - pass, count);
+    for_each_sum(args.residual + begin + pass, static_cast<const Grad*>(args.grad) + begin + pass,
+                 scale, length - pass, count);
     return pass / kPass;
   }
 
@@ -242,10 +221,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (thread_index() == 0) block_sum = 0;
   __syncthreads();
 
-  const uint32_t passes = stager.run(aligned);
+  const uint32_t staged_passes = stager.run(aligned);
   const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.counts[index] = {stager.kept, stager.staged, passes};
+  staging.counts[index] = {stager.kept, stager.staged, staged_passes};
   // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
   const uint32_t added = stager.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
@@ -254,19 +233,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 }
 
-// Sums over tiles of a range.
+// Sums over tiles.
 struct TileSums {
-  Word before;          // entries kept by the tiles before the block's
-  uint32_t kept;        // entries kept by the warp's tiles
-  uint32_t non_finite;  // whether any of these entries is not finite
+  Word kept;            // entries kept
+  uint32_t non_finite;  // nonzero if any of them is not finite
 
-  __device__ void add(uint32_t total, bool own) {
-    before += own ? 0 : total & 0xffff;
-    kept += own ? total & 0xffff : 0;
+  __device__ void add(uint32_t total) {
+    kept += total & 0xffff;
     non_finite |= total >> 31;
   }
   __device__ TileSums over_warp() const {
-    return {warp_sum(before), warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
+    return {warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
   }
 };
 
@@ -314,21 +291,23 @@ template <typename Grad>
 __device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t begin, int length,
                               const Entries& output) {
   uint32_t entry = 0;
-  const auto pack = [&](int i, float sum, bool passes) {
-    const unsigned lanes = __ballot_sync(kFullWarp, passes);
+  const auto pack = [&](int i, float sum, bool inside) {
+    const bool keeps = inside && passes(sum, threshold);
+    const unsigned lanes = __ballot_sync(kFullWarp, keeps);
     const uint32_t at = entry + __popc(lanes & ((1u << lane_index()) - 1));
     entry += __popc(lanes);
-    if (i >= length) return;
+    if (!inside) return;
     float& residual = args.residual[begin + i];
     float remainder = sum;
-    if (passes && at < output.capacity) {
+    if (keeps && at < output.capacity) {
       const Split split_sum = split(sum, args.value_dtype);
       output.put(at, begin + i, split_sum.bits);
       remainder = split_sum.remainder;
     }
     residual = is_finite(sum) ? remainder : finite_or_zero(residual);
   };
-  for_each_element<Grad>(args, threshold, begin, length, pack);
+  for_each_sum(args.residual + begin, static_cast<const Grad*>(args.grad) + begin,
+               load_scale(args.inv_scale), length, pack);
 }
 
 // A block scatters consecutive tiles of one range, and each of its warps an equal part of them.
@@ -353,31 +332,33 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
   WarpCount next = load_count(first);
 
-  // Reads 4 bytes for each tile up to the block's last, from L2. The last block of a range reads
-  // all of them, so what it writes into the header is exact.
+  // The tiles before the block's are summed by the block, those of its lower warps by each warp.
   TileSums sums = {};
 #pragma unroll 8
-  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t], false);
-  for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t], true);
+  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t]);
   sums = sums.over_warp();
   if (lane == 0) warp_sums[warp] = sums;
   __syncthreads();
   sums = lane < kWarps ? warp_sums[lane] : TileSums{};
-  const TileSums block_sums = sums.over_warp();
-  const Word before = block_sums.before + warp_sum(lane < warp ? sums.kept : 0);
+  for (unsigned t = block_first + lane; t < first; t += kWarpSize) sums.add(totals[t]);
+  const Word before = warp_sum(sums.kept);
 
   const Range range = tiles.bounds_of(index);
   const float threshold = threshold_of(args, index);
   uint8_t* payload = args.payload + index * layout.nbytes;
   auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
-  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && thread_index() == kThreads - 1) {
+  // The range's last warp has read all totals after its own, so what it writes is exact.
+  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && warp == kWarps - 1) {
+    for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t]);
+    const TileSums all = sums.over_warp();
     const int64_t numel = range.end - range.begin;
-    const Word kept = block_sums.before + block_sums.kept;
     const PayloadHeader header =
-        payload_header(numel, args.capacity, args.value_dtype, kept, block_sums.non_finite != 0);
-    *reinterpret_cast<PayloadHeader*>(payload) = header;
-    starts[num_blocks(numel)] = header.count;
-    args.seen[index] = static_cast<int32_t>(min(kept, kMostSeen));
+        payload_header(numel, args.capacity, args.value_dtype, all.kept, all.non_finite != 0);
+    if (lane == 0) {
+      *reinterpret_cast<PayloadHeader*>(payload) = header;
+      starts[num_blocks(numel)] = header.count;
+      args.seen[index] = static_cast<int32_t>(min(all.kept, kMostSeen));
+    }
   }
 
   const auto capacity = static_cast<uint32_t>(args.capacity);

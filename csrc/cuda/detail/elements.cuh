@@ -6,6 +6,7 @@
 #include "../../common/payload.h"
 #include "../../common/rounding.h"
 #include "vectors.cuh"
+#include "warp.cuh"
 
 namespace dct::cuda {
 
@@ -16,6 +17,29 @@ __device__ inline float load_scale(const float* scale) { return scale != nullptr
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
+}
+
+// Calls visit(i, sum, inside) for 0 <= i < length, one element per lane, of any alignment. Lanes
+// past the end call it with inside = false. Several loads are in flight. By one warp.
+template <typename Grad, typename Visit>
+__device__ void for_each_sum(const float* residual, const Grad* grad, float scale, int length,
+                             Visit visit) {
+  constexpr int kInFlight = 8;
+  for (int first = lane_index(); first - lane_index() < length; first += kInFlight * kWarpSize) {
+    float old[kInFlight] = {};
+    Grad gradient[kInFlight] = {};
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      if (first + a * kWarpSize >= length) continue;
+      old[a] = residual[first + a * kWarpSize];
+      gradient[a] = grad[first + a * kWarpSize];
+    }
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      const int i = first + a * kWarpSize;
+      visit(i, accumulate(old[a], gradient[a], scale), i < length);
+    }
+  }
 }
 
 // What the residual keeps where the sum is not finite.
