@@ -2,8 +2,9 @@
 //
 // The first kernel reads every element once. A block has a tile, which lies in one range, and each
 // of its warps an equal part of the tile. A warp adds the gradient to the residual and compacts the
-// entries that pass the range's threshold into a slot of its own in scratch memory. Once the slot
-// has no space for the entries of a pass, the warp only counts what it keeps, and changes nothing.
+// entries that pass the range's threshold into a slot of its own in scratch memory. It works in
+// passes of 1,024 elements. Elements of a pass that does not fit the slot, and those that do not
+// fill an aligned pass, are only counted.
 //
 // When the second kernel runs, all counts are known. It copies the entries from the slots to the
 // payload, compacts the elements that the first kernel only counted into the payload, and writes
@@ -34,24 +35,6 @@ constexpr int64_t kMaxBlocksPerRange = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr Word kMostSeen = std::numeric_limits<int32_t>::max();
 
-// Destination of entries: a warp's slot, or the rest of a payload.
-struct Entries {
-  uint16_t* positions;
-  uint8_t* values;
-  uint32_t capacity;
-  DType value_dtype;
-
-  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
-    positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
-    store_value(values, entry, bits, value_dtype);
-  }
-  __device__ Entries after(Word entries) const {
-    const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
-    return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,
-            value_dtype};
-  }
-};
-
 // The first kernel's result for one warp. Elements after the staged passes are unchanged.
 struct WarpCount {
   uint32_t kept : 12;    // entries that pass the threshold
@@ -74,6 +57,15 @@ struct Staging {
   }
 };
 
+// The threshold of a range, at least the smallest subnormal, so that zeros never pass.
+__device__ float threshold_of(const MaskPackArgs& args, int range) {
+  return fmaxf(args.threshold[range], bits_to_float(1));
+}
+
+// Both kernels compare the elements that are not staged with this function, so they select the
+// same.
+__device__ bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
+
 // Vectors that contain an entry, compacted in element order until full warps can process them.
 // Flushed before the loads of a pass, when registers are free.
 constexpr uint32_t kBufferVectors = 256, kFlushAt = 48;
@@ -82,114 +74,83 @@ struct CompactionBuffer {
   uint32_t offset_and_mask[kBufferVectors];  // offset in the warp's elements << 2 | mask of entries
 };
 
-// Compacts the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
+// Stages the elements of one warp, one pass at a time: load, accumulate, compare, buffer the
 // vectors with entries, store the others. A vector with an entry is stored when it is flushed:
 // until then the residual holds its old value, which it keeps where the sum is not finite.
 template <typename Grad>
-struct WarpCompactor {
+struct WarpStager {
   using Sums = float[kVectors][kVectorElements];  // of one lane
 
   const MaskPackArgs& args;
   CompactionBuffer& buffer;
-  bool aligned;
-  int range;
+  float threshold;
   int64_t begin;
   int length;
-  Entries output;
-  // At least the smallest subnormal, so that zeros never pass.
-  float threshold = fmaxf(args.threshold[range], bits_to_float(1));
-  float scale = load_scale(args.inv_scale);
-  uint32_t kept = 0, compacted = 0, buffered = 0;
+  Entries slot;
+  uint32_t kept = 0, staged = 0, buffered = 0;
   bool non_finite = false;
 
-  // Returns the number of passes that are compacted. The first kernel stops at a pass whose entries
-  // do not fit, and only counts from there. It has stored nothing of such a pass, because the
-  // second kernel must find it unchanged.
-  template <bool kStage>
-  __device__ int run() {
-    int passes = 0;
-    for (int pass = 0; pass < length; pass += kPass) {
-      const bool whole = aligned && pass + kPass <= length;
-      if (buffered >= (kStage && whole ? kFlushAt : 1)) flush();
-      prefetch(pass + kPass);
+  // Returns how many passes are staged: whole, aligned ones, until the entries of one do not fit.
+  // Nothing of such a pass is stored, because the second kernel must find it unchanged. With an
+  // infinite threshold no pass is staged, because the comparison in mark() needs a finite one.
+  __device__ uint32_t run(bool aligned) {
+    const int end = aligned && threshold < kInfinity ? length / kPass * kPass : 0;
+    const float scale = load_scale(args.inv_scale);
+    const int lane = lane_index() * kVectorElements;
+    float* residual = args.residual + begin + lane;
+    const Grad* grad = static_cast<const Grad*>(args.grad) + begin + lane;
+    int pass = 0;
+    for (; pass < end; pass += kPass, residual += kPass, grad += kPass) {
+      if (buffered >= kFlushAt) flush();
+      if (pass + kPass < end) prefetch(pass + kPass);
       Sums sums;
-      load(pass, whole, sums);
-      const uint32_t mask = mark(sums);
-      const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
-      const bool fits =
-          buffered + kept_in_pass <= kBufferVectors && kept + kept_in_pass <= output.capacity;
-      kept += kept_in_pass;
-      if (kStage && (!fits || passes * kPass < pass)) {
-        non_finite |= finite(sums) != ~0u;
-        continue;
-      }
-      ++passes;
-      if (kept_in_pass != 0 || !whole) compact(sums, mask, pass, whole);
-      if (!whole) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float* residual = args.residual + begin + offset_of(pass, v);
-        if ((mask >> (4 * v) & 15) == 0) stream_out(residual, sums[v]);
-      }
-    }
-    flush();
-    return passes;
-  }
-
-  // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
-  // two.
-  __device__ void prefetch(int pass) const {
-    if (pass + kPass > length) return;
-    const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
-    const auto* grad = reinterpret_cast<const char*>(grad_at(pass));
-    const int at = lane_index() * kCacheLine;
-    if (at < kPass * int{sizeof(float)}) prefetch_line(residual + at);
-    if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
-  }
-
-  // Accumulates a pass. Elements past the end are 0, so they do not pass.
-  __device__ void load(int pass, bool whole, Sums& sums) const {
-    if (whole) {
       Grad gradient[kVectors][kVectorElements];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        stream_in(args.residual + begin + offset_of(pass, v), sums[v]);
-        stream_in(grad_at(offset_of(pass, v)), gradient[v]);
+        stream_in(residual + v * kWarpVector, sums[v]);
+        stream_in(grad + v * kWarpVector, gradient[v]);
       }
 #pragma unroll
       for (int i = 0; i < kLaneElements; ++i) {
         float& sum = sums[i / kVectorElements][i % kVectorElements];
         sum = accumulate(sum, gradient[i / kVectorElements][i % kVectorElements], scale);
       }
-      return;
-    }
-    // Through shared memory: there are no registers for so many addresses.
-    float* staged = buffer.sums[0];
-#pragma unroll 8
-    for (int i = lane_index(); i < kPass; i += kWarpSize) {
-      const bool inside = pass + i < length;
-      const float old = inside ? args.residual[begin + pass + i] : 0.0f;
-      const Grad gradient = inside ? *grad_at(pass + i) : Grad{};
-      staged[i] = inside ? accumulate(old, gradient, scale) : 0.0f;
-    }
-    __syncwarp();
+      const uint32_t mask = mark(sums);
+      const uint32_t kept_in_pass = __reduce_add_sync(kFullWarp, __popc(mask));
+      if (buffered + kept_in_pass > kBufferVectors || kept + kept_in_pass > slot.capacity) break;
+      kept += kept_in_pass;
+      if (kept_in_pass != 0) compact(sums, mask, pass + lane);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      memcpy(sums[v], buffer.sums[v * kWarpSize + lane_index()], sizeof(sums[v]));
+      for (int v = 0; v < kVectors; ++v) {
+        if ((mask >> (4 * v) & 15) == 0) stream_out(residual + v * kWarpVector, sums[v]);
+      }
     }
-    __syncwarp();
+    flush();
+    // The second kernel packs the rest, but the entries after it and the header need its count.
+    const auto count = [&](int, float sum, bool inside) {
+      const bool keeps = inside && passes(sum, threshold);
+      kept += __popc(__ballot_sync(kFullWarp, keeps));
+      non_finite |= keeps && !is_finite(sum);
+    };
+    for_each_sum(args.residual + begin + pass, static_cast<const Grad*>(args.grad) + begin + pass,
+                 scale, length - pass, count);
+    return pass / kPass;
   }
 
-  __device__ static int offset_of(int pass, int vector) {
-    return pass + vector * kWarpVector + lane_index() * kVectorElements;
-  }
-  __device__ const Grad* grad_at(int offset) const {
-    return static_cast<const Grad*>(args.grad) + begin + offset;
+  // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
+  // two.
+  __device__ void prefetch(int pass) const {
+    const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
+    const auto* grad =
+        reinterpret_cast<const char*>(static_cast<const Grad*>(args.grad) + begin + pass);
+    const int at = lane_index() * kCacheLine;
+    if (at < kPass * int{sizeof(float)}) prefetch_line(residual + at);
+    if (at < kPass * int{sizeof(Grad)}) prefetch_line(grad + at);
   }
 
-  // Bit 4 * v + e is set where sums[v][e] passes. With a finite threshold, |sum| - threshold is
-  // negative only if the sum does not pass; the difference of a NaN is a positive NaN. Costs one
-  // addition and one shift each. Needs gradual underflow.
+  // Bit 4 * v + e is set where sums[v][e] passes: |sum| - threshold is negative only if the sum
+  // does not pass, and the difference of a NaN is a positive NaN. Costs one addition and one shift
+  // each. Needs gradual underflow.
   __device__ uint32_t mark(const Sums& sums) const {
     uint32_t below = 0;
 #pragma unroll
@@ -197,65 +158,46 @@ struct WarpCompactor {
       const float sum = sums[i / kVectorElements][i % kVectorElements];
       below = __funnelshift_l(float_to_bits(__fsub_rn(fabsf(sum), threshold)), below, 1);
     }
-    return ~(threshold < kInfinity ? below : finite(sums));
+    return ~below;
   }
 
-  __device__ static uint32_t finite(const Sums& sums) {
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      mask |= uint32_t{is_finite(sums[i / kVectorElements][i % kVectorElements])} << i;
-    }
-    return mask;
-  }
-
-  __device__ void compact(const Sums& sums, uint32_t mask, int pass, bool whole) {
+  __device__ void compact(const Sums& sums, uint32_t mask, int offset) {
     const uint32_t below = (1u << lane_index()) - 1;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector_mask = mask >> (4 * v) & 15;
-      const bool chosen = vector_mask != 0 || !whole;
-      const uint32_t lanes = __ballot_sync(kFullWarp, chosen);
-      if (chosen) {
+      const uint32_t lanes = __ballot_sync(kFullWarp, vector_mask != 0);
+      if (vector_mask != 0) {
         const uint32_t at = buffered + __popc(lanes & below);
         memcpy(buffer.sums[at], sums[v], sizeof(sums[v]));
-        buffer.offset_and_mask[at] = offset_of(pass, v) << 2 | vector_mask;
+        buffer.offset_and_mask[at] = (offset + v * kWarpVector) << 2 | vector_mask;
       }
       buffered += __popc(lanes);
     }
   }
 
-  // Moves the buffered entries to the output and their remainders to the residual. Entries that
-  // exceed its capacity stay in the residual.
+  // Moves the buffered entries to the warp's slot and their remainders to the residual.
   __device__ void flush() {
     __syncwarp();
     for (uint32_t first = 0; first < buffered; first += kWarpSize) {
       const uint32_t at = first + lane_index();
       const uint32_t offset_and_mask = at < buffered ? buffer.offset_and_mask[at] : 0;
-      const int offset = static_cast<int>(offset_and_mask >> 4 << 2);
+      const uint32_t offset = offset_and_mask >> 4 << 2;
       const uint32_t count = __popc(offset_and_mask & 15), inclusive = warp_inclusive_sum(count);
-      uint32_t entry = compacted + inclusive - count;
-      compacted += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
-      if (at >= buffered) continue;
+      uint32_t entry = staged + inclusive - count;
+      staged += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
+      if (offset_and_mask == 0) continue;
       float* residual = args.residual + begin + offset;
       float (&sums)[kVectorElements] = buffer.sums[at];
       for (uint32_t mask = offset_and_mask & 15; mask != 0; mask &= mask - 1) {
         const int e = __ffs(static_cast<int>(mask)) - 1;
         const bool finite = is_finite(sums[e]);
-        if (entry < output.capacity) {
-          const Split split_sum = split(sums[e], args.value_dtype);
-          output.put(entry, begin + offset + e, split_sum.bits);
-          sums[e] = split_sum.remainder;
-        }
-        if (!finite) sums[e] = finite_or_zero(residual[e]);
+        const Split split_sum = split(sums[e], args.value_dtype);
+        slot.put(entry++, begin + offset + e, split_sum.bits);
+        sums[e] = finite ? split_sum.remainder : finite_or_zero(residual[e]);
         non_finite |= !finite;
-        ++entry;
       }
-      if (aligned && offset + kVectorElements <= length) {
-        stream_out(residual, sums);
-      } else {
-        for (int e = 0; e < kVectorElements && offset + e < length; ++e) residual[e] = sums[e];
-      }
+      stream_out(residual, sums);
     }
     __syncwarp();
     buffered = 0;
@@ -273,36 +215,35 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t begin = tile.bounds.begin + warp * staging.warp_tile;
   const int length = min(static_cast<int>(tile.bounds.end - begin), staging.warp_tile);
   const Entries slot = staging.slot(index, args.value_dtype);
-  WarpCompactor<Grad> compactor = {args, buffers[warp], aligned, tile.range, begin, length, slot};
-  compactor.prefetch(0);  // before the barrier
+  const float threshold = threshold_of(args, tile.range);
+  WarpStager<Grad> stager = {args, buffers[warp], threshold, begin, length, slot};
+  if (length >= kPass) stager.prefetch(0);  // before the barrier
   if (thread_index() == 0) block_sum = 0;
   __syncthreads();
 
-  const auto passes = static_cast<uint32_t>(compactor.template run<true>());
-  const bool non_finite = __any_sync(kFullWarp, compactor.non_finite) != 0;
+  const uint32_t staged_passes = stager.run(aligned);
+  const bool non_finite = __any_sync(kFullWarp, stager.non_finite) != 0;
   if (lane_index() != 0) return;
-  staging.counts[index] = {compactor.kept, compactor.compacted, passes};
+  staging.counts[index] = {stager.kept, stager.staged, staged_passes};
   // The last warp to arrive has the total of the tile, so no warp waits for the slowest.
-  const uint32_t added = compactor.kept | 1u << 16 | uint32_t{non_finite} << 24;
+  const uint32_t added = stager.kept | 1u << 16 | uint32_t{non_finite} << 24;
   const uint32_t sum = atomicAdd(&block_sum, added) + added;
   if ((sum >> 16 & 255) == kWarps) {
     staging.totals[blockIdx.x] = (sum & 0xffff) | uint32_t{sum >> 24 != 0} << 31;
   }
 }
 
-// Sums over tiles of a range.
+// Sums over tiles.
 struct TileSums {
-  Word before;          // entries kept by the tiles before the block's
-  uint32_t kept;        // entries kept by the warp's tiles
-  uint32_t non_finite;  // whether any of these entries is not finite
+  Word kept;            // entries kept
+  uint32_t non_finite;  // nonzero if any of them is not finite
 
-  __device__ void add(uint32_t total, bool own) {
-    before += own ? 0 : total & 0xffff;
-    kept += own ? total & 0xffff : 0;
+  __device__ void add(uint32_t total) {
+    kept += total & 0xffff;
     non_finite |= total >> 31;
   }
   __device__ TileSums over_warp() const {
-    return {warp_sum(before), warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
+    return {warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
   }
 };
 
@@ -344,13 +285,36 @@ __device__ void copy_slots(const MaskPackArgs& args, const Staging& staging, int
   }
 }
 
+// Compacts elements [begin, begin + length), which the first kernel only counted, from its
+// unchanged inputs. Entries that exceed the capacity stay in the residual. By one warp.
+template <typename Grad>
+__device__ void pack_elements(const MaskPackArgs& args, float threshold, int64_t begin, int length,
+                              const Entries& output) {
+  uint32_t entry = 0;
+  const auto pack = [&](int i, float sum, bool inside) {
+    const bool keeps = inside && passes(sum, threshold);
+    const unsigned lanes = __ballot_sync(kFullWarp, keeps);
+    const uint32_t at = entry + __popc(lanes & ((1u << lane_index()) - 1));
+    entry += __popc(lanes);
+    if (!inside) return;
+    float& residual = args.residual[begin + i];
+    float remainder = sum;
+    if (keeps && at < output.capacity) {
+      const Split split_sum = split(sum, args.value_dtype);
+      output.put(at, begin + i, split_sum.bits);
+      remainder = split_sum.remainder;
+    }
+    residual = is_finite(sum) ? remainder : finite_or_zero(residual);
+  };
+  for_each_sum(args.residual + begin, static_cast<const Grad*>(args.grad) + begin,
+               load_scale(args.inv_scale), length, pack);
+}
+
 // A block scatters consecutive tiles of one range, and each of its warps an equal part of them.
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
-                             Staging staging, bool aligned, unsigned blocks_per_range,
-                             unsigned tiles_per_warp) {
-  __shared__ CompactionBuffer buffers[kWarps];
+                             Staging staging, unsigned blocks_per_range, unsigned tiles_per_warp) {
   __shared__ TileSums warp_sums[kWarps];
   const int lane = lane_index(), warp = warp_index();
   const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
@@ -368,30 +332,33 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
   WarpCount next = load_count(first);
 
-  // Reads 4 bytes for each tile up to the block's last, from L2. The last block of a range reads
-  // all of them, so what it writes into the header is exact.
+  // The tiles before the block's are summed by the block, those of its lower warps by each warp.
   TileSums sums = {};
 #pragma unroll 8
-  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t], false);
-  for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t], true);
+  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t]);
   sums = sums.over_warp();
   if (lane == 0) warp_sums[warp] = sums;
   __syncthreads();
   sums = lane < kWarps ? warp_sums[lane] : TileSums{};
-  const TileSums block_sums = sums.over_warp();
-  const Word before = block_sums.before + warp_sum(lane < warp ? sums.kept : 0);
+  for (unsigned t = block_first + lane; t < first; t += kWarpSize) sums.add(totals[t]);
+  const Word before = warp_sum(sums.kept);
 
   const Range range = tiles.bounds_of(index);
+  const float threshold = threshold_of(args, index);
   uint8_t* payload = args.payload + index * layout.nbytes;
   auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
-  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && thread_index() == kThreads - 1) {
+  // The range's last warp has read all totals after its own, so what it writes is exact.
+  if (block_first + kWarps * tiles_per_warp >= tiles_in_range && warp == kWarps - 1) {
+    for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t]);
+    const TileSums all = sums.over_warp();
     const int64_t numel = range.end - range.begin;
-    const Word kept = block_sums.before + block_sums.kept;
     const PayloadHeader header =
-        payload_header(numel, args.capacity, args.value_dtype, kept, block_sums.non_finite != 0);
-    *reinterpret_cast<PayloadHeader*>(payload) = header;
-    starts[num_blocks(numel)] = header.count;
-    args.seen[index] = static_cast<int32_t>(min(kept, kMostSeen));
+        payload_header(numel, args.capacity, args.value_dtype, all.kept, all.non_finite != 0);
+    if (lane == 0) {
+      *reinterpret_cast<PayloadHeader*>(payload) = header;
+      starts[num_blocks(numel)] = header.count;
+      args.seen[index] = static_cast<int32_t>(min(all.kept, kMostSeen));
+    }
   }
 
   const auto capacity = static_cast<uint32_t>(args.capacity);
@@ -417,11 +384,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     unsigned unstaged = __ballot_sync(kFullWarp, lane < kWarps && done < end);
     for (; unstaged != 0; unstaged &= unstaged - 1) {
       const int w = __ffs(static_cast<int>(unstaged)) - 1;
-      const int from = __shfl_sync(kFullWarp, done, w), to = __shfl_sync(kFullWarp, end, w);
-      const Entries rest = output.after(__shfl_sync(kFullWarp, preceding + count.staged, w));
-      WarpCompactor<Grad> compactor = {args,         buffers[warp], aligned, index,
-                                       begin + from, to - from,     rest};
-      compactor.template run<false>();
+      const int from = __shfl_sync(kFullWarp, done, w);
+      const int to = __shfl_sync(kFullWarp, end, w);
+      const uint32_t entry = __shfl_sync(kFullWarp, preceding + count.staged, w);
+      pack_elements<Grad>(args, threshold, begin + from, to - from, output.after(entry));
     }
     output = output.after(__shfl_sync(kFullWarp, inclusive, kWarps - 1));
   }
@@ -449,7 +415,7 @@ cudaError_t run(const MaskPackArgs& args, const RangeTiles& tiles, const Staging
   const PayloadLayout layout =
       payload_layout(args.numel, args.capacity, args.value_dtype, args.ranges);
   return launch(mask_pack_scatter_kernel<Grad>, blocks_per_range * args.ranges, kThreads, 0, stream,
-                args, tiles, layout, staging, aligned, static_cast<unsigned>(blocks_per_range),
+                args, tiles, layout, staging, static_cast<unsigned>(blocks_per_range),
                 static_cast<unsigned>(tiles_per_warp));
 }
 

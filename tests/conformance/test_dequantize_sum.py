@@ -17,17 +17,16 @@ SIZES = (0, 1, 63, 64, 65, 1023, 1024, 1025, 16383, 16384, 16385)
 
 
 @formats
-@out_dtypes
 @pytest.mark.parametrize("numel", SIZES)
-def test_sizes_and_dtypes(backend, numel, out_dtype, format):
-    geometry = Geometry(numel, format, room=16)
+def test_sizes(backend, numel, format):
+    geometry, out_dtype = Geometry(numel, format, room=16), bits.FLOATS[numel % 3]
     quantized_calls.dequantize_sum(backend, payloads(geometry, 2), geometry, out_dtype, 0.5)
 
 
 @formats
-@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranges", [1, 2, 3, 7])
 def test_ranges(backend, ranges, format):
-    for numel in (0, 5, 16384, 16385, 2 * 16384 + 7):
+    for numel in (0, 5, 16385, 2 * 16384 + 7):
         geometry = Geometry(numel, format, ranges, room=32)
         _, status = quantized_calls.dequantize_sum(
             backend, payloads(geometry, 2), geometry, three_dims=True
@@ -36,7 +35,7 @@ def test_ranges(backend, ranges, format):
 
 
 @formats
-@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 8, 64])
+@pytest.mark.parametrize("ranks", [0, 1, 3, 64])
 def test_ranks(backend, ranks, format):
     geometry = Geometry(1500, format)
     _, status = quantized_calls.dequantize_sum(
@@ -108,13 +107,12 @@ def test_scale_is_rounded_to_float32_once(backend, scale):
 
 
 @pytest.mark.parametrize("out_scale", [65536.0, 1 / 3, 0.0, -2.0, math.inf, math.nan])
-@out_dtypes
-def test_out_scale(backend, out_scale, out_dtype):
+def test_out_scale(backend, out_scale):
     """factor = float32(scale) * out_scale is rounded before it meets the sum."""
     geometry = Geometry(3000, "int8")
     of_all, out_scale = payloads(geometry, 3), torch.tensor(out_scale)
     for scale, given in ((1 / 3, out_scale), (0.1, out_scale.view(1))):
-        quantized_calls.dequantize_sum(backend, of_all, geometry, out_dtype, scale, given)
+        quantized_calls.dequantize_sum(backend, of_all, geometry, scale=scale, out_scale=given)
 
 
 @out_dtypes

@@ -71,7 +71,7 @@ def test_every_scale(backend, dtype, format):
 
 
 @formats
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 300])
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 300])
 def test_rows(backend, rows, format):
     for width in (13, 64):
         check(backend, garbage(rows, width, format), width, format)

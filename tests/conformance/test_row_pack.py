@@ -39,10 +39,9 @@ def hard_rows(rows, width, dtype=torch.float32, non_finite=True):
 
 
 @x_dtypes
-@value_dtypes
 @pytest.mark.parametrize(("width", "k"), SHAPES)
-def test_shapes_and_dtypes(backend, width, k, dtype, value_dtype):
-    check(backend, hard_rows(9, width, dtype), k, value_dtype)
+def test_shapes(backend, width, k, dtype):
+    check(backend, hard_rows(9, width, dtype), k, bits.FLOATS[k % 3])
 
 
 @pytest.mark.parametrize(("width", "k"), WIDE)

@@ -64,7 +64,7 @@ def test_wide_rows(backend, width, format):
 
 
 @formats
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 300])
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 300])
 def test_rows(backend, rows, format):
     for width in (13, 64):
         check(backend, samples.normal(rows * width).view(rows, width), format)
@@ -128,13 +128,12 @@ def test_sign_by_hand(backend):
 
 
 @formats
-@x_dtypes
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_with_nan_or_infinity(backend, bad, dtype, format):
+def test_a_row_with_nan_or_infinity(backend, bad, format):
     """It says so by its scale, alone among its rows."""
-    clean = check(backend, samples.normal(3 * 100, dtype).view(3, 100), format)
+    clean = check(backend, samples.normal(3 * 100).view(3, 100), format)
     for column in (0, 40, 99):
-        x = samples.normal(3 * 100, dtype).view(3, 100)
+        x = samples.normal(3 * 100).view(3, 100)
         x[1, column] = bad
         rows = check(backend, x, format)
         assert rows[1].tolist() == [0] * (rows.shape[1] - 2) + [0xC0, 0x7F]
@@ -151,6 +150,6 @@ def test_permuted_rows(backend, format):
 
 
 @formats
-@pytest.mark.parametrize("width", WIDTHS)
-def test_sizes(width, format):
-    assert row_layout.row_bytes(width, format) == oracle.row_bytes(width, format)
+def test_row_bytes(format):
+    for width in WIDTHS:
+        assert row_layout.row_bytes(width, format) == oracle.row_bytes(width, format)

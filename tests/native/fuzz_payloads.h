@@ -166,24 +166,27 @@ class Quantized : public Target {
     DType out;
   };
 
-  static Input sent(Random& random, bool cut) {
+  explicit Quantized(bool cut) : cut_(cut) {}
+
+  Call call_of(const Input& input) const { return Call(input.setting, cut_); }
+
+ public:
+  Input sound(Random& random) const override {
     Input input{static_cast<uint32_t>(random.integer(0, 0xffffffff)), {}};
-    const Call call(input.setting, cut);
-    for (int64_t p = 0; p < call.ranks; ++p) {
-      AlignedBytes payload(call.ranges * call.nbytes, 0);
-      std::vector<float> x = random.reals<float>(call.numel);
+    const Call call = call_of(input);
+    AlignedBytes payload(call.nbytes, 0);
+    for (int64_t i = 0; i < call.ranks * call.ranges; ++i) {
+      const Range range = range_bounds(call.numel, call.ranges, i % call.ranges);
+      std::vector<float> x = random.reals<float>(range.end - range.begin);
       for (float& v : x) v = std::isfinite(v) || random.chance(0.1) ? v : 1;
-      for (int64_t r = 0; r < call.ranges; ++r) {
-        const Range range = range_bounds(call.numel, call.ranges, r);
-        put(payload.data() + r * call.nbytes, {x.begin() + range.begin, x.begin() + range.end},
-            nullptr, *call.kind);
-      }
+      put(payload.data(), x, nullptr, *call.kind);
       input.bytes.insert(input.bytes.end(), payload.data(), payload.data() + payload.size());
     }
     return input;
   }
 
-  static Field field_of(Random& random, const Call& call) {
+  Field field(Random& random, const Input& input) const override {
+    const Call call = call_of(input);
     const int64_t count = std::max<int64_t>(call.ranks * call.ranges, 1);
     const int64_t payload = random.integer(0, count - 1) * call.nbytes;
     Field field = header_field(random);
@@ -193,16 +196,17 @@ class Quantized : public Target {
     }
     return {payload + field.offset, field.bytes};
   }
+
+ private:
+  bool cut_;  // into ranges
 };
 
 class DequantizeSum : public Quantized {
  public:
-  Input sound(Random& random) const override { return sent(random, true); }
-  Field field(Random& random, const Input& input) const override {
-    return field_of(random, Call(input.setting, true));
-  }
+  DequantizeSum() : Quantized(true) {}
+
   bool run(Input& input, Memory& memory) const override {
-    const Call call(input.setting, true);
+    const Call call = call_of(input);
     return dispatch(call.out, [&](auto out) { return sum<decltype(out)>(call, input, memory); });
   }
 
@@ -238,13 +242,10 @@ class DequantizeSum : public Quantized {
 
 class DequantizeSumPack : public Quantized {
  public:
-  Input sound(Random& random) const override { return sent(random, false); }
-  Field field(Random& random, const Input& input) const override {
-    return field_of(random, Call(input.setting, false));
-  }
+  DequantizeSumPack() : Quantized(false) {}
 
   bool run(Input& input, Memory& memory) const override {
-    const Call call(input.setting, false);
+    const Call call = call_of(input);
     uint8_t* payloads = received(input, call.ranks * call.nbytes, memory);
     auto* residual = memory.take<float>(call.numel, 4);
     auto* payload = memory.take<uint8_t>(call.nbytes);

@@ -1,4 +1,5 @@
-// row_quantize and row_dequantize against the formats' definition, in integers and doubles.
+// row_quantize against the formats' definition, in integers and doubles. The fuzzer checks
+// row_dequantize.
 
 #include "../../csrc/cpu/kernels.h"
 #include "row_oracle.h"
@@ -8,14 +9,6 @@ using namespace dct;
 using namespace dct::test;
 
 namespace {
-
-// Values in float32, of any type.
-template <typename T>
-std::vector<double> doubles(const std::vector<T>& x) {
-  std::vector<double> result;
-  for (const T& v : x) result.push_back(value(v));
-  return result;
-}
 
 template <typename X>
 void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
@@ -33,7 +26,8 @@ void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
   with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
     cpu::row_quantize({x.data(), kDType<X>, rows, width, format, odd}, p);
   });
-  const std::vector<double> reals = doubles(x);
+  std::vector<double> reals;
+  for (const X& v : x) reals.push_back(value(v));
   std::vector<int> codes;
   for (int64_t row = 0; row < rows; ++row) {
     const uint32_t scale = expected_codes(reals.data() + row * width, width, format, codes);
@@ -42,21 +36,6 @@ void run(Random& random, int64_t rows, int64_t width, RowFormat format) {
     for (int64_t i = 0; i < bytes; ++i) {
       CHECK(odd[row * bytes + i] == expected[i], "format %d, width %ld, byte %ld: %d, got %d",
             int(format), long(width), long(i), expected[i], odd[row * bytes + i]);
-    }
-  }
-
-  std::vector<X> out(rows * width, make<X>(7));
-  with_threads(random.integer(1, 4), [&](const cpu::Parallel& p) {
-    cpu::row_dequantize({odd, rows, width, format, out.data(), kDType<X>}, p);
-  });
-  for (int64_t row = 0; row < rows; ++row) {
-    const uint8_t* own = odd + row * bytes;
-    const double scale = decode<BFloat16>(own[bytes - 2] | own[bytes - 1] << 8);
-    for (int64_t c = 0; c < width; ++c) {
-      const float exact =
-          multiply(static_cast<float>(code_at(own, c, format)), static_cast<float>(scale));
-      CHECK(bits(out[row * width + c]) == encode<X>(exact), "format %d, column %ld", int(format),
-            long(c));
     }
   }
 }

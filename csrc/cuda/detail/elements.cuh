@@ -3,8 +3,10 @@
 // Accumulation of a gradient of any dtype, and conversion of sums to payload values.
 
 #include "../../common/dtype.h"
+#include "../../common/payload.h"
 #include "../../common/rounding.h"
 #include "vectors.cuh"
+#include "warp.cuh"
 
 namespace dct::cuda {
 
@@ -15,6 +17,29 @@ __device__ inline float load_scale(const float* scale) { return scale != nullptr
 template <typename Grad>
 __device__ float accumulate(float residual, Grad grad, float scale) {
   return __fadd_rn(residual, __fmul_rn(to_float(grad), scale));
+}
+
+// Calls visit(i, sum, inside) for 0 <= i < length, one element per lane, of any alignment. Lanes
+// past the end call it with inside = false. Several loads are in flight. By one warp.
+template <typename Grad, typename Visit>
+__device__ void for_each_sum(const float* residual, const Grad* grad, float scale, int length,
+                             Visit visit) {
+  constexpr int kInFlight = 8;
+  for (int first = lane_index(); first - lane_index() < length; first += kInFlight * kWarpSize) {
+    float old[kInFlight] = {};
+    Grad gradient[kInFlight] = {};
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      if (first + a * kWarpSize >= length) continue;
+      old[a] = residual[first + a * kWarpSize];
+      gradient[a] = grad[first + a * kWarpSize];
+    }
+#pragma unroll
+    for (int a = 0; a < kInFlight; ++a) {
+      const int i = first + a * kWarpSize;
+      visit(i, accumulate(old[a], gradient[a], scale), i < length);
+    }
+  }
 }
 
 // What the residual keeps where the sum is not finite.
@@ -53,5 +78,24 @@ __device__ inline uint32_t load_value(const uint8_t* values, uint32_t index, DTy
   return value_dtype == DType::kBFloat16 ? reinterpret_cast<const uint16_t*>(values)[index]
                                          : reinterpret_cast<const uint32_t*>(values)[index];
 }
+
+// Where entries are stored: a payload's positions and values, or a part of them.
+struct Entries {
+  uint16_t* positions;
+  uint8_t* values;
+  uint32_t capacity;
+  DType value_dtype;
+
+  __device__ void put(uint32_t entry, int64_t element, uint32_t bits) const {
+    positions[entry] = static_cast<uint16_t>(element & (kBlock - 1));
+    store_value(values, entry, bits, value_dtype);
+  }
+  // Without the first entries.
+  __device__ Entries after(Word entries) const {
+    const auto skipped = static_cast<uint32_t>(min(entries, Word{capacity}));
+    return {positions + skipped, values + skipped * itemsize(value_dtype), capacity - skipped,
+            value_dtype};
+  }
+};
 
 }  // namespace dct::cuda

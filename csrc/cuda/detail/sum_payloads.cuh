@@ -140,8 +140,7 @@ cudaError_t launch_sum(void (*kernel)(Args, RangeTiles, bool), const Args& args,
   const cudaError_t carved = cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (carved != cudaSuccess) return carved;
-  return launch(kernel, blocks.total, kThreads, kBytes, stream, args,
-                blocks, aligned);
+  return launch(kernel, blocks.total, kThreads, kBytes, stream, args, blocks, aligned);
 }
 
 }  // namespace dct::cuda
