@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from . import cases, costs, counting, machine_code, report
+from . import cases, costs, counting, report, toolkit
 
 DESCRIPTION = """\
 Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is executed in lock-step (all
@@ -12,9 +12,8 @@ and nvdisasm of the same toolkit or of an installed Triton.
 
   report      prints a table in markdown: what an element costs. How long that takes only a GPU
               says (bench/gpu/check.py).
-  baseline    writes the counts to ptx/baseline.json. A test fails where issue slots or sectors are
-              more than 2 % above it; write it anew after a change that is meant to cost that.
-              And to bench/results, for docs/results/kernels_counted.md.
+  baseline    writes the counts to ptx/baseline.json. A test fails if issue slots or sectors exceed
+              it by more than 2 %, so write it after a change that is meant to cost more.
 
 Columns, of one element (a pick of sample_threshold):
   must move   bytes that any kernel would have to read and write
@@ -44,16 +43,15 @@ def main() -> None:
     unknown = sorted(set(arguments.ops or ()) - set(cases.OPS))
     if unknown:
         parser.error(f"--ops must be of {', '.join(cases.OPS)}, got {', '.join(unknown)}")
-    if machine_code.missing() is not None:
-        sys.exit(f"python -m ptx needs {machine_code.missing()}")
+    if toolkit.missing() is not None:
+        sys.exit(f"python -m ptx needs {toolkit.missing()}")
     chosen = arguments.ops if arguments.what == "report" else None
     makers = [make for make in cases.CASES if chosen is None or make.op in chosen]
     counted = [counting.count(make()) for make in makers]
     if arguments.what == "baseline":
-        costs.save(machine_code.nvcc_version(), counted)
-        print(f"{report.keep(counted)}: now, in bench/, python -m pages")
+        costs.save(toolkit.nvcc_version(), counted)
     else:
-        print(f"nvcc {machine_code.nvcc_version()}; counted, not measured\n")
+        print(f"nvcc {toolkit.nvcc_version()}; counted, not measured\n")
         print(*report.lines(counted), sep="\n")
 
 

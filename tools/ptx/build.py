@@ -7,8 +7,6 @@ from dct_kernels._schemas import OPS
 from . import cache, toolkit
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parents[1] / "csrc"
-CACHE = HERE.parents[1] / "build" / "ptx"
 CUDART = HERE / "cudart.cpp"
 LAUNCHERS = HERE / "module.cpp"
 
@@ -31,39 +29,27 @@ def build() -> Path:
     if missing() is None:
         compiles += _launchers(gxx, own)
 
-    with cache.alone(CACHE):
+    with cache.alone():
         objects, running = [], []
         for command, source, headers in compiles:
             text = headers + source.read_bytes()
-            built, process = cache.start([*command, source], text, CACHE, source.stem + ".o")
+            built, process = cache.start([*command, source], text, source.stem + ".o")
             objects.append(built)
             running.append(process)
         for process in running:
             cache.finish(process)
         # -Bsymbolic: the executor's cudaMalloc, even where torch has brought the real one.
         link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects]
-        built, process = cache.start(link, b"", CACHE, "ptx.so")
+        built, process = cache.start(link, b"", "ptx.so")
         cache.finish(process)
     return built
 
 
 def _launchers(gxx, own: bytes) -> list[tuple]:
     """(command, source, contents of its headers) of all that nvcc's kernels need."""
-    gxx = [*gxx, f"-I{CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
-    nvcc = [*_nvcc(), "-no-compress", "-Xcompiler=-fPIC", "-c"]
-    headers = cache.contents([*CSRC.glob("cuda/**/*.cuh"), *CSRC.glob("common/*.h")])
-    kernels = [(nvcc, CSRC / "cuda" / f"{op}.cu", headers) for op in OPS]
+    gxx = [*gxx, f"-I{toolkit.CSRC}", "-isystem", toolkit.nvcc().parents[1] / "include"]
+    nvcc = [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90"]
+    nvcc += ["-no-compress", "-Xcompiler=-fPIC", "-c"]
+    headers = toolkit.headers()
+    kernels = [(nvcc, toolkit.CSRC / "cuda" / f"{op}.cu", headers) for op in OPS]
     return [(gxx, CUDART, own), (gxx, LAUNCHERS, headers), *kernels]
-
-
-def ptx(source: Path) -> str:
-    """What nvcc makes of a CUDA source that needs no header of ours."""
-    with cache.alone(CACHE):
-        command = [*_nvcc(), "-ptx", source]
-        built, process = cache.start(command, source.read_bytes(), CACHE, source.stem + ".ptx")
-        cache.finish(process)
-    return built.read_text()
-
-
-def _nvcc() -> list[str | Path]:
-    return [toolkit.nvcc(), *toolkit.flags(), "-arch=compute_90"]

@@ -1,7 +1,6 @@
-"""Runs compilers for tests, and keeps what they make.
+"""Runs compilers and keeps their outputs in build/ptx.
 
-A product is kept under a name that follows from its command and its sources, so nothing is compiled
-twice.
+The name of an output is a hash of its command and sources, so nothing is compiled twice.
 """
 
 import contextlib
@@ -13,12 +12,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "ptx"
+
 
 @contextlib.contextmanager
-def alone(cache: Path) -> Iterator[None]:
-    """Other processes that build into `cache` wait, and then find what they need."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "lock"):
+def alone() -> Iterator[None]:
+    """Other processes that compile wait, and then find what they need."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / "lock"):
         yield
 
 
@@ -26,12 +27,12 @@ def contents(paths: Sequence[Path]) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(paths))
 
 
-def start(command, sources: bytes, cache: Path, name: str):
-    """Start `command`, unless what it makes is there; returns that, and what to wait for."""
+def start(command, sources: bytes, name: str):
+    """Starts a compiler, unless its output exists; returns the output and what to wait for."""
     # The key holds no folder: a copy of the tree finds what was built in the cache it copied.
     words = [Path(word).name if "/" in str(word) else str(word) for word in command]
     key = hashlib.sha256(" ".join(words).encode() + sources).hexdigest()[:16]
-    output = cache / f"{key}-{name}"
+    output = FOLDER / f"{key}-{name}"
     if output.exists():
         return output, None
     partial = output.with_name(f"{output.name}.{os.getpid()}")

@@ -16,7 +16,7 @@ from dct_kernels import payload_layout, quantized_payload_bytes, reference
 from dct_kernels.layout import QUANTIZED_CODES, ROW, quantized_row_bytes
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
-from . import build
+from . import toolkit
 from .backend import Executor
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -70,7 +70,7 @@ def add() -> Case:
 
 @functools.cache
 def _load_add(executor: Executor) -> None:
-    executor.load(build.ptx(Path(__file__).with_name("add.cu")))
+    executor.load(*toolkit.ptx([Path(__file__).with_name("add.cu")]))
 
 
 def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype) -> Case:

@@ -5,17 +5,14 @@ them. So counts of PTX become counts of machine code.
 """
 
 import functools
-import hashlib
 import re
 import statistics
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from . import build, cache, kernels, toolkit
+from . import kernels, toolkit
 
 ARCHITECTURE = 90
 
@@ -84,50 +81,16 @@ class MachineCode:
 @functools.cache
 def machine_code(ptx: str, symbol: str) -> MachineCode:
     """Of a kernel of a PTX text."""
-    report, sass, listing = _assemble(ptx)
-    own = next(part for part in sass.split("Function : ") if part.startswith(f"{symbol}\n"))
-    compiled = toolkit.Compiled(ptx, report, f"Function : {own}")
+    compiled = toolkit.assemble(ptx, ARCHITECTURE)
+    own = next(
+        part for part in compiled.sass.split("Function : ") if part.startswith(f"{symbol}\n")
+    )
+    compiled = compiled._replace(sass=f"Function : {own}")
     (resources,) = kernels.kernels(compiled, ARCHITECTURE)
+    listing = compiled.listing
     start = listing.index(f".text.{symbol}:\n")
     blocks, subroutines = _blocks(listing[start : listing.find("\n//-----", start)])
     return MachineCode(resources, blocks, subroutines, _copies(ptx, blocks))
-
-
-def _assemble(ptx: str) -> list[str]:
-    """ptxas' report, and its machine code as text twice: the second time with lines of PTX."""
-    key = hashlib.sha256(ptx.encode() + nvcc_version().encode()).hexdigest()[:16]
-    source = build.CACHE / f"{key}.ptx"
-    made = [source.with_suffix(suffix) for suffix in (".report", ".sass", ".listing")]
-    with cache.alone(build.CACHE):
-        if not made[-1].exists():
-            source.write_text(ptx)
-            cubin, ptxas = source.with_suffix(".cubin"), toolkit.nvcc().with_name("ptxas")
-            flags = (f"-arch=sm_{ARCHITECTURE}", "-lineinfo", "-v")
-            commands = [
-                (ptxas, *flags, "-o", cubin, source),
-                (toolkit.cuobjdump(), "-sass", cubin),
-                (_nvdisasm(), "-c", "-gp", cubin),
-            ]
-            for file, command in zip(made, commands, strict=True):
-                file.write_text(_run(*command))
-    return [file.read_text() for file in made]
-
-
-def missing() -> str | None:
-    """What is not there and has to be, or None."""
-    if toolkit.missing() is not None:
-        return toolkit.missing()
-    nvdisasm = _nvdisasm()
-    return None if nvdisasm.exists() else f"{nvdisasm}, beside cuobjdump"
-
-
-def _nvdisasm() -> Path:
-    return toolkit.cuobjdump().with_name("nvdisasm")
-
-
-@functools.cache
-def nvcc_version() -> str:
-    return re.search(r"V([\d.]+)", _run(toolkit.nvcc(), "--version"))[1]
 
 
 def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instruction]]]:
@@ -180,10 +143,3 @@ def _copies(ptx: str, blocks: list[Block]) -> Counter:
             copies.update(dict.fromkeys(together, most))
             together = []
     return copies
-
-
-def _run(*command) -> str:
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-    )
-    return result.stdout

@@ -1,14 +1,9 @@
-"""What calls cost, as a table: that of docs/results/kernels_counted.md, too."""
+"""A table of what calls cost."""
 
-import json
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from .costs import LANES, SECTOR, Cost
 
-BENCH = Path(__file__).parents[2] / "bench"
-PART = "calls"  # of the experiment kernels_counted
 COLUMNS = ("call", "must move", "moves", "asks for", "issue slots", "half rate", "PTX")
 COLUMNS += ("active", "conflicts", "loads", "blocks", "most of it")
 
@@ -19,23 +14,6 @@ def lines(counted: Iterable[Cost]) -> Iterator[str]:
     yield "|" + "---|" * len(COLUMNS)
     for cost in counted:
         yield f"| {' | '.join(_cells(cost))} |"
-
-
-def runs(counted: Iterable[Cost]) -> list[dict[str, str]]:
-    """As they are kept in bench/results."""
-    return [{"part": PART} | dict(zip(COLUMNS, _cells(cost), strict=True)) for cost in counted]
-
-
-def keep(counted: Iterable[Cost]) -> Path:
-    """Put them in place of those in bench/results; the file's path."""
-    sys.path.insert(0, str(BENCH))
-    from pages import experiments
-
-    (path,) = experiments.RESULTS.glob("*/kernels_counted.json")
-    content = json.loads(path.read_text())
-    others = [run for run in content["runs"] if run["part"] != PART]
-    experiments.write(path, content | {"runs": runs(counted) + others})
-    return path
 
 
 def _cells(cost: Cost) -> list[str]:

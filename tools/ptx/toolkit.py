@@ -1,31 +1,37 @@
-"""Compiles CUDA sources to machine code for an architecture, and reads what came out.
+"""Compiles CUDA sources to PTX and to machine code for an architecture, without a GPU.
 
-Needs nvcc, and cuobjdump of the same toolkit or of an installed Triton; no GPU.
+Needs nvcc, and cuobjdump and nvdisasm of the same toolkit or of an installed Triton.
 """
 
 import ast
 import functools
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from . import cache
+
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "static"
-KERNELS = sorted(ROOT.glob("csrc/cuda/*.cu"))
+CSRC = ROOT / "csrc"
+KERNELS = sorted(CSRC.glob("cuda/*.cu"))
 ARCHITECTURES = (80, 90, 100)
 
 
 class Compiled(NamedTuple):
-    """Texts. ptx: what the source asks for; report: what ptxas gave it; sass: the machine code."""
+    """Texts about all kernels of a source."""
 
     ptx: str
-    report: str
-    sass: str
+    report: str  # of ptxas: registers, stack and spills
+    sass: str  # the machine code
+    listing: str  # the machine code with the line of PTX that each instruction is made from
 
 
 def missing() -> str | None:
@@ -34,13 +40,48 @@ def missing() -> str | None:
         return "nvcc (CUDA_HOME or PATH says where)"
     if cuobjdump() is None:
         return "cuobjdump (it is in full CUDA toolkits, and in Triton)"
+    if not nvdisasm().exists():
+        return f"{nvdisasm()}, beside cuobjdump"
     return None
 
 
-def compile_all(sources: list[Path], architecture: int) -> list[Compiled]:
-    """Two at a time. What is newer than its sources and its compiler is not compiled again."""
+def ptx(sources: Sequence[Path], architecture: int = 90) -> list[str]:
+    """Compiles sources with nvcc, all together, unless that was done before."""
+    command = [nvcc(), *flags(), f"-arch=compute_{architecture}", "-ptx"]
+    with cache.alone():
+        started = [
+            cache.start([*command, path], headers() + path.read_bytes(), f"{path.stem}.ptx")
+            for path in sources
+        ]
+        for _, process in started:
+            cache.finish(process)
+    return [path.read_text() for path, _ in started]
+
+
+def assemble(ptx: str, architecture: int) -> Compiled:
+    """Compiles a PTX text with ptxas, unless that was done before."""
+    key = hashlib.sha256(f"{ptx}{architecture}{nvcc_version()}".encode()).hexdigest()[:16]
+    kept = cache.FOLDER / f"{key}.json"
+    if not kept.exists():
+        source = kept.with_suffix(f".{os.getpid()}.ptx")
+        cubin = source.with_suffix(".cubin")
+        source.write_text(ptx)
+        # -lineinfo notes the lines of PTX and changes no instruction.
+        flags = (f"-arch=sm_{architecture}", "-lineinfo", "-v")
+        report = _output(nvcc().with_name("ptxas"), *flags, "-o", cubin, source)
+        sass = _output(cuobjdump(), "-sass", cubin)
+        listing = _output(nvdisasm(), "-c", "-gp", cubin)
+        partial = source.with_suffix(".json")
+        partial.write_text(json.dumps([report, sass, listing]))
+        partial.rename(kept)
+        source.unlink()
+        cubin.unlink()
+    return Compiled(ptx, *json.loads(kept.read_text()))
+
+
+def compile_all(sources: Sequence[Path], architecture: int) -> list[Compiled]:
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda source: _compile(source, architecture), sources))
+        return list(pool.map(lambda text: assemble(text, architecture), ptx(sources, architecture)))
 
 
 def demangle(symbol: str) -> str:
@@ -49,25 +90,8 @@ def demangle(symbol: str) -> str:
     return re.sub(r"\w*::", "", re.search(r"[\w:]+(<.*?>)?(?=\()", full)[0])
 
 
-def _compile(source: Path, architecture: int) -> Compiled:
-    stem = BUILD / f"{source.stem}.sm_{architecture}"
-    files = [stem.with_suffix(stem.suffix + kind) for kind in (".ptx", ".report", ".sass")]
-    newest = max(source.stat().st_mtime, _newest_source())
-    if not all(file.exists() and file.stat().st_mtime > newest for file in files):
-        ptx, report, sass = files
-        cubin = ptx.with_suffix(".cubin")
-        BUILD.mkdir(parents=True, exist_ok=True)
-        _output(nvcc(), *flags(), "-ptx", f"-arch=compute_{architecture}", "-o", ptx, source)
-        command = [nvcc(), "-cubin", f"-arch=sm_{architecture}", "-Xptxas=-v", "-o", cubin, ptx]
-        report.write_text(_output(*command))
-        sass.write_text(_output(cuobjdump(), "-sass", cubin))
-    return Compiled(*(file.read_text() for file in files))
-
-
-@functools.cache
-def _newest_source() -> float:
-    sources = [ROOT / "setup.py", *ROOT.glob("csrc/**/*.*"), Path(__file__), nvcc()]
-    return max(path.stat().st_mtime for path in sources)
+def headers() -> bytes:
+    return cache.contents([*CSRC.glob("cuda/**/*.cuh"), *CSRC.glob("common/*.h")])
 
 
 @functools.cache
@@ -89,6 +113,11 @@ def nvcc() -> Path | None:
 
 
 @functools.cache
+def nvcc_version() -> str:
+    return re.search(r"V([\d.]+)", _output(nvcc(), "--version"))[1]
+
+
+@functools.cache
 def cuobjdump() -> Path | None:
     """What reads machine code."""
     folders = [nvcc().parent]
@@ -97,6 +126,10 @@ def cuobjdump() -> Path | None:
         folders += [Path(path, "backends/nvidia/bin") for path in triton.submodule_search_locations]
     found = (folder / "cuobjdump" for folder in folders)
     return next(filter(Path.exists, found), None)
+
+
+def nvdisasm() -> Path:
+    return cuobjdump().with_name("nvdisasm")
 
 
 def _output(*command: str | Path) -> str:

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from .. import costs, counting, machine_code
+from .. import costs, counting, toolkit
 from ..cases import CASES
 
 pytestmark = pytest.mark.skipif(
-    machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
+    toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
 )
 TOLERANCE = 0.02
 BY_DEFAULT = {
@@ -54,7 +54,7 @@ def test_costs_no_more_than_before(make):
     counted = counting.count(make())
     assert counted.name in baseline, "a new case: python -m ptx baseline, in tools/"
     found = grown(counted, baseline[counted.name])
-    if version != machine_code.nvcc_version():
+    if version != toolkit.nvcc_version():
         pytest.skip(f"baseline.json is of nvcc {version}; beside it: {found or 'nothing grew'}")
     assert found == []
 

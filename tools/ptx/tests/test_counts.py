@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from .. import build, counting, machine_code
+from .. import build, counting, machine_code, toolkit
 from ..backend import executor
 from ..cases import Case
 from .snippets import run
 
 pytestmark = pytest.mark.skipif(
-    machine_code.missing() is not None, reason=f"not on this machine: {machine_code.missing()}"
+    toolkit.missing() is not None, reason=f"not on this machine: {toolkit.missing()}"
 )
 SYMBOLS = {
     "together": "_Z8togetherPKlPl",
@@ -117,7 +117,7 @@ def test_atomics_on_one_word_take_turns():
 
 
 def cost(kernel, *arguments):
-    executor().load(build.ptx(build.HERE / "counted.cu"))
+    executor().load(*toolkit.ptx([build.HERE / "counted.cu"]))
     loaded = SYMBOLS[kernel]
 
     def call(ops, executor):
