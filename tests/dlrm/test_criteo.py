@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from criteo_lines import INTS, line
+from criteo_lines import INTS, line, write_rows
 from dlrm.data import criteo, synthetic
 from dlrm.data.features import CARDINALITIES, Rows, table_rows
 from dlrm.errors import UsageError
@@ -88,8 +88,7 @@ def test_a_huge_integer_stays_finite(tmp_path):
 def test_what_the_generator_writes_is_read_back(tmp_path, monkeypatch, name, world_size):
     """Through a file or directly: the same rows; every rank gets its own, in chunks of any size."""
     monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
-    path = tmp_path / name
-    synthetic.write_tsv(path, seed=5, rows=500)
+    path = write_rows(tmp_path / name, seed=5, rows=500)
     block = synthetic.Generator(5).rows(np.arange(500))
     whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
     for rank in range(world_size):
@@ -132,8 +131,7 @@ def test_gzip_is_known_by_its_content_not_by_its_name(tmp_path, name, packed):
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])
 def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
-    path = tmp_path / "rows.tsv.gz"
-    synthetic.write_tsv(path, seed=0, rows=300)
+    path = write_rows(tmp_path / "rows.tsv.gz", seed=0, rows=300)
     content = bytearray(path.read_bytes())
     if damage == "truncated":
         content = content[: len(content) // 2]

@@ -1,4 +1,4 @@
-"""How pooled embeddings get from the ranks that own tables to those that own samples."""
+"""How pooled embeddings get from the ranks that own tables to the ranks that own samples."""
 
 import argparse
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dct_parallel.rows.all_to_all import RowExchange
 
 
 def rows_in(format: str | RowFormat) -> RowExchange:
-    """Rows cross as `format` says: see `all_to_all_rows`."""
+    """Exchange rows in a format of `all_to_all_rows`."""
     return partial(all_to_all_rows, format=format)
 
 
@@ -19,7 +19,7 @@ def _dct(options: argparse.Namespace) -> RowExchange:
     return rows_in(RowFormat("bfloat16", density=options.row_density))
 
 
-# By mode of the gradients' exchange: both use the same number format.
+# Keys are names of MODES: rows and gradients use the same number format.
 EXCHANGES: dict[str, Callable[[argparse.Namespace], RowExchange]] = {
     "dense": lambda options: rows_in("float32"),
     "bf16": lambda options: rows_in("bfloat16"),

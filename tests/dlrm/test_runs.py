@@ -1,0 +1,249 @@
+"""Runs on the ranks themselves: hybrid against data parallel, seeds, optimizers, refusals."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from criteo_lines import write_rows
+from dct_embeddings import plan_shards
+from dct_parallel import RowFormat
+from dlrm import loop
+from dlrm.arguments import parse
+from dlrm.data import dataset
+from dlrm.errors import RankError, UsageError
+from dlrm.launch import launch
+from dlrm.models.dlrm import DLRM
+from dlrm.models.row_exchange import rows_in
+from dlrm.models.sharded import ShardedDLRM
+from dlrm.scores import score
+from dlrm.training import require_equal_weights
+
+SMALL = ["--batch-size", "64", "--hash-size", "50", "--embedding-dim", "4"]
+
+
+def _load(options, **settings):
+    return dataset.load(
+        options.data, options.rows, options.hash_size, options.batch_size, **settings
+    )
+
+
+def _run(*given, mode="dense", seed=0):
+    options = parse([*SMALL, *map(str, given)])
+    return loop.run(mode, seed, _load(options), options, lambda loss: None)
+
+
+def _compare_runs():
+    groups = set(dist.distributed_c10d._world.pg_map)
+    rows = ("--rows", 6000)
+    first, again, other = _run(*rows), _run(*rows), _run(*rows, seed=1)
+    assert again.weights == first.weights != other.weights
+    assert (again.record.loss == first.record.loss).all()
+    # Sums of a table's gradients differ in their order, nothing else does.
+    for given in ([], ["--dedup"], ["--row-format", "float32"]):
+        hybrid = _run(*rows, "--parallel", "hybrid", *given)
+        assert hybrid.record.loss[0] == first.record.loss[0]
+        np.testing.assert_allclose(hybrid.record.loss, first.record.loss, rtol=1e-5)
+        assert hybrid.scores == pytest.approx(first.scores, rel=1e-4)
+    for mode in ("dense", "dct"):
+        for given in ([], ["--parallel", "hybrid", "--row-format", "int8"]):
+            loss = _run("--rows", 10_000, "--lr", 0.3, *given, mode=mode).record.loss
+            assert np.isfinite(loss).all()
+            assert loss[-20:].mean() < 0.95 * loss[:20].mean(), (mode, given)
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # a group has threads
+
+
+def test_runs_of_two_ranks():
+    launch(_compare_runs, 2)
+
+
+TABLES, DIM, BATCH = [40, 3, 7, 40, 5], 4, 12  # five tables: two ranks do not divide them
+
+
+def _samples(rank):
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.stack([torch.randint(n, (BATCH,), generator=generator) for n in TABLES], 1)
+    ints = torch.randn(BATCH, 13, generator=generator)
+    return ints, ids.int(), torch.randint(2, (BATCH,), generator=generator).float()
+
+
+def _loss(model, samples):
+    ints, ids, labels = samples
+    return binary_cross_entropy_with_logits(model(ints, ids), labels)
+
+
+def _whole_model(density):
+    """One process's model of all ranks' samples, which zeroes what an exchange leaves out."""
+
+    class Masked(DLRM):
+        def interact(self, ints, embedded):
+            size = embedded.detach().abs()
+            kept = size.argsort(dim=2, descending=True, stable=True)[..., : int(density * DIM)]
+            return super().interact(ints, embedded * torch.zeros_like(size).scatter(2, kept, 1))
+
+    torch.manual_seed(3)
+    return Masked(TABLES, DIM, [6], [9])
+
+
+def _against_one_process():
+    """Logits and the gradients of all weights, against one model that sees all samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = plan_shards(TABLES, ranks)
+    for density, exchange, dedup in (
+        (1.0, rows_in("float32"), False),
+        (1.0, rows_in("float32"), True),
+        (0.5, rows_in(RowFormat("float32", density=0.5)), True),
+    ):
+        whole = _whole_model(density)
+        torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean().backward()
+        model = ShardedDLRM(_whole_model(1.0), plan, exchange, dedup)
+        samples = _samples(rank)
+        torch.testing.assert_close(model(*samples[:2]), whole(*samples[:2]))
+        _loss(model, samples).backward()
+        own = torch.cat([whole.tables[shard.table].weight.grad for shard in plan[rank]])
+        assert own.any()
+        torch.testing.assert_close(model.tables.weight.grad, own)
+        mlps = [*whole.bottom.parameters(), *whole.top.parameters()]
+        for expected, weight in zip(mlps, model.mlps.parameters(), strict=True):
+            dist.all_reduce(weight.grad)  # what DDP does
+            torch.testing.assert_close(weight.grad / ranks, expected.grad)
+
+
+def test_logits_and_gradients_of_sharded_tables_are_those_of_one_process():
+    launch(_against_one_process, 2)
+
+
+BY_HAND = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.003),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.003, momentum=0.9),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.003),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_weights_are_those_of_torchs_optimizer(one_rank, name):
+    options = parse([*SMALL, "--rows", "600", "--lr", "0.003", "--embedding-lr", "0.1"])
+    options.optimizer = name
+    data = _load(options)
+    result = loop.run("dense", 3, data, options, lambda step: None)
+
+    torch.manual_seed(3)
+    model = DLRM(data.tables, 4, loop.BOTTOM, loop.TOP)
+    tables = torch.optim.SGD(model.tables.parameters(), lr=0.1)
+    mlps = BY_HAND[name]([*model.bottom.parameters(), *model.top.parameters()])
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(3))
+    losses = []
+    for batch in map(data.train.take, order.split(64)[: len(order) // 64]):
+        model.zero_grad()
+        losses.append(_loss(model, (batch.ints, batch.ids, batch.labels.float())))
+        losses[-1].backward()
+        tables.step()
+        mlps.step()
+    assert len(losses) >= 5
+    np.testing.assert_allclose(result.record.loss, [loss.item() for loss in losses], rtol=1e-5)
+    probability = torch.sigmoid(model(data.test.ints, data.test.ids)).detach().numpy()
+    assert result.scores == pytest.approx(score(data.test.labels.numpy(), probability), rel=1e-5)
+
+
+def test_score_against_its_definition():
+    rng = np.random.default_rng(0)
+    labels, p = rng.integers(0, 2, 60), rng.random(60).round(1) * 0.98 + 0.01
+    pairs = [(a > b) + 0.5 * (a == b) for a in p[labels == 1] for b in p[labels == 0]]
+    loss = -np.mean(np.where(labels == 1, np.log(p), np.log(1 - p)))
+    assert score(labels, p) == pytest.approx((np.mean(pairs), loss, sum(p) / sum(labels)))
+
+
+def test_the_split_is_the_same_for_any_number_of_ranks(one_rank):
+    numbers = np.arange(50_000)
+    test, validation = dataset.split(numbers, 0.2, 0.1)
+    assert test.mean() == pytest.approx(0.2, abs=0.01)
+    assert validation.mean() == pytest.approx(0.1, abs=0.01) and not (test & validation).any()
+    share = dataset.split(numbers[1::3], 0.2, 0.1)
+    np.testing.assert_array_equal(share, (test[1::3], validation[1::3]))
+    np.testing.assert_array_equal(dataset.split(numbers, 0.2, 0)[0], test)
+    data = dataset.load(None, 1500, None, 64, validation_fraction=0.1)
+    parts = [{tuple(row.tolist()) for row in part.ids} for part in (data.train, data.validation)]
+    assert parts[0].isdisjoint(parts[1]) and data.train.ids.dtype == torch.int64
+    assert sum(data.description[f"{part}_rows"] for part in ("train", "validation", "test")) == 1500
+    passes = [batch.ids for batch in dataset.batches(data, 64, seed=0, epochs=2)]
+    assert len(passes) == 2 * data.description["steps_per_epoch"]
+    assert not torch.equal(passes[0], passes[len(passes) // 2])  # a new order per epoch
+
+
+def _malformed(folder, count):
+    return write_rows(folder / "rows.tsv", 0, 396, before=["a header"] * count)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            ["--rows", "1500", "--batch-size", "5000"],
+            r"--batch-size must be at most .*, got 5000",
+        ),
+        (["--rows", "150"], r"--rows must be enough for more than 2 steps .*, got 1 steps"),
+        (["--rows", "1500", "--lr", "1e30"], r"--lr and .* got a loss of (nan|inf) in step \d"),
+        (4, None),
+        (
+            5,
+            r"rows\.tsv must have at most 1% malformed lines, got 5 of 401 lines m.* \(line 1",
+        ),
+    ],
+)
+def test_rows_and_rates_that_cannot_be_used(one_rank, tmp_path, given, text):
+    if isinstance(given, int):
+        given = ["--data", _malformed(tmp_path, given)]
+    if text is None:
+        warning = _load(parse([*SMALL, *map(str, given)])).warning
+        assert warning.startswith("skipped: 4 of 400 lines malformed (line 1: must have 40 fields")
+        return
+    with pytest.raises(UsageError, match=text):
+        _run(*given)
+
+
+def test_a_file_without_rows_or_without_clicks(one_rank, tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text("no row\n" * 50)
+    with pytest.raises(UsageError, match="row in Criteo's layout, got 50 of 50 lines malformed"):
+        _run("--data", path)
+    path.write_text("".join("0" + "\t1" * 39 + "\n" for _ in range(400)))
+    with pytest.raises(UsageError, match="the test rows must have labels 0 and 1, got 0 ones in"):
+        _run("--data", path)
+
+
+def _fail_on_rank_one(how):
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(7)
+        raise UsageError("--rows must be odd") if how == "usage" else RuntimeError("no such luck")
+    dist.barrier()  # rank 0 would wait here for ever
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("usage", UsageError, r"^--rows must be odd$"),
+        (
+            "fails",
+            RankError,
+            r"(?s)^rank 1 failed:.*_fail_on_rank_one.*Error: no such luck$",
+        ),
+        ("dies", RankError, r"^rank 1 failed: process 1 terminated with exit code 7$"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(how, kind, text):
+    with pytest.raises(kind, match=text):
+        launch(_fail_on_rank_one, 2, how)
+
+
+def _differ():
+    require_equal_weights("same")
+    require_equal_weights(f"{dist.get_rank()}")
+
+
+def test_different_weights_are_found():
+    with pytest.raises(RankError, match=r"equal on all ranks, got different ones on ranks \[1\]"):
+        launch(_differ, 2)
