@@ -92,11 +92,11 @@ def run(
     model = DLRM(data.tables, options.embedding_dim, BOTTOM, TOP)
     groups: dict[str, dist.ProcessGroup] = {}
     if options.parallel == "data":
-        model = ddp = _replicated(model)
+        model = ddp = replicated(model)
     else:
         plan = plan_shards(data.tables, dist.get_world_size())
         model = ShardedDLRM(model, plan, EXCHANGES[mode](options), options.dedup)
-        ddp = model.mlps = _replicated(model.mlps)
+        ddp = model.mlps = replicated(model.mlps)
         groups = {"ids": model.ids_group, "rows": model.rows_group}
     state = MODES[mode](ddp, options)
     steps = batches(data, options.batch_size, seed)
@@ -135,5 +135,6 @@ def digest(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _replicated(module: nn.Module) -> DistributedDataParallel:
+def replicated(module: nn.Module) -> DistributedDataParallel:
+    """DDP with one bucket."""
     return DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)

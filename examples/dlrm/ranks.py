@@ -7,8 +7,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def from_all_ranks(value: T) -> list[T]:
-    """Every rank's value, in rank order. Collective."""
-    values: list[T] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank of the group, in rank order. Collective."""
+    values: list[T] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values

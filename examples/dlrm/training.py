@@ -81,9 +81,9 @@ def train(
     return Record(_mean(losses), np.array(step_ms), sent)
 
 
-def require_equal_weights(digest: str) -> None:
-    """Raise unless this digest of weights is the same on all ranks. Collective."""
-    digests = from_all_ranks(digest)
+def require_equal_weights(digest: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise unless this digest of weights is the same on all ranks of the group. Collective."""
+    digests = from_all_ranks(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise RuntimeError(

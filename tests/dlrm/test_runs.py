@@ -48,11 +48,9 @@ def _compare_runs():
         assert hybrid.record.loss[0] == first.record.loss[0]
         np.testing.assert_allclose(hybrid.record.loss, first.record.loss, rtol=1e-5)
         assert hybrid.scores == pytest.approx(first.scores, rel=1e-4)
-    for mode in ("dense", "dct"):
-        for given in ([], ["--parallel", "hybrid", "--row-format", "int8"]):
-            loss = _run("--rows", 10_000, "--lr", 0.3, *given, mode=mode).record.loss
-            assert np.isfinite(loss).all()
-            assert loss[-20:].mean() < 0.95 * loss[:20].mean(), (mode, given)
+    for mode, given in (("dense", []), ("dct", ["--parallel", "hybrid", "--row-format", "int8"])):
+        loss = _run("--rows", 20_000, "--lr", 0.3, *given, mode=mode).record.loss
+        assert np.isfinite(loss).all() and loss[-30:].mean() < 0.95 * loss[:30].mean(), mode
     assert set(dist.distributed_c10d._world.pg_map) == groups  # a group has threads
 
 
