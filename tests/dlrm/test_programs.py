@@ -89,13 +89,13 @@ def test_equivalent_substitution_is_the_training_of_one_process(rows):
     launch(_substitution, 2, rows)
 
 
-def _printed(program, *given):
+def _printed(main, *given):
     """What a rank prints, and its exit status."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        status = program.main([str(argument) for argument in given])
+        status = main([str(argument) for argument in given])
     return status, out.getvalue() + err.getvalue()
 
 
@@ -110,11 +110,10 @@ def test_the_table(rows, name):
     """Dense beside compressed, on rank 0 alone."""
     program, variants, given = PROGRAMS[name]
     given = ["--data", rows, "--batch-size", 256, *given]
-    (status, text), second = run_as_torchrun(_printed, 2, program, *given)
+    (status, text), second = run_as_torchrun(_printed, 2, program.main, *given)
     assert (status, second) == (0, (0, "")), text
-    table = {
-        words[1]: words[2].split() for words in re.finditer(rf"^ ({variants})  +(.*)$", text, re.M)
-    }
+    lines = re.finditer(rf"^ ({variants})  +(.*)$", text, re.MULTILINE)
+    table = {words[1]: words[2].split() for words in lines}
     assert list(table) == variants.split("|")
     assert all(0.3 < float(row[0]) < 1 and 0.3 < float(row[1]) < 1 for row in table.values())
     assert table["dense"][-2] == "1.0x" and float(table["compressed"][-2][:-1]) > 1.3
