@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dct_parallel.compressor import POLICIES
@@ -67,22 +67,17 @@ fraction = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
 table_size = number(int, lambda n: 2 <= n < 2**31, "an integer in [2, 2^31)")
 
 
-def modes(text: str) -> list[str]:
-    """An argparse type: names of MODES joined by ','."""
-    names = text.split(",")
-    if not set(names) <= set(MODES) or len(set(names)) < len(names):
-        rule = f"must be some of {', '.join(MODES)}, joined by ','"
-        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
-    return names
+def names(known: Collection[str], most: int) -> Callable[[str], tuple[str, ...]]:
+    """An argparse type: up to `most` of the known names, joined by ','."""
 
+    def parse_names(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if len(found) > most or not set(found) <= set(known):
+            rule = f"must be 1 to {most} of {', '.join(known)}, joined by ','"
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+        return found
 
-def row_format(text: str) -> tuple[str, ...]:
-    """An argparse type: a format of rows, or two joined by ',', for rows and their gradients."""
-    names = tuple(text.split(","))
-    if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
-        rule = f"must be one or two of {', '.join(ROW_FORMATS)}, joined by ','"
-        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
-    return names
+    return parse_names
 
 
 def make_parser(prog: str, description: str, epilog: str, rows: int) -> argparse.ArgumentParser:
@@ -143,7 +138,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--modes",
-        type=modes,
+        type=names(MODES, len(MODES)),
         default="dense,dct",
         help=f"some of {','.join(MODES)}: gradients by float32 all-reduce, bfloat16 all-reduce, "
         f"PowerSGD of rank 1, or DCT. The last two compress from step {START_STEP} on. Rows of "
@@ -176,7 +171,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     rows.add_argument(
         "--row-format",
-        type=row_format,
+        type=names(ROW_FORMATS, 2),
         metavar="FORMAT[,BACKWARD]",
         help="hybrid, DCT: instead, send every entry of an embedding in one number format, of its "
         f"gradient in the same or another; from {', '.join(ROW_FORMATS)}",
@@ -192,16 +187,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, needed, values, default in NEEDS:
         given, got = getattr(options, name), getattr(options, needed)
         if given and got not in values and not (name == "density" and given == 1):
-            parser.error(
-                f"{flag(name)} must come with {flag(needed)} {' or '.join(values)}, got {got}"
-            )
+            option = name.replace("_", "-")
+            parser.error(f"--{option} must come with --{needed} {' or '.join(values)}, got {got}")
         if not given:
             setattr(options, name, default)
     if options.format in FEW_BITS:
         options.density = 1.0
     return options
-
-
-def flag(name: str) -> str:
-    """The option as it is on the command line."""
-    return f"--{name.replace('_', '-')}"

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 _SMOOTHING = 0.98
 
@@ -21,10 +21,8 @@ def bar(console: Console | None, title: str, steps: int) -> Iterator[Callable[[f
         yield lambda loss: None
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
         TextColumn("{task.fields[loss]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:

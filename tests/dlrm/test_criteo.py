@@ -40,13 +40,6 @@ def test_values_of_a_row(tmp_path):
     assert ids[5:] == [1 + 42 % (min(n, 100) - 1) for n in CARDINALITIES[5:]]
 
 
-def test_a_column_with_few_values_fits_its_table(tmp_path):
-    many = [line(categoricals=[f"{7919 * i:08x}"] * 26) for i in range(300)]
-    rows, _, _ = criteo.read(_write(tmp_path, *many), ROWS)
-    assert rows.ids.min() == 1
-    assert rows.ids.max(dim=0).values.tolist() == [n - 1 for n in ROWS]
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -66,14 +59,6 @@ def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
     assert (report.rows, report.malformed) == (2, 1)
     assert report.examples == [(2, reason)]
     assert report.describe() == f"1 of 3 lines malformed (line 2: {reason})"
-
-
-def test_only_the_first_malformed_lines_are_described(tmp_path):
-    path = _write(tmp_path, *["junk"] * 20, line())
-    parts = [criteo.read(path, ROWS, rank, 3)[2] for rank in range(3)]
-    whole = criteo.ReadReport.merge(parts)
-    assert (whole.rows, whole.malformed) == (1, 20)
-    assert [number for number, _ in whole.examples] == [1, 2, 3, 4, 5]
 
 
 def test_a_huge_integer_stays_finite(tmp_path):

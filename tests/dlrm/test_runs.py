@@ -9,16 +9,12 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from criteo_lines import write_rows
-from dct_embeddings import plan_shards
-from dct_parallel import RowFormat
 from dlrm import loop
 from dlrm.arguments import parse
 from dlrm.data import dataset
 from dlrm.errors import RankError, UsageError
 from dlrm.launch import launch
 from dlrm.models.dlrm import DLRM
-from dlrm.models.row_exchange import rows_in
-from dlrm.models.sharded import ShardedDLRM
 from dlrm.scores import score
 from dlrm.training import require_equal_weights
 
@@ -58,62 +54,6 @@ def test_runs_of_two_ranks():
     launch(_compare_runs, 2)
 
 
-TABLES, DIM, BATCH = [40, 3, 7, 40, 5], 4, 12  # five tables: two ranks do not divide them
-
-
-def _samples(rank):
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.stack([torch.randint(n, (BATCH,), generator=generator) for n in TABLES], 1)
-    ints = torch.randn(BATCH, 13, generator=generator)
-    return ints, ids.int(), torch.randint(2, (BATCH,), generator=generator).float()
-
-
-def _loss(model, samples):
-    ints, ids, labels = samples
-    return binary_cross_entropy_with_logits(model(ints, ids), labels)
-
-
-def _whole_model(density):
-    """One process's model of all ranks' samples, which zeroes what an exchange leaves out."""
-
-    class Masked(DLRM):
-        def interact(self, ints, embedded):
-            size = embedded.detach().abs()
-            kept = size.argsort(dim=2, descending=True, stable=True)[..., : int(density * DIM)]
-            return super().interact(ints, embedded * torch.zeros_like(size).scatter(2, kept, 1))
-
-    torch.manual_seed(3)
-    return Masked(TABLES, DIM, [6], [9])
-
-
-def _against_one_process():
-    """Logits and the gradients of all weights, against one model that sees all samples."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    plan = plan_shards(TABLES, ranks)
-    for density, exchange, dedup in (
-        (1.0, rows_in("float32"), False),
-        (1.0, rows_in("float32"), True),
-        (0.5, rows_in(RowFormat("float32", density=0.5)), True),
-    ):
-        whole = _whole_model(density)
-        torch.stack([_loss(whole, _samples(r)) for r in range(ranks)]).mean().backward()
-        model = ShardedDLRM(_whole_model(1.0), plan, exchange, dedup)
-        samples = _samples(rank)
-        torch.testing.assert_close(model(*samples[:2]), whole(*samples[:2]))
-        _loss(model, samples).backward()
-        own = torch.cat([whole.tables[shard.table].weight.grad for shard in plan[rank]])
-        assert own.any()
-        torch.testing.assert_close(model.tables.weight.grad, own)
-        mlps = [*whole.bottom.parameters(), *whole.top.parameters()]
-        for expected, weight in zip(mlps, model.mlps.parameters(), strict=True):
-            dist.all_reduce(weight.grad)  # what DDP does
-            torch.testing.assert_close(weight.grad / ranks, expected.grad)
-
-
-def test_logits_and_gradients_of_sharded_tables_are_those_of_one_process():
-    launch(_against_one_process, 2)
-
-
 BY_HAND = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.003),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.003, momentum=0.9),
@@ -136,7 +76,8 @@ def test_weights_are_those_of_torchs_optimizer(one_rank, name):
     losses = []
     for batch in map(data.train.take, order.split(64)[: len(order) // 64]):
         model.zero_grad()
-        losses.append(_loss(model, (batch.ints, batch.ids, batch.labels.float())))
+        logits = model(batch.ints, batch.ids)
+        losses.append(binary_cross_entropy_with_logits(logits, batch.labels.float()))
         losses[-1].backward()
         tables.step()
         mlps.step()
@@ -171,45 +112,30 @@ def test_the_split_is_the_same_for_any_number_of_ranks(one_rank):
     assert not torch.equal(passes[0], passes[len(passes) // 2])  # a new order per epoch
 
 
-def _malformed(folder, count):
-    return write_rows(folder / "rows.tsv", 0, 396, before=["a header"] * count)
+def test_one_malformed_line_in_a_hundred_is_skipped(one_rank, tmp_path):
+    path = write_rows(tmp_path / "rows.tsv", 0, 396, before=["a header"] * 4)
+    warning = _load(parse([*SMALL, "--data", str(path)])).warning
+    assert warning.startswith("skipped: 4 of 400 lines malformed (line 1: must have 40 fields, got")
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (
-            ["--rows", "1500", "--batch-size", "5000"],
-            r"--batch-size must be at most .*, got 5000",
-        ),
-        (["--rows", "150"], r"--rows must be enough for more than 2 steps .*, got 1 steps"),
-        (["--rows", "1500", "--lr", "1e30"], r"--lr and .* got a loss of (nan|inf) in step \d"),
-        (4, None),
-        (
-            5,
-            r"rows\.tsv must have at most 1% malformed lines, got 5 of 401 lines m.* \(line 1",
-        ),
-    ],
-)
-def test_rows_and_rates_that_cannot_be_used(one_rank, tmp_path, given, text):
-    if isinstance(given, int):
-        given = ["--data", _malformed(tmp_path, given)]
-    if text is None:
-        warning = _load(parse([*SMALL, *map(str, given)])).warning
-        assert warning.startswith("skipped: 4 of 400 lines malformed (line 1: must have 40 fields")
-        return
+FILES = {"rows": ["0" + "\t1" * 39] * 400, "junk": ["no row"] * 50}
+REFUSED = [
+    (["--rows", "1500", "--batch-size", "5000"], r"--batch-size must be at most .*, got 5000"),
+    (["--rows", "150"], r"--rows must be enough for more than 2 steps .*, got 1 steps"),
+    (["--rows", "1500", "--lr", "1e30"], r"--lr and .* got a loss of (nan|inf) in step \d"),
+    (["--data", "some"], r"some must have at most 1% mal.* 5 of 405 lines malformed \(line 1"),
+    (["--data", "junk"], r"junk must have a row in Criteo's layout, got 50 of 50 lines malformed"),
+    (["--data", "rows"], r"the test rows must have labels 0 and 1, got 0 ones in \d+ rows"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED)
+def test_rows_and_rates_that_cannot_be_used(one_rank, tmp_path, monkeypatch, given, text):
+    monkeypatch.chdir(tmp_path)
+    for name, lines in (FILES | {"some": FILES["junk"][:5] + FILES["rows"]}).items():
+        (tmp_path / name).write_text("\n".join(lines))
     with pytest.raises(UsageError, match=text):
         _run(*given)
-
-
-def test_a_file_without_rows_or_without_clicks(one_rank, tmp_path):
-    path = tmp_path / "rows.tsv"
-    path.write_text("no row\n" * 50)
-    with pytest.raises(UsageError, match="row in Criteo's layout, got 50 of 50 lines malformed"):
-        _run("--data", path)
-    path.write_text("".join("0" + "\t1" * 39 + "\n" for _ in range(400)))
-    with pytest.raises(UsageError, match="the test rows must have labels 0 and 1, got 0 ones in"):
-        _run("--data", path)
 
 
 def _fail_on_rank_one(how):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dlrm.data import hashing, synthetic
+from dlrm.data import synthetic
 from dlrm.data.features import CARDINALITIES, MISSING, name_values
 from dlrm.scores import score
 
@@ -22,12 +22,6 @@ def test_rows_depend_on_their_number_alone():
             np.testing.assert_array_equal(whole[chunk], part)
 
 
-def test_seeds_differ():
-    other = synthetic.Generator(4).rows(np.arange(2000))
-    for name in ("ints", "values"):
-        assert (getattr(other, name) != getattr(BLOCK, name)[:2000]).mean() > 0.5
-
-
 def test_values_follow_the_power_law():
     for table in (2, 9, 25):
         column = BLOCK.values[:, table]
@@ -37,22 +31,6 @@ def test_values_follow_the_power_law():
         expected = -np.diff(np.arange(1.0, 12) ** -0.5) / (1 - 4000**-0.5)
         seen = np.bincount(present, minlength=10)[:10] / len(present)
         assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected / len(present)))
-
-
-def test_probabilities_are_those_of_the_rows():
-    for table in (0, 5, 8):
-        share = GENERATOR.probabilities(table)
-        assert share.sum() == pytest.approx(1)
-        seen = np.bincount(BLOCK.values[:, table] + 1, minlength=len(share)) / N
-        assert np.abs(seen - share).max() < 5 * np.sqrt(0.25 / N)
-
-
-def test_ints_are_skewed_counts_with_missing_ones():
-    missing = (BLOCK.ints == -1).mean(axis=0)
-    assert BLOCK.ints.min() == -1 and missing.max() < 0.42 and missing.max() > 0.05
-    for j in range(13):
-        present = BLOCK.ints[:, j][BLOCK.ints[:, j] >= 0]
-        assert np.mean(present) > 1.5 * np.median(present)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -76,44 +54,6 @@ def test_labels_are_drawn_with_the_true_probabilities():
         within = (BLOCK.probability >= low) & (BLOCK.probability < low + 0.1)
         rate, expected = BLOCK.labels[within].mean(), BLOCK.probability[within].mean()
         assert abs(rate - expected) < 5 * np.sqrt(0.25 / within.sum())
-
-
-def test_the_teacher_looks_at_values_and_at_pairs():
-    """The true logit is not a sum over columns: one column's effect depends on its partner."""
-
-    def logit(values):
-        p = _probability(values)
-        return np.log(p / (1 - p))
-
-    def _probability(values):
-        ints = np.zeros((len(values), 13), dtype=np.int64)
-        z = (GENERATOR._score(ints, values) - GENERATOR._mean) / GENERATOR._std
-        return 1 / (1 + np.exp(-(synthetic.LOGIT_MEAN + synthetic.LOGIT_STD * z)))
-
-    left, right = synthetic.PAIRS[0]
-    lonely = next(t for t in range(26) if all(t not in pair for pair in synthetic.PAIRS))
-
-    def interaction(a, b):
-        grid = np.zeros((4, 26), dtype=np.int64)
-        grid[[1, 3], a], grid[[2, 3], b] = 1, 1
-        base, only_a, only_b, both = logit(grid)
-        assert only_a != base
-        return both - only_a - only_b + base
-
-    assert abs(interaction(left, right)) > 1e-3
-    assert abs(interaction(left, lonely)) < 1e-9
-
-
-def test_random_numbers_are_uniform_and_normal():
-    u = hashing.uniform(1, 2, np.arange(N))
-    assert u.min() > 0 and u.max() < 1
-    assert np.abs(np.bincount((u * 10).astype(int)) / N - 0.1).max() < 5 * 0.3 / np.sqrt(N)
-    z = hashing.normal(1, 2, np.arange(N))
-    for power, moment, spread in ((1, 0, 1), (2, 1, 2**0.5), (4, 3, 96**0.5)):
-        assert abs(np.mean(z**power) - moment) < 5 * spread / np.sqrt(N)
-    other = hashing.uniform(1, 3, np.arange(N))
-    assert abs(np.corrcoef(u, other)[0, 1]) < 5 / np.sqrt(N)
-    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 5 / np.sqrt(N)
 
 
 def test_names_of_values():

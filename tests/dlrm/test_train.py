@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from programs import ROOT, TORCHRUN, run_as_torchrun
@@ -47,16 +48,8 @@ def results(tmp_path_factory):
 
 
 def _linears():
-    """Weights (out, in) of the MLPs; each has a bias."""
-    return [
-        (512, 13),
-        (256, 512),
-        (64, 256),
-        (DIM, 64),
-        (512, DIM + 27 * 26 // 2),
-        (256, 512),
-        (1, 256),
-    ]
+    """Weights (in, out) of the MLPs; each has a bias."""
+    return [*pairwise([13, 512, 256, 64, DIM]), *pairwise([DIM + 27 * 26 // 2, 512, 256, 1])]
 
 
 def test_the_summary_and_the_plot(results):
@@ -79,7 +72,7 @@ def test_bytes_by_formula(results):
     """On 2 ranks a ring all-reduce sends as many bytes as the tensor has, as an all-gather does."""
     _, _, summary = results
     weights = [(rows, DIM) for rows in table_rows(50)] + _linears()
-    biases = sum(out for out, _ in _linears())
+    biases = sum(out for _, out in _linears())
     numel = sum(n * m for n, m in weights) + biases
     # PowerSGD compresses a matrix where its two factors are less than half as large.
     powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
@@ -113,7 +106,7 @@ def test_hybrid_on_a_file_and_its_bytes(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "bayes" not in summary and summary["data"]["malformed"] == 1
     rows, counts = 13 * BATCH, 40
-    mlps = sum(out * (inputs + 1) for out, inputs in _linears())
+    mlps = sum(out * (inputs + 1) for inputs, out in _linears())
     (dense,), (dct,) = (
         [run["bytes_by_purpose"] for run in summary["modes"][mode]] for mode in ("dense", "dct")
     )
@@ -128,11 +121,8 @@ REFUSED = [
     (["--seeds", "0"], "argument --seeds: must be an integer >= 1, got '0'"),
     (["--lr", "nan"], "argument --lr: must be a number > 0, got 'nan'"),
     (["--hash-size", "1"], "argument --hash-size: must be an integer in [2, 2^31), got '1'"),
-    (
-        ["--modes", "dense,dct,dct"],
-        "argument --modes: must be some of dense, bf16, powersgd, dct, ",
-    ),
-    (["--row-format", "int4,int3"], "argument --row-format: must be one or two of float32, "),
+    (["--modes", "dtc"], "argument --modes: must be 1 to 4 of dense, bf16, powersgd, dct, joined"),
+    (["--row-format", "int4,int3"], "argument --row-format: must be 1 to 2 of float32, bfloat16"),
     (["--row-format", "int4"], "--row-format must come with --parallel hybrid, got data"),
     (["--dedup"], "--dedup must come with --parallel hybrid, got data"),
     (["--refresh-every", "9"], "--refresh-every must come with --policy fixed, got fresh"),

@@ -4,20 +4,20 @@ Empty fields are missing values. A categorical is read as a hexadecimal number; 
 its CRC-32. So a token is the same number on every machine and rank.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import numpy as np
 
 from ..errors import UsageError
 from .features import INTS, TABLES, Rows
 
-T = TypeVar("T")
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
 FIRST_LINE_BYTES = 2**16  # a binary file may have no line end
@@ -65,8 +65,8 @@ def check_file(path: Path) -> None:
     Raises:
         UsageError: the file is absent, unreadable, empty or comma-separated.
     """
-    with _opened(path) as file:
-        first = _guarded(path, lambda: file.readline(FIRST_LINE_BYTES))
+    with _readable(path), _opened(path) as file:
+        first = file.readline(FIRST_LINE_BYTES)
     if not first:
         raise UsageError(f"{path} must have rows, got an empty file")
     if b"\t" not in first and first.count(b",") == FIELDS - 1:
@@ -78,8 +78,8 @@ def read(
 ) -> tuple[Rows, np.ndarray, ReadReport]:
     """Encode every world_size-th line, from line `rank` on (lines counted from 0).
 
-    Every rank reads the whole file, 65,536 lines at a time, but parses only its own lines. An
-    encoded row takes 157 bytes of memory, briefly twice that.
+    Every rank reads the whole file but parses only its own lines, 65,536 at a time. An encoded row
+    takes 157 bytes of memory, briefly twice that.
 
     Args:
         path: a tsv file, gzip-compressed or not.
@@ -94,16 +94,19 @@ def read(
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
     numbers: list[int] = []
-    with _opened(path) as file:
-        for first, lines in _chunks(path, file):
+    number = rank
+    with _readable(path), _opened(path) as file:
+        own = islice(file, rank, None, world_size)
+        while lines := list(islice(own, LINES_PER_CHUNK)):
             parsed = []
-            for offset in range((rank - first) % world_size, len(lines), world_size):
+            for line in lines:
                 try:
-                    parsed.append(parse_line(lines[offset]))
+                    parsed.append(parse_line(line))
                 except ValueError as error:
-                    report.add_malformed(first + offset + 1, str(error))
+                    report.add_malformed(number + 1, str(error))
                 else:
-                    numbers.append(first + offset)
+                    numbers.append(number)
+                number += world_size
             parts.append(_encode(parsed, table_rows))
     report.rows = len(numbers)
     return Rows.concatenate(parts), np.array(numbers, dtype=np.int64), report
@@ -144,27 +147,20 @@ def _encode(parsed: list[list[int]], table_rows: Sequence[int] | None) -> Rows:
     return Rows.encode(table[:, 0], table[:, 1 : 1 + INTS], table[:, 1 + INTS :], table_rows)
 
 
-def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first line, lines) of each chunk."""
-    first = 0
-    while lines := _guarded(path, lambda: list(islice(file, LINES_PER_CHUNK))):
-        yield first, lines
-        first += len(lines)
-
-
 def _opened(path: Path) -> BinaryIO:
     """The file, unpacked if its content is gzip-compressed, whatever its name."""
-    if not _guarded(path, path.is_file):
+    if not path.is_file():
         raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
-    with _guarded(path, lambda: open(path, "rb")) as file:
+    with open(path, "rb") as file:
         compressed = file.read(len(_GZIP)) == _GZIP
-    return _guarded(path, lambda: (gzip.open if compressed else open)(path, "rb"))
+    return (gzip.open if compressed else open)(path, "rb")
 
 
-def _guarded(path: Path, operation: Callable[[], T]) -> T:
-    """The result of `operation` on the file; UsageError if the file cannot be read."""
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """An error of reading becomes a UsageError."""
     try:
-        return operation()
+        yield
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
         raise UsageError(f"{path} must be readable to its end, got: {error}") from error
 

@@ -53,7 +53,9 @@ class DLRM(nn.Module):
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
         """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
-        return self.interact(ints, look_up(self.tables, ids))
+        columns = ids.t().contiguous()
+        embedded = [table(column) for table, column in zip(self.tables, columns, strict=True)]
+        return self.interact(ints, torch.stack(embedded, dim=1))
 
     def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
         """Logits [batch] of integers and embeddings float32 [batch, tables, embedding_dim]."""
@@ -63,9 +65,3 @@ class DLRM(nn.Module):
         # One product per unordered pair, none of a vector with itself.
         pairs = products.index_select(1, self._pairs)
         return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
-
-
-def look_up(tables: nn.ModuleList, ids: Tensor) -> Tensor:
-    """Embeddings [batch, tables, embedding_dim] of table rows int32 [batch, tables]."""
-    columns = ids.t().contiguous()
-    return torch.stack([table(column) for table, column in zip(tables, columns, strict=True)], 1)

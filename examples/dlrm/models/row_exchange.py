@@ -1,7 +1,6 @@
 """How pooled embeddings get from the ranks that own tables to the ranks that own samples."""
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 from dct_parallel import RowFormat, all_to_all_rows
@@ -13,16 +12,10 @@ def rows_in(format: str | RowFormat) -> RowExchange:
     return partial(all_to_all_rows, format=format)
 
 
-def _dct(options: argparse.Namespace) -> RowExchange:
+def exchange_of(mode: str, options: argparse.Namespace) -> RowExchange:
+    """The exchange of rows beside a mode of gradients, in the same number format."""
+    if mode != "dct":
+        return rows_in("bfloat16" if mode == "bf16" else "float32")
     if options.row_format is not None:
         return rows_in(RowFormat(*options.row_format))
     return rows_in(RowFormat("bfloat16", density=options.row_density))
-
-
-# Keys are names of MODES: rows and gradients use the same number format.
-EXCHANGES: dict[str, Callable[[argparse.Namespace], RowExchange]] = {
-    "dense": lambda options: rows_in("float32"),
-    "bf16": lambda options: rows_in("bfloat16"),
-    "powersgd": lambda options: rows_in("float32"),
-    "dct": _dct,
-}
