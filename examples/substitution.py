@@ -12,7 +12,6 @@ ranks that compress them by DCT. The first two differ only in the order of sums.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from dct_embeddings import (
 from dct_parallel import DCTState, dct_hook
 from dlrm import progress, report
 from dlrm.arguments import count, fraction, make_parser, positive
-from dlrm.comparison import describe, exit_status, make_console, start_checked
+from dlrm.comparison import describe, make_console, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.data.features import INTS, TABLES, Rows
 from dlrm.errors import UsageError
@@ -157,9 +156,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    options = parse(arguments)
-    work = partial(start_checked, compare, options.ranks, options)
-    return exit_status("substitution.py", work)
+    return run_program("substitution.py", compare, parse(arguments))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from dct_parallel.exchange.codec import FORMATS
 from dct_parallel.rows.counts import ROW_FORMATS
 from dlrm import progress, report
 from dlrm.arguments import count, fraction, make_parser, positive
-from dlrm.comparison import describe, exit_status, make_console, start_checked
+from dlrm.comparison import describe, make_console, run_program
 from dlrm.data.dataset import Dataset, batches, load
 from dlrm.errors import UsageError
 from dlrm.launch import under_torchrun
@@ -127,9 +126,7 @@ def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    options = parse(arguments)
-    work = partial(start_checked, compare, options.ranks, options)
-    return exit_status("two_dimensional.py", work)
+    return run_program("two_dimensional.py", compare, parse(arguments))
 
 
 if __name__ == "__main__":

@@ -22,33 +22,27 @@ PLAIN_WIDTH = 120  # of output that is not on a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command train_dlrm.py; returns its exit status."""
-
-    def work() -> None:
-        options = parse(arguments)
-        start_checked(compare, options.ranks, options)
-
-    return exit_status("train_dlrm.py", work)
+    """The program train_dlrm.py; returns its exit status."""
+    return run_program("train_dlrm.py", compare, parse(arguments))
 
 
-def start_checked(work: Callable[..., None], ranks: int, options: argparse.Namespace) -> None:
-    """Check files, then call `work(options)` on all ranks."""
-    if options.data is not None:
-        criteo.check_file(options.data)
-    if is_first() and "out" in options:
-        _make_folder(options.out, options.overwrite)
-    launch(work, ranks, options)
+def run_program(name: str, work: Callable[..., None], options: argparse.Namespace) -> int:
+    """Check files, then call `work(options)` on all ranks.
 
-
-def exit_status(program: str, work: Callable[[], None]) -> int:
-    """0, or the status of a failure that is explained on stderr."""
+    Returns:
+        The exit status. A failure is explained on stderr.
+    """
     try:
-        work()
+        if options.data is not None:
+            criteo.check_file(options.data)
+        if is_first() and "out" in options:
+            _make_folder(options.out, options.overwrite)
+        launch(work, options.ranks, options)
     except (UsageError, RankError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     return 0
 

@@ -63,8 +63,8 @@ def test_the_summary_and_the_plot(results):
         assert len({run["weights_sha256"] for run in runs}) == 2
         for run in runs:
             assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1 and run["step_ms_median"] > 0
-            low, high = (0.3 * DENSITY, 1.26 * DENSITY) if mode == "dct" else (None, None)
-            assert run["density"] is None if low is None else low < run["density"] <= high
+            if mode == "dct":
+                assert 0.3 * DENSITY < run["density"] <= 1.26 * DENSITY
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -145,14 +145,6 @@ def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, give
     except SystemExit as end:
         assert end.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_an_error_of_the_ranks_arrives_as_one_line(tmp_path):
-    status, _, err = _call("--rows", 300, "--batch-size", 5000, "--out", tmp_path)
-    assert status == 1 and err.startswith(
-        "train_dlrm.py: --batch-size must be at most the training"
-    )
-    assert err.count("\n") == 1 and err.endswith("got 5000\n")
 
 
 def test_help_has_examples_and_fewer_than_22_options(capsys):

@@ -91,14 +91,12 @@ def load(
     parts = {
         name: encoded.take(torch.from_numpy(np.flatnonzero(mask))) for name, mask in masks.items()
     }
-    try:
-        description = source | _counts(parts, batch_size, bool(validation_fraction))
-    except UsageError as error:  # perhaps because lines were skipped
-        raise UsageError(f"{warning}\n{error}" if warning else str(error)) from None
-    if probability is not None:
-        probability = probability[test]
     return Dataset(
-        **parts, probability=probability, description=description, tables=tables, warning=warning
+        **parts,
+        probability=None if probability is None else probability[test],
+        description=source | _counts(parts, batch_size, bool(validation_fraction)),
+        tables=tables,
+        warning=warning,
     )
 
 
