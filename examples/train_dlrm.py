@@ -5,7 +5,7 @@ python examples/train_dlrm.py --help
 
 import sys
 
-from dlrm.train import main
+from dlrm.comparison import main
 
 if __name__ == "__main__":
     sys.exit(main())

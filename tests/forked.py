@@ -13,7 +13,7 @@ import torch
 
 context = multiprocessing.get_context("forkserver")
 # The second imports the first, where it finds its extra packages. DDP's constructor imports dynamo.
-_PRELOAD = ["dct_parallel", "dlrm.experiment", "pytest", "torch._dynamo"]
+_PRELOAD = ["dct_parallel", "dlrm.comparison", "pytest", "torch._dynamo"]
 _PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.optim", "torchrec.distributed"]
 _PRELOAD += ["dct_embeddings"]
 _TESTS = Path(__file__).parent

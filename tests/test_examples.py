@@ -18,7 +18,7 @@ def test_every_example_is_run():
         *("hook.py", "checkpoint.py", "amp.py", "hybrid.py", "fully_sharded.py"),
         *("local_steps.py", "sharded_local_steps.py", "columns.py"),
         "recipes",  # tests/recipes
-        *("train_dlrm.py", "dlrm"),  # tests/dlrm
+        *("train_dlrm.py", "dlrm", "two_dimensional.py", "substitution.py"),  # tests/dlrm
         "wire_meter.py",  # tests/parallel/test_collectives.py
     }
 

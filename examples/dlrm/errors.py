@@ -1,9 +1,9 @@
-"""What ends a command with a sentence instead of a traceback."""
+"""Errors that end a command with one line on stderr."""
 
 
 class UsageError(Exception):
-    """What the user gave cannot be used; the text says what and why."""
+    """An option or a file cannot be used. The text names it, the rule and the value."""
 
 
-class WorkerError(Exception):
-    """A local rank failed; the text is its message."""
+class RankError(Exception):
+    """A local rank failed. The text names the rank and has its traceback."""

@@ -1,164 +1,101 @@
-"""What is left of a training: summary.json, history.json and a table."""
+"""Results of a comparison: summary.json, curves.png and a table."""
 
+import json
 from pathlib import Path
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from . import files
-from .loop import Run, Scores
+from .loop import Run
+from .scores import Scores
 
 Runs = dict[str, list[Run]]  # by mode
-Bayes = Scores  # of the true probabilities
-SHORT_STEPS = 300  # in fewer, much of what modes differ by is that gradients come late
-MEAN_BYTES, MAX_BYTES = "wire_bytes_per_step_per_rank", "wire_bytes_per_step_max_rank"
+SUMMARY, CURVES = "summary.json", "curves.png"
+SHORT_STEPS = 300  # in shorter runs, modes differ mostly because DCT sends gradients late
+SMOOTHED_STEPS = 100  # at most; a tenth of a short run
 
 
-def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Bayes | None) -> None:
+def write_summary(folder: Path, config: dict, data: dict, runs: Runs, bayes: Scores | None) -> None:
     """summary.json: {"config", "data", "modes": {mode: [one object per seed]}, "bayes"}.
 
-    "bayes", what no model can beat on these test rows, is there for generated data only.
+    "bayes" is the score of the true probabilities, for generated rows only.
     """
     summary = {"config": config, "data": data}
-    summary["modes"] = {mode: [run.summary() for run in of_mode] for mode, of_mode in runs.items()}
+    summary["modes"] = {mode: [run.summary() for run in each] for mode, each in runs.items()}
     if bayes is not None:
         summary["bayes"] = bayes._asdict()
-    files.write_json(folder / "summary.json", summary)
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
 
 
-def write_history(folder: Path, runs: Runs) -> None:
-    """history.json: {mode: [per seed: per-step "loss", "step_ms", "wire_bytes"; "density"]}.
-
-    "density" holds [step, mean density of the up to 100 steps before it] pairs.
-    """
-    history = {
-        mode: [
-            {
-                "seed": run.seed,
-                "loss": run.loss.round(5).tolist(),
-                "step_ms": run.step_ms.round(3).tolist(),
-                "wire_bytes": run.wire_bytes.astype(int).tolist(),
-                "density": run.density,
-            }
-            for run in of_mode
-        ]
-        for mode, of_mode in runs.items()
-    }
-    files.write_json(folder / "history.json", history)
+def write_curves(folder: Path, runs: Runs) -> None:
+    """curves.png: smoothed training loss over steps and over bytes; the mean over seeds."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for mode, each in runs.items():
+        loss = np.mean([run.record.loss for run in each], axis=0)
+        width = min(SMOOTHED_STEPS, 1 + len(loss) // 10)
+        smooth = np.convolve(loss, np.ones(width) / width, "valid")
+        sent = np.mean([run.record.total for run in each], axis=0).cumsum()[width - 1 :]
+        axes[0].plot(np.arange(width, len(loss) + 1), smooth, label=mode)
+        axes[1].plot(sent, smooth, label=mode)
+    axes[0].set(xlabel="step", ylabel="training loss")
+    axes[1].set(xlabel="bytes sent per rank", xscale="log" if sent.all() else "linear")
+    for panel in axes:
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(folder / CURVES, dpi=120)
 
 
 def line(mode: str, run: Run) -> str:
     """One run in one line."""
     result = run.summary()
-    scores = f"AUC {result['auc']:.4f}, log loss {result['log_loss']:.4f}, "
-    if "validation_auc" in result:
-        scores += (
-            f"validation AUC {result['validation_auc']:.4f}, "
-            f"log loss {result['validation_log_loss']:.4f}, "
-        )
     return (
-        f"{mode} seed {run.seed}: {scores}"
-        f"{result[MEAN_BYTES]:,.0f} bytes and "
-        f"{result['step_ms_median']:.1f} ms per step"
+        f"{mode} seed {run.seed}: AUC {result['auc']:.4f}, log loss {result['log_loss']:.4f}, "
+        f"{result['bytes_per_step_per_rank']:,.0f} bytes and {result['step_ms_median']:.1f} ms "
+        "per step"
     )
 
 
-def print_table(console: Console, runs: Runs, bayes: Bayes | None, local_size: int = 1) -> None:
-    """Modes side by side: mean and standard deviation over seeds; bytes per rank.
-
-    Bytes are the mean over ranks; beside it, where they differ, of the rank that sends most. Where
-    nodes have several ranks, those of a mesh go to other nodes from every rank, those of a ring
-    from one rank of the node: they are compared by what leaves a node. What else crosses where
-    tables are sharded goes to all ranks: with a mesh, gradients alone are compared.
-    """
+def print_table(console: Console, runs: Runs, bayes: Scores | None) -> None:
+    """Modes in rows: scores, mean and standard deviation over seeds; bytes per rank and step."""
+    results = {mode: [run.summary() for run in each] for mode, each in runs.items()}
+    purposes = list(next(iter(results.values()))[0]["bytes_by_purpose"])
     table = Table("mode", box=SIMPLE_HEAD, pad_edge=False)
-    scores = {"auc": "AUC", "log_loss": "log loss", "calibration": "calibration"}
-    if all("validation_auc" in run.summary() for of_mode in runs.values() for run in of_mode):
-        scores |= {"validation_auc": "validation AUC", "validation_log_loss": "log loss"}
-    uneven = any(_mean(runs, mode, MAX_BYTES) > _mean(runs, mode, MEAN_BYTES) for mode in runs)
-    sizes = ("bytes/step", "at most") if uneven else ("bytes/step",)
-    for heading in (*scores.values(), *sizes, "fewer by", "ms/step"):
+    scores = {"auc": "AUC", "log_loss": "log loss"}
+    sizes = [*(purposes if len(purposes) > 1 else []), "bytes/step", "fewer by"]
+    for heading in (*scores.values(), *sizes, "ms/step"):
         table.add_column(heading, justify="right", no_wrap=True)
-    dense = _mean(runs, "dense", MEAN_BYTES) if "dense" in runs else 0
-    sharded = all("ids" in run.purposes for of_mode in runs.values() for run in of_mode)
-    for mode in runs:
-        sent, has_mesh = _mean(runs, mode, MEAN_BYTES), _has_mesh(runs, mode)
-        leaving = sent * (local_size if has_mesh else 1)
-        is_comparable = dense and leaving and not (sharded and has_mesh)
+    for mode, each in results.items():
+        sent = _mean(each, "bytes_per_step_per_rank")
+        parts = [float(np.mean([one["bytes_by_purpose"][p] for one in each])) for p in purposes]
+        dense = _mean(results["dense"], "bytes_per_step_per_rank") if "dense" in results else 0
         table.add_row(
             mode,
-            *(_spread(runs, mode, key) for key in scores),
+            *(_spread([one[key] for one in each]) for key in scores),
+            *(f"{part:,.0f}" for part in parts if len(parts) > 1),
             f"{sent:,.0f}",
-            *([f"{_mean(runs, mode, MAX_BYTES):,.0f}"] if uneven else []),
-            f"{dense / leaving:.1f}x" if is_comparable else "-",
-            f"{_mean(runs, mode, 'step_ms_median'):.1f}",
+            f"{dense / sent:.1f}x" if dense and sent else "-",
+            f"{_mean(each, 'step_ms_median'):.1f}",
         )
     if bayes is not None:
-        table.add_row("Bayes", *(f"{score:.4f}" for score in bayes))
-        table.caption = "Bayes: the true probabilities, which no model beats"
+        table.add_row("Bayes", *(f"{getattr(bayes, key):.4f}" for key in scores))
+        table.caption = "Bayes: the true probabilities. No model scores better."
     console.print(table)
-    steps = min(len(run.loss) for of_mode in runs.values() for run in of_mode)
+    steps = min(len(run.record.loss) for each in runs.values() for run in each)
     if steps < SHORT_STEPS:
         console.print(f"{steps:,} steps: too short to judge quality", style="yellow")
-    for mode in (mode for mode in runs if _has_mesh(runs, mode)):
-        inside = _mean(runs, mode, "node_bytes_per_step_per_rank")
-        text = (
-            f"{mode}: bytes {'of DP ' if sharded else ''}to other nodes; inside its node a rank "
-            f"sends {inside:,.0f} more; fewer by: of what leaves a node"
-        )
-        console.print(text, markup=False, highlight=False)
-    if sharded:
-        console.print(_purposes(runs, local_size))
 
 
-def _purposes(runs: Runs, local_size: int) -> Table:
-    """What the bytes of sharded tables are for. Ids are no part of what modes compress."""
-    table = Table("bytes/step", box=SIMPLE_HEAD, pad_edge=False)
-    synced = all("sync" in run.purposes for of_mode in runs.values() for run in of_mode)
-    headings = ["ids", "MP forward", "MP backward", "fewer by", "DP", "fewer by"]
-    for heading in (*headings, "sync", "fewer by") if synced else headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-
-    def sent(mode: str, *purposes: str) -> float:
-        return sum(_mean(runs, mode, f"{name}_bytes_per_step_per_rank") for name in purposes)
-
-    def fewer(mode: str, *purposes: str, times: int = 1) -> str:
-        dense = sent("dense", *purposes) if "dense" in runs else 0
-        leaving = times * sent(mode, *purposes)
-        return f"{dense / leaving:.1f}x" if dense and leaving else "-"
-
-    for mode in runs:
-        table.add_row(
-            mode,
-            f"{sent(mode, 'ids'):,.0f}",
-            f"{sent(mode, 'mp_forward'):,.0f}",
-            f"{sent(mode, 'mp_backward'):,.0f}",
-            fewer(mode, "mp_forward", "mp_backward"),
-            f"{sent(mode, 'dp'):,.0f}",
-            fewer(mode, "dp", times=local_size if _has_mesh(runs, mode) else 1),
-            *([f"{sent(mode, 'sync'):,.0f}", fewer(mode, "sync")] if synced else []),
-        )
-    return table
+def _mean(results: list[dict], key: str) -> float:
+    return float(np.mean([result[key] for result in results]))
 
 
-def _has_mesh(runs: Runs, mode: str) -> bool:
-    return "node" in runs[mode][0].purposes
-
-
-def _values(runs: Runs, mode: str, key: str) -> list[float]:
-    return [run.summary()[key] for run in runs[mode]]
-
-
-def _mean(runs: Runs, mode: str, key: str) -> float:
-    return float(np.mean(_values(runs, mode, key)))
-
-
-def _spread(runs: Runs, mode: str, key: str) -> str:
-    values = _values(runs, mode, key)
-    if None in values:  # of a run that an earlier version finished
-        return "-"
+def _spread(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.4f}"
     return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"

@@ -1,79 +1,44 @@
-"""Bytes that this rank sends in a step, by what they are for."""
+"""Bytes that this rank sends per step, by purpose."""
 
-from types import TracebackType
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch.distributed as dist
-from torch import nn
 
 from wire_meter import WireMeter
 
-from .models.sharded import ShardedDLRM
-from .models.substituted import SubstitutedModel
 
-
-class Traffic:
-    """Counts while active; call `forward_done` and `step_done` in every step.
+class Traffic(ExitStack):
+    """Counts bytes while active. Call `forward_done` and `step_done` in every step.
 
     Args:
-        model: from `distribute`.
-        node_group: in which gradients cross inside a node (`DCTState.node_group`).
+        groups: {purpose: the process group that is used for this purpose only}. Bytes that the
+            group "rows" sends backward are counted as "rows back", all other bytes as "gradients".
 
     Attributes:
-        wire: bytes of each step in all collectives, without those of `node_group`.
-        purposes: of a model with sharded tables, bytes of each step, apart: "ids", "sync" of
-            replicas (2D only), the rows' (DES: partial results') "mp_forward" and "mp_backward",
-            and "dp", which is all the rest. With a `node_group` "node": its own. Empty for other
-            models.
+        steps: {purpose: bytes} of each step.
     """
 
-    def __init__(self, model: nn.Module, node_group: dist.ProcessGroup | None = None) -> None:
-        self.wire: list[int] = []
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        super().__init__()
+        self.steps: list[dict[str, int]] = []
         self._all = WireMeter()
-        groups = _groups(model) | ({} if node_group is None else {"node": node_group})
-        self._of_groups = {name: WireMeter(group) for name, group in groups.items()}
-        self._rows = self._of_groups.pop("rows", None)
-        of_rows = {} if self._rows is None else {"mp_forward": [], "mp_backward": [], "dp": []}
-        self.purposes: dict[str, list[int]] = {name: [] for name in self._of_groups} | of_rows
-        self._meters = [self._all, *self._of_groups.values()]
-        self._meters += [] if self._rows is None else [self._rows]
+        self._meters = {name: WireMeter(group) for name, group in groups.items()}
+        self._forward: dict[str, int] = {}
 
     def __enter__(self) -> "Traffic":
-        for meter in self._meters:
-            meter.__enter__()
+        for meter in (self._all, *self._meters.values()):
+            self.enter_context(meter)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for meter in reversed(self._meters):
-            meter.__exit__(kind, error, trace)
-
     def forward_done(self) -> None:
-        """From here on, rows are gradients."""
-        if self._rows is not None:
-            self.purposes["mp_forward"].append(self._rows.take())
+        """Rows sent from here on are gradients of rows."""
+        if "rows" in self._meters:
+            self._forward = {"rows": self._meters["rows"].take()}
 
     def step_done(self) -> None:
-        """From here on, it is the next step."""
-        for name, meter in self._of_groups.items():
-            self.purposes[name].append(meter.take())
-        inside = self.purposes["node"][-1] if "node" in self.purposes else 0
-        self.wire.append(self._all.take() - inside)
-        if self._rows is not None:
-            self.purposes["mp_backward"].append(self._rows.take())
-            others = (
-                sent[-1] for name, sent in self.purposes.items() if name not in ("dp", "node")
-            )
-            self.purposes["dp"].append(self.wire[-1] - sum(others))
-
-
-def _groups(model: nn.Module) -> dict[str, dist.ProcessGroup]:
-    if not isinstance(model, (ShardedDLRM, SubstitutedModel)):
-        return {}
-    groups = {"ids": model.ids_group, "rows": model.rows_group}
-    if isinstance(model, ShardedDLRM) and model.replicas > 1:
-        groups["sync"] = model.sync_group
-    return groups
+        """Bytes sent from here on belong to the next step."""
+        sent = {name: meter.take() for name, meter in self._meters.items()}
+        if "rows" in sent:
+            sent |= {"rows": self._forward["rows"], "rows back": sent["rows"]}
+        self.steps.append(sent | {"gradients": self._all.take() - sum(sent.values())})

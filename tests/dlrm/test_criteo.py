@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from criteo_lines import INTS, line
+from criteo_lines import INTS, line, write_rows
 from dlrm.data import criteo, synthetic
 from dlrm.data.features import CARDINALITIES, Rows, table_rows
 from dlrm.errors import UsageError
@@ -40,13 +40,6 @@ def test_values_of_a_row(tmp_path):
     assert ids[5:] == [1 + 42 % (min(n, 100) - 1) for n in CARDINALITIES[5:]]
 
 
-def test_a_column_with_few_values_fits_its_table(tmp_path):
-    many = [line(categoricals=[f"{7919 * i:08x}"] * 26) for i in range(300)]
-    rows, _, _ = criteo.read(_write(tmp_path, *many), ROWS)
-    assert rows.ids.min() == 1
-    assert rows.ids.max(dim=0).values.tolist() == [n - 1 for n in ROWS]
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -68,14 +61,6 @@ def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
     assert report.describe() == f"1 of 3 lines malformed (line 2: {reason})"
 
 
-def test_only_the_first_malformed_lines_are_described(tmp_path):
-    path = _write(tmp_path, *["junk"] * 20, line())
-    parts = [criteo.read(path, ROWS, rank, 3)[2] for rank in range(3)]
-    whole = criteo.ReadReport.merge(parts)
-    assert (whole.rows, whole.malformed) == (1, 20)
-    assert [number for number, _ in whole.examples] == [1, 2, 3, 4, 5]
-
-
 def test_a_huge_integer_stays_finite(tmp_path):
     path = _write(tmp_path, line(ints=["9" * 400, *INTS[1:]]))
     rows, _, report = criteo.read(path, ROWS)
@@ -88,8 +73,7 @@ def test_a_huge_integer_stays_finite(tmp_path):
 def test_what_the_generator_writes_is_read_back(tmp_path, monkeypatch, name, world_size):
     """Through a file or directly: the same rows; every rank gets its own, in chunks of any size."""
     monkeypatch.setattr(criteo, "LINES_PER_CHUNK", 64)
-    path = tmp_path / name
-    synthetic.write_tsv(path, seed=5, rows=500)
+    path = write_rows(tmp_path / name, seed=5, rows=500)
     block = synthetic.Generator(5).rows(np.arange(500))
     whole = Rows.encode(block.labels, block.ints, block.values, ROWS)
     for rank in range(world_size):
@@ -132,8 +116,7 @@ def test_gzip_is_known_by_its_content_not_by_its_name(tmp_path, name, packed):
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])
 def test_a_damaged_gzip_file_is_an_error_not_a_short_file(tmp_path, damage):
-    path = tmp_path / "rows.tsv.gz"
-    synthetic.write_tsv(path, seed=0, rows=300)
+    path = write_rows(tmp_path / "rows.tsv.gz", seed=0, rows=300)
     content = bytearray(path.read_bytes())
     if damage == "truncated":
         content = content[: len(content) // 2]

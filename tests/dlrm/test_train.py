@@ -1,239 +1,179 @@
-"""train_dlrm.py end to end, as a user starts it: modes, results, bytes by formula, failures."""
+"""train_dlrm.py as a user starts it: modes, results, bytes by formula, refusals."""
 
 import contextlib
-import gzip
 import io
 import json
-import os
 import subprocess
 import sys
-from typing import NamedTuple
+from itertools import pairwise
 
 import pytest
-import torch
 from programs import ROOT, TORCHRUN, run_as_torchrun
+from rich.console import Console
 
-from criteo_lines import line
-from dct_kernels import payload_layout
-from dlrm.data import synthetic
+from criteo_lines import write_rows
+from dlrm.comparison import main
 from dlrm.data.features import table_rows
-from dlrm.train import main
+from dlrm.progress import bar
 
-SMALL = ["--hash-size", "50", "--embedding-dim", "4", "--bottom", "16", "--top", "64"]
-DENSITY = 0.02
-TRAIN = [str(ROOT / "examples" / "train_dlrm.py")]
-
-
-def _start(*arguments, launcher=()):
-    # As if in a terminal of their own: not under a torchrun that may have started the tests.
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, *launcher, *TRAIN, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-
-
-def _start_torchrun(*arguments):
-    return _start(*arguments, launcher=[*TORCHRUN[1:], "--nproc-per-node", "2"])
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
+RANKS, BATCH, DIM, DENSITY = 2, 64, 8, 0.02
+SMALL = ["--rows", 1500, "--batch-size", BATCH, "--hash-size", 50, "--embedding-dim", DIM]
+TRAIN = [sys.executable, ROOT / "examples/train_dlrm.py"]
 
 
 def _call(*arguments):
-    """The command in this process; what its ranks print on their own is not seen."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    """(status, stdout, stderr) of the command in this process."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         status = main([str(argument) for argument in arguments])
-    return Done(status, out.getvalue(), err.getvalue())
+    return status, out.getvalue(), err.getvalue()
 
 
 def _call_on_ranks(*arguments):
-    """The command in two forked ranks, as under torchrun."""
-    status, *printed = zip(*run_as_torchrun(_call, 2, *arguments), strict=True)
-    return Done(max(status), *map("".join, printed))
+    """What the first of two ranks prints, as under torchrun; the other one prints nothing."""
+    (status, out, err), second = run_as_torchrun(_call, RANKS, *arguments)
+    assert (status, second) == (0, (0, "", "")), err
+    return out
 
 
-# Processes of their own, which import all that they need, take several times as long.
-def _in_short(short, command):
-    return [pytest.param(short, id="forked"), pytest.param(command, marks=pytest.mark.large)]
-
-
-@pytest.fixture(scope="module", params=_in_short(_call_on_ranks, _start))
-def results(request, tmp_path_factory):
-    """Two seeds of every mode on 2 ranks: (output, folder, summary)."""
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Two seeds of every mode: (output, folder, summary)."""
     folder = tmp_path_factory.mktemp("runs") / "new" / "folder"
-    done = request.param(
-        *("--rows", 1500, "--batch-size", 64, "--modes", "dense,bf16,powersgd,dct"),
-        *("--seeds", 2, "--density", DENSITY, "--out", folder, *SMALL),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, folder, json.loads((folder / "summary.json").read_text())
+    modes = ("--modes", "dense,bf16,powersgd,dct", "--density", DENSITY, "--seeds", 2)
+    output = _call_on_ranks(*SMALL, *modes, "--ranks", 5, "--out", folder)
+    return output, folder, json.loads((folder / "summary.json").read_text())
 
 
-def test_summary(results):
-    _, _, summary = results
-    assert set(summary) == {"config", "data", "modes", "bayes"}
-    assert summary["config"]["ranks"] == 2 and summary["config"]["density"] == DENSITY
-    assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 1500
-    assert set(summary["bayes"]) == {"auc", "log_loss", "calibration"}
-    assert list(summary["modes"]) == ["dense", "bf16", "powersgd", "dct"]
-    for runs in summary["modes"].values():
-        assert [run["seed"] for run in runs] == [0, 1]
-        for run in runs:
-            assert set(run) == {
-                *("seed", "auc", "log_loss", "calibration", "step_ms_median", "density_mean"),
-                *("wire_bytes_per_step_per_rank", "wire_bytes_per_step_max_rank"),
-                *("ranks_equal", "weights_sha256"),
-            }
-            assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1
-            assert run["step_ms_median"] > 0 and run["ranks_equal"] is True
+def _linears():
+    """Weights (in, out) of the MLPs; each has a bias."""
+    return [*pairwise([13, 512, 256, 64, DIM]), *pairwise([DIM + 27 * 26 // 2, 512, 256, 1])]
 
 
-def _shapes():
-    """Weights (out, in) of the model that SMALL describes; a bias belongs to each Linear."""
-    tables = [(rows, 4) for rows in table_rows(50)]
-    linears = [(16, 13), (4, 16), (64, 4 + 27 * 26 // 2), (1, 64)]
-    return tables + linears, [out for out, _ in linears]
-
-
-def test_bytes_by_formula(results):
-    """On 2 ranks a ring all-reduce sends as many bytes as the tensor has, an all-gather as well."""
-    _, _, summary = results
-    weights, biases = _shapes()
-    numel = sum(n * m for n, m in weights) + sum(biases)
-    # PowerSGD compresses a matrix where its two factors are less than half as large.
-    powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + sum(biases)
-    # DCT: room for 1.25 x density, 4 bytes an entry.
-    capacity = -(-int(numel * DENSITY * 125) // 100)
-    blocks = -(-numel // 16384)
-
-    def aligned(nbytes):
-        return -(-nbytes // 16) * 16
-
-    expected = {
-        "dense": 4 * numel,
-        "bf16": 2 * numel,
-        "powersgd": 4 * powersgd,
-        "dct": aligned(64 + 4 * (blocks + 1)) + 2 * aligned(2 * capacity),
-    }
-    for mode, runs in summary["modes"].items():
-        assert {run["wire_bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
-
-
-@pytest.mark.large
-def test_nodes_of_two_ranks(tmp_path):
-    done = _start(
-        *("--rows", 1500, "--ranks", 4, "--local-size", 2, "--batch-size", 32),
-        *("--density", DENSITY, "--out", tmp_path, *SMALL),
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    (dense,), (dct,) = summary["modes"]["dense"], summary["modes"]["dct"]
-    assert "node_bytes_per_step_per_rank" not in dense
-    weights, biases = _shapes()
-    numel = sum(n * m for n, m in weights) + sum(biases)
-    # Inside, a reduce-scatter and an all-gather of half a bucket, and a word; a part is whole 16 B.
-    part = 8 * -(-numel // 16)
-    inside = dct["node_bytes_per_step_per_rank"]
-    steps = summary["data"]["steps_per_epoch"] - 2
-    once = 4 * part  # at the start, what is owed goes to whose part it is
-    assert inside * steps == pytest.approx((8 * part + 4) * steps + once)
-    plan = payload_layout(part, -(-int(part * DENSITY * 125) // 100), torch.bfloat16)
-    assert dct["wire_bytes_per_step_per_rank"] == pytest.approx(plan.nbytes, rel=0.02)
-    text = f"dct: bytes to other nodes; inside its node a rank sends {inside:,.0f} more"
-    assert text in done.stdout
-    # A ring through two ranks leaves their node once, as both ranks' parts together do.
-    key = "wire_bytes_per_step_per_rank"
-    assert f"{dense[key] / (2 * dct[key]):.1f}x" in done.stdout
-
-
-def test_densities(results):
-    _, _, summary = results
-    assert {run["density_mean"] for run in summary["modes"]["dense"]} == {1.0}
-    assert {run["density_mean"] for run in summary["modes"]["bf16"]} == {1.0}
-    assert {run["density_mean"] for run in summary["modes"]["powersgd"]} == {None}
-    for run in summary["modes"]["dct"]:
-        assert 0.3 * DENSITY < run["density_mean"] <= 1.26 * DENSITY
-
-
-def test_history_and_plot(results):
+def test_the_summary_and_the_plot(results):
     _, folder, summary = results
-    history = json.loads((folder / "history.json").read_text())
-    steps = summary["data"]["steps_per_epoch"]
-    for mode, runs in history.items():
-        for run, result in zip(runs, summary["modes"][mode], strict=True):
-            assert len(run["loss"]) == len(run["step_ms"]) == len(run["wire_bytes"]) == steps
-            assert set(run["wire_bytes"][2:]) == {result["wire_bytes_per_step_per_rank"]}
-    # Every mode starts from the same weights and the same batch.
-    for seed in range(2):
-        assert len({history[mode][seed]["loss"][0] for mode in history}) == 1
-    assert history["dct"][0]["density"][-1][0] == steps
+    assert set(summary) == {"config", "data", "modes", "bayes"}
+    assert summary["config"]["ranks"] == RANKS and summary["config"]["density"] == DENSITY
+    assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 1500
+    assert list(summary["modes"]) == ["dense", "bf16", "powersgd", "dct"]
+    for mode, runs in summary["modes"].items():
+        assert [run["seed"] for run in runs] == [0, 1]
+        assert len({run["weights_sha256"] for run in runs}) == 2
+        for run in runs:
+            assert 0.3 < run["auc"] < 1 and 0.3 < run["log_loss"] < 1 and run["step_ms_median"] > 0
+            if mode == "dct":
+                assert 0.3 * DENSITY < run["density"] <= 1.26 * DENSITY
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bytes_by_formula(results):
+    """On 2 ranks a ring all-reduce sends as many bytes as the tensor has, as an all-gather does."""
+    _, _, summary = results
+    weights = [(rows, DIM) for rows in table_rows(50)] + _linears()
+    biases = sum(out for _, out in _linears())
+    numel = sum(n * m for n, m in weights) + biases
+    # PowerSGD compresses a matrix where its two factors are less than half as large.
+    powersgd = sum(n + m if 2 * (n + m) < n * m else n * m for n, m in weights) + biases
+    # DCT: a header, counts of blocks, and a capacity of 1.25 x density, 4 bytes an entry.
+    capacity, blocks = -(-int(numel * DENSITY * 125) // 100), -(-numel // 16384)
+    dct = sum(-(-n // 16) * 16 for n in (64 + 4 * (blocks + 1), 2 * capacity, 2 * capacity))
+    expected = {"dense": 4 * numel, "bf16": 2 * numel, "powersgd": 4 * powersgd, "dct": dct}
+    for mode, runs in summary["modes"].items():
+        assert {run["bytes_per_step_per_rank"] for run in runs} == {expected[mode]}, mode
+        assert {run["bytes_by_purpose"]["gradients"] for run in runs} == {expected[mode]}, mode
+
+
 def test_output_without_a_terminal(results):
-    """A line per run, a table, no control characters."""
+    """A line per run and a table, without control characters."""
     output, _, summary = results
     for mode, runs in summary["modes"].items():
         for run in runs:
-            assert f"{mode} seed {run['seed']}: AUC {run['auc']:.4f}" in output
-    assert "Bayes" in output and "\u00b1" in output and "\x1b" not in output
-    dense, dct = (summary["modes"][m][0]["wire_bytes_per_step_per_rank"] for m in ("dense", "dct"))
+            assert output.count(f"{mode} seed {run['seed']}: AUC {run['auc']:.4f}") == 1
+    assert "Bayes" in output and "±" in output and "\x1b" not in output
+    dense, dct = (summary["modes"][m][0]["bytes_per_step_per_rank"] for m in ("dense", "dct"))
     assert f"{dense / dct:.1f}x" in output
+    assert "9 steps: too short to judge quality" in output
+
+
+def test_hybrid_on_a_file_and_its_bytes(tmp_path):
+    """Each rank owns 13 of 26 tables. 2 of 8 entries of a row cross, with a bitmap of 8 bits."""
+    path = write_rows(tmp_path / "rows.tsv.gz", 1, 1500, before=["a header"])
+    given = ["--data", path, "--parallel", "hybrid", "--row-density", 0.25, *SMALL[2:]]
+    output = _call_on_ranks(*given, "--out", tmp_path)
+    assert "skipped: 1 of 1,501 lines malformed (line 1: must have 40 fields, got 1)" in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "bayes" not in summary and summary["data"]["malformed"] == 1
+    rows, counts = 13 * BATCH, 40
+    mlps = sum(out * (inputs + 1) for inputs, out in _linears())
+    (dense,), (dct,) = (
+        [run["bytes_by_purpose"] for run in summary["modes"][mode]] for mode in ("dense", "dct")
+    )
+    ids = {"ids": counts + 4 * rows}
+    assert dense == ids | {"rows": 32 * rows, "rows back": 32 * rows, "gradients": 4 * mlps}
+    assert dct == ids | {"rows": 5 * rows, "rows back": 4 * rows, "gradients": dct["gradients"]}
+    assert dct["gradients"] < 0.01 * dense["gradients"]
+
+
+REFUSED = [
+    (["--density", "2"], "argument --density: must be a number in (0, 1], got '2'"),
+    (["--seeds", "0"], "argument --seeds: must be an integer >= 1, got '0'"),
+    (["--lr", "nan"], "argument --lr: must be a number > 0, got 'nan'"),
+    (["--hash-size", "1"], "argument --hash-size: must be an integer in [2, 2^31), got '1'"),
+    (["--modes", "dtc"], "argument --modes: must be 1 to 4 of dense, bf16, powersgd, dct, joined"),
+    (["--row-format", "int4,int3"], "argument --row-format: must be 1 to 2 of float32, bfloat16"),
+    (["--row-format", "int4"], "--row-format must come with --parallel hybrid, got data"),
+    (["--dedup"], "--dedup must come with --parallel hybrid, got data"),
+    (["--refresh-every", "9"], "--refresh-every must come with --policy fixed, got fresh"),
+    (["--density", "0.1", "--format", "int4"], "--density must come with --format float32 or bf"),
+    (["--row-format", "int4", "--row-density", "1"], "--row-density: not allowed with argument"),
+    (["--epoch", "2"], "unrecognized arguments: --epoch 2"),
+    (["--data", "none.tsv"], "train_dlrm.py: none.tsv must be a file, got nothing\n"),
+    (["--out", "taken"], "--out must not contain summary.json, got taken: use --overwrite to"),
+    (["--out", "taken/summary.json"], "--out must be a writable folder, got taken/summary.json"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED, ids=lambda part: " ".join(part)[:40])
+def test_refusals_name_option_rule_and_value(tmp_path, monkeypatch, capsys, given, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/summary.json").touch()
+    try:
+        assert main(given) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_help_has_examples_and_fewer_than_22_options(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "python examples/train_dlrm.py --parallel hybrid --row-format int4 --dedup" in text
+    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert len(options) == len(set(options)) == 21
+    for name in ("density", "policy", "refresh-every", "optimizer", "row-format", "row-density"):
+        assert f"--{name}" in options
 
 
 @pytest.mark.large
-def test_a_file_with_malformed_lines(tmp_path):
-    path = tmp_path / "rows.tsv.gz"
-    synthetic.write_tsv(path, seed=1, rows=400)
-    content = gzip.decompress(path.read_bytes()).decode()
-    path.write_bytes(gzip.compress(("a header\n" + content + line("7") + "\n").encode()))
-    done = _start(
-        *("--data", path, "--ranks", 1, "--modes", "dense"),
-        *("--batch-size", 32, "--out", tmp_path, *SMALL),
-    )
+@pytest.mark.parametrize("launcher", [[], [*TORCHRUN[1:], "--nproc-per-node", "2"]])
+def test_as_written(tmp_path, launcher):
+    """Processes of their own, which import all that they need."""
+    command = [TRAIN[0], *launcher, TRAIN[1], *SMALL, "--out", tmp_path]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "left out: 2 of 402 lines malformed (line 1: must have 40 fields" in done.stdout
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["data"]["malformed"] == 2
-    assert summary["config"]["rows"] is None
-    assert summary["data"]["train_rows"] + summary["data"]["test_rows"] == 400
-    assert "bayes" not in summary
+    assert done.stdout.count("dct seed 0") == 1
 
 
-def test_where_results_cannot_be_written_the_table_is_printed(tmp_path):
-    path = tmp_path / "history.json"
-    path.with_name(f"{path.name}.part").mkdir()
-    done = _call_on_ranks(*("--rows", 1500, "--modes", "dct", "--out", tmp_path, *SMALL))
-    assert done.returncode == 1 and "no model beats" in done.stdout
-    assert done.stderr == f"train_dlrm.py: {path} cannot be written: Is a directory\n"
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("start", _in_short(_call, _start))
-def test_a_damaged_file_ends_the_command(start, tmp_path):
-    """Found out by the ranks, far from the start of the file; told by the command, in a line."""
-    path = tmp_path / "cut.tsv.gz"
-    path.write_bytes(gzip.compress(bytes(100_000))[:-20])
-    done = start("--data", path, "--out", tmp_path, *SMALL)
-    assert done.returncode == 1
-    assert f"train_dlrm.py: {path} must be readable to its end, got:" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("start", _in_short(_call_on_ranks, _start_torchrun))
-def test_under_torchrun_its_ranks_count(start, tmp_path):
-    done = start(
-        *("--ranks", 5, "--rows", 600, "--batch-size", 32, "--modes", "dct", "--out", tmp_path),
-        *("--validation-fraction", 0.2),
-        *SMALL,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["config"]["ranks"] == 2
-    assert done.stdout.count("dct seed 0") == 1  # only rank 0 speaks
-    (run,) = summary["modes"]["dct"]
-    assert run["validation_auc"] != run["auc"] and 0.3 < run["validation_log_loss"] < 1
-    assert f"validation AUC {run['validation_auc']:.4f}" in done.stdout
+def test_the_bar_has_the_smoothed_loss():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with bar(console, "seed 0", 3) as on_step:
+        assert "loss" not in console.file.getvalue()
+        on_step(0.5)
+        on_step(1.5)
+    assert "seed 0" in console.file.getvalue() and "loss 0.5200" in console.file.getvalue()
+    with bar(Console(file=io.StringIO()), "seed 0", 1) as on_step:
+        on_step(0.5)  # not a terminal: nothing is drawn

@@ -1,5 +1,1 @@
-"""Where rows come from.
-
-Reading order: features (what a row is), criteo and synthetic (its sources), dataset (a rank's share
-of them).
-"""
+"""Where rows come from: features (encoding), criteo and synthetic (sources), dataset (a share)."""

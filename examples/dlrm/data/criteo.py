@@ -1,9 +1,12 @@
-"""Reads Criteo's own layout: tab-separated lines of a label, 13 integers and 26 categoricals.
+"""Reads Criteo's layout: tab-separated lines of a label, 13 integers and 26 categoricals.
 
-Empty fields are missing values. A categorical is read as a hexadecimal number, as Criteo hashed it;
-any other text becomes its CRC-32. So the same token is the same number on every machine and rank.
+Empty fields are missing values. A categorical is read as a hexadecimal number; other text becomes
+its CRC-32. So a token is the same number on every machine and rank.
 """
 
+import contextlib
+import dataclasses
+import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,21 +17,56 @@ import numpy as np
 
 from ..errors import UsageError
 from .features import INTS, TABLES, Rows
-from .lines import ReadReport, guarded, opened
 
 FIELDS = 1 + INTS + TABLES
 LINES_PER_CHUNK = 65536
-FIRST_LINE_BYTES = 2**16  # at most: what is no text may have no line
+FIRST_LINE_BYTES = 2**16  # a binary file may have no line end
+MALFORMED_LINES_SHOWN = 5
+_GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
+
+
+@dataclasses.dataclass
+class ReadReport:
+    """Numbers of rows and malformed lines, and the first malformed lines as (line, reason)."""
+
+    rows: int = 0
+    malformed: int = 0
+    examples: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+
+    def add_malformed(self, line: int, reason: str) -> None:
+        """Count a line, numbered from 1."""
+        self.malformed += 1
+        if len(self.examples) < MALFORMED_LINES_SHOWN:
+            self.examples.append((line, reason))
+
+    @staticmethod
+    def merge(reports: "Sequence[ReadReport]") -> "ReadReport":
+        """The report on a file from the reports of all ranks."""
+        examples = sorted(example for report in reports for example in report.examples)
+        return ReadReport(
+            sum(report.rows for report in reports),
+            sum(report.malformed for report in reports),
+            examples[:MALFORMED_LINES_SHOWN],
+        )
+
+    @property
+    def lines(self) -> int:
+        return self.rows + self.malformed
+
+    def describe(self) -> str:
+        """How many lines are malformed, and why the first of them are."""
+        examples = "; ".join(f"line {line}: {reason}" for line, reason in self.examples)
+        return f"{self.malformed:,} of {self.lines:,} lines malformed ({examples})"
 
 
 def check_file(path: Path) -> None:
     """Fail early on a file that can never be read.
 
     Raises:
-        UsageError: it is absent, not readable, empty or comma-separated.
+        UsageError: the file is absent, unreadable, empty or comma-separated.
     """
-    with opened(path) as file:
-        first = guarded(path, lambda: file.readline(FIRST_LINE_BYTES))
+    with _readable(path), _opened(path) as file:
+        first = file.readline(FIRST_LINE_BYTES)
     if not first:
         raise UsageError(f"{path} must have rows, got an empty file")
     if b"\t" not in first and first.count(b",") == FIELDS - 1:
@@ -40,32 +78,35 @@ def read(
 ) -> tuple[Rows, np.ndarray, ReadReport]:
     """Encode every world_size-th line, from line `rank` on (lines counted from 0).
 
-    Streams the file, 65,536 lines at a time: what stays in memory is 157 bytes per encoded row, for
-    a moment twice that. Every rank reads the whole file but parses only its own lines.
+    Every rank reads the whole file but parses only its own lines, 65,536 at a time. An encoded row
+    takes 157 bytes of memory, briefly twice that.
 
     Args:
         path: a tsv file, gzip-compressed or not.
-        table_rows: of each embedding table; None to name values instead.
+        table_rows: of each embedding table. If None, ids are names of values.
 
     Returns:
         The rows, their line numbers (int64, from 0), and a report on this rank's lines.
 
     Raises:
-        UsageError: the file cannot be opened or unpacked. Malformed lines are reported only.
+        UsageError: the file cannot be opened or unpacked. Malformed lines are only counted.
     """
     report = ReadReport()
     parts: list[Rows] = [_encode([], table_rows)]
     numbers: list[int] = []
-    with opened(path) as file:
-        for first, lines in _chunks(path, file):
+    number = rank
+    with _readable(path), _opened(path) as file:
+        own = islice(file, rank, None, world_size)
+        while lines := list(islice(own, LINES_PER_CHUNK)):
             parsed = []
-            for offset in range((rank - first) % world_size, len(lines), world_size):
+            for line in lines:
                 try:
-                    parsed.append(parse_line(lines[offset]))
+                    parsed.append(parse_line(line))
                 except ValueError as error:
-                    report.add_malformed(first + offset + 1, str(error))
+                    report.add_malformed(number + 1, str(error))
                 else:
-                    numbers.append(first + offset)
+                    numbers.append(number)
+                number += world_size
             parts.append(_encode(parsed, table_rows))
     report.rows = len(numbers)
     return Rows.concatenate(parts), np.array(numbers, dtype=np.int64), report
@@ -75,7 +116,7 @@ def parse_line(line: bytes) -> list[int]:
     """Label, 13 integers, 26 categoricals of one line; -1 where missing.
 
     Raises:
-        ValueError: the line is malformed; the text says why.
+        ValueError: the line is malformed.
     """
     fields = line.rstrip(b"\r\n").split(b"\t")
     if len(fields) != FIELDS:
@@ -85,7 +126,7 @@ def parse_line(line: bytes) -> list[int]:
     row = [int(fields[0])]
     for position, field in enumerate(fields[1 : 1 + INTS], start=1):
         try:
-            # log(1 + x) cannot tell larger ones apart; negative ones are 0 to it.
+            # Clamped to the range of int64; the encoding is log(1 + max(x, 0)).
             row.append(min(max(int(field), -1), 2**62) if field else -1)
         except ValueError:
             raise ValueError(f"field {position} must be an integer, got {_shown(field)}") from None
@@ -94,7 +135,7 @@ def parse_line(line: bytes) -> list[int]:
 
 
 def token_value(token: bytes) -> int:
-    """A categorical as a number in [0, 2^63): its value if it is hexadecimal, else its CRC-32."""
+    """A number in [0, 2^63): the token's value if it is hexadecimal, else its CRC-32."""
     try:
         return int(token, 16) % 2**63
     except ValueError:
@@ -106,12 +147,22 @@ def _encode(parsed: list[list[int]], table_rows: Sequence[int] | None) -> Rows:
     return Rows.encode(table[:, 0], table[:, 1 : 1 + INTS], table[:, 1 + INTS :], table_rows)
 
 
-def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of its first line, lines) of each chunk."""
-    first = 0
-    while lines := guarded(path, lambda: list(islice(file, LINES_PER_CHUNK))):
-        yield first, lines
-        first += len(lines)
+def _opened(path: Path) -> BinaryIO:
+    """The file, unpacked if its content is gzip-compressed, whatever its name."""
+    if not path.is_file():
+        raise UsageError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing'}")
+    with open(path, "rb") as file:
+        compressed = file.read(len(_GZIP)) == _GZIP
+    return (gzip.open if compressed else open)(path, "rb")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """An error of reading becomes a UsageError."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
+        raise UsageError(f"{path} must be readable to its end, got: {error}") from error
 
 
 def _shown(field: bytes) -> str:

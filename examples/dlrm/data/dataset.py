@@ -1,36 +1,35 @@
 """The rows that one rank trains and is tested on."""
 
-import argparse
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
-from ..modes import START_STEP
 from ..ranks import from_all_ranks
-from . import criteo, hashing, movielens
+from . import criteo, hashing
 from .features import Rows, table_rows
-from .lines import ReadReport
 from .synthetic import Generator
-from .zipf import Zipf
 
-GENERATOR_SEED = 0  # one data set for all runs, so that their Bayes score is one number
+GENERATOR_SEED = 0  # one data set for all runs, so that they share one Bayes score
+MALFORMED_SHARE = 0.01  # of a file's lines, at most
 ROWS_PER_BLOCK = 65536
-_SPLIT_STREAM = 2**32  # none of the generator's
+_SPLIT_STREAM = 2**32  # not used by the generator
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """One rank's share of the rows: rank r holds rows r, r + P, r + 2 P, ...
+    """One rank's share of the rows: rank r of P holds rows r, r + P, r + 2 P, ...
 
     Attributes:
-        train, validation, test: encoded rows, in no two of them the same.
-        probability: float64 [len(test)], the true one of label 1; None for data from a file.
-        description: of all ranks' rows, for the summary.
-        tables: rows of each embedding table; None where ids are names of values.
-        warning: what was left out of a file; None if nothing.
+        train, validation, test: encoded rows, disjoint.
+        probability: float64 [len(test)], the true probability of label 1; None for a file.
+        description: counts over all ranks, for reports.
+        tables: rows of each embedding table; None if ids are names of values.
+        warning: which lines of a file were skipped; None if there are none.
     """
 
     train: Rows
@@ -45,114 +44,113 @@ class Dataset:
 def split(
     numbers: np.ndarray, test_fraction: float, validation_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows are test rows and which are validation rows, by a hash of the row number.
+    """Masks of the test rows and of the validation rows, by a hash of the row number.
 
-    The choice needs no row count, so a file is read once; it is the same in every run and world
-    size, and the test rows are the same whatever the validation fraction. It is not a split by
-    time: neighbours of a test row are in the training set.
+    The masks do not depend on the number of ranks, and test rows do not depend on the validation
+    fraction. This is not a split by time: neighbours of a test row are in the training set.
     """
     place = hashing.uniform(0, _SPLIT_STREAM, numbers)
     test = place < test_fraction
     return test, ~test & (place < test_fraction + validation_fraction)
 
 
-def tables_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """Rows of each embedding table, of all data but MovieLens's."""
-    if options.zipf is not None:
-        return (options.zipf.rows,) * options.zipf.tables
-    return table_rows(options.hash_size)
+def load(
+    data: Path | None,
+    rows: int,
+    hash_size: int | None,
+    batch_size: int,
+    test_fraction: float = 0.2,
+    validation_fraction: float = 0.0,
+) -> Dataset:
+    """Load this rank's rows. Collective.
 
-
-def load(options: argparse.Namespace) -> Dataset:
-    """This rank's rows, from `options.data` or, without one, from the generator. Collective.
+    Args:
+        data: a file in Criteo's layout. If None, `rows` rows are generated.
+        rows: number of rows to generate, training and test rows together.
+        hash_size: rows of an embedding table at most. If None, ids are names of values.
+        batch_size: rows per rank and step.
+        test_fraction, validation_fraction: of all rows.
 
     Raises:
         UsageError: on every rank, if the rows cannot be used.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    hash_size = None if options.dynamic_rows else options.hash_size
-    tables = None if options.dynamic_rows else tables_of(options)
-    probability = None
-    if options.data is not None:
-        if options.data_format == "criteo":
-            encoded, numbers, report = criteo.read(options.data, tables, rank, world_size)
-        else:
-            encoded, numbers, tables, report = movielens.read(
-                options.data, hash_size, rank, world_size
-            )
-        report = ReadReport.merge(from_all_ranks(report))
-        source = {"file": str(options.data), "malformed": report.malformed}
-        warning = f"left out: {report.describe()}" if report.malformed else None
-        if not report.rows:
-            whose = {"criteo": "Criteo's", "movielens": "MovieLens's"}[options.data_format]
-            rule = f"must have a row in {whose} layout"
-            raise UsageError(f"{options.data} {rule}, got {report.describe()}")
-        if report.malformed > options.max_malformed * report.lines:
-            raise UsageError(
-                f"{options.data} must have at most {options.max_malformed:.4g} of its lines "
-                f"malformed (--max-malformed), got {report.describe()}"
-            )
+    tables = None if hash_size is None else table_rows(hash_size)
+    probability = warning = None
+    if data is not None:
+        encoded, numbers, report = criteo.read(data, tables, rank, world_size)
+        report = criteo.ReadReport.merge(from_all_ranks(report))
+        warning = _require_rows(data, report)
+        source = {"file": str(data), "malformed": report.malformed}
     else:
-        numbers = np.arange(rank, options.rows, world_size)
-        encoded, probability = _generate(numbers, tables, options.multi_hot, options.zipf)
-        source, warning = {"generator_seed": GENERATOR_SEED}, None
-    test, validation = split(numbers, options.test_fraction, options.validation_fraction)
-    parts = [_rows_where(encoded, mask) for mask in (~(test | validation), validation, test)]
-    try:
-        description = source | _check(*parts, options)
-    except UsageError as error:
-        # What was left out may be why.
-        raise UsageError(f"{warning}\n{error}" if warning else str(error)) from None
-    if probability is not None:
-        probability = probability[test]
-    return Dataset(*parts, probability, description, tables, warning)
+        numbers = np.arange(rank, rows, world_size)
+        encoded, probability = _generate(numbers, tables)
+        source = {"generator_seed": GENERATOR_SEED}
+    test, validation = split(numbers, test_fraction, validation_fraction)
+    masks = {"train": ~(test | validation), "validation": validation, "test": test}
+    parts = {
+        name: encoded.take(torch.from_numpy(np.flatnonzero(mask))) for name, mask in masks.items()
+    }
+    return Dataset(
+        **parts,
+        probability=None if probability is None else probability[test],
+        description=source | _counts(parts, batch_size, bool(validation_fraction)),
+        tables=tables,
+        warning=warning,
+    )
 
 
-def _generate(
-    numbers: np.ndarray, rows: tuple[int, ...] | None, most: int, zipf: Zipf | None
-) -> tuple[Rows, np.ndarray]:
-    generator = Generator(GENERATOR_SEED, most, zipf)
+def batches(data: Dataset, batch_size: int, seed: int, epochs: int = 1) -> Iterator[Rows]:
+    """This rank's training rows in a new order per epoch; a last incomplete batch is dropped.
+
+    Every rank yields equally many batches.
+    """
+    generator = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    for _ in range(epochs):
+        order = torch.randperm(len(data.train), generator=generator)
+        for index in order.split(batch_size)[: data.description["steps_per_epoch"]]:
+            yield data.train.take(index)
+
+
+def _require_rows(path: Path, report: criteo.ReadReport) -> str | None:
+    """A warning about malformed lines, if there are any; UsageError if there are too many."""
+    if not report.rows:
+        raise UsageError(f"{path} must have a row in Criteo's layout, got {report.describe()}")
+    if report.malformed > MALFORMED_SHARE * report.lines:
+        raise UsageError(
+            f"{path} must have at most {MALFORMED_SHARE:.0%} malformed lines, got "
+            f"{report.describe()}"
+        )
+    return f"skipped: {report.describe()}" if report.malformed else None
+
+
+def _generate(numbers: np.ndarray, tables: tuple[int, ...] | None) -> tuple[Rows, np.ndarray]:
+    generator = Generator(GENERATOR_SEED)
     parts, probabilities = [], []
-    for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # a block at least, of no rows
+    for start in range(0, max(1, len(numbers)), ROWS_PER_BLOCK):  # one block even without rows
         block = generator.rows(numbers[start : start + ROWS_PER_BLOCK])
-        parts.append(Rows.encode(block.labels, block.ints, block.values, rows))
+        parts.append(Rows.encode(block.labels, block.ints, block.values, tables))
         probabilities.append(block.probability)
     return Rows.concatenate(parts), np.concatenate(probabilities)
 
 
-def _rows_where(rows: Rows, mask: np.ndarray) -> Rows:
-    return rows.take(torch.from_numpy(np.flatnonzero(mask)))
-
-
-def _check(
-    train: Rows, validation: Rows, test: Rows, options: argparse.Namespace
-) -> dict[str, object]:
-    """Counts over all ranks, which all agree on whether they will do."""
-    train_counts = from_all_ranks(len(train))
-    if min(train_counts) < options.batch_size:
+def _counts(parts: dict[str, Rows], batch_size: int, has_validation: bool) -> dict[str, object]:
+    """Counts over all ranks; UsageError on every rank if they are too small."""
+    train_counts = from_all_ranks(len(parts["train"]))
+    if min(train_counts) < batch_size:
         raise UsageError(
             f"--batch-size must be at most the training rows of a rank, {min(train_counts)}, "
-            f"got {options.batch_size}"
+            f"got {batch_size}"
         )
-    held_out = _held_out("test", test)
-    if options.validation_fraction:
-        held_out |= _held_out("validation", validation)
-    steps_per_epoch = min(train_counts) // options.batch_size
-    if options.epochs * steps_per_epoch <= START_STEP:
-        raise UsageError(
-            f"a run must take more than {START_STEP} steps, got {options.epochs * steps_per_epoch}:"
-            " raise --epochs or lower --batch-size"
-        )
-    return {"train_rows": sum(train_counts), **held_out, "steps_per_epoch": steps_per_epoch}
-
-
-def _held_out(name: str, rows: Rows) -> dict[str, object]:
-    """Counts of rows that are not trained on; without both labels they have no AUC."""
-    shares = from_all_ranks((len(rows), int(rows.labels.sum())))
-    count, clicks = (sum(of_ranks) for of_ranks in zip(*shares, strict=True))
-    if not 0 < clicks < count:
-        raise UsageError(
-            f"the {name} rows must have labels 0 and 1, got {clicks} ones in {count} rows: raise "
-            f"--{name}-fraction"
-        )
-    return {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
+    counts = {"train_rows": sum(train_counts), "steps_per_epoch": min(train_counts) // batch_size}
+    for name in ("test", "validation") if has_validation else ("test",):
+        labels = parts[name].labels
+        shares = from_all_ranks((len(labels), int(labels.sum())))
+        count, clicks = (sum(share) for share in zip(*shares, strict=True))
+        if not 0 < clicks < count:  # AUC needs both labels
+            raise UsageError(
+                f"the {name} rows must have labels 0 and 1, got {clicks} ones in {count} rows: "
+                "use more rows"
+            )
+        counts |= {f"{name}_rows": count, f"{name}_click_rate": clicks / count}
+    return counts

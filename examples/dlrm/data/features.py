@@ -1,7 +1,4 @@
-"""What a row is: a label, integers and categoricals, and how they are encoded.
-
-Criteo's has 13 integers and 26 categoricals.
-"""
+"""A row has a label, 13 integers and 26 categoricals; this module encodes them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,8 +17,8 @@ CARDINALITIES = (
 )
 TABLES = len(CARDINALITIES)
 MISSING_ID = 0
-MISSING, EMPTY = -1, -2  # no value: of a column, which has a row for that; of a place in a bag
-_NAMES = 2**33  # streams of hashes that nothing else has, one a column
+MISSING = -1  # a column without a value
+_NAMES = 2**33  # streams of hashes that nothing else uses, one per column
 
 
 def table_rows(hash_size: int) -> tuple[int, ...]:
@@ -30,34 +27,28 @@ def table_rows(hash_size: int) -> tuple[int, ...]:
 
 
 def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Table rows of categorical values: row 0 is for missing ones, 1 + value % (rows - 1) else.
+    """Table rows of categorical values: row 0 for missing values, else 1 + value % (rows - 1).
 
     Args:
-        values: int64 [n, tables], or bags of them [n, tables, most]; MISSING or EMPTY, or from 0.
+        values: int64 [n, tables], MISSING or >= 0.
         rows: of each table, at least 2.
 
     Returns:
-        int32 like values, -1 where EMPTY.
+        int32 [n, tables].
     """
-    count = np.asarray(rows, dtype=np.int64).reshape(-1, *[1] * (values.ndim - 2))
-    ids = np.where(values == MISSING, MISSING_ID, 1 + values % (count - 1))
-    return np.where(values == EMPTY, -1, ids).astype(np.int32)
+    count = np.asarray(rows, dtype=np.int64)
+    return np.where(values == MISSING, MISSING_ID, 1 + values % (count - 1)).astype(np.int32)
 
 
 def name_values(values: np.ndarray) -> np.ndarray:
-    """Names of categorical values: hashes of column and value, from 0 to 2^63 - 1.
+    """Names of categorical values: hashes of column and value, int64 in [0, 2^63), same shape.
 
-    Args:
-        values: as of `encode_values`. A column's missing value has a name, too.
-
-    Returns:
-        int64 like values, -1 where EMPTY.
+    A column's missing value also has a name.
     """
-    counted = values.astype(np.uint64) + np.uint64(1)  # MISSING to 0
+    counted = values.astype(np.uint64) + np.uint64(1)  # MISSING becomes 0
     columns = range(values.shape[1])
     hashed = [hashing.bits(0, _NAMES + column, counted[:, column]) for column in columns]
-    names = (np.stack(hashed, axis=1) >> np.uint64(1)).astype(np.int64)
-    return np.where(values == EMPTY, -1, names)
+    return (np.stack(hashed, axis=1) >> np.uint64(1)).astype(np.int64)
 
 
 def encode_ints(ints: np.ndarray) -> np.ndarray:
@@ -72,8 +63,7 @@ class Rows:
     Attributes:
         labels: uint8 [n], 0 or 1.
         ints: float32 [n, 13].
-        ids: int32 [n, 26], rows of the embedding tables, or int64, names of values; or bags of them
-            [n, tables, most], -1 where a bag has fewer.
+        ids: int32 [n, 26], rows of the embedding tables; or int64, names of values.
     """
 
     labels: Tensor
@@ -91,9 +81,9 @@ class Rows:
     def encode(
         labels: np.ndarray, ints: np.ndarray, values: np.ndarray, rows: Sequence[int] | None
     ) -> "Rows":
-        """Rows from labels [n], integers [n, 13] and categorical values as of `encode_values`.
+        """Encode labels [n], integers [n, 13] and categorical values as in `encode_values`.
 
-        Without the tables' rows their ids are names, as of `name_values`.
+        If `rows` is None, ids are names of values (`name_values`).
         """
         return Rows(
             torch.from_numpy(labels.astype(np.uint8)),
@@ -103,7 +93,7 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: "Sequence[Rows]") -> "Rows":
-        """All rows of `parts`, in order; needs twice their memory for a moment."""
+        """All rows of `parts`, in order. Briefly needs twice their memory."""
         return Rows(
             torch.cat([part.labels for part in parts]),
             torch.cat([part.ints for part in parts]),

@@ -1,19 +1,17 @@
-"""Rows like Criteo's, made by a known teacher, so that the best possible score is known.
+"""Generates rows like Criteo's from a known teacher, so that the best possible score is known.
 
-Every row is a function of (seed, row number) alone, whatever the chunk or the rank. Its label is 1
-with probability sigmoid(logit); the logit sums an effect of every categorical value, interactions
-of some pairs of values (dot products of latent vectors), and a weighted sum of log(1 + integer).
+A row is a function of (seed, row number) alone: it does not depend on the chunk or the rank. Its
+label is 1 with probability sigmoid(logit). The logit sums an effect of every categorical value,
+interactions of some pairs of values (dot products of latent vectors), and a weighted sum of
+log(1 + integer).
 """
 
-import gzip
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from . import hashing
-from .features import CARDINALITIES, EMPTY, INTS, MISSING, encode_ints
-from .zipf import Zipf
+from .features import CARDINALITIES, INTS, MISSING, encode_ints
 
 # Fewer values than Criteo has: those seen once in a million rows teach a model nothing.
 MAX_CARDINALITY = 4000
@@ -26,16 +24,15 @@ LOGIT_MEAN, LOGIT_STD = -1.45, 1.35
 MAX_INT = 10**6
 PILOT_ROWS = 2**15
 
-# Streams of random numbers, a thousand for each kind.
-_VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING, _LENGTH = range(0, 7000, 1000)
-_PLACE = 7000  # of a bag's values beyond the first: as many as bags have places for each column
+# Streams of random numbers: a thousand per kind.
+_VALUE, _INTEGER, _LABEL, _EFFECT, _LATENT, _SETTING = range(0, 6000, 1000)
 
 
 class Block(NamedTuple):
     """Generated rows, -1 where missing.
 
-    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, tables], or bags [n, tables, most],
-    EMPTY behind their last; probability: float64 [n], the true one of label 1.
+    labels: int64 [n]; ints: int64 [n, 13]; values: int64 [n, 26]; probability: float64 [n], the
+    true probability of label 1.
     """
 
     labels: np.ndarray
@@ -52,34 +49,24 @@ class Generator:
 
     Args:
         seed: integer >= 0, of the teacher and of the rows.
-        most: values of a column at most. With more than 1, a column that is not missing has a bag
-            of 1 to `most` values, equally often; their effects and latent vectors add up.
-        zipf: categoricals of another number, size and law.
     """
 
-    def __init__(self, seed: int, most: int = 1, zipf: Zipf | None = None) -> None:
-        self.seed, self._most = seed, most
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         # One of the values that a cardinality counts is "missing".
-        if zipf is None:
-            self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
-            self._exponent, pairs = EXPONENT, PAIRS
-        else:
-            self.counts = np.full(zipf.tables, zipf.rows - 1)
-            self._exponent = zipf.exponent
-            pairs = tuple((t, t + 1) for t in range(0, zipf.tables - 1, 2))
+        self.counts = np.minimum(CARDINALITIES, MAX_CARDINALITY) - 1
         columns, ints = np.arange(len(self.counts)), np.arange(INTS)
-        share = 0.4 if zipf is None else 0.0
-        self.missing = share * hashing.uniform(seed, _SETTING, columns) ** 2
+        self.missing = 0.4 * hashing.uniform(seed, _SETTING, columns) ** 2
         self._int_missing = 0.4 * hashing.uniform(seed, _SETTING + 1, ints) ** 2
         self._int_scale = 0.5 + 1.5 * hashing.uniform(seed, _SETTING + 2, ints)
         self._int_weight = _of_norm(hashing.normal(seed, _SETTING + 3, ints), INTS_SHARE)
         value_weight = _of_norm(0.3 + hashing.uniform(seed, _SETTING + 4, columns), VALUES_SHARE)
         self._effect = [value_weight[t] * self._drawn(t, _EFFECT + t) for t in columns]
-        # The dot product of two vectors then has variance PAIRS_SHARE / len(pairs).
-        scale = (PAIRS_SHARE / max(1, len(pairs)) / LATENT_DIM) ** 0.25
+        # The dot product of two vectors then has variance PAIRS_SHARE / len(PAIRS).
+        scale = (PAIRS_SHARE / len(PAIRS) / LATENT_DIM) ** 0.25
         self._latent = [
             (pair, [scale * self._vectors(t, 2 * p + side) for side, t in enumerate(pair)])
-            for p, pair in enumerate(pairs)
+            for p, pair in enumerate(PAIRS)
         ]
         self._mean, self._std = 0.0, 1.0
         pilot = self._score(*self._features(np.arange(PILOT_ROWS)))
@@ -91,14 +78,13 @@ class Generator:
         score = (self._score(ints, values) - self._mean) / self._std
         probability = 1 / (1 + np.exp(-(LOGIT_MEAN + LOGIT_STD * score)))
         labels = hashing.uniform(self.seed, _LABEL, numbers) < probability
-        values = values[:, :, 0] if self._most == 1 else values
         return Block(labels.astype(np.int64), ints, values, probability)
 
     def probabilities(self, table: int) -> np.ndarray:
         """How often a column holds each value: [missing, value 0, value 1, ...], summing to 1."""
         count, missing = self.counts[table], self.missing[table]
-        below = (1 - np.arange(1, count + 2) ** (1 - self._exponent)) / (
-            1 - (count + 1) ** (1 - self._exponent)
+        below = (1 - np.arange(1, count + 2) ** (1 - EXPONENT)) / (
+            1 - (count + 1) ** (1 - EXPONENT)
         )
         return np.concatenate([[missing], (1 - missing) * np.diff(below)])
 
@@ -108,29 +94,23 @@ class Generator:
             u, missing = self._present(_INTEGER + j, numbers, self._int_missing[j])
             drawn = np.floor(np.expm1(-self._int_scale[j] * np.log(u)))
             ints[:, j] = np.where(missing, -1, np.minimum(drawn, MAX_INT))
-        tables = len(self.counts)
-        values = np.full((len(numbers), tables, self._most), EMPTY, dtype=np.int64)
-        for t in range(tables):
+        values = np.empty((len(numbers), len(self.counts)), dtype=np.int64)
+        for t in range(len(self.counts)):
             u, missing = self._present(_VALUE + t, numbers, self.missing[t])
-            values[:, t, 0] = np.where(missing, MISSING, self._values(t, u))
-            length = np.ceil(self._most * hashing.uniform(self.seed, _LENGTH + t, numbers))
-            for place in range(1, self._most):
-                u = hashing.uniform(self.seed, _PLACE + t + tables * place, numbers)
-                there = ~missing & (place < length)
-                values[:, t, place] = np.where(there, self._values(t, u), EMPTY)
+            values[:, t] = np.where(missing, MISSING, self._values(t, u))
         return ints, values
 
     def _values(self, table: int, u: np.ndarray) -> np.ndarray:
-        """Values of a column at these places, in (0, 1), of their distribution."""
+        """Values of a column at the quantiles `u` in (0, 1)."""
         count = self.counts[table]
-        largest = (count + 1) ** (1 - self._exponent)
-        drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - self._exponent))) - 1
+        largest = (count + 1) ** (1 - EXPONENT)
+        drawn = np.floor((1 - u * (1 - largest)) ** (1 / (1 - EXPONENT))) - 1
         return np.minimum(drawn, count - 1)
 
     def _present(
         self, stream: int, numbers: np.ndarray, missing: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A uniform number in (0, 1) for each row that is present, and which rows are missing."""
+        """For each row: a uniform number in (0, 1), and whether the value is missing."""
         u = hashing.uniform(self.seed, stream, numbers)
         return np.where(u <= missing, 0.5, (u - missing) / (1 - missing)), u <= missing
 
@@ -141,41 +121,22 @@ class Generator:
         for j in range(INTS):
             score += self._int_weight[j] / self._int_scale[j] * encode_ints(ints[:, j])
         for t in range(values.shape[1]):
-            score += _pooled(self._effect[t][:, None], values[:, t])[:, 0]
+            score += self._effect[t][values[:, t] + 1]  # the missing value's effect comes first
         for (left, right), (u, v) in self._latent:
-            pooled = _pooled(u, values[:, left]), _pooled(v, values[:, right])
-            score += np.einsum("nd,nd->n", *pooled)
+            score += np.einsum("nd,nd->n", u[values[:, left] + 1], v[values[:, right] + 1])
         return score
 
     def _drawn(self, table: int, stream: int) -> np.ndarray:
-        """A number per value of a column, missing first: mean 0 and variance 1 over its rows."""
+        """A number per value of a column, missing first, with mean 0 and variance 1 over rows."""
         share = self.probabilities(table)
         drawn = hashing.normal(self.seed, stream, np.arange(len(share)))
         drawn -= share @ drawn
         return drawn / np.sqrt(share @ drawn**2)
 
     def _vectors(self, table: int, place: int) -> np.ndarray:
-        """A latent vector per value of a column, [values + 1, 4]; another one for each place."""
+        """A latent vector per value of a column, [values + 1, 4]; other vectors per `place`."""
         first = _LATENT + LATENT_DIM * place
         return np.stack([self._drawn(table, first + k) for k in range(LATENT_DIM)], axis=1)
-
-
-def write_tsv(path: Path, seed: int, rows: int) -> None:
-    """Write rows 0 ... rows - 1 in Criteo's layout, gzip-compressed if the name ends in .gz."""
-    block = Generator(seed).rows(np.arange(rows))
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
-        for label, ints, values in zip(block.labels, block.ints, block.values, strict=True):
-            fields = [str(label)]
-            fields += ["" if x < 0 else str(x) for x in ints]
-            fields += ["" if v < 0 else f"{v:08x}" for v in values]
-            file.write("\t".join(fields) + "\n")
-
-
-def _pooled(vectors: np.ndarray, bags: np.ndarray) -> np.ndarray:
-    """Sums [n, d] of the vectors of a value [n] or a bag of them [n, most]; MISSING's is first."""
-    bags = bags[:, None] if bags.ndim == 1 else bags
-    there = bags != EMPTY
-    return (vectors[np.where(there, bags + 1, 0)] * there[:, :, None]).sum(1)
 
 
 def _of_norm(weights: np.ndarray, square: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., arXiv 1906.00091), as set up for Criteo Kaggle."""
+"""DLRM (Naumov et al., arXiv 1906.00091), in the setup for Criteo Kaggle."""
 
 import math
 from collections.abc import Sequence
@@ -52,8 +52,10 @@ class DLRM(nn.Module):
                 nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
-        """Logits [batch] of integers float32 [batch, 13] and ids as of `look_up`."""
-        return self.interact(ints, look_up(self.tables, ids))
+        """Logits [batch] of integers float32 [batch, 13] and table rows int32 [batch, tables]."""
+        columns = ids.t().contiguous()
+        embedded = [table(column) for table, column in zip(self.tables, columns, strict=True)]
+        return self.interact(ints, torch.stack(embedded, dim=1))
 
     def interact(self, ints: Tensor, embedded: Tensor) -> Tensor:
         """Logits [batch] of integers and embeddings float32 [batch, tables, embedding_dim]."""
@@ -63,25 +65,3 @@ class DLRM(nn.Module):
         # One product per unordered pair, none of a vector with itself.
         pairs = products.index_select(1, self._pairs)
         return self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
-
-
-def look_up(tables: nn.ModuleList, ids: Tensor) -> Tensor:
-    """Embeddings [batch, tables, embedding_dim] of table rows.
-
-    Args:
-        ids: int32 [batch, tables], or bags [batch, tables, most], of which embeddings are summed;
-            -1 where a bag has fewer.
-    """
-    columns = ids.transpose(0, 1).contiguous()
-    embed = _embed if ids.dim() == 2 else _embed_bags
-    embedded = [embed(table, column) for table, column in zip(tables, columns, strict=True)]
-    return torch.stack(embedded, dim=1)
-
-
-def _embed(table: nn.Embedding, ids: Tensor) -> Tensor:
-    return table(ids)
-
-
-def _embed_bags(table: nn.Embedding, ids: Tensor) -> Tensor:
-    there = (ids >= 0).unsqueeze(2)
-    return (table(ids.clamp(min=0)) * there).sum(1)

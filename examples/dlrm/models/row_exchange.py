@@ -1,7 +1,6 @@
-"""How pooled embeddings get from the ranks that own tables to those that own samples."""
+"""How pooled embeddings get from the ranks that own tables to the ranks that own samples."""
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 from dct_parallel import RowFormat, all_to_all_rows
@@ -9,20 +8,14 @@ from dct_parallel.rows.all_to_all import RowExchange
 
 
 def rows_in(format: str | RowFormat) -> RowExchange:
-    """Rows cross as `format` says: see `all_to_all_rows`."""
+    """Exchange rows in a format of `all_to_all_rows`."""
     return partial(all_to_all_rows, format=format)
 
 
-def _dct(options: argparse.Namespace) -> RowExchange:
+def exchange_of(mode: str, options: argparse.Namespace) -> RowExchange:
+    """The exchange of rows beside a mode of gradients, in the same number format."""
+    if mode != "dct":
+        return rows_in("bfloat16" if mode == "bf16" else "float32")
     if options.row_format is not None:
         return rows_in(RowFormat(*options.row_format))
     return rows_in(RowFormat("bfloat16", density=options.row_density))
-
-
-# By mode of the gradients' exchange: both use the same number format.
-EXCHANGES: dict[str, Callable[[argparse.Namespace], RowExchange]] = {
-    "dense": lambda options: rows_in("float32"),
-    "bf16": lambda options: rows_in("bfloat16"),
-    "powersgd": lambda options: rows_in("float32"),
-    "dct": _dct,
-}

@@ -1,7 +1,4 @@
-"""Embedding tables in shards inside a group of ranks, the MLPs on all: hybrid parallelism, and 2D.
-
-Hybrid is one group of all ranks. With several, each has a replica of the tables.
-"""
+"""A DLRM whose tables are sharded inside a group of ranks, once or in a replica per group."""
 
 from collections.abc import Sequence
 
@@ -17,30 +14,28 @@ from .dlrm import DLRM
 
 
 class ShardedDLRM(nn.Module):
-    """A DLRM whose tables are `ShardedEmbeddingBags`, of one id each: same training, other traffic.
+    """A DLRM whose tables are `ShardedEmbeddingBags`; the MLPs are on all ranks.
 
-    A row that crosses is one embedding, of one sample and one table: in rows of several tables'
-    embeddings side by side, DCT would pick those of tables that began large, and the others would
-    never learn.
+    Wrap `mlps` in DistributedDataParallel to average their gradients; average replicas by
+    `ReplicaSync`. Gradients of tables are divided by the size of a group, so that one learning rate
+    fits both. Forward and backward are collective, with equally many samples on every rank.
 
-    Averaging the gradients of `mlps` is up to DistributedDataParallel, and the replicas to
-    `ReplicaSync`. Gradients of tables are divided by the size of a group, as an average is, so that
-    one learning rate fits both. Forward and backward are collective, with the same number of
-    samples on every rank.
+    A row that is sent is one embedding of one table. In rows of several tables' embeddings, DCT
+    would select the tables that began large, and the other tables would never learn.
 
     Args:
-        model: the whole DLRM, equal on every rank; what this rank does not own is dropped from it.
+        model: the whole DLRM, equal on every rank.
         plan: the shards of every rank of a group.
-        exchange: of rows; may be replaced between steps, on all ranks.
-        dedup: whether a row that several samples of a rank's batch ask for crosses once, and so
-            does its gradient, their sum.
-        replicas: groups of ranks.
-        sparse: whether gradients of tables are, or dense, as those of the whole model.
+        exchange: of rows.
+        dedup: send a row once per rank even if several samples of its batch use it, and the sum of
+            its gradients.
+        replicas: number of groups, each with all tables.
+        sparse: whether gradients of tables are sparse.
 
     Attributes:
-        tables: this rank's.
-        mlps: of (integers, embeddings); to be wrapped.
-        ids_group, rows_group, sync_group: what crosses by them can be told apart by its bytes.
+        tables: the tables of this rank.
+        mlps: module of (integers, embeddings).
+        ids_group, rows_group, sync_group: process groups for one purpose each.
     """
 
     def __init__(
@@ -53,9 +48,8 @@ class ShardedDLRM(nn.Module):
         sparse: bool = False,
     ) -> None:
         super().__init__()
-        self.exchange, self.replicas = exchange, replicas
         ranks = torch.arange(replicas * len(plan)).view(replicas, len(plan))
-        # Not by init_device_mesh, which takes the group of all ranks where it fits: DDP's.
+        # init_device_mesh would reuse the group of all ranks, which DDP uses.
         self.sync_group = _group(ranks.t(), "sync")
         self.ids_group, self.rows_group = _group(ranks, "ids"), _group(ranks, "rows")
         mesh = DeviceMesh.from_group(
@@ -66,7 +60,7 @@ class ShardedDLRM(nn.Module):
         )
 
         def exchange_rows(x: Tensor, splits: list, output_splits: list, *, group) -> Tensor:
-            return self.exchange(x, splits, output_splits, group=self.rows_group)
+            return exchange(x, splits, output_splits, group=self.rows_group)
 
         tables = [table.weight for table in model.tables]
         self.tables = ShardedEmbeddingBags(
@@ -75,7 +69,7 @@ class ShardedDLRM(nn.Module):
         self.mlps = MLPs(model)
 
     def close(self) -> None:
-        """End the process groups of the exchanges, on every rank: each has threads of its own."""
+        """Destroy the process groups, because each has threads. Collective."""
         for group in (self.sync_group, self.ids_group, self.rows_group):
             dist.destroy_process_group(group)
 
@@ -87,7 +81,7 @@ class ShardedDLRM(nn.Module):
 
 
 class MLPs(nn.Module):
-    """What every rank has: a DLRM without its tables, which is given their embeddings."""
+    """A DLRM without its tables; called with their embeddings."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
@@ -99,6 +93,6 @@ class MLPs(nn.Module):
 
 
 def _group(rows: Tensor, name: str) -> dist.ProcessGroup:
-    """Of the ranks in this rank's row."""
+    """The process group of the ranks in this rank's row."""
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)
     return own

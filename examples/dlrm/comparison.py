@@ -1,0 +1,121 @@
+"""All runs of a comparison, on one rank; and the command that starts the ranks."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from . import progress, report
+from .arguments import parse
+from .data import criteo
+from .data.dataset import Dataset, load
+from .errors import RankError, UsageError
+from .launch import is_first, launch
+from .loop import run
+from .scores import score_all_ranks
+
+PLAIN_WIDTH = 120  # of output that is not on a terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program train_dlrm.py; returns its exit status."""
+    return run_program("train_dlrm.py", compare, parse(arguments))
+
+
+def run_program(name: str, work: Callable[..., None], options: argparse.Namespace) -> int:
+    """Check files, then call `work(options)` on all ranks.
+
+    Returns:
+        The exit status. A failure is explained on stderr.
+    """
+    try:
+        if options.data is not None:
+            criteo.check_file(options.data)
+        if is_first() and "out" in options:
+            _make_folder(options.out, options.overwrite)
+        launch(work, options.ranks, options)
+    except (UsageError, RankError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run every mode from every seed; rank 0 reports and writes results. Collective."""
+    console = make_console()
+    data = load(options.data, options.rows, options.hash_size, options.batch_size)
+    describe(console, data)
+    bayes = None
+    if data.probability is not None:
+        bayes = score_all_ranks(data.test.labels.numpy(), data.probability)
+    runs: report.Runs = {}
+    for seed in range(options.seeds):
+        for mode in options.modes:
+            title = f"{mode} seed {seed}"
+            with progress.bar(console, title, data.description["steps_per_epoch"]) as on_step:
+                result = run(mode, seed, data, options, on_step)
+            runs.setdefault(mode, []).append(result)
+            if console is not None:  # after every run: results of an interrupted command stay
+                console.print(report.line(mode, result), markup=False, highlight=False)
+                report.write_summary(options.out, _config(options), data.description, runs, bayes)
+                report.write_curves(options.out, runs)
+    if console is not None:
+        report.print_table(console, runs, bayes)
+        console.print(f"in {options.out}: {report.SUMMARY}, {report.CURVES}", style="dim")
+
+
+def make_console() -> Console | None:
+    """Where rank 0 prints; None on other ranks."""
+    if dist.get_rank() != 0:
+        return None
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def describe(console: Console | None, data: Dataset) -> None:
+    """Print how many rows and steps there are, and which lines were skipped."""
+    if console is None:
+        return
+    if data.warning is not None:
+        console.print(data.warning, style="yellow", markup=False)
+    counts = data.description
+    console.print(
+        f"{counts['train_rows']:,} training rows, {counts['test_rows']:,} test rows; "
+        f"{dist.get_world_size()} ranks, {counts['steps_per_epoch']:,} steps"
+    )
+
+
+def _make_folder(folder: Path, overwrite: bool) -> None:
+    """Make the folder for results before the work begins."""
+    summary, probe = folder / report.SUMMARY, folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if summary.exists() and not overwrite:
+            raise UsageError(
+                f"--out must not contain {report.SUMMARY}, got {folder}: use --overwrite to "
+                "replace it"
+            )
+        summary.unlink(missing_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--out must be a writable folder, got {folder}: {error}") from None
+
+
+def _config(options: argparse.Namespace) -> dict[str, object]:
+    plain = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+    }
+    return plain | {
+        "ranks": dist.get_world_size(),
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }

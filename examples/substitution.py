@@ -1,0 +1,163 @@
+"""Equivalent substitution: ranks share rows of features and exchange partial results, no rows.
+
+    python examples/substitution.py --ranks 2
+
+Trains DeepFM, whose three operators (linear terms, a factorization machine, pooled embeddings) have
+equivalent substitutes: each rank applies them to the rows that it owns, and the partial results are
+added up. A feature gets its row when it first appears. Prints quality and bytes of three runs on
+the same batches: all samples in one process; ranks that average the MLP's gradients in float32; and
+ranks that compress them by DCT. The first two differ only in the order of sums.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from dct_embeddings import (
+    DynamicFeatureRows,
+    EquivalentSubstitution,
+    FactorizationMachine,
+    LinearTerms,
+    RowWiseAdagrad,
+    SumPooledEmbedding,
+)
+from dct_parallel import DCTState, dct_hook
+from dlrm import progress, report
+from dlrm.arguments import count, fraction, make_parser, positive
+from dlrm.comparison import describe, make_console, run_program
+from dlrm.data.dataset import Dataset, batches, load
+from dlrm.data.features import INTS, TABLES, Rows
+from dlrm.errors import UsageError
+from dlrm.loop import Run, digest, replicated
+from dlrm.models.mlp import layers
+from dlrm.ranks import from_all_ranks
+from dlrm.scores import evaluate
+from dlrm.training import require_equal_weights, train
+
+EPILOG = """\
+examples:
+  python examples/substitution.py
+      generated rows on 2 local ranks
+  python examples/substitution.py --data train.txt --capacity 5000000
+      a file in Criteo's format with up to 5 million features per rank
+"""
+SEED, WIDTH, HIDDEN = 0, 16, (256, 128)
+
+
+class DeepFM(nn.Module):
+    """DeepFM (arXiv 1703.04247) on features that the ranks of a group share.
+
+    Args:
+        capacity: number of features that this rank can own.
+        rows_group, ids_group: process groups of the same ranks, for partial results and for ids.
+    """
+
+    def __init__(
+        self, capacity: int, rows_group: dist.ProcessGroup, ids_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__()
+        # A row has a weight for the linear term, then an embedding that two operators share.
+        rows = DynamicFeatureRows(1 + WIDTH, capacity, seed=SEED, group=rows_group)
+        operators = [
+            LinearTerms(),
+            FactorizationMachine(WIDTH, first=1),
+            SumPooledEmbedding(WIDTH, first=1),
+        ]
+        self.features = EquivalentSubstitution(rows, operators, ids_group=ids_group)
+        self.deep = nn.Sequential(*layers([INTS + TABLES * WIDTH, *HIDDEN, 1])[:-1])
+
+    def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
+        """Logits [batch] of integers float32 [batch, 13] and features int64 [batch, 26]."""
+        columns = ids.t().contiguous()
+        try:
+            found = self.features(columns.flatten(), torch.ones_like(columns))
+        except ValueError as error:
+            if "capacity must" not in str(error):
+                raise
+            raise UsageError(f"--capacity must be large enough: {error}") from None
+        linear, pairs, pooled = found
+        deep = self.deep(torch.cat([ints, pooled.flatten(1)], dim=1)).squeeze(1)
+        return linear + pairs + deep
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options. Exits with status 2 and a text that names option, rule and value."""
+    description = "Train DeepFM by equivalent substitution beside the same model in one process."
+    parser = make_parser("substitution.py", description, EPILOG, rows=60_000)
+    add = parser.add_argument
+    add("--ranks", type=count, default=2, help="local processes; torchrun's if it started this one")
+    add("--capacity", type=count, default=200_000, help="features that a rank can own")
+    add("--density", type=fraction, default=0.01, help="compressed: of the MLP's gradients")
+    add("--lr", type=positive, default=0.05, help="learning rate of the MLP, under SGD")
+    add(
+        "--embedding-lr",
+        type=positive,
+        default=0.02,
+        help="learning rate of the features' rows, under row-wise AdaGrad",
+    )
+    return parser.parse_args(arguments)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train all three runs; rank 0 prints. Collective."""
+    console = make_console()
+    data = load(options.data, options.rows, None, options.batch_size)
+    describe(console, data)
+    runs = {}
+    for name in ("one process", "dense", "compressed"):
+        with progress.bar(console, name, data.description["steps_per_epoch"]) as on_step:
+            runs[name] = [run(name, data, options, on_step)]
+    if console is not None:
+        report.print_table(console, runs, None)
+
+
+def run(
+    name: str, data: Dataset, options: argparse.Namespace, on_step: Callable[[float], None]
+) -> Run:
+    """Train and test one model. Collective."""
+    is_alone = name == "one process"
+    ranks = range(dist.get_world_size())
+    # For one process every rank is a group of its own, and all of them do the same.
+    grouped = [[rank] for rank in ranks] if is_alone else [list(ranks)]
+    groups = {each: dist.new_subgroups_by_enumeration(grouped)[0] for each in ("rows", "ids")}
+    steps = list(batches(data, options.batch_size, SEED))
+    torch.manual_seed(SEED)
+    model = DeepFM(
+        options.capacity * (len(ranks) if is_alone else 1), groups["rows"], groups["ids"]
+    )
+    state = None
+    if is_alone:
+        steps = [Rows.concatenate(parts) for parts in zip(*from_all_ranks(steps), strict=True)]
+    else:
+        model.deep = replicated(model.deep)
+    if name == "dense":
+        model.deep.register_comm_hook(None, default_hooks.allreduce_hook)
+    if name == "compressed":
+        state = DCTState(model.deep, density=options.density)
+        model.deep.register_comm_hook(state, dct_hook)
+    optimizers = [
+        torch.optim.SGD(model.deep.parameters(), options.lr),
+        RowWiseAdagrad(model.features.parameters(), options.embedding_lr),
+    ]
+    record = train(model, optimizers, steps, groups, on_step)
+    require_equal_weights(digest(model.deep))
+    if state is not None:
+        state.close()
+    result = Run(SEED, evaluate(model, data.test, data.train), record, None, digest(model.deep))
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    return run_program("substitution.py", compare, parse(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

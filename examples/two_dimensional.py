@@ -1,0 +1,133 @@
+"""Two-dimensional parallelism: embedding tables in shards and replicas.
+
+    python examples/two_dimensional.py --ranks 4 --replicas 2
+
+Trains DLRM twice on the same batches: everything exchanged in float32, then everything compressed.
+Prints quality and bytes of both. Ranks form groups. Inside a group the tables are sharded: ids go
+to the ranks that own the rows, embeddings come back. Each group has a replica of all tables, which
+`ReplicaSync` averages every few steps. The MLPs are on all ranks.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from dct_embeddings import MomentumScaledRowWiseAdagrad, ReplicaSync, plan_shards
+from dct_parallel import DCTState, dct_hook
+from dct_parallel.exchange.codec import FORMATS
+from dct_parallel.rows.counts import ROW_FORMATS
+from dlrm import progress, report
+from dlrm.arguments import count, fraction, make_parser, positive
+from dlrm.comparison import describe, make_console, run_program
+from dlrm.data.dataset import Dataset, batches, load
+from dlrm.errors import UsageError
+from dlrm.launch import under_torchrun
+from dlrm.loop import BOTTOM, TOP, Run, digest, replicated
+from dlrm.models.dlrm import DLRM
+from dlrm.models.row_exchange import rows_in
+from dlrm.models.sharded import ShardedDLRM
+from dlrm.scores import evaluate
+from dlrm.training import require_equal_weights, train
+
+EPILOG = """\
+examples:
+  python examples/two_dimensional.py
+      generated rows on 4 local ranks, 2 replicas of the tables, each shared by 2 ranks
+  python examples/two_dimensional.py --data train.txt --replicas 4 --sync-every 20
+      a file in Criteo's format, all tables on every rank
+"""
+SEED, HASH_SIZE, EMBEDDING_DIM = 0, 4000, 16
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options. Exits with status 2 and a text that names option, rule and value."""
+    description = "Train DLRM with tables in shards and replicas: float32 beside compressed."
+    parser = make_parser("two_dimensional.py", description, EPILOG, rows=60_000)
+    add = parser.add_argument
+    add("--ranks", type=count, default=4, help="local processes; torchrun's if it started this one")
+    add("--replicas", type=count, default=2, help="groups of ranks, each with all tables")
+    add("--sync-every", type=count, default=10, metavar="N", help="steps between syncs of replicas")
+    add("--sync-format", choices=FORMATS, default="int4", help="compressed: of changes at a sync")
+    add("--row-format", choices=ROW_FORMATS, default="int8", help="compressed: of embeddings")
+    add("--density", type=fraction, default=0.01, help="compressed: of the MLPs' gradients")
+    add("--lr", type=positive, default=0.1, help="learning rate of the MLPs, under SGD")
+    add(
+        "--embedding-lr",
+        type=positive,
+        default=0.02,
+        help="learning rate of the tables, under momentum-scaled row-wise AdaGrad",
+    )
+    options = parser.parse_args(arguments)
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
+    if ranks % options.replicas:
+        parser.error(f"--replicas must divide the {ranks} ranks, got {options.replicas}")
+    return options
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train both variants; rank 0 prints. Collective."""
+    console = make_console()
+    data = load(options.data, options.rows, HASH_SIZE, options.batch_size)
+    describe(console, data)
+    runs = {}
+    for name in ("dense", "compressed"):
+        with progress.bar(console, name, data.description["steps_per_epoch"]) as on_step:
+            runs[name] = [run(name == "compressed", data, options, on_step)]
+    if console is not None:
+        report.print_table(console, runs, None)
+
+
+def run(is_compressed: bool, data: Dataset, options: argparse.Namespace, on_step) -> Run:
+    """Train and test one variant. Collective."""
+    shards = dist.get_world_size() // options.replicas
+    if shards > len(data.tables):
+        raise UsageError(f"--ranks must be at most {len(data.tables)} per replica, got {shards}")
+    torch.manual_seed(SEED)
+    whole = DLRM(data.tables, EMBEDDING_DIM, BOTTOM, TOP)
+    exchange = rows_in(options.row_format if is_compressed else "float32")
+    plan = plan_shards(data.tables, shards)
+    model = ShardedDLRM(whole, plan, exchange, dedup=True, replicas=options.replicas, sparse=True)
+    model.mlps = replicated(model.mlps)
+    state = None
+    if is_compressed:
+        state = DCTState(model.mlps, density=options.density)
+        model.mlps.register_comm_hook(state, dct_hook)
+    else:
+        model.mlps.register_comm_hook(None, default_hooks.allreduce_hook)
+
+    mlps = torch.optim.SGD(model.mlps.parameters(), options.lr)
+    # Accumulators of a replica grow faster than those of one group with all samples would.
+    tables = MomentumScaledRowWiseAdagrad(
+        model.tables.parameters(), options.embedding_lr, scale=options.replicas
+    )
+    sync = ReplicaSync(
+        model.tables,
+        optimizer=tables,
+        every=options.sync_every,
+        format=options.sync_format if is_compressed else "float32",
+    )
+    groups = {"ids": model.ids_group, "rows": model.rows_group, "sync": model.sync_group}
+    steps = batches(data, options.batch_size, SEED)
+    record = train(model, [mlps, tables], steps, groups, on_step, after_step=sync.step)
+    sync.flush()  # replicas are equal from here on
+    require_equal_weights(digest(model.mlps))
+    require_equal_weights(digest(model.tables), model.sync_group)
+    if state is not None:
+        state.close()
+    result = Run(SEED, evaluate(model, data.test, data.train), record, None, digest(model))
+    model.close()
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    return run_program("two_dimensional.py", compare, parse(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

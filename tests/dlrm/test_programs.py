@@ -1,0 +1,153 @@
+"""two_dimensional.py and substitution.py on rows in Criteo's format: bytes, losses, refusals."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from programs import ROOT, run_as_torchrun
+
+import substitution
+import two_dimensional
+from criteo_lines import write_rows
+from dlrm.data.dataset import load
+from dlrm.launch import launch
+
+BATCH = 64
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of 3,000 rows in Criteo's format."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.txt", 2, 3000)
+
+
+def _runs(program, names, hash_size, path, *given):
+    options = program.parse(["--data", str(path), "--batch-size", str(BATCH), *given])
+    data = load(options.data, options.rows, hash_size, options.batch_size)
+    return [program.run(name, data, options, lambda loss: None) for name in names]
+
+
+def _grids(path):
+    """4 ranks as 2 x 2, and as 4 replicas."""
+    grid = ("--ranks", "4", "--sync-every", "4", "--replicas")
+    dense, compressed = _runs(two_dimensional, [False, True], 50, path, *grid, "2")
+    (replicas,) = _runs(two_dimensional, [False], 50, path, *grid, "4")
+    steps = len(dense.record.loss)
+    assert steps == 9
+    for other in (compressed, replicas):
+        np.testing.assert_allclose(other.record.loss[0], dense.record.loss[0], rtol=1e-4)
+        np.testing.assert_allclose(other.record.loss, dense.record.loss, atol=0.03)
+        assert 0.3 < other.scores.auc < 1
+    assert (compressed.record.loss != dense.record.loss).any()
+    for result in (dense, compressed, replicas):
+        synced = (result.record.sent["sync"] > 0).tolist()
+        assert synced == [step % 4 == 3 for step in range(steps)]
+    sent, less = dense.record.sent, compressed.record.sent
+    assert (replicas.record.sent["rows"] == 0).all()
+    # Rows of 16 float32, or of 16 int8 and a scale.
+    np.testing.assert_allclose(less["rows"] / sent["rows"], 18 / 64)
+    assert less["sync"].sum() < 0.3 * sent["sync"].sum()
+    assert less["gradients"][2:].max() < 0.05 * sent["gradients"].min()
+
+
+def test_shards_and_replicas(rows):
+    launch(_grids, 4, rows)
+
+
+def _substitution(path):
+    names = ("one process", "dense", "compressed")
+    given = ("--capacity", "20000", "--lr", "0.1")
+    groups = set(dist.distributed_c10d._world.pg_map)
+    alone, dense, compressed = _runs(substitution, names, None, path, *given)
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # a group has threads
+    assert len(alone.record.loss) == 18
+    np.testing.assert_allclose(dense.record.loss, alone.record.loss, rtol=1e-4)
+    assert dense.scores == pytest.approx(alone.scores, rel=1e-3)
+    assert dense.record.loss[-6:].mean() < dense.record.loss[:6].mean()
+    assert (alone.record.total == 0).all()
+    assert (compressed.record.loss != dense.record.loss).any()
+    np.testing.assert_allclose(compressed.record.loss, dense.record.loss, atol=0.03)
+    # Linear terms, the machine's sum and squares, 26 pooled embeddings.
+    partial = 4 * BATCH * (1 + 16 + 1 + 26 * 16)
+    mlp = (13 + 26 * 16 + 1) * 256 + 257 * 128 + 129
+    for result in (dense, compressed):
+        for purpose in ("rows", "rows back"):
+            assert (result.record.sent[purpose] == partial).all()
+    assert (dense.record.sent["gradients"] == 4 * mlp).all()
+    assert compressed.record.sent["gradients"][2:].max() < 0.05 * 4 * mlp
+
+
+def test_equivalent_substitution_is_the_training_of_one_process(rows):
+    launch(_substitution, 2, rows)
+
+
+def _printed(main, *given):
+    """What a rank prints, and its exit status."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        status = main([str(argument) for argument in given])
+    return status, out.getvalue() + err.getvalue()
+
+
+PROGRAMS = {
+    "two_dimensional": (two_dimensional, "dense|compressed", ["--replicas", "2"]),
+    "substitution": (substitution, "one process|dense|compressed", ["--capacity", "20000"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_table(rows, name):
+    """Dense beside compressed, on rank 0 alone."""
+    program, variants, given = PROGRAMS[name]
+    given = ["--data", rows, "--batch-size", 256, *given]
+    (status, text), second = run_as_torchrun(_printed, 2, program.main, *given)
+    assert (status, second) == (0, (0, "")), text
+    lines = re.finditer(rf"^ ({variants})  +(.*)$", text, re.MULTILINE)
+    table = {words[1]: words[2].split() for words in lines}
+    assert list(table) == variants.split("|")
+    assert all(0.3 < float(row[0]) < 1 and 0.3 < float(row[1]) < 1 for row in table.values())
+    assert table["dense"][-2] == "1.0x" and float(table["compressed"][-2][:-1]) > 1.3
+
+
+REFUSED = [
+    (two_dimensional, ["--replicas", "3"], "--replicas must divide the 4 ranks, got 3"),
+    (two_dimensional, ["--row-format", "int3"], "--row-format: invalid choice: 'int3'"),
+    (
+        two_dimensional,
+        ["--data", "none.tsv"],
+        "two_dimensional.py: none.tsv must be a file, got no",
+    ),
+    (substitution, ["--density", "0"], "--density: must be a number in (0, 1], got '0'"),
+    (
+        substitution,
+        ["--rows", "600", "--capacity", "300"],
+        "substitution.py: --capacity must be large enough: dct::EquivalentSubstitution: capacity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "given", "text"), REFUSED)
+def test_refusals_name_option_rule_and_value(capsys, program, given, text):
+    try:
+        assert program.main(given) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_written(name):
+    """Processes of their own, which import all that they need."""
+    command = [sys.executable, ROOT / f"examples/{name}.py", "--rows", "4000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and " compressed " in done.stdout, done.stderr
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
+    assert f"python examples/{name}.py --data train.txt" in done.stdout
