@@ -26,16 +26,6 @@ def describe() -> dict[str, object]:
     }
 
 
-def made() -> dict[str, str]:
-    """Of an experiment that is kept: commit, machine, and day."""
-    now = describe()
-    return {
-        "commit": str(now["commit"] or "not recorded"),
-        "machine": f"{now['gpu'] or now['cpu']}, {now['cores']} cores, torch {now['torch']}",
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

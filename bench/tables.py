@@ -66,20 +66,3 @@ def number(value: float | None) -> str:
 
 def times(value: float) -> str:
     return f"{value:,.1f}x" if value < 1000 else f"{value:,.0f}x"
-
-
-def plain(runs: Sequence[dict]) -> str:
-    """The runs as they are, a column for each key; lists and the like left out."""
-    keys = dict.fromkeys(
-        key
-        for run in runs
-        for key, value in run.items()
-        if key != "part" and isinstance(value, str | int | float)
-    )
-    return table(list(keys), [[_shown(run.get(key)) for key in keys] for run in runs])
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return "" if value is None else str(value)

@@ -6,14 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dlrm import files
-from dlrm.errors import UsageError
+from bench import files
+from bench.cli import UsageError
 
 from . import python_corpus
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 
 VALIDATION_TEXTS = 4000  # enough to choose by: differences vary less than losses. All of test are.
-GLANCED_TEXTS = 96  # on the way
 SCORED_AT_ONCE = 32  # texts; more of them leave the cache
 START_STEPS, START_RATE = 1200, 4e-3  # of the model that is fine-tuned
 
@@ -26,8 +25,6 @@ class PythonTask:
         batch: texts of a rank and step.
         package: the one whose files are read, or None for all.
     """
-
-    curve = "some of test"
 
     def __init__(
         self,
@@ -42,12 +39,9 @@ class PythonTask:
         self._scored = {
             "validation": _spread(texts["validation"], VALIDATION_TEXTS),
             "test": texts["test"],
-            self.curve: _spread(texts["test"], GLANCED_TEXTS),
         }
         self._make = lambda: Transformer(len(python_corpus.KNOWN), width, layers)
         self._batch = batch
-        sizes = {f"{part}_texts": len(own) for part, own in texts.items()}
-        self.description = sizes | {"sha256": python_corpus.SHA256}
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.errors import UsageError
+from bench.cli import UsageError
 
 VERSIONS = {"torch": "2.13.0", "sympy": "1.14.0"}
 SHA256 = "c5115c79dfc638a437f2776a7b715b7046c9ed705d62d4cf98e6a3ccbab038d3"

@@ -1,12 +1,11 @@
-"""The command line of bench/kernels.py."""
+"""The command line of bench.kernels."""
 
 import argparse
 from pathlib import Path
 
 import torch
 
-from dlrm.argument_types import count, density, number, several
-from dlrm.command_line import Formatter, Parser, add_version
+from bench.cli import Parser, count, density, number, several
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
@@ -37,22 +36,19 @@ On the GPU time is what the device takes.
 """
 EPILOG = """\
 examples:
-  python bench/kernels.py
+  python -m bench.kernels
       the first look
-  python bench/kernels.py --all
+  python -m bench.kernels --all
       every op in a table, some minutes
-  python bench/kernels.py --sizes 16777216 --density 0.01
-  python bench/kernels.py --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
-  python bench/kernels.py --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
+  python -m bench.kernels --sizes 16777216 --density 0.01
+  python -m bench.kernels --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
+  python -m bench.kernels --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
 """
 
 
 def parser() -> Parser:
     """Exits with status 2 and a text that names argument, rule and value."""
-    parser = Parser(
-        prog="kernels.py", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
-    )
-    add_version(parser)
+    parser = Parser(prog="python -m bench.kernels", description=DESCRIPTION, epilog=EPILOG)
     cuda = torch.cuda.is_available()
     parser.add_argument(
         "--device",

@@ -1,20 +1,18 @@
-"""bench/kernels.py: every op against a copy of its bytes, and against what people use instead."""
+"""bench.kernels: every op against a copy of its bytes, and against what people use instead."""
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-import provenance
-from dlrm import files
-from dlrm.errors import UsageError
-from tables import line
+from bench import files, provenance
+from bench.cli import UsageError, make_folder
+from bench.tables import line
 
 from . import cases, native
 from .arguments import settle
@@ -37,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.graphs and options.device != "cuda":
         raise UsageError("--graphs must come with --device cuda, got cpu")
     if options.json:
-        _check_writable(options.json)
+        make_folder(options.json.parent)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     start, results = time.monotonic(), []
@@ -161,18 +159,6 @@ def _heading(options: argparse.Namespace) -> str:
     if options.device == "cuda" and native.missing() is not None:
         lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
     return "\n".join(lines)
-
-
-def _check_writable(path: Path) -> None:
-    """Say so before anything is measured, not after it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"--json must be a file that can be written, got {error}") from None
 
 
 def _write(options: argparse.Namespace, results: list[dict]) -> None:

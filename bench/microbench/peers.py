@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topk import take, take_largest
+from bench.topk import take, take_largest
 
 from . import native
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from tables import header, number, table
+from bench.tables import header, number, table
 
 COPY, COPY_KERNEL = "copy", "copy kernel"
 OURS = ("cuda", "triton", "cpp", "eager")  # the first that was measured is the one to judge

@@ -21,8 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm.command_line import ENDING_SIGNALS
-from dlrm.errors import UsageError
+from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dct_parallel import DCTAverager
-from dlrm.data.features import table_rows
-from dlrm.models.dlrm import DLRM
-from scaling import shapes
-from scaling.break_even import GRID, paying_rates
-from scaling.cost_model import Cluster, Kernels, Model, union_density
-from scaling.links import GLOO, RDMA, TCP, Link, all_gather, all_reduce, all_to_all, link_of
-from scaling.methods import LOCAL_PERIOD, METHODS, called, methods_for
+from examples.dlrm.data.features import table_rows
+from examples.dlrm.models.dlrm import DLRM
+from bench.scaling import shapes
+from bench.scaling.break_even import GRID, paying_rates
+from bench.scaling.cost_model import Cluster, Kernels, Model, union_density
+from bench.scaling.links import GLOO, RDMA, TCP, Link, all_gather, all_reduce, all_to_all, link_of
+from bench.scaling.methods import LOCAL_PERIOD, METHODS, called, methods_for
 
 FREE = Kernels(*[math.inf] * 5, "free")
 NOWHERE = Link(0.0, math.inf)

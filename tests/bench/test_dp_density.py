@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTAverager, DCTState, dct_hook
 from dlrm.launch import launch
-from experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_report, dp_tasks
-from network.methods import TopKState, topk_hook
+from bench.experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_report, dp_tasks
+from bench.network.methods import TopKState, topk_hook
 
 STEPS = 6
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40

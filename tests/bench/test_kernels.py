@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-import cli
-from microbench import arguments, cases, peers, timing
-from microbench import command as kernels
-from microbench.arguments import TIMED
-from scaling import kernel_rates as scale_rates
+from bench import cli
+from bench.microbench import arguments, cases, peers, timing
+from bench.microbench import command as kernels
+from bench.microbench.arguments import TIMED
+from bench.scaling import kernel_rates as scale_rates
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from programs import ROOT, started
 
-import cli
-from dlrm.errors import UsageError
-from network import command, namespaces
-from network.namespaces import Loopback, Namespaces
-from network.ranks import RankError, Ranks
+from bench import cli
+from bench.cli import UsageError
+from bench.network import command, namespaces
+from bench.network.namespaces import Loopback, Namespaces
+from bench.network.ranks import RankError, Ranks
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
 # Asked of the machine, not of the code under test: a container's root may still not be allowed to.

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from network.cells import Cell, merge
-from network.report import crossings, describe_crossings, render
-from rates import describe_rate, parse_rate
+from bench.network.cells import Cell, merge
+from bench.network.report import crossings, describe_crossings, render
+from bench.rates import describe_rate, parse_rate
 
 
 def _answer(seconds, wire):

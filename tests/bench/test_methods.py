@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import RowFormat
 from dlrm.launch import launch
-from dlrm.models.row_exchange import rows_in
-from network.methods import START_STEP, TopKState, topk_hook
-from network.phases import Phases
+from examples.dlrm.models.row_exchange import rows_in
+from bench.network.methods import START_STEP, TopKState, topk_hook
+from bench.network.phases import Phases
 
 NUMEL, STEPS = 200, 5
 

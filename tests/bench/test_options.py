@@ -6,7 +6,7 @@ import runpy
 import pytest
 from programs import ROOT
 
-import cli
+from bench import cli
 
 FOLDERS = cli.FOLDERS.values()
 EXPERIMENTS = [

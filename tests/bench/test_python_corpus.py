@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dlrm.errors import UsageError
-from experiments import dp_python, python_corpus
+from bench.cli import UsageError
+from bench.experiments import dp_python, python_corpus
 
 CODE = b"def half(x):\n    return x / 2\n"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from dlrm.errors import UsageError
-from scaling import answer, kernel_rates
-from scaling.cost_model import Cluster, Kernels, Model, Step
-from scaling.links import GLOO, Link
-from scaling.methods import METHODS
-from scaling.shapes import dlrm
-from scaling.validation import load, median_error, validate
+from bench import cli
+from bench.cli import UsageError
+from bench.scaling import answer, kernel_rates
+from bench.scaling.cost_model import Cluster, Kernels, Model, Step
+from bench.scaling.links import GLOO, Link
+from bench.scaling.methods import METHODS
+from bench.scaling.shapes import dlrm
+from bench.scaling.validation import load, median_error, validate
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hash_size": 100, "embedding_dim": 8, "bottom": [16], "top": [16]}
