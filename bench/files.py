@@ -1,10 +1,8 @@
 """Files that are there whole or not at all."""
 
 import contextlib
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 from bench.cli import UsageError
 
@@ -29,10 +27,3 @@ def write(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: object) -> None:
     """Write the content as JSON, indented."""
     write(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_figure(path: Path, figure: Any, **options: object) -> None:
-    """Write a figure of matplotlib in the format that the name ends in."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:], **options)
-    write(path, drawn.getvalue())

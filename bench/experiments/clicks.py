@@ -31,7 +31,7 @@ def parser(name: str, description: str, exchanges: Sequence[str], known: Callabl
     parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
     add = parser.add_argument
     add("--exchanges", nargs="+", type=known, default=exchanges, metavar="EXCHANGE")
-    add("--rates", type=several(positive), default=[0.3, 1.0, 3.0, 10.0], help="of the tables")
+    add("--rates", type=several(positive), default="0.3,1,3,10", help="of the tables")
     add("--seeds", type=int, default=5, help="at the best rate; 0: the test rows are not read")
     add("--ranks", type=count, default=2)
     add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")

@@ -201,7 +201,7 @@ def exchange_name(text: str) -> str:
 
 def main() -> None:
     parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
-    parser.set_defaults(rates=[0.001, 0.003, 0.01])
+    parser.set_defaults(rates="0.001,0.003,0.01")
     parser.add_argument("--density", type=density, default=0.01, help="of +hook")
     clicks.train_by_rates(parser.parse_args(), job)
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dct_parallel import RowFormat
-from dlrm.launch import launch
-from examples.dlrm.models.row_exchange import rows_in
 from bench.network.methods import START_STEP, TopKState, topk_hook
 from bench.network.phases import Phases
+from dct_parallel import RowFormat
+from examples.dlrm.models.row_exchange import rows_in
+from ranks import run_ranks
 
 NUMEL, STEPS = 200, 5
 
@@ -62,16 +62,16 @@ def _check_conserved():
     assert set(torch.nonzero(means[START_STEP]).flatten().tolist()) <= chosen
 
 
-def _check_topk():
+def _check_topk(rank):
     _check_all_sent()
     _check_conserved()
 
 
 def test_topk_at_density_one_is_the_mean_else_sends_the_largest_and_loses_nothing():
-    launch(_check_topk, 2)
+    run_ranks(_check_topk, 2)
 
 
-def _check_phases():
+def _check_phases(rank):
     model = torch.nn.Linear(8, 8)
     ddp = DDP(model)
     nap = 0.05
@@ -99,7 +99,7 @@ def _check_phases():
 
 
 def test_phases_are_told_apart_and_add_up_to_the_step():
-    launch(_check_phases, 2)
+    run_ranks(_check_phases, 2)
 
 
 def test_phases_of_overlapping_and_separate_exchanges():
@@ -114,7 +114,7 @@ def test_phases_of_overlapping_and_separate_exchanges():
     assert split == {"compute": compute, "pack": pack, "wire": wire, "unpack": 2}
 
 
-def _check_rows_phases():
+def _check_rows_phases(rank):
     """What an exchange of rows does around its collective, there and back, is not computing."""
     exchange = rows_in(RowFormat(density=0.25))
     rest = ([4, 4], [4, 4])
@@ -143,4 +143,4 @@ def _check_rows_phases():
 
 
 def test_phases_of_an_exchange_of_rows():
-    launch(_check_rows_phases, 2)
+    run_ranks(_check_rows_phases, 2)

@@ -72,17 +72,3 @@ def test_ranks_see_every_window_once(monkeypatch):
     assert sorted(seen.tolist()) == sorted(train.tolist())
     first = next(task.batches(1, 0, 2))
     assert not torch.equal(first, batches[0][0])
-
-
-def test_fine_tuning_goes_on_from_one_start(tmp_path, monkeypatch):
-    files = [*_files(), *(f._replace(path=f"sympy/{i}.py") for i, f in enumerate(_files()))]
-    monkeypatch.setattr(python_corpus, "installed", lambda: files)
-    monkeypatch.setattr(dp_python, "START_STEPS", 30)
-    start = tmp_path / "start.pt"
-    task = dp_python.FineTuneTask(start, width=8, layers=1)
-    losses = [task.score(model, "test")["loss"] for model in map(task.model, range(2))]
-    fresh = dp_python.PythonTask(width=8, layers=1, package="sympy")
-    assert losses[0] == losses[1] < fresh.score(fresh.model(0), "test")["loss"] - 0.3
-    written = start.stat().st_mtime_ns
-    dp_python.FineTuneTask(start, width=8, layers=1)
-    assert start.stat().st_mtime_ns == written

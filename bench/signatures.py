@@ -1,0 +1,127 @@
+"""Fills in the signatures of public names in docs/reference, as text for readers of a checkout.
+
+    python -m bench.signatures           # write them
+    python -m bench.signatures --check   # list the pages that differ
+
+A block stands between `<!-- signatures: PACKAGE -->` and `<!-- end signatures -->`.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+PAGES = Path(__file__).parents[1] / "docs" / "reference"
+BLOCK = re.compile(
+    r"(?P<begin>^<!-- signatures: (?P<package>\w+) -->\n).*?(?P<end>^<!-- end signatures -->$)",
+    re.DOTALL | re.MULTILINE,
+)
+WIDTH = 88  # characters, which the site shows without scrolling
+
+
+def fill(text: str) -> str:
+    """The text of a page with its blocks rewritten."""
+    return BLOCK.sub(
+        lambda block: f"{block['begin']}{render(block['package'])}{block['end']}", text
+    )
+
+
+def render(package: str) -> str:
+    """Blocks of code: ops with their schemas, then the names that exist in Python only."""
+    module = importlib.import_module(package)
+    named = {name: getattr(module, name) for name in module.__all__}
+    schemas = {name: schema for name in named if (schema := _schema(name)) is not None}
+    ops = [_entry(name + schema, named[name]) for name, schema in schemas.items()]
+    python = [
+        _entry(name + _arguments(value), value)
+        for name, value in named.items()
+        if name not in schemas
+    ]
+    if not ops:
+        return _code(python)
+    only = "In Python only, not in `torch.ops.dct`:\n"
+    return f"{_code(ops)}\n{only}{_code(python)}"
+
+
+def _code(entries: list[str]) -> str:
+    return "```\n{}\n```\n".format("\n".join(entries))
+
+
+def _schema(name: str) -> str | None:
+    """The arguments of the op of this name, if there is one."""
+    op = getattr(torch.ops.dct, name, None)
+    return None if op is None else str(op.default._schema).removeprefix(f"dct::{name}")
+
+
+def _entry(call: str, value: Callable) -> str:
+    """The call, wrapped below its bracket, the first line of its docstring, and its methods."""
+    indent = " " * (call.index("(") + 1)
+    whole = call.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    lines = textwrap.wrap(whole, WIDTH, subsequent_indent=indent, break_long_words=False)
+    lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+    first, *_ = inspect.getdoc(value).splitlines()
+    lines += textwrap.wrap(first, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    methods = ", ".join(_methods(value)) if inspect.isclass(value) else ""
+    lines += textwrap.wrap(methods, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _methods(kind: type) -> Iterator[str]:
+    """Public, documented methods that the class defines itself; none of a dataclass."""
+    own = {} if dataclasses.is_dataclass(kind) else vars(kind)
+    for name, value in own.items():
+        if inspect.isfunction(value) and not name.startswith("_") and value.__doc__:
+            yield f".{name}{_arguments(value, skip=1)}"
+
+
+def _arguments(value: Callable, skip: int = 0) -> str:
+    """The arguments of a call, with defaults and without annotations."""
+    signature = inspect.signature(value)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty, default=_shown(parameter.default))
+        for parameter in list(signature.parameters.values())[skip:]
+    ]
+    return str(inspect.Signature(parameters))
+
+
+def _shown(default: object) -> object:
+    return default if default is inspect.Parameter.empty else _Default(default)
+
+
+class _Default:
+    """A default value, printed as a user writes it."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        if inspect.isfunction(self._value):
+            return self._value.__name__
+        if isinstance(self._value, torch.distributed.ReduceOp.RedOpType):
+            return f"ReduceOp.{self._value.name}"
+        return repr(self._value)
+
+
+def differing() -> dict[Path, str]:
+    """{page: its text as it must be} of the pages that differ."""
+    texts = {page: fill(page.read_text()) for page in sorted(PAGES.glob("*.md"))}
+    return {page: text for page, text in texts.items() if page.read_text() != text}
+
+
+def main() -> int:
+    found = differing()
+    for page, text in found.items():
+        print(page.name)
+        if "--check" not in sys.argv:
+            page.write_text(text)
+    return int("--check" in sys.argv and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
