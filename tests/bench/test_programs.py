@@ -1,14 +1,17 @@
 """The programs of bench/: each explains its options, and none guesses them."""
 
 import importlib
+import re
 import runpy
+import shlex
 
 import pytest
 from programs import ROOT
 
 from bench.cli import exit_status
 
-PROGRAMS = [f"bench.{name}" for name in ("kernels", "link", "scale")]
+FOLDERS = {"kernels": "microbench", "link": "network", "scale": "scaling"}
+PROGRAMS = [f"bench.{name}" for name in FOLDERS]
 PROGRAMS += [
     f"bench.experiments.{path.stem}"
     for path in sorted((ROOT / "bench" / "experiments").glob("*.py"))
@@ -28,7 +31,7 @@ def test_a_program_explains_how_it_is_run(name, capsys, monkeypatch):
     assert said.startswith(f"usage: python -m {name} ") and "(default: [" not in said
 
 
-@pytest.mark.parametrize("folder", ["microbench", "network", "scaling"])
+@pytest.mark.parametrize("folder", FOLDERS.values())
 def test_every_option_is_explained_and_none_is_guessed(folder, capsys):
     parser = importlib.import_module(f"bench.{folder}.arguments").parser()
     options = [action for action in parser._actions if action.option_strings]
@@ -49,3 +52,14 @@ def test_an_interrupted_program_says_so(capsys):
 def test_every_program_is_named_in_the_readme():
     page = (ROOT / "bench" / "README.md").read_text()
     assert [name for name in PROGRAMS if f" -m {name}`" not in page] == []
+
+
+def test_commands_in_the_documentation_are_accepted():
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")]
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
+    pattern = r"^(?:sudo \$\(which python\)|python) -m bench\.(\w+)(.*)$"
+    commands = re.findall(pattern, text, re.M)
+    assert {name for name, _ in commands} == set(FOLDERS)
+    for name, given in commands:
+        parser = importlib.import_module(f"bench.{FOLDERS[name]}.arguments").parser()
+        parser.parse_args(shlex.split(given, comments=True))
