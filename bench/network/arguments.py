@@ -11,12 +11,11 @@ DESCRIPTION = """\
 Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
 and measure a step: its time, its phases, and the bytes that leave a rank's interface.
 
-Every rank is a process in a network namespace, which --local-size ranks share. A link is a veth
-pair with a token bucket filter at both ends, so each direction has the full rate. A bridge joins
-the links. Bytes are read from the interface's counters. This needs root and the commands ip and tc
-(Debian, Ubuntu: apt-get install iproute2). --loopback measures without them and without a rate
-limit. The namespaces are removed at the end, also after Ctrl-C; those of a killed run are removed
-by the next run.
+Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
+both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
+interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
+iproute2). --loopback measures without them and without a rate limit. The namespaces are removed at
+the end, also after Ctrl-C; those of a killed run are removed by the next run.
 """
 EPILOG = """\
 examples:
@@ -27,8 +26,6 @@ examples:
   sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
       --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
       sharded tables: rows in few bits, each distinct row once
-  sudo $(which python) -m bench.link --ranks 4 --local-size 2 --modes dense,bf16,dct,dct-mesh
-      2 nodes of 2 ranks, links of these rates between the nodes
   python -m bench.link --loopback
       no root: the cost of each mode where the network costs next to nothing
 """
@@ -47,13 +44,6 @@ def parser() -> Parser:
         "slower",
     )
     measured.add_argument(
-        "--local-size",
-        type=count,
-        default=1,
-        metavar="L",
-        help="ranks of a node: they share an interface and its link, and reach each other without",
-    )
-    measured.add_argument(
         "--rates",
         type=several(parse_rate),
         metavar="R,...",
@@ -65,12 +55,10 @@ def parser() -> Parser:
         type=several(str, METHODS),
         default=",".join(REPLICATED),
         metavar="M,...",
-        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, exact top-k with error "
-        "feedback, DCT with both transports, and with every entry in int4; local-ternary: "
-        "DCTAverager every 10 steps, where a step is the mean of ten; dct-mesh: dense inside a "
-        "node, DCT between nodes; hybrid-...: embedding tables sharded over the ranks, with rows "
-        "in float32, by their largest entries, or in few bits; with -dedup each distinct row is "
-        "sent once",
+        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, DCT with both transports, and "
+        "with every entry in int4; local-ternary: DCTAverager every 10 steps, where a step is the "
+        "mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in float32, "
+        "by their largest entries, or in few bits; with -dedup each distinct row is sent once",
     )
     measured.add_argument(
         "--loopback",
@@ -111,7 +99,7 @@ def parser() -> Parser:
         "--density",
         type=density,
         default=0.005,
-        help="DCT and exact top-k: fraction of entries sent",
+        help="DCT: fraction of entries sent",
     )
     model.add_argument(
         "--row-density",

@@ -17,7 +17,6 @@ from bench.tables import aligned
 
 from . import report
 from .cells import merge
-from .methods import HYBRID
 from .namespaces import Loopback, Namespaces
 
 ROOT = Path(__file__).parents[2]
@@ -29,20 +28,19 @@ def run(options: argparse.Namespace) -> int:
         options.rates = [parse_rate(text) for text in default]
     if options.loopback and options.rates != [None]:
         raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
-    _check_nodes(options)
     make_folder(options.out)
     print(report.announce(options), flush=True)
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     result = {"provenance": provenance.describe(), "options": plain, "links": [], "cells": []}
     for ranks in options.ranks:
-        with (Loopback if options.loopback else Namespaces)(ranks, options.local_size) as network:
+        with (Loopback if options.loopback else Namespaces)(ranks) as network:
             for rate in options.rates:
                 network.set_rate(rate)
                 measured = _measure(network, ranks, options)
                 result["model"] = measured[0]["model"]
-                link = measured[options.local_size]["link"]
+                link = measured[1]["link"]
                 result["links"].append({"ranks": ranks, "rate": rate} | link)
-                shared = ranks if options.loopback else options.local_size
+                shared = ranks if options.loopback else 1
                 for mode in options.modes:
                     rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
                     result["cells"].append(merge(ranks, rate, mode, rounds, shared))
@@ -52,18 +50,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_nodes(options: argparse.Namespace) -> None:
-    size = options.local_size
-    if any(ranks % size or ranks == size for ranks in options.ranks):
-        counts = ",".join(map(str, options.ranks))
-        raise UsageError(f"--local-size must make several nodes of {counts} ranks, got {size}")
-    if size > 1 and options.loopback:
-        raise UsageError("--local-size must come without --loopback, where no link joins nodes")
-    hybrid = [mode for mode in options.modes if mode in HYBRID]
-    if size > 1 and hybrid:
-        raise UsageError(f"--local-size must come without hybrid modes, got {', '.join(hybrid)}")
-
-
 def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Namespace) -> list[dict]:
     """What every rank measured, in a process each.
 
@@ -71,7 +57,7 @@ def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Names
         UsageError: a rank failed, or took too long.
     """
     keys = ("batch_size", "hash_size", "embedding_dim", "bottom", "top", "density", "row_density")
-    keys += ("row_format", "bucket_mb", "local_size", "modes", "steps", "seconds")
+    keys += ("row_format", "bucket_mb", "modes", "steps", "seconds")
     settings = {key: getattr(options, key) for key in keys} | {"transfer_port": _free_port()}
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

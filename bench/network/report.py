@@ -17,8 +17,7 @@ BYTES_AT = 1e9  # the rate at which bytes are shown, if it was measured
 NOTE = (
     "A time is the median of a step, with the 20 % and 80 % quantiles; a step takes as long as its "
     "slowest rank. Bytes are per rank and step: *formula* is what a rank hands to collectives, "
-    "inside its node as well, *counter* is what left its interface, and *headers* are 66 bytes per "
-    "packet."
+    "*counter* is what left its interface, and *headers* are 66 bytes per packet."
 )
 
 
@@ -44,8 +43,7 @@ def render(run: dict) -> str:
         at = BYTES_AT if BYTES_AT in rates else rates[0]
         plain = [link for link in run["links"] if link["ranks"] == ranks]
         found += [f"**{ranks} ranks**, ms per step", _times(cells, plain, rates)]
-        in_nodes = run["options"]["local_size"] > 1
-        found += [f"**{ranks} ranks**, bytes at {describe_rate(at)}", _bytes(cells, at, in_nodes)]
+        found += [f"**{ranks} ranks**, bytes at {describe_rate(at)}", _bytes(cells, at)]
     return "\n\n".join(found)
 
 
@@ -54,12 +52,12 @@ def _times(cells: Sequence[dict], links: Sequence[dict], rates: Sequence[float |
     rows = {cell["mode"]: [METHODS[cell["mode"]].title] for cell in cells}
     for cell in cells:
         rows[cell["mode"]].append(_median(cell))
-    transfer = ["a plain transfer; one byte", *(plain.get(rate, "") for rate in rates)]
+    transfer = ["a plain transfer", *(plain.get(rate, "") for rate in rates)]
     return table(["", *map(describe_rate, rates)], [transfer, *rows.values()])
 
 
 def _link(link: dict) -> str:
-    return f"{link['bits_per_second'] / 1e6:,.0f} Mbit/s, {link['latency_us']:.0f} us"
+    return f"{link['bits_per_second'] / 1e6:,.0f} Mbit/s"
 
 
 def _median(cell: dict) -> str:
@@ -67,7 +65,7 @@ def _median(cell: dict) -> str:
     return f"{median:.1f} ({low:.1f}-{high:.1f})"
 
 
-def _bytes(cells: Sequence[dict], rate: float | None, in_nodes: bool) -> str:
+def _bytes(cells: Sequence[dict], rate: float | None) -> str:
     cells = [cell for cell in cells if cell["rate"] == rate]
     dense = next((cell for cell in cells if cell["mode"].endswith("dense")), None)
     rows = []
@@ -75,8 +73,8 @@ def _bytes(cells: Sequence[dict], rate: float | None, in_nodes: bool) -> str:
         formula, counter, packets = (cell[k] for k in ("payload_bytes", "wire_bytes", "packets"))
         row = [METHODS[cell["mode"]].title, number(formula)]
         row.append(times(dense["payload_bytes"] / formula) if dense else "")
-        counted = "" if in_nodes else f"{counter / (formula + HEADER_BYTES * packets):.3f}"
-        row += [number(counter), counted, number(packets)]
+        counted = counter / (formula + HEADER_BYTES * packets)
+        row += [number(counter), f"{counted:.3f}", number(packets)]
         rows.append([*row, ", ".join(f"{ms:.1f}" for ms in cell["phases_ms"].values())])
     headings = ["", "formula", "fewer by", "counter", "of formula + headers", "packets"]
     return table([*headings, "ms: compute, pack, wire, unpack"], rows)

@@ -22,8 +22,8 @@ BYTES = {  # of an embedding of 64, and of its gradient
 
 
 def test_the_bench_counts_what_exchanges_send(tmp_path):
-    command = [sys.executable, "-m", "bench.experiments.torchrec_dlrm", *SMALL.split(), "--seeds", "1"]
-    command += ["--rates", "0.01", "--out", tmp_path, "--exchanges", *BYTES]
+    command = [sys.executable, "-m", "bench.experiments.torchrec_dlrm", *SMALL.split()]
+    command += ["--seeds", "1", "--rates", "0.01", "--out", tmp_path, "--exchanges", *BYTES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     names = {name: name.replace(",", "-").replace("+", "-") for name in BYTES}

@@ -1,4 +1,4 @@
-"""What the link benchmark adds to training: exact top-k, and the clock for phases."""
+"""The clock for the phases of a step, in bench.link."""
 
 import time
 
@@ -6,69 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from bench.network.methods import START_STEP, TopKState, topk_hook
 from bench.network.phases import Phases
 from dct_parallel import RowFormat
 from examples.dlrm.models.row_exchange import rows_in
 from ranks import run_ranks
-
-NUMEL, STEPS = 200, 5
-
-
-def _gradient(step, rank):
-    # Multiples of 1/8 up to 16: sums and halves of them are exact in bfloat16's range of use here.
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(-128, 128, (NUMEL,), generator=generator) / 8
-
-
-def _run(density):
-    """(what the hook made of each step's gradients, its state), gradients chosen by us."""
-    model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(NUMEL))
-    model.forward = lambda gradient: (model.weight * gradient).sum()
-    ddp = DDP(model)
-    state = TopKState(density)
-    ddp.register_comm_hook(state, topk_hook)
-    means = []
-    for step in range(STEPS):
-        ddp.zero_grad()
-        ddp(_gradient(step, dist.get_rank())).backward()
-        means.append(model.weight.grad.clone())
-    return means, state
-
-
-def _check_all_sent():
-    means, state = _run(1.0)
-    for step in range(START_STEP, STEPS):
-        expected = (_gradient(step, 0) + _gradient(step, 1)) / 2
-        assert torch.equal(means[step], expected)
-    assert not state.residual.any()
-
-
-def _check_conserved():
-    means, state = _run(0.1)
-    both = state.residual.clone()
-    dist.all_reduce(both)
-    given = sum(_gradient(s, r) for s in range(START_STEP, STEPS) for r in range(2))
-    sent = 2 * sum(means[START_STEP:])
-    torch.testing.assert_close(sent + both, given, rtol=0, atol=1e-4)
-    # The first sparse step sends each rank's 20 largest, found here by a sort.
-    chosen = set()
-    for rank in range(2):
-        gradient = _gradient(START_STEP, rank).abs()
-        least = gradient.sort(descending=True).values[19]
-        assert means[START_STEP][gradient > least].ne(0).all()
-        chosen |= set(torch.nonzero(gradient >= least).flatten().tolist())
-    assert set(torch.nonzero(means[START_STEP]).flatten().tolist()) <= chosen
-
-
-def _check_topk(rank):
-    _check_all_sent()
-    _check_conserved()
-
-
-def test_topk_at_density_one_is_the_mean_else_sends_the_largest_and_loses_nothing():
-    run_ranks(_check_topk, 2)
 
 
 def _check_phases(rank):
