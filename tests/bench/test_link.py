@@ -129,16 +129,6 @@ def test_wrong_arguments_are_named(arguments, text, capsys):
     assert exit_.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_what_the_machine_lacks_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert link.main(["--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
-        "link: needs the command `ip` (package iproute2) and the command `tc` (package "
-        "iproute2) and root, or --loopback (no rate limit)\n"
-    )
-
-
 @needs_root
 def test_an_interrupted_run_cleans_up(tmp_path):
     with _a_run(tmp_path) as process:

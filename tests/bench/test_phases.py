@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.network.phases import Phases
-from dct_parallel import RowFormat
-from examples.dlrm.models.row_exchange import rows_in
 from ranks import run_ranks
 
 
@@ -53,35 +51,3 @@ def test_phases_of_overlapping_and_separate_exchanges():
     split = phases.take(20.0)
     compute, pack, wire = 20 - 1 - 4 - 6 - 1, 1 + 1 + 1, 1 + 2 + 4
     assert split == {"compute": compute, "pack": pack, "wire": wire, "unpack": 2}
-
-
-def _check_rows_phases(rank):
-    """What an exchange of rows does around its collective, there and back, is not computing."""
-    exchange = rows_in(RowFormat(density=0.25))
-    rest = ([4, 4], [4, 4])
-    nap = 0.05
-
-    def slow(x, *rest, group):
-        time.sleep(nap)  # packs
-        x = x * 1
-        if x.requires_grad:
-            x.register_hook(lambda _: time.sleep(nap))  # unpacks gradients
-        return exchange(x, *rest, group=group)
-
-    with Phases() as phases:
-        x = torch.randn(8, 16, requires_grad=True)
-        y = phases.timed(slow)(x * 2, *rest, group=dist.group.WORLD)
-        forward = phases.take(10.0)
-        y.sum().backward()
-        backward = phases.take(10.0)
-        with torch.no_grad():
-            assert not phases.timed(slow)(x, *rest, group=dist.group.WORLD).requires_grad
-        untrained = phases.take(10.0)
-    assert (x.grad != 0).sum() == 4 * 8
-    for split in (forward, untrained):
-        assert split["pack"] >= nap and min(split.values()) > 0
-    assert backward["unpack"] >= nap and min(backward.values()) > 0
-
-
-def test_phases_of_an_exchange_of_rows():
-    run_ranks(_check_rows_phases, 2)
