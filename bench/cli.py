@@ -17,7 +17,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and keeps paragraphs as they are."""
+    """Shows defaults, and keeps paragraphs."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         plain = action.default is None or action.default is False

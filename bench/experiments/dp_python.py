@@ -1,4 +1,4 @@
-"""What dp_density.py trains on Python sources: a transformer from scratch, or from a good start."""
+"""Tasks of dp_density.py on Python sources: a transformer from scratch, or fine-tuning."""
 
 import io
 from pathlib import Path
@@ -18,12 +18,12 @@ START_STEPS, START_RATE = 1200, 4e-3  # of the model that is fine-tuned
 
 
 class PythonTask:
-    """Next characters of Python sources (python_corpus.py), of which no character is read twice.
+    """Next characters of Python sources (python_corpus.py). No character is read twice.
 
     Args:
         width, layers: of the transformer.
         batch: texts of a rank and step.
-        package: the one whose files are read, or None for all.
+        package: whose files are read; None for all packages.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PythonTask:
 
     @torch.no_grad()
     def score(self, model: nn.Module, part: str) -> dict[str, float]:
-        """{"loss": nats a character}."""
+        """{"loss": nats per character}."""
         batches = self._scored[part].split(SCORED_AT_ONCE)
         losses = [self.loss(model, batch.long()).item() * len(batch) for batch in batches]
         return {"loss": sum(losses) / len(self._scored[part])}
@@ -106,5 +106,5 @@ def _trained(task: PythonTask) -> nn.Module:
 
 
 def _spread(texts: Tensor, count: int) -> Tensor:
-    """So many of the texts, at equal distances."""
+    """`count` of the texts, at equal distances."""
     return texts[torch.arange(count) * len(texts) // count]

@@ -22,17 +22,16 @@ DEFAULTS = {
 
 DESCRIPTION = """\
 Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
-in turns. By default a first look: mask_pack, scatter_unpack and row_pack at one size, a sentence
-each, within 20 seconds. --all, or any option of the long tables, makes those instead: every op, of
-which `of copy` is the copy's time over this one's: 100 % is as fast as memory is copied.
+in turns. The default is a first look of 20 seconds: mask_pack, scatter_unpack and row_pack at one
+size, with a sentence each. --all, or any option of the long tables, prints a table of every op
+instead. Its column `of copy` is the copy's time over the op's: 100 % is as fast as a copy.
 
-In the tables stand also the eager backend and peers: exact torch.topk, DGC's sampled top-k and
-random-k, all with error feedback, and a cast to bfloat16 for mask_pack; that cast, PowerSGD's two
-products and FBGEMM's rows of 64 for quantize_pack; torch.topk for row_pack;
-FBGEMM's rows of 8 and 4 bits for row_quantize and row_dequantize, on the CPU; on a GPU with nvcc a
-copy kernel of our own, cub::DeviceSelect and a bisection per row like RTop-K's. Nothing is timed
-before it was found right: backends bit for bit equal to eager, peers by what they take and leave.
-On the GPU time is what the device takes.
+The tables also time the eager backend and other methods. For mask_pack: exact torch.topk, DGC's
+sampled top-k and random-k, all with error feedback, and a cast to bfloat16. For quantize_pack: that
+cast, PowerSGD's two products, and FBGEMM's rows of 64. For row_pack: torch.topk. For row_quantize
+and row_dequantize on the CPU: FBGEMM's rows of 8 and 4 bits. On a GPU with nvcc also a copy kernel,
+cub::DeviceSelect, and a bisection per row as in RTop-K. Every result is checked before it is timed.
+On a GPU, times are those of the device.
 """
 EPILOG = """\
 examples:

@@ -12,7 +12,7 @@ HEADER = header(HEADINGS)
 
 
 def row(run: dict) -> list[str]:
-    """Of one case, under HEADINGS."""
+    """The row of one case, under HEADINGS."""
     ms, own = run["ms"], _own(run)
     longer = {name: _times(ms[name]["median"] / ms[own]["median"]) for name in ms}
     peers = [name for name in ms if name not in {COPY, COPY_KERNEL, *OURS}]

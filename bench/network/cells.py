@@ -1,4 +1,4 @@
-"""One cell of bench.link: what a number of ranks, a rate and a mode gave."""
+"""Merges the measurements of all ranks and rounds into one cell of bench.link."""
 
 import numpy as np
 

@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int:
                 for mode in options.modes:
                     rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
                     result["cells"].append(merge(ranks, rate, mode, rounds, shared))
-                files.write_json(options.out / "link.json", result)  # what is measured is kept
+                files.write_json(
+                    options.out / "link.json", result
+                )  # so that an interrupted run keeps its results
                 print(f"{ranks} ranks at {describe_rate(rate)} are measured", flush=True)
     print(f"\n{aligned(report.render(result))}\n\n{report.NOTE}\nin {options.out}: link.json")
     return 0

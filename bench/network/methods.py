@@ -1,4 +1,4 @@
-"""How ranks exchange gradients and embeddings in bench.link: DCT, and what it is compared with."""
+"""The ways of exchanging gradients and embeddings that bench.link compares."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, measured from outside any method."""
+"""The phases of a training step, measured without changing the methods."""
 
 import functools
 import threading
@@ -62,7 +62,7 @@ class Phases:
                     self._end("exchange", start)
                     return future.value()
 
-                # DDP waits for the future that `then` returns, so for this record, too.
+                # DDP waits for the future that `then` returns, so also for this record.
                 return hook(state, bucket).then(end)
 
             register(state, timed)
@@ -149,7 +149,7 @@ class Phases:
 
 
 def _length(intervals: list[Interval]) -> float:
-    """Of the union."""
+    """The length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

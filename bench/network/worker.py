@@ -1,6 +1,6 @@
 """One rank of bench.link, started by command.py with torchrun's variables in its environment.
 
-Its arguments are options as JSON, and the file for what it measures.
+Its arguments are options as JSON, and the file for the results.
 """
 
 import argparse
@@ -171,7 +171,7 @@ class Worker:
 
 
 def _means(values: list[float], period: int) -> list[float]:
-    """Of every `period` values, one after the other."""
+    """The mean of each `period` consecutive values."""
     return [statistics.mean(values[i : i + period]) for i in range(0, len(values), period)]
 
 

@@ -109,7 +109,7 @@ class Method(NamedTuple):
     period: int = 1
 
 
-# Of methods that are equally fast the first one is named: the simplest, or the most exact.
+# If methods are equally fast, the first one is named: the simplest, or the most exact.
 METHODS = {
     "dense": Method("float32 DDP"),
     "bf16": Method("DDP with bf16_compress_hook"),
@@ -127,7 +127,7 @@ DENSE_PASSES = {"dense": (8, 0), "bf16": (6, 6)}
 
 
 class Step(NamedTuple):
-    """Seconds, and the bytes that a rank sends. Of local steps the mean over a period."""
+    """Seconds, and the bytes that a rank sends; for local steps the mean over a period."""
 
     compute: float
     pack: float
@@ -187,7 +187,7 @@ class Model:
     def _kernels(self, plan: BucketPlan) -> tuple[float, float]:
         """Seconds of packing and of unpacking on each rank."""
         ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
-        # A payload of few entries is small compared with what it is packed from.
+        # A sparse payload is small compared with the gradient.
         packed, unpacked = PACK_BYTES * self.numel + every * plan.owners * payload, 4 * self.numel
         if plan.transport == "all_gather":
             unpacked += ranks * payload
