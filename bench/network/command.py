@@ -44,9 +44,8 @@ def run(options: argparse.Namespace) -> int:
                 for mode in options.modes:
                     rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
                     result["cells"].append(merge(ranks, rate, mode, rounds, shared))
-                files.write_json(
-                    options.out / "link.json", result
-                )  # so that an interrupted run keeps its results
+                # Now, so that an interrupted run keeps its results.
+                files.write_json(options.out / "link.json", result)
                 print(f"{ranks} ranks at {describe_rate(rate)} are measured", flush=True)
     print(f"\n{aligned(report.render(result))}\n\n{report.NOTE}\nin {options.out}: link.json")
     return 0

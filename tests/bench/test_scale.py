@@ -9,7 +9,7 @@ import pytest
 from programs import ROOT
 
 from bench import scale
-from bench.scaling import command, cost_model
+from bench.scaling import command
 from bench.scaling.cost_model import (
     CPU,
     GLOO,
@@ -138,12 +138,6 @@ def test_the_answer_is_a_sentence(capsys):
     )
 
 
-def test_with_adamw_the_sparse_hook_is_left_out(capsys):
-    assert scale.main(["--ranks", "2,16", "--rates", "1gbit", "--optimizer", "adamw"]) == 0
-    said = capsys.readouterr().out
-    assert "| 16 " in said and "dct" not in said and "guide/transformers.md" in said
-
-
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [
@@ -164,9 +158,3 @@ def test_the_simplest_of_equally_fast_methods_is_taken(seconds, taken):
 def test_an_unlimited_link_has_no_prediction(capsys):
     assert scale.main(["--rates", "unlimited"]) == 1
     assert "--rates must be numbers here, got unlimited" in capsys.readouterr().err
-
-
-def test_links_follow_the_device_and_the_rate():
-    assert cost_model.link_of("cpu", 1e9) == GLOO._replace(bandwidth=1.25e8)
-    slow, fast = (cost_model.link_of("gpu", rate).alpha for rate in (25e9, 100e9))
-    assert slow > fast
