@@ -1,20 +1,116 @@
-"""The programs kernels.py, link.py and scale.py: a folder each, with its arguments and command."""
+"""What the programs share: how they read arguments, where results go, and how they end."""
 
-import importlib
-from collections.abc import Sequence
+import argparse
+import contextlib
+import math
+import signal
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
 
-import examples_path  # noqa: F401  (first)
-from dlrm.command_line import exit_status
+from dct_parallel.rows.counts import ROW_FORMATS
+from examples.dlrm.errors import UsageError
 
-FOLDERS = {"kernels": "microbench", "link": "network", "scale": "scaling"}
-
-
-def main(name: str, arguments: Sequence[str] | None = None) -> int:
-    """The exit status of a program, with a message on stderr if that is not 0."""
-    return exit_status(f"{name}.py", lambda: _run(FOLDERS[name], arguments))
+__all__ = ["UsageError"]  # raised by the click model's reader as well
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _run(folder: str, arguments: Sequence[str] | None) -> int:
-    # Imports in order of need: the help needs torch alone, and Ctrl-C is answered meanwhile.
-    options = importlib.import_module(f"{folder}.arguments").parser().parse_args(arguments)
-    return importlib.import_module(f"{folder}.command").run(options)
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps paragraphs."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and reports an error in one line without the usage."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=Formatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def number(kind: type, allowed: Callable[[float], bool], rule: str) -> Callable:
+    """An argparse type: a number for which `allowed` holds. `rule` is for the error message."""
+
+    def parse(text: str):
+        with contextlib.suppress(ValueError):
+            if allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+
+    return parse
+
+
+count = number(int, lambda n: n >= 1, "an integer >= 1")
+positive = number(float, lambda x: 0 < x < math.inf, "a number > 0")
+density = number(float, lambda x: 0 < x <= 1, "a number in (0, 1]")
+
+
+def several(item: Callable, known: Collection[str] = ()) -> Callable:
+    """An argparse type: different items joined by ',', all in `known` if that is given."""
+
+    def parse(text: str) -> list:
+        values = [item(part) for part in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"must have no value twice, got {text!r}")
+        if known and not set(values) <= set(known):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {text!r}")
+        return values
+
+    return parse
+
+
+def row_format(text: str) -> tuple[str, ...]:
+    """An argparse type: a format of rows, or two joined by ',', of rows and of their gradients."""
+    names = tuple(text.split(","))
+    if len(names) > 2 or not set(names) <= set(ROW_FORMATS):
+        rule = f"one or two of {', '.join(ROW_FORMATS)}, joined by ','"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return names
+
+
+def widths(text: str) -> list[int]:
+    """An argparse type: the hidden widths of an MLP."""
+    parts = text.split("-")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        rule = "integers >= 1 joined by '-', such as 512-256"
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def make_folder(folder: Path) -> None:
+    """Make --out before the work begins.
+
+    Raises:
+        UsageError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        rule = "--out must be a folder that can be written to"
+        raise UsageError(f"{rule}, got {folder}: {error}") from None
+
+
+def exit_status(program: str, work: Callable[[], int | None]) -> int:
+    """The status of a program that does `work`. If it fails, one line on stderr says why.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that contexts are left in order.
+    """
+    for signal_number in ENDING_SIGNALS:
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(signal_number, signal.default_int_handler)
+    try:
+        return work() or 0
+    except UsageError as error:
+        text, status = str(error), 1
+    except KeyboardInterrupt:
+        text, status = "interrupted", 130
+    print(f"{program}: {text}", file=sys.stderr)
+    return status

@@ -1,11 +1,15 @@
-"""Microbenchmarks: every op beside a copy of the bytes that must move, and beside peers.
-
-python bench/kernels.py --help
-"""
+"""Microbenchmarks: every op beside a copy of the bytes that it must move, and beside peers."""
 
 import sys
+from collections.abc import Sequence
 
-import cli
+from bench.cli import exit_status
+from bench.microbench import arguments, command
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    return exit_status("kernels", lambda: command.run(arguments.parser().parse_args(given)))
+
 
 if __name__ == "__main__":
-    sys.exit(cli.main("kernels"))
+    sys.exit(main())

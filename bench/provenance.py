@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: goes into every JSON file."""
+"""The machine and the software of a measurement, for its JSON file."""
 
 import datetime
 import os
@@ -26,16 +26,6 @@ def describe() -> dict[str, object]:
     }
 
 
-def made() -> dict[str, str]:
-    """Of an experiment that is kept: commit, machine, and day."""
-    now = describe()
-    return {
-        "commit": str(now["commit"] or "not recorded"),
-        "machine": f"{now['gpu'] or now['cpu']}, {now['cores']} cores, torch {now['torch']}",
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -44,7 +34,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Of the working tree this runs from; None once installed."""
+    """The commit of this checkout, if there is one."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Rates of a link: bits per second as a float, or None where nothing limits them."""
+"""Rates of a link: bits per second, or None for no limit."""
 
 import argparse
 
@@ -7,7 +7,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_rate(text: str) -> float | None:
-    """Of "100mbit", "2.5gbit", "unlimited": an argparse type."""
+    """An argparse type: a rate such as "100mbit", "2.5gbit" or "unlimited"."""
     if text == UNLIMITED:
         return None
     try:

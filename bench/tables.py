@@ -1,4 +1,4 @@
-"""Tables of Markdown, and figures as they stand in them."""
+"""Tables of Markdown, and the formats of their figures."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Without the columns that are empty in every row."""
+    """A table without the columns that are empty in every row."""
     rows = [list(row) for row in rows]
     kept = [n for n in range(len(headings)) if n == 0 or any(row[n] for row in rows)]
     lines = [header([headings[n] for n in kept])]
@@ -15,7 +15,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def header(headings: Sequence[str]) -> str:
-    """The two lines that a table begins with."""
+    """The first two lines of a table."""
     return f"{line(headings)}\n{line(['---'] * len(headings))}"
 
 
@@ -24,7 +24,7 @@ def line(cells: Iterable[str]) -> str:
 
 
 def aligned(text: str) -> str:
-    """For a terminal: the columns of tables as wide as their widest cell."""
+    """The text with all columns of its tables as wide as their widest cell."""
     lines = [line.split("|") for line in text.splitlines()]
     found = []
     for is_table, block in itertools.groupby(lines, lambda cells: len(cells) > 1):
@@ -66,20 +66,3 @@ def number(value: float | None) -> str:
 
 def times(value: float) -> str:
     return f"{value:,.1f}x" if value < 1000 else f"{value:,.0f}x"
-
-
-def plain(runs: Sequence[dict]) -> str:
-    """The runs as they are, a column for each key; lists and the like left out."""
-    keys = dict.fromkeys(
-        key
-        for run in runs
-        for key, value in run.items()
-        if key != "part" and isinstance(value, str | int | float)
-    )
-    return table(list(keys), [[_shown(run.get(key)) for key in keys] for run in runs])
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return "" if value is None else str(value)

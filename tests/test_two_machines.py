@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT
 
-from network.namespaces import Namespaces, missing
+from bench.network.namespaces import Namespaces, missing
 
 COMMAND = re.compile(r"^GLOO_SOCKET_IFNAME=eth0 torchrun .*\\\n.*$", re.MULTILINE)
 

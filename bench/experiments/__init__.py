@@ -1,3 +1,1 @@
-"""Experiments: `cd bench && python -m experiments.NAME --help`."""
-
-import examples_path  # noqa: F401  (first: they train what is there)
+"""Experiments: `python -m bench.experiments.NAME --help`."""

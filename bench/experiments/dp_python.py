@@ -1,4 +1,4 @@
-"""What dp_density.py trains on Python sources: a transformer from scratch, or from a good start."""
+"""Tasks of dp_density.py on Python sources: a transformer from scratch, or fine-tuning."""
 
 import io
 from pathlib import Path
@@ -6,28 +6,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dlrm import files
-from dlrm.errors import UsageError
+from bench import files
+from bench.cli import UsageError
 
 from . import python_corpus
 from .dp_tasks import BATCH_TEXTS, CONTEXT, Transformer, next_character_loss
 
 VALIDATION_TEXTS = 4000  # enough to choose by: differences vary less than losses. All of test are.
-GLANCED_TEXTS = 96  # on the way
 SCORED_AT_ONCE = 32  # texts; more of them leave the cache
 START_STEPS, START_RATE = 1200, 4e-3  # of the model that is fine-tuned
 
 
 class PythonTask:
-    """Next characters of Python sources (python_corpus.py), of which no character is read twice.
+    """Next characters of Python sources (python_corpus.py). No character is read twice.
 
     Args:
         width, layers: of the transformer.
         batch: texts of a rank and step.
-        package: the one whose files are read, or None for all.
+        package: whose files are read; None for all packages.
     """
-
-    curve = "some of test"
 
     def __init__(
         self,
@@ -42,12 +39,9 @@ class PythonTask:
         self._scored = {
             "validation": _spread(texts["validation"], VALIDATION_TEXTS),
             "test": texts["test"],
-            self.curve: _spread(texts["test"], GLANCED_TEXTS),
         }
         self._make = lambda: Transformer(len(python_corpus.KNOWN), width, layers)
         self._batch = batch
-        sizes = {f"{part}_texts": len(own) for part, own in texts.items()}
-        self.description = sizes | {"sha256": python_corpus.SHA256}
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -65,7 +59,7 @@ class PythonTask:
 
     @torch.no_grad()
     def score(self, model: nn.Module, part: str) -> dict[str, float]:
-        """{"loss": nats a character}."""
+        """{"loss": nats per character}."""
         batches = self._scored[part].split(SCORED_AT_ONCE)
         losses = [self.loss(model, batch.long()).item() * len(batch) for batch in batches]
         return {"loss": sum(losses) / len(self._scored[part])}
@@ -112,5 +106,5 @@ def _trained(task: PythonTask) -> nn.Module:
 
 
 def _spread(texts: Tensor, count: int) -> Tensor:
-    """So many of the texts, at equal distances."""
+    """`count` of the texts, at equal distances."""
     return texts[torch.arange(count) * len(texts) // count]

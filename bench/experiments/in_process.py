@@ -1,7 +1,7 @@
-"""The exchange of dct_parallel between ranks in one process: collectives copy, all else is its own.
+"""The exchange of dct_parallel between ranks in one process, where collectives are copies.
 
-Every rank has a `Bucket`, of which only the first one's is finished: what it then needs from the
-others it takes from their transports, which do their part at that moment.
+Every rank has a `Bucket`. Only the first rank's is finished: it copies the messages of the other
+ranks from their transports, which do their part of the work at that moment.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,11 @@ from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
-from dct_parallel.exchange.results import ExchangeResult
-from dct_parallel.exchange.segment_state import SegmentState
 from dct_parallel.exchange.transport import Transport
 
 
 class _Rank:
-    """In place of a process group; `peers`: the transports of all ranks, in their order."""
+    """Takes the place of a process group. `peers` are the transports of all ranks, in order."""
 
     def __init__(self, number: int, ranks: int, peers: list[Transport]) -> None:
         self.number, self.ranks, self.peers = number, ranks, peers
@@ -43,7 +41,7 @@ class _InProcess(Transport):
         return list(range(self._group.size()))
 
     def start(self) -> None:
-        """Nothing: the payload is taken when it is needed."""
+        """Does nothing: the payload is copied when it is needed."""
 
 
 class _AllGather(_InProcess, AllGather):
@@ -53,7 +51,9 @@ class _AllGather(_InProcess, AllGather):
 
 class _ReduceScatter(_InProcess, ReduceScatter):
     def _to_owners(self) -> None:
-        for row, peer in zip(self._arrived, self._peers, strict=False):  # no row: it owns nothing
+        for row, peer in zip(
+            self._arrived, self._peers, strict=False
+        ):  # without a row it owns nothing
             row.copy_(peer._sent[self._group.rank()])
 
     def _to_everybody(self, packed: Tensor) -> None:
@@ -80,7 +80,6 @@ class Buckets:
         ranks: how many.
         density, format: see `DCTState`.
         transport: "all_gather" or "reduce_scatter".
-        states: every rank's to start from, of other buckets.
     """
 
     def __init__(
@@ -90,36 +89,29 @@ class Buckets:
         density: float,
         format: str,
         transport: str,
-        states: Sequence[dict[str, SegmentState]] | None = None,
     ) -> None:
         settings = Settings.checked("simulation", density, format)
         names = tuple(str(number) for number in range(len(sizes)))
         self.plan = BucketPlan(names, tuple(sizes), settings, transport, ranks)
         peers: list[Transport] = []
         self._of_ranks = [
-            _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, state)
-            for rank, state in enumerate(states or [{}] * ranks)
+            _Bucket(self.plan, _Rank(rank, ranks, peers), torch.device("cpu"), 0, {})
+            for rank in range(ranks)
         ]
 
-    def mean(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ExchangeResult]:
-        """The mean of the ranks' tensors [numel] as all of them have it, and the first one's
-        result."""
+    def mean(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The mean of the ranks' tensors [numel], as every rank receives it."""
         for bucket, tensor in zip(self._of_ranks, tensors, strict=True):
             bucket.start(tensor)
         first, mean = self._of_ranks[0], torch.empty_like(tensors[0])
         first.finish(mean)
-        result = first.take_result()
-        assert not result.damaged
-        return mean, result
-
-    def states(self) -> list[dict[str, SegmentState]]:
-        """Copies of every rank's."""
-        return [bucket.states() for bucket in self._of_ranks]
+        assert not first.take_result().damaged
+        return mean
 
     def unsent(self) -> list[Tensor]:
-        """Every rank's own residual [numel]."""
+        """The residual [numel] of every rank."""
         return [bucket.codec.residual for bucket in self._of_ranks]
 
     def residuals(self) -> list[Tensor]:
-        """All ranks', and those of owners."""
+        """All residuals: of ranks, and of the owners of ranges."""
         return [residual for bucket in self._of_ranks for residual in bucket.residuals()]

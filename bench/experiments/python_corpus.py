@@ -1,7 +1,7 @@
-"""Python sources as a corpus: those of torch and sympy, as they are installed.
+"""The installed Python sources of torch and sympy, as a corpus.
 
-A text of some 70 million characters that nobody tuned anything for, and that whoever runs this has:
-printable ASCII and line ends; others are dropped. Files that were generated are left out.
+A text of 70 million characters that no method was tuned for, and that needs no download. Only
+printable ASCII and line ends are kept. Generated files are left out.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.errors import UsageError
+from bench.cli import UsageError
 
 VERSIONS = {"torch": "2.13.0", "sympy": "1.14.0"}
 SHA256 = "c5115c79dfc638a437f2776a7b715b7046c9ed705d62d4cf98e6a3ccbab038d3"
 KNOWN = b"\n" + bytes(range(ord(" "), ord("~") + 1))  # characters, by their numbers
 DROPPED = bytes(set(range(256)) - set(KNOWN))
 WRITTEN_BY_BUILDS = {"torch/version.py"}  # not the same in every build of a version
-LONGEST_LINE, MOST_DIGITS = 80, 0.2  # of a file that somebody wrote: a line's mean, and the share
+LONGEST_LINE, MOST_DIGITS = 80, 0.2  # of a file written by hand: mean line, share of digits
 PARTS = {0: "validation", 1: "test"}  # one in 32 files each, by a hash of the path
 
 
 class Source(NamedTuple):
-    """A file: its path from the package on, and what is read of it."""
+    """A file: its path, which begins with the package, and its text."""
 
     path: str
     text: bytes
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return PARTS.get(zlib.crc32(self.path.encode()) % 32, "train")
 
     def is_generated(self) -> bool:
-        """Whether it is mostly numbers, or has lines that nobody writes."""
+        """Whether it consists of numbers or very long lines, as generated files do."""
         lines = 1 + self.text.count(b"\n")
         digits = sum(self.text.count(digit) for digit in b"0123456789")
         return len(self.text) > LONGEST_LINE * lines or digits > MOST_DIGITS * len(self.text)
@@ -62,7 +62,7 @@ def installed() -> list[Source]:
 
 
 def read(folders: Mapping[str, Path]) -> list[Source]:
-    """Of {package: its folder}: the sources that somebody wrote, by their paths."""
+    """The sources in {package: its folder} that were written by hand, by their paths."""
     found = []
     for package, folder in folders.items():
         paths = {f"{package}/{p.relative_to(folder).as_posix()}": p for p in folder.rglob("*.py")}
@@ -72,8 +72,8 @@ def read(folders: Mapping[str, Path]) -> list[Source]:
 
 
 def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
-    """{part: uint8 [windows, length], numbers of characters}: a part's files one after another,
-    cut into windows that share no character."""
+    """{part: uint8 [windows, length], numbers of characters}. The files of a part are concatenated
+    and cut into windows that share no character."""
     texts: dict[str, list[bytes]] = {}
     for source in sources:
         texts.setdefault(source.part(), []).append(source.text)
@@ -81,7 +81,7 @@ def windows(sources: Iterable[Source], length: int) -> dict[str, Tensor]:
 
 
 def _encode(text: bytes) -> Tensor:
-    """Numbers of its characters, uint8."""
+    """The numbers of the characters, uint8."""
     return torch.from_numpy(_NUMBERS[np.frombuffer(text, dtype=np.uint8)])
 
 

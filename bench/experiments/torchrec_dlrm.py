@@ -1,38 +1,26 @@
-"""TorchRec's own DLRM over codecs of its exchange of embeddings: quality, bytes and step time.
+"""TorchRec's own DLRM by the codec of its exchange of embeddings: quality and bytes.
 
-    python -m experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64 --out runs/kaggle
-    sudo $(which python) -m experiments.torchrec_dlrm --link 1gbit --rows 40000 \\
-        --batch-size 1024 --rates 0.003 --seeds 4
+    python -m bench.experiments.torchrec_dlrm --data ROWS.tsv --epochs 3 --batch-size 64
 
-Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM in
-DistributedModelParallel: each table on one rank, under row-wise AdaGrad as TorchRec fuses it into
-the backward pass; the MLPs on all, by SGD. An exchange is one of
+Needs torchrec and fbgemm-gpu (docs/guide/torchrec.md). torchrec.models.dlrm.DLRM runs in
+DistributedModelParallel. Each table is on one rank, under row-wise AdaGrad as TorchRec fuses it
+into the backward pass. The MLPs are on all ranks, under SGD. An exchange is one of
 
-    float32                 TorchRec without codecs
-    fp16, int8, mx4         FBGEMM's codecs, at their defaults: the last two have a scale for every
-                            32 entries, and MX4 on a CPU is a slow reference
-    FORWARD,BACKWARD        dct_embeddings.torchrec.qcomm_codecs, a scale for each embedding
-    EXCHANGE+hook           compress_dense on the MLPs, too, of --density (default 0.01); without
-                            it their gradients are averaged in float32
+    float32             TorchRec without codecs
+    fp16, int8, mx4     FBGEMM's codecs with their defaults; int8 and mx4 have a scale for every 32
+                        entries
+    FORWARD,BACKWARD    dct_embeddings.torchrec.qcomm_codecs, with a scale for each embedding
+    EXCHANGE+hook       also compress_dense on the MLPs, with --density; otherwise their gradients
+                        are averaged in float32
 
-Rates of the tables are chosen by validation rows from seed 0, and test rows read from seeds 1, 2,
-... at the best, as in mp_formats.py. With --link every rank is in a network namespace of its own,
-and the link between them has that rate (as in bench/link.py; needs root): for the step times. They
-are rank 0's medians, from batch to updated weights.
-
-Other options are those of train_dlrm.py.
+Learning rates of the tables are chosen as in mp_formats.py, and finished runs are not repeated.
 """
 
 import argparse
-import math
 import os
 import statistics
-import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,37 +40,26 @@ from torchrec.models.dlrm import DLRM
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from bench.cli import density, exit_status
+from bench.network.methods import START_STEP
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
 from dct_parallel import DCTState, RowFormat
 from dct_parallel.rows.counts import ROW_FORMATS
-from dlrm import loop
-from dlrm.command_line import Formatter, Parser, exit_status
-from dlrm.data import dataset
-from dlrm.data.features import INTS
-from dlrm.errors import UsageError
-from dlrm.launch import is_first, under_torchrun
-from dlrm.modes import MODES, START_STEP
-from network.namespaces import Namespaces
-from pages import trained
-from rates import parse_rate
-from wire_meter import WireMeter
+from examples.dlrm.data import dataset
+from examples.dlrm.data.features import INTS
 
-from .run_files import Run, add_rates, parse, scored, settings_of, train_by_rates, write_report
+from . import clicks
 
 CPU = torch.device("cpu")
 NAMES = ("float32", "fp16", "int8", "mx4", "int4,int4", "int4,ternary", "int4,sign")
 NAMES += ("int4,sign+hook",)
 FBGEMM = {"fp16": CommType.FP16, "int8": CommType.INT8, "mx4": CommType.MX4}
-SETTINGS = ("rows", "test_fraction", "validation_fraction", "epochs", "batch_size", "lr")
-SETTINGS += ("hash_size", "embedding_dim", "bottom", "top", "density", "link")
 BAGS = "sparse_arch.embedding_bag_collection"
-PURPOSES = ("ids", "mp_forward", "mp_backward", "dp")
-PORT = "29500"  # in a namespace every port is free
 
 
 def codecs(name: str, width: int) -> dict[str, QuantizedCommCodecs] | None:
-    """A registry for an exchange's name, less +hook."""
+    """The codecs of an exchange, whose name is given without +hook."""
     if name == "float32":
         return None
     if name in FBGEMM:
@@ -92,11 +69,11 @@ def codecs(name: str, width: int) -> dict[str, QuantizedCommCodecs] | None:
 
 
 class Clicks(nn.Module):
-    """A DLRM under TorchRec's parallelism, called as this package's is.
+    """A DLRM under TorchRec's parallelism, with the interface of the example's DLRM.
 
     Args:
         rows: of each table.
-        name: of the exchange.
+        name: the exchange without +hook.
         rate: of the tables.
         seed: of the weights.
     """
@@ -135,7 +112,7 @@ class Clicks(nn.Module):
         )
 
     def mlps(self) -> list[nn.Parameter]:
-        """What every rank has."""
+        """The parameters that every rank has."""
         return [p for name, p in self.dmp.named_parameters() if BAGS not in name]
 
     def forward(self, ints: Tensor, ids: Tensor) -> Tensor:
@@ -146,35 +123,24 @@ class Clicks(nn.Module):
         return self.dmp(ints, features).squeeze(1)
 
 
-class Sent:
-    """A context: bytes that this rank sends, step by step, by what they are for (`PURPOSES`).
+class Rows:
+    """A context that counts the bytes of rows which this rank sends.
 
-    An all-to-all of integers of 32 bits and more has ids and their counts, any other has rows;
-    whatever is no all-to-all has the MLPs' gradients.
+    TorchRec sends rows by an all-to-all; one of integers of 32 bits and more sends ids or counts.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, int]] = []
-        self._now, self._way = dict.fromkeys(PURPOSES, 0), "mp_forward"
-        self._all = WireMeter()
-
-    def __enter__(self) -> "Sent":
-        self._original = dist.all_to_all_single
+    def __enter__(self) -> "Rows":
+        self.sent, self._original = 0, dist.all_to_all_single
         dist.all_to_all_single = self._all_to_all
-        self._all.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._all.__exit__(*raised)
         dist.all_to_all_single = self._original
 
-    def forward_done(self) -> None:
-        self._way = "mp_backward"
-
-    def step_done(self) -> None:
-        self._now["dp"] = self._all.take() - sum(self._now.values())
-        self.steps.append(self._now)
-        self._now, self._way = dict.fromkeys(PURPOSES, 0), "mp_forward"
+    def take(self) -> int:
+        """The bytes since the last call."""
+        sent, self.sent = self.sent, 0
+        return sent
 
     def _all_to_all(
         self,
@@ -185,84 +151,41 @@ class Sent:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        parts = input_split_sizes or [1] * ranks
-        to_others = input.nbytes * (sum(parts) - parts[rank]) // max(1, sum(parts))
-        self._now["ids" if input.dtype in (torch.int32, torch.int64) else self._way] += to_others
+        if input.dtype not in (torch.int32, torch.int64):
+            parts = input_split_sizes or [1] * dist.get_world_size()
+            others = sum(parts) - parts[dist.get_rank()]
+            self.sent += input.nbytes * others // max(1, sum(parts))
         splits = output_split_sizes, input_split_sizes
         return self._original(output, input, *splits, group, async_op)
 
 
-def train(
-    run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
-) -> tuple[nn.Module, dict]:
-    """The trained model, bytes by purpose and the median time of a step. Collective."""
-    name, plus, _ = run.exchange.partition("+")
-    model = Clicks(data.tables, name, run.rate, run.seed, options)
-    ddp = model.dmp._dmp_wrapped_module
+def job(
+    exchange: str, rate: float, seed: int, data: dataset.Dataset, options: argparse.Namespace
+) -> tuple[nn.Module, float, dict[str, float]]:
+    """See `clicks.Job`. Collective."""
+    warnings.simplefilter("ignore")  # TorchRec's own; it also reads torchrun's variables
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)
+    name, plus, _ = exchange.partition("+")
+    model = Clicks(data.tables, name, rate, seed, options)
     state: DCTState | None = None
     if plus:
         state = compress_dense(model.dmp, density=options.density, start_step=START_STEP)
-    else:
-        MODES["dense"](ddp, options)  # DDP's own all-reduce is not counted
     optimizer = torch.optim.SGD(model.mlps(), options.lr, fused=True)
-    times = []
-    with Sent() as sent:
-        steps = data.description["steps_per_epoch"]
-        for batch in loop.batches_of(data.train, run.seed, steps, options):
-            start = time.perf_counter()
+    sent: list[tuple[int, int]] = []
+    with Rows() as rows:
+        for batch in dataset.batches(data, options.batch_size, seed, options.epochs):
             optimizer.zero_grad()
             logits = model(batch.ints, batch.ids)
-            sent.forward_done()
+            forward = rows.take()
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
-            times.append(1e3 * (time.perf_counter() - start))
-            sent.step_done()
-            if not math.isfinite(loss.item()):
-                raise UsageError(f"--rates must be so small that the loss stays finite: {run}")
-            on_step(loss.item())
+            sent.append((forward, rows.take()))
     if state is not None:
         state.close()
-    usual = sent.steps[START_STEP:]
-    sums = torch.tensor([[step[p] for p in PURPOSES] for step in usual]).sum(0)
-    dist.all_reduce(sums)
-    means = (sums.double() / (len(usual) * dist.get_world_size())).tolist()
-    found = {f"{p}_bytes_per_step_per_rank": m for p, m in zip(PURPOSES, means, strict=True)}
-    return model, found | {"step_ms_median": statistics.median(times[START_STEP:])}
-
-
-def job(
-    run: Run, data: dataset.Dataset, options: argparse.Namespace, on_step: Callable
-) -> tuple[dict, str]:
-    """Of `run_files`: one run."""
-    warnings.simplefilter("ignore")  # TorchRec's are its own; it asks for torchrun's variables
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=ranks)
-    model, found = train(run, data, options, on_step)
-    scores, said = scored(model, run, data)
-    return scores | found, said
-
-
-def over_link(rate: float | None, ranks: int, arguments: Sequence[str]) -> int:
-    """This program on ranks in namespaces, with a link of `rate` between them: its exit status."""
-    with Namespaces(ranks) as network:
-        network.set_rate(rate)
-        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": network.address(0), "MASTER_PORT": PORT}
-        common |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": network.interface}
-        modules = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        common["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
-        common["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns of addresses without a name
-        processes = [
-            subprocess.Popen(
-                network.command(
-                    rank, [sys.executable, "-m", "experiments.torchrec_dlrm", *arguments]
-                ),
-                env=os.environ | common | {"RANK": str(rank)},
-            )
-            for rank in range(ranks)
-        ]
-        return max(abs(process.wait()) for process in processes)
+    means = map(statistics.mean, zip(*sent, strict=True))
+    return model, loss.item(), dict(zip(("rows forward", "rows backward"), means, strict=True))
 
 
 def exchange_name(text: str) -> str:
@@ -276,29 +199,12 @@ def exchange_name(text: str) -> str:
     return text
 
 
-def main() -> int:
-    return exit_status("torchrec_dlrm", _main)
-
-
-def _main() -> int | None:
-    parser = Parser(prog="torchrec_dlrm", description=__doc__, formatter_class=Formatter)
-    parser.add_argument(
-        "--exchanges", nargs="+", type=exchange_name, default=NAMES, metavar="EXCHANGE"
-    )
-    add_rates(parser, [0.001, 0.003, 0.01], seeds=5)
-    parser.add_argument("--link", type=parse_rate, metavar="RATE", help="such as 1gbit")
-    parser.add_argument("--out", type=Path, default=Path("runs/torchrec_dlrm"), metavar="DIR")
-    given = ["--embedding-dim", "64", "--density", "0.01", *sys.argv[1:]]
-    options, args = parse(parser, "hybrid", given)
-    if args.link is not None and not under_torchrun():
-        return over_link(args.link, options.ranks, sys.argv[1:])
-    options.link = args.link
-    settings = settings_of(options, SETTINGS)
-    records = train_by_rates(options, args, args.exchanges, settings, job)
-    if is_first():
-        write_report(options.out, trained.report(records))
-    return None
+def main() -> None:
+    parser = clicks.parser("torchrec_dlrm", __doc__, NAMES, exchange_name)
+    parser.set_defaults(rates="0.001,0.003,0.01")
+    parser.add_argument("--density", type=density, default=0.01, help="of +hook")
+    clicks.train_by_rates(parser.parse_args(), job)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_status("torchrec_dlrm", main))

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
-from common import BF16, F32, captured, gpu_backends, nodes, not_waiting, report
 from conformance.arguments import OPS, arguments
 from torch import Tensor
 
 import dct_kernels
+from bench.gpu.common import BF16, F32, captured, gpu_backends, nodes, not_waiting, report
+from bench.microbench import cases
+from bench.microbench.cases import Case
+from bench.microbench.command import results
 from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
-from microbench import cases
-from microbench.cases import Case
-from microbench.command import results
 
 ITERATIONS = 50
 SLEEP_CYCLES = 100_000_000  # 50 ms: all calls are queued by then, and the streams do overlap

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from microbench import native
+from bench.microbench import native
 
 
 def main() -> None:

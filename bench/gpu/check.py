@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
 
 def program(name: str, *options: str) -> tuple[str, ...]:
-    return "PYTHON", f"bench/gpu/{name}.py", "OUT", *options
+    return "PYTHON", "-m", f"bench.gpu.{name}", "OUT", *options
 
 
 def conformance(chosen: str, processes: int = 1, tests: str = "") -> tuple[str, ...]:
@@ -95,7 +95,6 @@ def environment() -> dict[str, str]:
     modules = [
         str(ROOT),
         str(ROOT / "python"),
-        str(ROOT / "bench"),
         str(ROOT / "tests"),
         own.get("PYTHONPATH", ""),
     ]

@@ -1,8 +1,8 @@
 """mask_pack and scatter_unpack of 2^31 + 5 elements: sent and kept entries are all there were."""
 
 import torch
-from common import F32, gpu_backends, report
 
+from bench.gpu.common import F32, gpu_backends, report
 from dct_kernels import payload_info, payload_layout
 
 NUMEL, DENSITY = 2**31 + 5, 0.001

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from common import gpu_backends, not_waiting, report
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.gpu.common import gpu_backends, not_waiting, report
 from dct_parallel import (
     DCTAverager,
     DCTState,

@@ -9,16 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from common import BF16, F32, gpu_backends, report
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import examples_path  # noqa: F401  (first)
-import provenance
-from dlrm import files
-from dlrm.command_line import exit_status
-from microbench import cases
-from microbench.cases import Case
+from bench import files, provenance
+from bench.cli import exit_status
+from bench.gpu.common import BF16, F32, gpu_backends, report
+from bench.microbench import cases
+from bench.microbench.cases import Case
 
 NUMEL, ROWS, CALLS = 2**26, 65536, 4
 

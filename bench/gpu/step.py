@@ -16,17 +16,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import BF16, BUCKET, PICKS, captured, gpu_backends, nodes, report
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import examples_path  # noqa: F401  (first)
-import provenance
+from bench import files, provenance
+from bench.cli import exit_status
+from bench.gpu.common import BF16, BUCKET, PICKS, captured, gpu_backends, nodes, report
 from dct_kernels import payload_layout, quantized_payload_bytes
 from dct_parallel import DCTState, dct_hook
-from dlrm import files
-from dlrm.command_line import exit_status
 
 NUMEL, DENSITIES, RANKS = 100_000_000, (0.01, 0.001), (2, 8, 64)
 FORMATS = ("int4", "ternary")

@@ -13,20 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from common import BF16, BUCKET, F32, PICKS, gpu_backends, report
 
-import examples_path  # noqa: F401  (first)
-import provenance
+from bench import files, provenance
+from bench.cli import exit_status
+from bench.gpu.common import BF16, BUCKET, F32, PICKS, gpu_backends, report
+from bench.microbench import cases
+from bench.microbench import command as kernels
+from bench.microbench.arguments import ROUNDS
+from bench.microbench.cases import Case
+from bench.microbench.report import COPY, COPY_KERNEL, HEADER, row
+from bench.tables import line
 from dct_kernels.layout import QUANTIZED_CODES
 from dct_kernels.row_layout import FORMATS
-from dlrm import files
-from dlrm.command_line import exit_status
-from microbench import cases
-from microbench import command as kernels
-from microbench.arguments import ROUNDS
-from microbench.cases import Case
-from microbench.report import COPY, COPY_KERNEL, HEADER, row
-from tables import line
 
 ROWS, LARGEST = 65536, 2**28
 GRADS = ((F32, F32), (BF16, BF16), (F32, BF16))  # and the dtype of values

@@ -1,3 +1,1 @@
-"""bench/kernels.py: every op against a copy of its bytes, and against peers."""
-
-import examples_path  # noqa: F401  (first)
+"""bench.kernels: every op beside a copy of its bytes, and beside peers."""

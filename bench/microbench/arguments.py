@@ -1,12 +1,11 @@
-"""The command line of bench/kernels.py."""
+"""The command line of bench.kernels."""
 
 import argparse
 from pathlib import Path
 
 import torch
 
-from dlrm.argument_types import count, density, number, several
-from dlrm.command_line import Formatter, Parser, add_version
+from bench.cli import Parser, count, density, number, several
 
 TIMED = ("mask_pack", "sample_threshold", "scatter_unpack")
 TIMED += ("quantize_pack", "dequantize_sum", "dequantize_sum_pack")
@@ -23,36 +22,32 @@ DEFAULTS = {
 
 DESCRIPTION = """\
 Time the ops against a copy that moves as many bytes (half read, half written), in the same run and
-in turns. By default a first look: mask_pack, scatter_unpack and row_pack at one size, a sentence
-each, within 20 seconds. --all, or any option of the long tables, makes those instead: every op, of
-which `of copy` is the copy's time over this one's: 100 % is as fast as memory is copied.
+in turns. The default is a first look of 20 seconds: mask_pack, scatter_unpack and row_pack at one
+size, with a sentence each. --all, or any option of the long tables, prints a table of every op
+instead. Its column `of copy` is the copy's time over the op's: 100 % is as fast as a copy.
 
-In the tables stand also the eager backend and peers: exact torch.topk, DGC's sampled top-k and
-random-k, all with error feedback, and a cast to bfloat16 for mask_pack; that cast, PowerSGD's two
-products and FBGEMM's rows of 64 for quantize_pack; torch.topk for row_pack;
-FBGEMM's rows of 8 and 4 bits for row_quantize and row_dequantize, on the CPU; on a GPU with nvcc a
-copy kernel of our own, cub::DeviceSelect and a bisection per row like RTop-K's. Nothing is timed
-before it was found right: backends bit for bit equal to eager, peers by what they take and leave.
-On the GPU time is what the device takes.
+The tables also time the eager backend and other methods. For mask_pack: exact torch.topk, DGC's
+sampled top-k and random-k, all with error feedback, and a cast to bfloat16. For quantize_pack: that
+cast, PowerSGD's two products, and FBGEMM's rows of 64. For row_pack: torch.topk. For row_quantize
+and row_dequantize on the CPU: FBGEMM's rows of 8 and 4 bits. On a GPU with nvcc also a copy kernel,
+cub::DeviceSelect, and a bisection per row as in RTop-K. Every result is checked before it is timed.
+On a GPU, times are those of the device.
 """
 EPILOG = """\
 examples:
-  python bench/kernels.py
+  python -m bench.kernels
       the first look
-  python bench/kernels.py --all
+  python -m bench.kernels --all
       every op in a table, some minutes
-  python bench/kernels.py --sizes 16777216 --density 0.01
-  python bench/kernels.py --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
-  python bench/kernels.py --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
+  python -m bench.kernels --sizes 16777216 --density 0.01
+  python -m bench.kernels --device cuda --sizes 1048576,16777216,268435456 --density 0.001,0.01
+  python -m bench.kernels --ops row_pack,row_unpack --row-widths 64,128,256,512,1024
 """
 
 
 def parser() -> Parser:
     """Exits with status 2 and a text that names argument, rule and value."""
-    parser = Parser(
-        prog="kernels.py", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
-    )
-    add_version(parser)
+    parser = Parser(prog="python -m bench.kernels", description=DESCRIPTION, epilog=EPILOG)
     cuda = torch.cuda.is_available()
     parser.add_argument(
         "--device",

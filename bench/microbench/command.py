@@ -1,20 +1,16 @@
-"""bench/kernels.py: every op against a copy of its bytes, and against what people use instead."""
+"""bench.kernels: every op against a copy of its bytes, and against what people use instead."""
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
-import provenance
-from dlrm import files
-from dlrm.errors import UsageError
-from tables import line
+from bench import files, provenance
+from bench.cli import UsageError, make_folder
+from bench.tables import line
 
 from . import cases, native
 from .arguments import settle
@@ -26,7 +22,7 @@ from .timing import take_turns
 SLOW_ROUNDS, SLOW_SETS = 1, 3  # of eager and the peers, which are tens of times slower
 DENSE = torch.contiguous_format  # strides of no rows may be any, and then no view as bytes
 FIRST_LOOK_SECONDS = 1  # after which no further round of a case begins
-UNIT = "A copy of as many bytes, in the same run, has speed 1: the larger, the better.\n"
+UNIT = "A copy of as many bytes, in the same run, has speed 1. Larger is better.\n"
 EAGER_ALONE = "No compiled kernels: this is eager PyTorch; `python -m dct_kernels` says why.\n"
 
 
@@ -37,48 +33,41 @@ def run(options: argparse.Namespace) -> int:
     if options.graphs and options.device != "cuda":
         raise UsageError("--graphs must come with --device cuda, got cpu")
     if options.json:
-        _check_writable(options.json)
+        make_folder(options.json.parent)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     start, results = time.monotonic(), []
     print(_heading(options))
     print(_about_first_look(options.device) if is_first_look else HEADER, flush=True)
-    for case in cases.first_look(options.device) if is_first_look else _progress(options):
+    for case in cases.first_look(options.device) if is_first_look else _cases(options):
         if options.seconds and time.monotonic() - start > options.seconds:
             print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
             break
         result = measure(case, options, is_first_look)
         results.append(result)
         print(sentence(result) if is_first_look else line(row(result)), flush=True)
-        if options.json:  # after every case: what was measured is kept, whatever comes
+        if options.json:  # after every case, so that an interrupted run keeps its results
             _write(options, results)
     return 0
 
 
-def _progress(options: argparse.Namespace) -> Iterator[Case]:
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("sizes", total=len(options.sizes))
-        for numel in options.sizes:
-            made = cases.cases(
-                options.device,
-                options.ops,
-                numel,
-                options.density,
-                options.row_widths,
-                not options.no_peers,
-            )
-            for case in made:
-                progress.update(task, description=f"{case.op} {case.numel:,}")
-                yield case
-            progress.advance(task)
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    for numel in options.sizes:
+        yield from cases.cases(
+            options.device,
+            options.ops,
+            numel,
+            options.density,
+            options.row_widths,
+            not options.no_peers,
+        )
 
 
 def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False) -> dict:
-    """Times of everything that is compared, once it is found right.
+    """Times of everything that is compared, after its results have been checked.
 
-    Of a first look eager is timed only where it is alone, and there are fewer rounds where the
-    machine is slow.
+    In a first look, eager is timed only if it is the only backend, and a slow machine runs fewer
+    rounds.
     """
     backends = cases.backends(options.device)
     _check(case, backends)
@@ -120,13 +109,13 @@ def _check(case: Case, backends: dict) -> None:
 
 
 def results(case: Case, ops) -> list[Tensor]:
-    """Of a call on the first set of buffers, as it was made."""
+    """The tensors that a call on the first set of buffers returns."""
     case.reset(0)
     return [tensor.clone(memory_format=DENSE) for tensor in case.run(ops, 0)]
 
 
 def copies(case: Case, device: str) -> dict[str, Callable]:
-    """Of as many bytes: torch's, and on a GPU a kernel of our own."""
+    """Copies of as many bytes: by torch, and on a GPU also by a kernel of ours."""
     nbytes = max(case.nbytes // 2 // 16 * 16, 16)
     source = [torch.zeros(nbytes // 4, device=device) for _ in range(case.sets)]
     target = [torch.empty_like(tensor) for tensor in source]
@@ -161,18 +150,6 @@ def _heading(options: argparse.Namespace) -> str:
     if options.device == "cuda" and native.missing() is not None:
         lines.append(f"No copy kernel, cub or rtopk: {native.missing()}\n")
     return "\n".join(lines)
-
-
-def _check_writable(path: Path) -> None:
-    """Say so before anything is measured, not after it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"--json must be a file that can be written, got {error}") from None
 
 
 def _write(options: argparse.Namespace, results: list[dict]) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topk import take, take_largest
-
 from . import native
 
 EXACT = ("topk", "torch.topk")  # of mask_pack, of row_pack
@@ -27,10 +25,17 @@ class Peer:
     check: Callable[[int], None]
 
 
+def take(residual: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Move these entries out of the residual: (values, indices)."""
+    values = residual[index]
+    residual[index] = 0
+    return values, index
+
+
 def topk(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exact top-k."""
     residual += grad
-    return take_largest(residual, k)
+    return take(residual, torch.topk(residual.abs(), k, sorted=False).indices)
 
 
 def random_k(residual: Tensor, grad: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,18 @@
-"""Tables of bench/kernels.py, in Markdown: times beside a copy of the bytes that must move."""
+"""Rows of the tables of bench.kernels: times beside a copy of the bytes that must move."""
 
 import re
-from collections.abc import Sequence
 
-from tables import header, number, table
+from bench.tables import header, number
 
 COPY, COPY_KERNEL = "copy", "copy kernel"
 OURS = ("cuda", "triton", "cpp", "eager")  # the first that was measured is the one to judge
-NOTE = (
-    "*Of copy*: the time of a copy of the bytes that must move, in the same run, over the time of "
-    "the op; the higher, the better. Peers: how many times longer they take. A time is a median, "
-    "with 20 to 80 %."
-)
 HEADINGS = ("op", "case", "kept", "elements", "MB", "ms", "of copy", "Triton, of copy", "eager")
 HEADINGS += ("peers",)
 HEADER = header(HEADINGS)
 
 
-def accepts(run: dict) -> bool:
-    return {"op", "case", "ms"} <= run.keys()
-
-
 def row(run: dict) -> list[str]:
-    """Of one case, under HEADINGS."""
+    """The row of one case, under HEADINGS."""
     ms, own = run["ms"], _own(run)
     longer = {name: _times(ms[name]["median"] / ms[own]["median"]) for name in ms}
     peers = [name for name in ms if name not in {COPY, COPY_KERNEL, *OURS}]
@@ -35,26 +25,6 @@ def row(run: dict) -> list[str]:
         longer.get("eager", ""),
         ", ".join(f"{name} {longer[name]}" for name in peers),
     ]
-
-
-def render(runs: Sequence[dict]) -> str:
-    """Every op and case at the largest size that it was measured at, and over sizes."""
-    runs = [run for run in runs if not run.get("graphs")]
-    sizes = sorted({run["numel"] for run in runs})
-    cases: dict[tuple, dict[int, dict]] = {}
-    for run in runs:
-        case = (f"`{run['op']}`", _case(run), _kept(run))
-        cases.setdefault(case, {})[run["numel"]] = run
-    found = [table(HEADINGS, [row(of_size[max(of_size)]) for of_size in cases.values()])]
-    rows = [
-        [*case, *(_of_copy(of_size[n], _own(of_size[n])) if n in of_size else "" for n in sizes)]
-        for case, of_size in cases.items()
-        if len(of_size) > 1
-    ]
-    if rows:
-        headings = ["of copy, elements", "case", "kept", *map(number, sizes)]
-        found.append(table(headings, rows))
-    return "\n\n".join(found)
 
 
 def _own(run: dict) -> str:

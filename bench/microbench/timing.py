@@ -1,4 +1,4 @@
-"""Times of calls that take turns, each on buffers that no cache holds any more."""
+"""Times of calls that take turns, each on buffers that are in no cache."""
 
 import math
 import statistics
@@ -25,13 +25,13 @@ def take_turns(
 ) -> dict[str, dict[str, float]]:
     """{name: median, 20 % and 80 % quantile in ms} of `call(i)` on the buffer sets i in turn.
 
-    `sets` and `rounds` are how many of the sets a call goes through in its turn, and how often.
-    Every call has its turn in every round, so that what else the machine does hits all alike. The
-    buffers are reset before each turn, all of them, which also sends the first out of the caches.
-    On the GPU time is between events around the call, queued while the device is kept busy for as
-    long as that takes: what the device takes, without the host's launches, unless a call itself
-    waits for the device. Calls named in `graphs` are captured in a CUDA graph for every set, and
-    replayed. After so many `seconds` no further round begins, but for the first.
+    `sets` is the number of sets that a call uses in its turn, and `rounds` the number of its turns.
+    Every call has a turn in every round, so other work on the machine affects all calls equally.
+    All buffers are reset before each turn, which also evicts the first ones from the caches. On a
+    GPU the time is between events around the call, which is queued while the device is kept busy.
+    So it excludes the host's launches, unless the call itself waits for the device. Calls named in
+    `graphs` are captured in a CUDA graph for every set, and replayed. After `seconds` no further
+    round begins, except the first.
     """
     calls = calls | {name: _captured(calls[name], reset, sets[name]) for name in graphs}
     samples: dict[str, list[float]] = {name: [] for name in calls}

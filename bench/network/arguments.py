@@ -1,54 +1,39 @@
-"""The command line of bench/link.py."""
+"""The command line of bench.link."""
 
-from dlrm.argument_types import count, density, number, positive, row_format, several, widths
-from dlrm.command_line import Formatter, Parser, add_out, add_version
-from rates import parse_rate
+from pathlib import Path
+
+from bench.cli import Parser, count, density, number, positive, row_format, several, widths
+from bench.rates import parse_rate
 
 from .methods import METHODS, REPLICATED
 
-ROUNDS = 3  # every mode gets a third of its steps in each, so that a busy moment hits all of them
-
 DESCRIPTION = """\
 Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
-and measure a step: its time, where that goes, and the bytes that leave a rank's interface.
+and measure a step: its time, its phases, and the bytes that leave a rank's interface.
 
-Every rank is a process in a network namespace of its own, or several are in one (--local-size), as
-on a node of a cluster. A link is a veth pair with a token bucket filter at both ends (each
-direction has the full rate), and a bridge joins them. Bytes are read from the interface's counters.
-Needs root and the commands ip and tc (Debian, Ubuntu: apt-get install iproute2); --loopback
-measures without them, and without a rate limit. What was set up is removed at the end, also after
-Ctrl-C; what a killed run left is removed by the next.
+Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
+both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
+interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
+iproute2). --loopback measures without them and without a rate limit. The namespaces are removed at
+the end, also after Ctrl-C; those of a killed run are removed by the next run.
 """
 EPILOG = """\
 examples:
-  sudo $(which python) bench/link.py
-      2 ranks, 100 Mbit/s to unlimited, all replicated modes: about 6 minutes
-  sudo $(which python) bench/link.py --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
-      where does DCT stop paying?
-  sudo $(which python) bench/link.py --embedding-dim 64 --modes hybrid-dense,hybrid-dp,hybrid-dct
-      tables sharded: what DCT on the exchange of embeddings adds to DCT on gradients
-  sudo $(which python) bench/link.py --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
-      --modes hybrid-dense,hybrid-dense-dedup,hybrid-dct,hybrid-format-dedup
-      rows in few bits, each distinct one once; where counts and ids of rows stand in a step
-  sudo $(which python) bench/link.py --ranks 2 --rates 1gbit --modes bf16,dct,dct-reduce-scatter
-      the transports, on one link
-  sudo $(which python) bench/link.py --ranks 4 --local-size 2 --modes dense,bf16,dct,dct-mesh
-      2 nodes of 2 ranks, the links between them of these rates
-  python bench/link.py --loopback
-      no root: what the modes cost where the network costs next to nothing
-
-DIR receives link.json (everything, with provenance) and step_time.png.
-`python bench/scale.py --validate DIR/link.json` holds the cost model against it.
+  sudo $(which python) -m bench.link
+      2 ranks, 100 Mbit/s to unlimited, all replicated modes
+  sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
+      up to which rate is DCT faster?
+  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
+      --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
+      sharded tables: rows in few bits, each distinct row once
+  python -m bench.link --loopback
+      no root: the cost of each mode where the network costs next to nothing
 """
-FOLDER, RESULT = "runs/link", "link.json"
 
 
 def parser() -> Parser:
     """Exits with status 2 and a text that names argument, rule and value."""
-    parser = Parser(
-        prog="link.py", description=DESCRIPTION, epilog=EPILOG, formatter_class=Formatter
-    )
-    add_version(parser)
+    parser = Parser(prog="python -m bench.link", description=DESCRIPTION, epilog=EPILOG)
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
         "--ranks",
@@ -57,13 +42,6 @@ def parser() -> Parser:
         metavar="N,...",
         help="rank counts; ranks share this machine's cores, so more of them than cores compute "
         "slower",
-    )
-    measured.add_argument(
-        "--local-size",
-        type=count,
-        default=1,
-        metavar="L",
-        help="ranks of a node: they share an interface and its link, and reach each other without",
     )
     measured.add_argument(
         "--rates",
@@ -77,16 +55,10 @@ def parser() -> Parser:
         type=several(str, METHODS),
         default=",".join(REPLICATED),
         metavar="M,...",
-        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1 and 2, exact top-k with error "
-        "feedback (values and int32 indices in one all-gather), DCT with both transports, and with "
-        "every entry in 4 bits (dct-int4); local, local-ternary, local-float32: no DDP, weights "
-        "averaged every 10 steps, by their largest changes or every change in ternary or float32, "
-        "and a step is the mean of ten; dct-mesh, "
-        "dct-mesh-reduce-scatter: the gradients of a node's ranks whole inside it, and DCT between "
-        "nodes; with embedding tables "
-        "sharded over the ranks: hybrid-dense sends rows and gradients as float32, hybrid-dp has "
-        "DCT on the MLPs' gradients, hybrid-dct on rows, too; hybrid-format has DCT on gradients "
-        "and rows in few bits; with -dedup each distinct row of a rank's batch crosses once",
+        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, DCT with both transports, and "
+        "with every entry in int4; local-ternary: DCTAverager every 10 steps, where a step is the "
+        "mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in float32, "
+        "by their largest entries, or in few bits; with -dedup each distinct row is sent once",
     )
     measured.add_argument(
         "--loopback",
@@ -95,21 +67,19 @@ def parser() -> Parser:
         "include all else that this machine sends to itself",
     )
     extent = parser.add_argument_group("how long")
-    extent.add_argument(
-        "--steps", type=count, default=60, help=f"timed steps per cell, in {ROUNDS} rounds"
-    )
+    extent.add_argument("--steps", type=count, default=60, help="timed steps per mode, in 3 rounds")
     extent.add_argument(
         "--seconds",
         type=positive,
         default=15.0,
-        help="a cell's timed steps take about this at most; slow links get fewer, at least 15",
+        help="the timed steps of a mode take about this long at most; slow links get fewer steps, "
+        "at least 15",
     )
     extent.add_argument(
         "--timeout",
         type=positive,
         default=120.0,
-        help="seconds after which a round of a cell, warm-up included, is given up and its ranks "
-        "killed",
+        help="seconds per mode and rate after which the ranks are ended with an error",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -129,7 +99,7 @@ def parser() -> Parser:
         "--density",
         type=density,
         default=0.005,
-        help="DCT and exact top-k: fraction of entries sent",
+        help="DCT: fraction of entries sent",
     )
     model.add_argument(
         "--row-density",
@@ -145,5 +115,11 @@ def parser() -> Parser:
         help="hybrid-format: number format of pooled embeddings, and of their gradients if that "
         "is another",
     )
-    add_out(parser, FOLDER, RESULT)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/link"),
+        metavar="DIR",
+        help="folder for link.json, which has everything that is measured",
+    )
     return parser

@@ -1,14 +1,13 @@
 """Where ranks run: network namespaces joined by links of a set rate, or this machine's loopback.
 
-    node 0  eth0 ======= port0
-    node 1  eth0 ======= port1  bridge
-    node 2  eth0 ======= port2
+    rank 0  eth0 ======= port0
+    rank 1  eth0 ======= port1  bridge
+    rank 2  eth0 ======= port2
 
-A node is a namespace, of one rank or several, who reach each other without the link. A link is a
-veth pair with a token bucket filter (tc tbf) at both ends, so that each direction has the full
-rate, as on a switched, full-duplex network. Everything, the bridge too, lives in namespaces called
-dctbench-*: nothing outside changes, and to delete them is to delete it all.
-IPv4 only; nothing but the ranks' own traffic is on these links.
+Every rank is in a namespace. A link is a veth pair with a token bucket filter (tc tbf) at both
+ends, so each direction has the full rate, as on a switched, full-duplex network. The bridge is in a
+namespace as well. All are called dctbench-*, so deleting these namespaces removes everything. Only
+the ranks' IPv4 traffic is on the links.
 """
 
 import fcntl
@@ -21,13 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm.command_line import ENDING_SIGNALS
-from dlrm.errors import UsageError
+from bench.cli import ENDING_SIGNALS, UsageError
 
 PREFIX = "dctbench-"
 SWITCH = PREFIX + "switch"
-# Tokens for so long are what a message after a pause gets for free: little, so that small
-# messages are not flattered; but a bucket must hold a few packets or the rate is not reached.
+# A message after a pause gets a full bucket for free, so the bucket is small. But it must hold a
+# few packets, or the rate is not reached.
 BURST_SECONDS = 100e-6
 BURST_MIN_BYTES = 3 * 1514
 LOCK_SECONDS = 2
@@ -43,10 +41,10 @@ def missing() -> list[str]:
 
 
 class Namespaces:
-    """A context: a namespace for every node, linked; gone afterwards, with every process in them.
+    """A context: a linked namespace for every rank. At its end they are removed with all processes.
 
-    Ranks are numbered node by node. One at a time on a machine: two would disturb each other's
-    times. What a run that was killed has left behind is removed first.
+    Only one at a time may exist on a machine, because two would disturb each other's times. The
+    namespaces of a run that was killed are removed first.
 
     Raises:
         UsageError: the machine lacks something, or another run is at work.
@@ -54,9 +52,8 @@ class Namespaces:
 
     interface = "eth0"
 
-    def __init__(self, ranks: int, local_size: int = 1) -> None:
-        self._nodes = ranks // local_size
-        self._local_size = local_size
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._limited = False
 
     def __enter__(self) -> "Namespaces":
@@ -72,24 +69,24 @@ class Namespaces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # An impatient second Ctrl-C waits: half of the namespaces would stay.
+        # A second Ctrl-C must wait, or some of the namespaces would stay.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         _remove_all()
         self._lock.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def address(self, rank: int) -> str:
-        """IPv4, of the interface of the rank's node."""
-        return _address(rank // self._local_size)
+        """The IPv4 address of the rank's interface."""
+        return f"10.210.0.{rank + 1}"
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """`command`, to be run inside the namespace of the rank's node."""
-        return ["ip", "netns", "exec", _name(rank // self._local_size), *command]
+        """`command`, to be run inside the rank's namespace."""
+        return ["ip", "netns", "exec", _name(rank), *command]
 
     def set_rate(self, rate: float | None) -> None:
         """Limit every link, both directions, to `rate` bits per second; None: no limit."""
-        ends = [(_name(node), self.interface) for node in range(self._nodes)]
-        ends += [(SWITCH, f"port{node}") for node in range(self._nodes)]
+        ends = [(_name(rank), self.interface) for rank in range(self._ranks)]
+        ends += [(SWITCH, f"port{rank}") for rank in range(self._ranks)]
         for namespace, interface in ends:
             if rate is not None:
                 burst = max(BURST_MIN_BYTES, int(rate / 8 * BURST_SECONDS))
@@ -103,14 +100,14 @@ class Namespaces:
         _do(f"ip netns add {SWITCH}")
         _do(f"ip -n {SWITCH} link add bridge type bridge")
         _do(f"ip -n {SWITCH} link set bridge addrgenmode none up")
-        for node in range(self._nodes):
-            name, port, interface = _name(node), f"port{node}", self.interface
+        for rank in range(self._ranks):
+            name, port, interface = _name(rank), f"port{rank}", self.interface
             _do(f"ip netns add {name}")
             _do(f"ip -n {name} link set lo up")
             _do(f"ip -n {SWITCH} link add {port} type veth peer name {interface} netns {name}")
             _do(f"ip -n {SWITCH} link set {port} addrgenmode none master bridge up")
             _do(f"ip -n {name} link set {interface} addrgenmode none up")
-            _do(f"ip -n {name} addr add {_address(node)}/24 dev {interface}")
+            _do(f"ip -n {name} addr add {self.address(rank)}/24 dev {interface}")
 
 
 class Loopback:
@@ -118,7 +115,7 @@ class Loopback:
 
     interface = "lo"
 
-    def __init__(self, ranks: int, local_size: int = 1) -> None:
+    def __init__(self, ranks: int) -> None:
         pass
 
     def __enter__(self) -> "Loopback":
@@ -138,12 +135,8 @@ class Loopback:
             raise UsageError("--loopback has no rate limit: --rates must be unlimited")
 
 
-def _name(node: int) -> str:
-    return f"{PREFIX}node{node}"
-
-
-def _address(node: int) -> str:
-    return f"10.210.0.{node + 1}"
+def _name(rank: int) -> str:
+    return f"{PREFIX}rank{rank}"
 
 
 def _has(name: str) -> bool:
@@ -151,10 +144,10 @@ def _has(name: str) -> bool:
 
 
 def _lock():
-    """An open file, locked; the lock ends with the process, however that ends.
+    """An open file, locked until this process ends.
 
-    Nearly: what a killed run was just starting holds a copy of the file until its exec, so that
-    a lock which is taken is asked for again, for a moment.
+    A child that a killed run was starting holds a copy of the file until its exec, so taking the
+    lock is retried for a moment.
     """
     file = (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w")
     deadline = time.monotonic() + LOCK_SECONDS
@@ -171,7 +164,7 @@ def _lock():
 
 
 def _remove_all() -> None:
-    """Every namespace of ours and what runs in it. Only under the lock: all others are dead."""
+    """Remove all of our namespaces and the processes in them. Needs the lock."""
     for name in _do("ip netns list").split():
         if name.startswith(PREFIX):
             for pid in _do(f"ip netns pids {name}").split():

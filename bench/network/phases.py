@@ -1,4 +1,4 @@
-"""Where a training step's time goes, measured from outside any method."""
+"""The phases of a training step, measured without changing the methods."""
 
 import functools
 import threading
@@ -26,20 +26,18 @@ Interval = tuple[float, float]  # perf_counter seconds
 
 
 class Phases:
-    """Times exchanges and the collectives in them, from outside; the same for every method.
+    """Times exchanges and their collectives from outside, equally for every method.
 
-    compute: outside exchanges and collectives: forward, backward, optimizer. DDP's exchange of
-    gradients lasts from the call of its hook until its future is done. That of a hybrid model's
-    rows lasts, forward, as long as the call; backward, from the gradient of what it returned to
-    that of what it was given. In an exchange,
-    pack: until the first collective that starts while it lasts;
-    wire: some collective is under way, from its call to its completion. That includes waiting for
-    a rank that comes later, and the CPU's work in the network stack;
-    unpack: the rest: between collectives and after the last.
+    compute: outside exchanges and collectives. DDP's exchange lasts from the call of its hook until
+    its future is done. The exchange of a hybrid model's rows lasts, forward, as long as the call;
+    backward, from the gradient of its result to the gradient of its input. In an exchange,
+    pack: until the first collective that starts during it;
+    wire: a collective is under way. That includes waiting for a slower rank, and the CPU's work in
+    the network stack;
+    unpack: the rest.
 
-    A moment counts once: as wire, else as pack, else as unpack. In a hybrid model's backward pass
-    the exchanges of gradients and of rows overlap, and what is computed meanwhile counts as theirs.
-    Made for one bucket: with several, exchange and backward overlap, and the split says little.
+    Each moment counts once: as wire, else as pack, else as unpack. With several buckets exchange
+    and backward overlap, and the split says little.
 
     >>> with Phases() as phases:
     ...     phases.watch(ddp)  # before its hook is registered
@@ -64,7 +62,7 @@ class Phases:
                     self._end("exchange", start)
                     return future.value()
 
-                # DDP waits for the future that `then` returns, so for this record, too.
+                # DDP waits for the future that `then` returns, so also for this record.
                 return hook(state, bucket).then(end)
 
             register(state, timed)
@@ -151,7 +149,7 @@ class Phases:
 
 
 def _length(intervals: list[Interval]) -> float:
-    """Of the union."""
+    """The length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -1,49 +1,133 @@
-"""What a training step costs with P ranks: arithmetic on shapes, links and kernel rates.
+"""The time of a training step on P ranks: compute + pack + wire + unpack.
 
-A step is compute + pack + wire + unpack. Nothing contends and nobody straggles: predictions are
+A message of n bytes takes alpha + n / bandwidth (Hockney 1994), and collectives follow Thakur,
+Rabenseifner and Gropp (2005). No message waits for another and no rank is slow, so predictions are
 lower bounds.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.selection import transport_for
 
-from .links import Link, all_gather, all_reduce, all_to_all
-from .methods import LOCAL, LOCAL_PERIOD, METHODS
-from .shapes import Shape
 
-# Passes over float32 gradients that PowerSGD with error feedback makes, by its formulas: add the
-# error (3), M Q (1), M^T P (1), P Q^T (1), the new error (3); its rank-r factors are small.
-POWERSGD_PASSES = 9
-PACK_BYTES = 12  # per element with grad: residual read and written, grad read
-OWNER_BYTES = 8  # per element of a sum that is packed again: its residual read and written
-# Of local steps, beside what the ops move, at a copy's speed. Packing: weights less the base;
-# unpacking: the mean is added to the base (12), and that is copied to the weights (8).
-LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
+class Link(NamedTuple):
+    """Seconds per message, and bytes per second in each direction.
+
+    Attributes:
+        per_byte: seconds of the ranks' own work for each byte.
+        gathered: the part of the bandwidth that all-gathers and all-to-alls reach.
+    """
+
+    alpha: float
+    bandwidth: float = math.inf
+    per_byte: float = 0.0
+    gathered: float = 1.0
 
 
 class Kernels(NamedTuple):
-    """Bytes per second that kernels move, and where the figures are from.
-
-    quantize: of quantize_pack; dequantize: of dequantize_sum, and of dequantize_sum_pack.
-    """
+    """Bytes per second that kernels move: a copy, and the ops of the sparse and the dense path."""
 
     copy: float
     mask_pack: float
     scatter_unpack: float
     quantize: float
     dequantize: float
-    source: str
+
+
+RDMA_FROM = 100e9  # bits per second; such links are assumed to have RDMA
+TCP, RDMA = Link(50e-6), Link(10e-6)  # of NCCL, assumed
+# Measured, see tests/bench/test_scale.py: gloo between 2 ranks on 2 busy cores and its kernels
+# (docs/results/link.md), and kernels at 2^28 elements on an H200 (docs/results/kernels_h200.md).
+GLOO = Link(1.5e-3, per_byte=5e-9, gathered=0.7)
+CPU = Kernels(1.108e10, 9.773e9, 6.928e9, 1.094e10, 6.436e9)
+H200 = Kernels(4.280e12, 3.534e12, 3.754e12, 3.953e12, 4.020e12)
+SOURCES = {
+    "cpu": "gloo and kernels as measured on 2 busy cores of an AMD EPYC",
+    "gpu": "NCCL's messages assumed, kernels as measured on an NVIDIA H200",
+}
+
+
+def link_of(device: str, rate: float) -> Link:
+    """A link of this rate, in bits per second."""
+    costs = GLOO if device == "cpu" else RDMA if rate >= RDMA_FROM else TCP
+    return costs._replace(bandwidth=rate / 8)
+
+
+def all_reduce(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds of a ring, or of a double binary tree (Sanders, Speck and Traeff 2009)."""
+    each = 1 / link.bandwidth + link.per_byte
+    ring = 2 * (ranks - 1) * (link.alpha + nbytes / ranks * each)
+    tree = 2 * _log2(ranks) * link.alpha + 2 * nbytes * each
+    return min(ring, tree)
+
+
+def all_gather(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds of recursive doubling, with `nbytes` from each rank."""
+    return _log2(ranks) * link.alpha + (ranks - 1) * nbytes * _gathered(link)
+
+
+def all_to_all(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds of pairwise messages of `nbytes`, or of Bruck's algorithm."""
+    pairwise = (ranks - 1) * (link.alpha + nbytes * _gathered(link))
+    bruck = _log2(ranks) * (link.alpha + ranks / 2 * nbytes * _gathered(link))
+    return min(pairwise, bruck)
+
+
+def _log2(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
+
+
+def _gathered(link: Link) -> float:
+    return 1 / (link.gathered * link.bandwidth) + link.per_byte
+
+
+PERIOD = 10  # of local steps, the default of DCTAverager
+PACK_BYTES = 12  # per element: the residual is read and written, the gradient read
+OWNER_BYTES = 8  # per element of a sum that is packed again: its residual is read and written
+# Local steps, at a copy's speed: the weights less the base are packed (12). The mean is added to
+# the base (12), which is copied to the weights (8).
+LOCAL_PACK_BYTES, LOCAL_UNPACK_BYTES = 12, 20
+
+
+class Method(NamedTuple):
+    """A way of averaging.
+
+    Attributes:
+        call: as the guide writes it, with DENSITY for the option's.
+        settings: of DCT; a density of 0 is the option's. None for a dense all-reduce.
+        adamw: suitable for AdamW and momentum (docs/guide/transformers.md).
+        period: of local steps, or 1.
+    """
+
+    call: str
+    settings: Settings | None = None
+    adamw: bool = True
+    period: int = 1
+
+
+# If methods are equally fast, the first one is named: the simplest, or the most exact.
+METHODS = {
+    "dense": Method("float32 DDP"),
+    "bf16": Method("DDP with bf16_compress_hook"),
+    "dct": Method("DCTState(ddp, density=DENSITY)", Settings(0.0, "bfloat16"), adamw=False),
+    "int8": Method('DCTState(ddp, format="int8")', Settings(1.0, "int8")),
+    "int4": Method('DCTState(ddp, format="int4")', Settings(1.0, "int4")),
+    "ternary": Method('DCTState(ddp, format="ternary")', Settings(1.0, "ternary"), adamw=False),
+    "local": Method(
+        f"DCTAverager(model, period={PERIOD})", Settings(1.0, "ternary"), period=PERIOD
+    ),
+}
+DENSE_BYTES = {"dense": 4, "bf16": 2}  # of an element
+# At a copy's speed, before and after the wire: float32 is divided; bfloat16 is cast both ways.
+DENSE_PASSES = {"dense": (8, 0), "bf16": (6, 6)}
 
 
 class Step(NamedTuple):
-    """Seconds; wire_bytes: what a rank sends between nodes. Of local steps the mean of a period."""
+    """Seconds, and the bytes that a rank sends; for local steps the mean over a period."""
 
     compute: float
     pack: float
@@ -57,181 +141,69 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
-    """P = nodes * gpus_per_node ranks.
-
-    Inside a node gradients are averaged densely in float32 before, and the result is passed on
-    after: one rank per node takes part in the exchange between nodes.
+class Model:
+    """A model in one bucket.
 
     Attributes:
-        between, inside: the links; `between` is one per node.
-        overlap: fraction of `compute` behind which the wire between nodes can hide.
+        numel: parameters.
+        compute: seconds of a step outside the exchange.
+        density: of the sparse hook.
+        overlap: the fraction of `compute` behind which the wire can hide.
     """
 
-    nodes: int
-    gpus_per_node: int
-    between: Link
-    inside: Link
+    numel: int
+    compute: float
+    kernels: Kernels
+    density: float = 0.005
     overlap: float = 0.0
 
-
-def union_density(density: float, ranks: int) -> float:
-    """Of the sum of `ranks` tensors, each of this density, their masks independent.
-
-    Gradients of one batch agree on what is large, so a real union is smaller; at most it is
-    ranks * density, where no two masks overlap.
-    """
-    return 1 - (1 - density) ** ranks
-
-
-class Model:
-    """A model's gradients, and what each method makes of them.
-
-    Args:
-        shapes: of its parameters; one bucket.
-        compute: seconds of a step outside the exchange.
-        density: of DCT's hook, with bfloat16 values.
-    """
-
-    def __init__(
-        self, shapes: Sequence[Shape], compute: float, kernels: Kernels, density: float
-    ) -> None:
-        self.shapes = tuple(shapes)
-        self.compute = compute
-        self.kernels = kernels
-        self.density = density
-        self._plans: dict[tuple[str, int], BucketPlan] = {}
-
-    def step(self, name: str, cluster: Cluster) -> Step:
+    def step(self, name: str, ranks: int, link: Link) -> Step:
         """One step of a method in METHODS."""
-        if name == LOCAL:
-            return self._local(cluster)
-        if METHODS[name].settings is None:
-            pack, wire, unpack, sent = getattr(self, f"_{name}")(cluster)
+        method, copy = METHODS[name], self.kernels.copy
+        if method.settings is None:
+            nbytes = DENSE_BYTES[name] * self.numel
+            before, after = (of * self.numel / copy for of in DENSE_PASSES[name])
+            wire, sent = all_reduce(link, ranks, nbytes), 2 * (ranks - 1) * nbytes / ranks
         else:
-            pack, wire, unpack, sent = self._hook(self.plan(name, cluster.nodes), cluster)
-        inside = all_reduce(cluster.inside, cluster.gpus_per_node, 4 * self.numel)
-        exposed = max(0.0, wire - cluster.overlap * self.compute)
-        return Step(self.compute, pack, inside + exposed, unpack, sent)
-
-    @cached_property
-    def numel(self) -> int:
-        return sum(self._sizes)
-
-    @cached_property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(math.prod(shape) for shape in self.shapes)
+            plan = self.plan(name, ranks)
+            before, after = self._kernels(plan)
+            wire, sent = all_gather(link, ranks, plan.payload_bytes), plan.wire_bytes
+            if plan.transport == "reduce_scatter":
+                wire += all_to_all(link, ranks, plan.payload_bytes * plan.owners / ranks)
+        if method.period > 1:  # after the optimizer's step nothing is left to hide behind
+            before += LOCAL_PACK_BYTES * self.numel / copy
+            after += LOCAL_UNPACK_BYTES * self.numel / copy
+        else:
+            wire = max(0.0, wire - self.overlap * self.compute)
+        return Step(self.compute, *(of / method.period for of in (before, wire, after, sent)))
 
     def plan(self, name: str, ranks: int) -> BucketPlan:
-        """As the training layer would send it; the formulas of its bytes are the layer's own."""
-        key = name, ranks
-        if key not in self._plans:
-            method, settings = METHODS[name], self.settings(name)
-            transport = transport_for(method.transport, settings, self.numel, ranks)
-            names = tuple(str(number) for number in range(len(self.shapes)))
-            self._plans[key] = BucketPlan(names, self._sizes, settings, transport, ranks)
-        return self._plans[key]
-
-    def settings(self, name: str) -> Settings:
-        """Of a method of the training layer."""
+        """The messages of a DCT method, by the formulas of dct_parallel."""
         known = METHODS[name].settings
-        return dataclasses.replace(known, density=known.density or self.density)
+        settings = dataclasses.replace(known, density=known.density or self.density)
+        transport = transport_for(None, settings, self.numel, ranks)
+        return BucketPlan(("model",), (self.numel,), settings, transport, ranks)
 
-    def default_transport(self, ranks: int) -> str:
-        """What the sparse hook takes between so many ranks."""
-        return transport_for(None, self.settings("dct"), self.numel, ranks)
-
-    def powersgd_bytes(self, rank: int) -> tuple[int, int, int]:
-        """(P factors, Q factors, what goes dense): torch's hook, min_compression_rate 2."""
-        p = q = dense = 0
-        for shape in self.shapes:
-            rows, numel = shape[0], math.prod(shape)
-            columns = numel // rows
-            r = min(rows, columns, rank)
-            if len(shape) > 1 and 2 * (rows + columns) * r < numel:
-                p, q = p + 4 * rows * r, q + 4 * columns * r
-            else:
-                dense += 4 * numel
-        return p, q, dense
-
-    # Each: (pack seconds, wire seconds, unpack seconds, bytes sent) between nodes.
-
-    def _dense(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nbytes = 4 * self.numel
-        divided = 2 * nbytes / self.kernels.copy
-        return divided, self._reduced(cluster, nbytes), 0.0, _ring_bytes(nbytes, cluster.nodes)
-
-    def _bf16(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        nbytes = 2 * self.numel
-        cast = 6 * self.numel / self.kernels.copy
-        return cast, self._reduced(cluster, nbytes), cast, _ring_bytes(nbytes, cluster.nodes)
-
-    def _powersgd1(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        return self._powersgd(cluster, 1)
-
-    def _powersgd2(self, cluster: Cluster) -> tuple[float, float, float, float]:
-        return self._powersgd(cluster, 2)
-
-    def _powersgd(self, cluster: Cluster, rank: int) -> tuple[float, float, float, float]:
-        messages = self.powersgd_bytes(rank)
-        wire = sum(self._reduced(cluster, nbytes) for nbytes in messages)
-        passes = 4 * self.numel * POWERSGD_PASSES / self.kernels.copy
-        return passes / 2, wire, passes / 2, _ring_bytes(sum(messages), cluster.nodes)
-
-    def _hook(self, plan: BucketPlan, cluster: Cluster) -> tuple[float, float, float, float]:
-        packed, unpacked = self._moved(plan)
-        if plan.settings.every_entry:
-            pack, unpack = packed / self.kernels.quantize, unpacked / self.kernels.dequantize
-        else:
-            pack, unpack = packed / self.kernels.mask_pack, unpacked / self.kernels.scatter_unpack
-        wire = all_gather(cluster.between, plan.ranks, plan.payload_bytes)
-        if plan.transport == "reduce_scatter":
-            each_owner = plan.payload_bytes * plan.owners / plan.ranks
-            wire += all_to_all(cluster.between, plan.ranks, each_owner)
-        return pack, wire, unpack, plan.wire_bytes
-
-    def _moved(self, plan: BucketPlan) -> tuple[float, float]:
-        """Bytes that packing and unpacking a bucket move on each rank."""
+    def _kernels(self, plan: BucketPlan) -> tuple[float, float]:
+        """Seconds of packing and of unpacking on each rank."""
         ranks, payload, every = plan.ranks, plan.payload_bytes, plan.settings.every_entry
-        # A payload of few entries is small beside what it is packed from.
-        packed = PACK_BYTES * self.numel + every * plan.owners * payload
+        # A sparse payload is small compared with the gradient.
+        packed, unpacked = PACK_BYTES * self.numel + every * plan.owners * payload, 4 * self.numel
         if plan.transport == "all_gather":
-            return packed, 4 * self.numel + ranks * payload
-        owned = self.numel / plan.owners
-        if every:  # the owner sums its range and packs it again, in one pass; then all is unpacked
-            summed = (ranks + 1) * payload + OWNER_BYTES * owned
-            return packed, summed + 4 * self.numel + plan.owners * payload
-        return packed + PACK_BYTES * owned, 4 * (owned + self.numel) + 2 * ranks * payload
-
-    def _local(self, cluster: Cluster) -> Step:
-        """All ranks average their weights, with no regard to nodes, once a period."""
-        gpus = cluster.gpus_per_node
-        ranks = cluster.nodes * gpus
-        plan = self.plan(LOCAL, ranks)
-        payload = plan.payload_bytes
-        # Those of other nodes come in by the node's link, then to each rank as its own node's do.
-        sent = (ranks - gpus) * payload
-        wire = all_gather(cluster.between, ranks, sent / (ranks - 1))
-        if gpus > 1:
-            wire += all_gather(cluster.inside._replace(alpha=0.0), ranks, payload)
-        if plan.transport == "reduce_scatter":
-            # Before that, each rank's ranges go to their owners, all by the node's link.
-            each_owner = payload * plan.owners / ranks
-            link = cluster.between._replace(bandwidth=cluster.between.bandwidth / gpus)
-            wire += all_to_all(link, ranks, each_owner)
-            sent += gpus * (ranks - gpus) * each_owner
-        packed, unpacked = self._moved(plan)
-        kernels, numel = self.kernels, self.numel
-        pack = LOCAL_PACK_BYTES * numel / kernels.copy + packed / kernels.quantize
-        unpack = LOCAL_UNPACK_BYTES * numel / kernels.copy + unpacked / kernels.dequantize
-        # It follows the optimizer's step: nothing is left for it to hide behind.
-        each = (pack, wire, unpack, sent)
-        return Step(self.compute, *(of / LOCAL_PERIOD for of in each))
-
-    @staticmethod
-    def _reduced(cluster: Cluster, nbytes: float) -> float:
-        return all_reduce(cluster.between, cluster.nodes, nbytes) if nbytes else 0.0
+            unpacked += ranks * payload
+        else:
+            owned = self.numel / plan.owners
+            if every:  # the owner sums its range and packs it again in one pass
+                unpacked += (ranks + 1) * payload + OWNER_BYTES * owned + plan.owners * payload
+            else:
+                packed += PACK_BYTES * owned
+                unpacked += 4 * owned + 2 * ranks * payload
+        kernels = self.kernels
+        if every:
+            return packed / kernels.quantize, unpacked / kernels.dequantize
+        return packed / kernels.mask_pack, unpacked / kernels.scatter_unpack
 
 
-def _ring_bytes(nbytes: float, ranks: int) -> float:
-    return 2 * (ranks - 1) * nbytes / ranks
+def methods_for(optimizer: str) -> list[str]:
+    """The methods that are suitable for the optimizer, "sgd" or "adamw"."""
+    return [name for name, method in METHODS.items() if method.adamw or optimizer == "sgd"]

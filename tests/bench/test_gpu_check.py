@@ -62,8 +62,9 @@ def test_the_limit_of_all_stops_one_and_skips_the_others(check, tmp_path):
 
 
 def test_its_stages_exist_and_a_wrong_one_is_refused(check, tmp_path):
-    scripts = {word for each in check.STAGES for word in each.command if word.endswith(".py")}
-    assert len(scripts) > 5 and all((check.ROOT / path).exists() for path in scripts)
+    modules = {w for each in check.STAGES for w in each.command if w.startswith("bench.gpu.")}
+    paths = [check.ROOT / f"{module.replace('.', '/')}.py" for module in modules]
+    assert len(paths) > 5 and all(path.exists() for path in paths)
     command = [sys.executable, GPU / "check.py", tmp_path / "out", "--stages", "time,tme"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
     assert done.returncode == 2 and "--stages must name stages, got tme;" in done.stderr

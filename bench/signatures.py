@@ -1,44 +1,39 @@
-"""Blocks in docs/reference: every public name of a package with its arguments, as text.
+"""Fills in the signatures of public names in docs/reference, as text for readers of a checkout.
 
-A block is what stands between two lines; the site shows the docstrings below it.
+    python -m bench.signatures           # write them
+    python -m bench.signatures --check   # list the pages that differ
 
-    <!-- signatures: PACKAGE -->
-    <!-- end signatures -->
+A block stands between `<!-- signatures: PACKAGE -->` and `<!-- end signatures -->`.
 """
 
 import dataclasses
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from .render import ROOT
-
+PAGES = Path(__file__).parents[1] / "docs" / "reference"
 BLOCK = re.compile(
     r"(?P<begin>^<!-- signatures: (?P<package>\w+) -->\n).*?(?P<end>^<!-- end signatures -->$)",
     re.DOTALL | re.MULTILINE,
 )
-WIDTH = 88  # characters, which the site shows whole
-
-
-def pages() -> list[Path]:
-    """Those that may have blocks."""
-    return sorted((ROOT / "docs" / "reference").glob("*.md"))
+WIDTH = 88  # characters, which the site shows without scrolling
 
 
 def fill(text: str) -> str:
-    """The page's text, its blocks made anew."""
+    """The text of a page with its blocks rewritten."""
     return BLOCK.sub(
         lambda block: f"{block['begin']}{render(block['package'])}{block['end']}", text
     )
 
 
 def render(package: str) -> str:
-    """The names as blocks of code: ops with their schemas, then what there is in Python only."""
+    """Blocks of code: ops with their schemas, then the names that exist in Python only."""
     module = importlib.import_module(package)
     named = {name: getattr(module, name) for name in module.__all__}
     schemas = {name: schema for name in named if (schema := _schema(name)) is not None}
@@ -59,7 +54,7 @@ def _code(entries: list[str]) -> str:
 
 
 def _schema(name: str) -> str | None:
-    """Of the op of this name, if there is one."""
+    """The arguments of the op of this name, if there is one."""
     op = getattr(torch.ops.dct, name, None)
     return None if op is None else str(op.default._schema).removeprefix(f"dct::{name}")
 
@@ -78,7 +73,7 @@ def _entry(call: str, value: Callable) -> str:
 
 
 def _methods(kind: type) -> Iterator[str]:
-    """Public ones that it defines itself, documented, with their arguments; a value has none."""
+    """Public, documented methods that the class defines itself; none of a dataclass."""
     own = {} if dataclasses.is_dataclass(kind) else vars(kind)
     for name, value in own.items():
         if inspect.isfunction(value) and not name.startswith("_") and value.__doc__:
@@ -86,7 +81,7 @@ def _methods(kind: type) -> Iterator[str]:
 
 
 def _arguments(value: Callable, skip: int = 0) -> str:
-    """Of a call, with defaults and without annotations."""
+    """The arguments of a call, with defaults and without annotations."""
     signature = inspect.signature(value)
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty, default=_shown(parameter.default))
@@ -96,11 +91,11 @@ def _arguments(value: Callable, skip: int = 0) -> str:
 
 
 def _shown(default: object) -> object:
-    return default if default is inspect.Parameter.empty else _Shown(default)
+    return default if default is inspect.Parameter.empty else _Default(default)
 
 
-class _Shown:
-    """A default as one writes it."""
+class _Default:
+    """A default value, printed as a user writes it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -111,3 +106,22 @@ class _Shown:
         if isinstance(self._value, torch.distributed.ReduceOp.RedOpType):
             return f"ReduceOp.{self._value.name}"
         return repr(self._value)
+
+
+def differing() -> dict[Path, str]:
+    """{page: its text as it must be} of the pages that differ."""
+    texts = {page: fill(page.read_text()) for page in sorted(PAGES.glob("*.md"))}
+    return {page: text for page, text in texts.items() if page.read_text() != text}
+
+
+def main() -> int:
+    found = differing()
+    for page, text in found.items():
+        print(page.name)
+        if "--check" not in sys.argv:
+            page.write_text(text)
+    return int("--check" in sys.argv and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Trains a click model on real ranks, for mp_formats.py and torchrec_dlrm.py."""
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from examples.dlrm.scores import score
+from torch import nn
+
+from bench import files
+from bench.cli import Parser, count, make_folder, positive, several, widths
+from examples.dlrm.data import dataset
+from examples.dlrm.data.features import Rows
+
+from . import runs
+from .runs import RATE_SEED
+
+TEST_BATCH = 8192
+# Trains on this rank, by (exchange, rate of the tables, seed, data, options): the model, its last
+# loss, and the bytes that this rank sent per step, by purpose.
+Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
+
+
+def parser(name: str, description: str, exchanges: Sequence[str], known: Callable) -> Parser:
+    """The options of both programs; `known` is the argparse type of an exchange's name."""
+    parser = Parser(prog=f"python -m bench.experiments.{name}", description=description)
+    add = parser.add_argument
+    add("--exchanges", nargs="+", type=known, default=exchanges, metavar="EXCHANGE")
+    add("--rates", type=several(positive), default="0.3,1,3,10", help="of the tables")
+    add("--seeds", type=int, default=5, help="at the best rate; 0: the test rows are not read")
+    add("--ranks", type=count, default=2)
+    add("--data", type=Path, metavar="FILE", help="rows in Criteo's layout")
+    add("--rows", type=count, default=1_000_000, help="to generate without --data")
+    add("--epochs", type=count, default=1)
+    add("--batch-size", type=count, default=128, help="of a rank")
+    add("--lr", type=positive, default=0.1, help="of the MLPs, by SGD")
+    add("--hash-size", type=count, default=4000, help="rows of a table at most")
+    add("--embedding-dim", type=count, default=64)
+    add("--bottom", type=widths, default="512-256-64", help="hidden widths of the bottom MLP")
+    add("--top", type=widths, default="512-256", help="hidden widths of the top MLP")
+    add("--out", type=Path, default=Path("runs", name), help="runs of one setting")
+    return parser
+
+
+def train_by_rates(options: argparse.Namespace, job: Job) -> None:
+    """Train every exchange with every rate from the first seed, then at its best rate from the
+    other seeds, and write a report on all runs in --out."""
+    make_folder(options.out)
+    _train(
+        options, [(n, rate, RATE_SEED) for n in options.exchanges for rate in options.rates], job
+    )
+    records = runs.load(options.out)
+    best = {name: runs.best_rate(records, "", name) for name in options.exchanges}
+    seeds = range(RATE_SEED + 1, RATE_SEED + 1 + options.seeds)
+    _train(options, [(n, r, s) for s in seeds for n, r in best.items() if r is not None], job)
+    text = runs.tables(runs.load(options.out))
+    print(text)
+    files.write(options.out / "report.md", text.encode())
+
+
+def _train(
+    options: argparse.Namespace, settings: Iterable[tuple[str, float, int]], job: Job
+) -> None:
+    asked = [dict(zip(("method", "rate", "seed"), each, strict=True)) for each in settings]
+    asked = [run | {"problem": ""} for run in asked]
+    missing = [run for run in asked if not runs.path(options.out, run).exists()]
+    if missing:
+        with tempfile.TemporaryDirectory() as folder:
+            given = (f"file://{folder}/rendezvous", missing, options, job)
+            torch.multiprocessing.spawn(_work, given, options.ranks)
+
+
+def _work(
+    rank: int, rendezvous: str, missing: Sequence[dict], options: argparse.Namespace, job: Job
+) -> None:
+    """All of the runs, on one rank."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    data = dataset.load(
+        options.data, options.rows, options.hash_size, options.batch_size, validation_fraction=0.1
+    )
+    for run in missing:
+        model, loss, sent = job(run["method"], run["rate"], run["seed"], data, options)
+        sums = torch.tensor([loss, *sent.values()], dtype=torch.float64)
+        dist.all_reduce(sums)
+        loss, *means = (sums / options.ranks).tolist()
+        record = run | {"data": data.description, "bytes": dict(zip(sent, means, strict=True))}
+        if math.isfinite(loss):
+            record["validation"] = test(model, data.validation, data.train)
+            if run["seed"] != RATE_SEED:
+                record["test"] = test(model, data.test, data.train)
+        else:
+            record["diverged"] = True
+        if rank == 0:
+            file = runs.path(options.out, run)
+            files.write_json(file, record)
+            print(f"{file.stem}: {record.get('validation', 'diverged')}", flush=True)
+        del model  # before its process groups
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test(model: nn.Module, rows: Rows, others: Rows) -> dict[str, float] | None:
+    """The scores over `rows` of all ranks, on rank 0. Collective.
+
+    Every rank must call a sharded model equally often, so rows are filled up from `others`.
+    """
+    model.eval()
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(rows))
+    filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
+    padded = Rows.concatenate([rows, filler])
+    batches = [padded.take(index) for index in torch.arange(len(padded)).split(TEST_BATCH)]
+    logits = torch.cat([model(batch.ints, batch.ids) for batch in batches])[: len(rows)]
+    own = torch.stack([rows.labels, torch.sigmoid(logits.double())])
+    parts = [None] * len(counts) if dist.get_rank() == 0 else None
+    dist.gather_object(own, parts)
+    if parts is None:
+        return None
+    auc, loss, calibration = score(*torch.cat(parts, dim=1).numpy())
+    return {"auc": auc, "loss": loss, "calibration": calibration}

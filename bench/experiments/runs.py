@@ -1,0 +1,89 @@
+"""Finished runs of an experiment: a JSON file each, and tables of them.
+
+A run has "problem" (runs of one problem are compared), "method", "rate", "seed", "validation" and
+perhaps "test" (scores by name, "loss" among them), and "bytes" (per rank and step, by purpose).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.tables import difference, mean, number, table, times
+
+RATE_SEED = 0  # of the runs that learning rates are chosen by
+BASELINES = ("dense", "float32")
+
+
+def path(folder: Path, run: dict) -> Path:
+    """Where the run is stored."""
+    name = f"{run['problem']}_{run['method']}_lr{run['rate']:g}_seed{run['seed']}"
+    kept = {ord(" "): "_", ord("%"): "percent"} | dict.fromkeys(map(ord, ",:=+"), "-")
+    return folder / f"{name.lstrip('_').translate(kept)}.json"
+
+
+def load(folder: Path) -> list[dict]:
+    """All finished runs."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
+
+
+def best_rate(records: Sequence[dict], problem: str, method: str) -> float | None:
+    """The rate of the lowest validation loss, the mean over the seeds that all rates have."""
+    losses: dict[float, dict[int, float]] = {}
+    for run in records:
+        if (run["problem"], run["method"]) == (problem, method) and "diverged" not in run:
+            losses.setdefault(run["rate"], {})[run["seed"]] = run["validation"]["loss"]
+    if len(losses) == 1:
+        return next(iter(losses))
+    seeds = set.intersection(*map(set, losses.values())) if losses else set()
+    sums = {rate: sum(own[seed] for seed in seeds) for rate, own in losses.items()}
+    return min(sums, key=sums.get) if seeds else None
+
+
+def tables(records: Sequence[dict]) -> str:
+    """Markdown: a table for each problem, of every method at its best rate.
+
+    Scores are means over seeds with the standard deviation. Differences from the baseline are
+    taken seed by seed, and stand with their standard error and the largest.
+    """
+    problems: dict[str, dict[str, list[dict]]] = {}
+    for run in sorted(records, key=lambda run: run["seed"]):
+        problem, method = run["problem"], run["method"]
+        if "test" in run and run["rate"] == best_rate(records, problem, method):
+            problems.setdefault(problem, {}).setdefault(method, []).append(run)
+    found = []
+    for problem, methods in problems.items():
+        first = next(iter(methods.values()))[0]
+        dense = next((methods[name] for name in BASELINES if name in methods), [])
+        headings = ["method", *first["bytes"], "fewer by", *first["test"], "worst loss"]
+        headings += ["loss over dense's", "at most", "rate", "seeds"]
+        ordered = sorted(methods.items(), key=lambda item: -_sent(item[1]))
+        rows = [[name, *_row(runs, dense)] for name, runs in ordered]
+        found += [f"**{problem}**"] * bool(problem) + [table(headings, rows)]
+    return "\n\n".join(found) + "\n"
+
+
+def _sent(runs: Sequence[dict]) -> float:
+    """Bytes of gradients or rows, without ids."""
+    sent = [sum(n for name, n in run["bytes"].items() if name != "ids") for run in runs]
+    return sum(sent) / len(sent)
+
+
+def _row(runs: Sequence[dict], dense: Sequence[dict]) -> list[str]:
+    pairs = over(runs, dense)
+    tests = [run["test"] for run in runs]
+    return [
+        *(number(sum(run["bytes"][key] for run in runs) / len(runs)) for key in runs[0]["bytes"]),
+        times(_sent(dense) / _sent(runs)) if dense else "",
+        *(mean([test[key] for test in tests]) for key in tests[0]),
+        f"{max(test['loss'] for test in tests):.4f}",
+        difference(pairs),
+        f"{max(pairs):+.4f}" if pairs else "",
+        f"{runs[0]['rate']:g}",
+        str(len(runs)),
+    ]
+
+
+def over(runs: Sequence[dict], dense: Sequence[dict]) -> list[float]:
+    """Differences of the test loss, seed by seed."""
+    by_seed = {run["seed"]: run["test"]["loss"] for run in dense}
+    return [r["test"]["loss"] - by_seed[r["seed"]] for r in runs if r["seed"] in by_seed]

@@ -1,0 +1,65 @@
+"""The programs of bench/: each explains its options, and none guesses them."""
+
+import importlib
+import re
+import runpy
+import shlex
+
+import pytest
+from programs import ROOT
+
+from bench.cli import exit_status
+
+FOLDERS = {"kernels": "microbench", "link": "network", "scale": "scaling"}
+PROGRAMS = [f"bench.{name}" for name in FOLDERS]
+PROGRAMS += [
+    f"bench.experiments.{path.stem}"
+    for path in sorted((ROOT / "bench" / "experiments").glob("*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_explains_how_it_is_run(name, capsys, monkeypatch):
+    if name.endswith("torchrec_dlrm"):
+        pytest.importorskip("fbgemm_gpu", reason="TorchRec is in the environment of make torchrec")
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(name, run_name="__main__")
+    said = capsys.readouterr().out
+    assert end.value.code in (0, None)
+    assert said.startswith(f"usage: python -m {name} ") and "(default: [" not in said
+
+
+@pytest.mark.parametrize("folder", FOLDERS.values())
+def test_every_option_is_explained_and_none_is_guessed(folder, capsys):
+    parser = importlib.import_module(f"bench.{folder}.arguments").parser()
+    options = [action for action in parser._actions if action.option_strings]
+    assert [action.option_strings[0] for action in options if not action.help] == []
+    with pytest.raises(SystemExit):
+        parser.parse_args([options[1].option_strings[0][:-1], "1"])
+    assert "unrecognized arguments: " in capsys.readouterr().err
+
+
+def test_an_interrupted_program_says_so(capsys):
+    def work():
+        raise KeyboardInterrupt
+
+    assert exit_status("program", work) == 130
+    assert capsys.readouterr().err == "program: interrupted\n"
+
+
+def test_every_program_is_named_in_the_readme():
+    page = (ROOT / "bench" / "README.md").read_text()
+    assert [name for name in PROGRAMS if f" -m {name}`" not in page] == []
+
+
+def test_commands_in_the_documentation_are_accepted():
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")]
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
+    pattern = r"^(?:sudo \$\(which python\)|python) -m bench\.(\w+)(.*)$"
+    commands = re.findall(pattern, text, re.M)
+    assert {name for name, _ in commands} == set(FOLDERS)
+    for name, given in commands:
+        parser = importlib.import_module(f"bench.{FOLDERS[name]}.arguments").parser()
+        parser.parse_args(shlex.split(given, comments=True))
