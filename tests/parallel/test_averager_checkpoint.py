@@ -84,33 +84,6 @@ def test_resumed_after_any_step_is_undisturbed_bit_for_bit(rank, dtype, transpor
         assert_same_state(averager.state_dict(), saved[-1][2])
 
 
-@pytest.mark.parametrize(
-    "transport, other", [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")]
-)
-@on_ranks(2)
-def test_a_state_is_loaded_into_the_other_transport(rank, transport, other):
-    """Nothing is lost on the way: a flush brings the mean of all that ranks moved by."""
-    model = nn.ParameterList([torch.zeros(20_000), torch.zeros(30_000)])
-    averager = DCTAverager(model, density=0.05, period=1, format=torch.float32, transport=transport)
-    moved = torch.zeros(50_000)
-    for number in range(3):
-        move = torch.randint(-8, 9, (50_000,), generator=torch.manual_seed(9 * rank + number)) / 8
-        with torch.no_grad():
-            for parameter, part in zip(model, move.split([20_000, 30_000]), strict=True):
-                parameter += part
-        moved += move
-        averager.average_parameters()
-    state = averager.state_dict()
-    if transport == "reduce_scatter":
-        saved = entry(state)["parameters"].values()
-        assert sum(parts["owner_residual"][0].count_nonzero() for parts in saved) > 500
-    again = DCTAverager(model, density=0.05, period=1, format=torch.float32, transport=other)
-    again.load_state_dict(state)
-    again.flush()
-    assert_same(weights(model))
-    assert torch.equal(2 * weights(model), sum(gathered(moved)))
-
-
 @on_ranks(2)
 def test_where_weights_differ_a_state_that_would_move_them_is_refused(rank):
     """They are as far ahead as this rank's residual."""

@@ -6,13 +6,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
-from dct_parallel import merge_states
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
     Dictated,
     assert_same,
-    assert_same_state,
     batch,
     ddp,
     entry,
@@ -176,66 +174,6 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
     assert ratio("reduce_scatter", 2, 2**22) == pytest.approx(
         ratio("all_gather", 2, 2**22), rel=0.01
     )
-
-
-@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
-@on_ranks("world_size")
-def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
-    model, state = _model(sizes, density=0.02)
-    for step in range(9):
-        if step == 6:
-            saved = state.state_dict()
-        expected = _step(model, integers(sizes, step, rank))
-    resumed, again = _model(sizes, density=0.02)
-    again.load_state_dict(saved)
-    for step in range(6, 9):
-        got = _step(resumed, integers(sizes, step, rank))
-    assert torch.equal(_bits(got), _bits(expected))
-    assert_same_state(state.state_dict(), again.state_dict())
-
-
-def _run(rank, steps, saved, silent, transport):
-    """(mean gradients applied over `steps`, in all, and this rank's state after them)."""
-    model, state = _model(SIZES, transport=transport)
-    if saved is not None:
-        state.load_state_dict(saved)
-    applied = torch.zeros(sum(SIZES))
-    for step in range(steps):
-        grads = integers(SIZES, step, rank)
-        applied += torch.cat(_step(model, [0 * g if silent else g for g in grads]))
-    return applied, state.state_dict()
-
-
-@pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (4, 2)])
-def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
-    results = run_ranks(_run, world_size, 6, None, False, "reduce_scatter")
-    merged = merge_states(state for _, state in results)
-    # Owners begin anew: what they owed is in every residual.
-    assert [p["owner_residual"] for p in entry(merged)["parameters"].values()] == [()] * len(SIZES)
-    later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
-    left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
-    every = [integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
-    total = sum(torch.cat(grads) for grads in every) / world_size
-    assert torch.equal(results[0][0] + later[0][0] + left, total)
-    assert later[0][0].count_nonzero() > 1000
-
-
-def test_what_is_owed_carries_over_to_another_transport():
-    results = run_ranks(_run, 2, 6, None, False, "reduce_scatter")
-    applied, lefts = [applied for applied, _ in results], []
-    for transport in ("all_gather", "reduce_scatter"):
-        states = [state for _, state in results]
-        results = run_ranks(_load_own, 2, states, transport)
-        lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
-        applied.append(results[0][0])
-    every = [integers(SIZES, s, r) for s in range(6) for r in range(2)]
-    total = sum(torch.cat(grads) for grads in every)
-    assert torch.equal(2 * (applied[0] + applied[2]) + lefts[0], total)
-    assert torch.equal(2 * (applied[0] + applied[2] + applied[3]) + lefts[1], total)
-
-
-def _load_own(rank, states, transport):
-    return _run(rank, 3, states[rank], True, transport)
 
 
 def _state_parts(state):
