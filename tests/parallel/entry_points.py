@@ -61,9 +61,11 @@ class Hook:
 
 
 class NodeMesh(Hook):
-    """DDP on nodes of two ranks."""
+    """DDP on nodes, of two ranks unless `local_size` says otherwise."""
 
-    local_size = 2
+    def __init__(self, sizes, local_size=2, **settings):
+        self.local_size = local_size
+        super().__init__(sizes, **settings)
 
 
 class Sharded(Hook):
