@@ -9,15 +9,9 @@ from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
     Dictated,
-    assert_same,
-    batch,
     hooked,
     integers,
-    mlp,
-    on_ranks,
     run_ranks,
-    train_step,
-    weights,
 )
 from wire_meter import WireMeter
 
@@ -96,22 +90,3 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
     assert ratio("reduce_scatter", 2, 2**22) == pytest.approx(
         ratio("all_gather", 2, 2**22), rel=0.01
     )
-
-
-@pytest.mark.parametrize(
-    "ranks, steps, part", [(2, 150, 1), pytest.param(4, 2000, 0.5, marks=pytest.mark.large)]
-)
-@on_ranks("ranks", timeout=900)
-def test_ranks_stay_bitwise_equal_and_learn(rank, steps, part):
-    model, state = hooked(
-        DDP(mlp(width=160), bucket_cap_mb=0.2), density=0.01, transport="reduce_scatter"
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = [
-        train_step(model, optimizer, *batch(step % 50, rank, width=160)).item()
-        for step in range(steps)
-    ]
-    assert len(state._buckets.in_order()) >= 2
-    assert_same(weights(model))
-    assert weights(model).isfinite().all()
-    assert sum(losses[-20:]) < part * sum(losses[:20])
