@@ -164,7 +164,7 @@ def test_replicas_stay_bitwise_equal(rank):
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     start = _weights(model)
-    for step in range(20):
+    for step in range(8):
         if step < 3:
             assert state.parameter_stats() == {} and state.stats()["density"] is None
         train_step(model, optimizer, *batch(step, rank))
@@ -175,7 +175,7 @@ def test_replicas_stay_bitwise_equal(rank):
     assert (_weights(model) != start).all()
     assert_same(_weights(model))
     stats = state.stats()
-    assert stats["step"] == 20 and 0.02 < stats["density"] < 0.07
+    assert stats["step"] == 8 and 0.02 < stats["density"] < 0.07
     plan = state.plan()
     rows = {line.split()[0]: line.split() for line in plan.splitlines()}
     assert "ranks: 2, buckets: 5, transport: all_gather" in plan

@@ -146,11 +146,10 @@ def test_damage():
 SIZES = (40_000, 100, 30_001)
 
 
-@pytest.mark.parametrize("format", FEW_BITS)
 @on_ranks(2)
-def test_a_model_learns(rank, format):
+def test_a_model_learns(rank):
     torch.manual_seed(0)
-    model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format=format)
+    model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format="ternary")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(300):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
