@@ -131,21 +131,3 @@ class LocalSteps(Hook):
     def load(self, saved):
         self.model.load_state_dict(saved["weights"])
         super().load(saved)
-
-
-def assert_same_states(ours, theirs, path=()):
-    """State dicts, bit for bit."""
-    assert type(ours) is type(theirs), path
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), path
-        for key in ours:
-            assert_same_states(ours[key], theirs[key], (*path, key))
-    elif isinstance(ours, tuple):
-        assert len(ours) == len(theirs), path
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same_states(one, other, path)
-    elif isinstance(ours, torch.Tensor):
-        ours, theirs = (getattr(t, "_local_tensor", t) for t in (ours, theirs))
-        assert torch.equal(ours, theirs), path
-    else:
-        assert ours == theirs, path

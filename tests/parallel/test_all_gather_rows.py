@@ -135,7 +135,11 @@ def test_corners(rank):
 def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
     last, x = rank == 2, torch.randn(4, 8)
     dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    few_bits = "int4" if last else RowFormat("int4", backward="sign")
+    whole = "float32" if last else RowFormat(density=0.5)
     for given, format, name, told, others in (
+        (x, few_bits, "format", "int4, sign", "int4"),
+        (x, whole, "density", 0.5, None),
         (x[: 0 if last else 4], HALF, "B", 4, 0),
         (x, RowFormat(density=density), "density", 0.25, 0.5),
         (x.to(dtype), HALF, "format", "float32", "bfloat16"),

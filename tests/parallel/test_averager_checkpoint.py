@@ -9,9 +9,9 @@ from torch import nn
 
 from averaged import adamw, uneven
 from dct_parallel import DCTAverager, DCTState, merge_states
-from entry_points import assert_same_states
 from ranks import (
     assert_same,
+    assert_same_states,
     batch,
     ddp,
     entry,

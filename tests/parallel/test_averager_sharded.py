@@ -16,7 +16,7 @@ from dct_parallel import DCTAverager
 from ranks import (
     Dictated,
     assert_same,
-    assert_same_state,
+    assert_same_states,
     entry,
     gathered,
     on_ranks,
@@ -150,7 +150,7 @@ def test_resumed_it_is_undisturbed_bit_for_bit(rank, tmp_path):
         averager.load_state_dict(loaded["averager"])
         run(*resumed, range(5, 8))
         assert torch.equal(_flat(model), _flat(undisturbed[0])), source
-        assert assert_same_state(averager.state_dict(), undisturbed[2].state_dict()) > 50
+        assert_same_states(averager.state_dict(), undisturbed[2].state_dict())
 
 
 @on_ranks(4)
@@ -191,7 +191,7 @@ def test_nan_in_one_shard_stops_all_ranks_alike(rank):
         _locals(model)[0][0, 0] = torch.inf if rank == 2 else kept
     with pytest.raises(RuntimeError, match="dct::flush: weights must be finite on every rank"):
         averager.flush()
-    assert assert_same_state(averager.state_dict(), before) == 0
+    assert_same_states(averager.state_dict(), before)
 
 
 @on_ranks(4)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dct_parallel import merge_states
-from entry_points import Hook, LocalSteps, NodeMesh, Sharded, assert_same_states
+from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from nodes import TRANSPORTS, sum_of_all
-from ranks import run_ranks
+from ranks import assert_same_states, run_ranks
 
 # Rows that two shards cannot divide, one row for both, a small tensor, and more than one block.
 SIZES = ((301, 7), (1, 900), (31,), (20_000,))

@@ -17,7 +17,7 @@ from nodes import SIZES, meshed_model, owed_by_all, same_step, sum_of_all
 from ranks import (
     Dictated,
     assert_same,
-    assert_same_parts,
+    assert_same_states,
     entry,
     integers,
     on_ranks,
@@ -38,9 +38,7 @@ def test_nodes_of_one_rank_are_as_no_mesh_bit_for_bit(rank, transport):
         assert torch.equal(same_step(flat, grads), same_step(nodes, grads))
     ours, theirs = state.state_dict(), parted.state_dict()
     assert ours["version"] == theirs["version"]
-    assert entry(ours).keys() == entry(theirs).keys()
-    for name, parts in entry(ours)["parameters"].items():
-        assert_same_parts(parts, entry(theirs)["parameters"][name])
+    assert_same_states(entry(ours)["parameters"], entry(theirs)["parameters"])
     assert state.plan() == parted.plan()
 
 

@@ -1,14 +1,9 @@
 """torch.distributed.pipelining with packed activations between the stages."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from oracle import rows as oracle
-from programs import ROOT
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -134,28 +129,3 @@ def test_the_meter_counts_point_to_point_messages(rank):
             work.wait()
         assert meter.take() == 400
     dist.P2POp(dist.isend, x, other)  # as it was before
-
-
-@pytest.mark.large
-def test_the_bench_runs_and_reports(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 50)
-    sizes = "--steps 3 --seeds 2 --batch 4 --microbatches 2 --context 8 --width 16 --heads 2"
-    command = [sys.executable, "-m", "experiments.pipeline_lm", "--data", text]
-    command += ["--densities", "1,0.25"]
-    command += ["--formats", "int4,ternary", *sizes.split(), "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT / "bench")
-    assert done.returncode == 0, done.stderr
-    modes = json.loads((tmp_path / "summary.json").read_text())["modes"]
-    names = ["dense", "100%", "25%", "int4", "ternary"]
-    assert [mode["name"] for mode in modes] == names
-    rows = 4 * 8
-    expected = [(16 * 4, 16 * 4), (16 * 4 + 2, 16 * 4), (4 * 4 + 2, 4 * 4)]
-    expected += [(8 + 2, 8 + 2), (4 + 2, 4 + 2)]
-    for mode, (forward, backward) in zip(modes, expected, strict=True):
-        assert [run["seed"] for run in mode["runs"]] == [0, 1]
-        for run in mode["runs"]:
-            assert run["forward_bytes"] == rows * forward
-            assert run["backward_bytes"] == rows * backward
-            assert len(run["loss"]) == 3
-        assert f"| {mode['name']} |" in done.stdout
