@@ -69,7 +69,7 @@ def test_it_averages_shards_as_it_does_whole_weights(rank, shapes):
     """Bit for bit as averagers of modules that hold this rank's shards, and replicas are equal."""
     mesh = shard_mesh()
     group = mesh["replicate"].get_group()
-    formats = ("ternary", "int4", "bfloat16", "float32")
+    formats = ("ternary", "int4", "bfloat16", "float32") if shapes is SHAPES else ("float32",)
     for format, ahead in (*((format, False) for format in formats), ("ternary", True)):
         model, optimizer = _sharded(mesh, shapes)
         own = _locals(model)
