@@ -79,6 +79,12 @@ def set_timeout(seconds, group=None):
     (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
 
+def shorten_timeouts(seconds):
+    """Of waits in every group that this process has."""
+    for group in dist.distributed_c10d._world.pg_map:
+        set_timeout(seconds, group)
+
+
 class Dictated(nn.Module):
     """A model whose parameters' gradients are whatever it is called with."""
 
@@ -189,22 +195,19 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def assert_same_parts(ours, theirs):
-    """What two states hold of one parameter, bit for bit."""
-    assert ours.keys() == theirs.keys()
-    for key in ours.keys() - {"owner_residual"}:
-        assert torch.equal(ours[key], theirs[key]), key
-    owned, other = ours["owner_residual"], theirs["owner_residual"]
-    assert len(owned) == len(other) and all(map(torch.equal, owned, other))
-
-
-def assert_same_state(ours, theirs):
-    """Two state dicts of one rank, bit for bit; returns how many residuals are not zero."""
-    ours, theirs = entry(ours), entry(theirs)
-    assert ours.keys() == theirs.keys()
-    for key in ours.keys() - {"parameters"}:
-        assert ours[key] == theirs[key], key
-    assert ours["parameters"].keys() == theirs["parameters"].keys()
-    for name, parts in ours["parameters"].items():
-        assert_same_parts(parts, theirs["parameters"][name])
-    return sum(int(p["residual"].count_nonzero()) for p in ours["parameters"].values())
+def assert_same_states(ours, theirs, path=()):
+    """State dicts, bit for bit."""
+    assert type(ours) is type(theirs), path
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key in ours:
+            assert_same_states(ours[key], theirs[key], (*path, key))
+    elif isinstance(ours, tuple):
+        assert len(ours) == len(theirs), path
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_states(one, other, path)
+    elif isinstance(ours, torch.Tensor):
+        ours, theirs = (getattr(t, "_local_tensor", t) for t in (ours, theirs))
+        assert torch.equal(ours, theirs), path
+    else:
+        assert ours == theirs, path

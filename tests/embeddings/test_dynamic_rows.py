@@ -254,27 +254,79 @@ def test_what_is_attached_is_what_the_optimizer_has(rank):
         assert rows.ids().tolist() == [5, 2**62]
 
 
-@on_ranks(1)
-def test_what_is_refused_leaves_what_was_there(rank):
-    def refused(text, call, error=ValueError):
-        with pytest.raises(error, match=re.escape(text)):
-            call()
+def _refused(text, call, error=ValueError):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
 
-    owner = "dct::DynamicFeatureRows: "
-    refused(f"{owner}width must be in [1", lambda: DynamicFeatureRows(0, 5))
-    refused(f"{owner}capacity must be in [1", lambda: DynamicFeatureRows(1, 0))
-    refused(f"{owner}bound must be in [0, ", lambda: DynamicFeatureRows(1, 1, float("nan")))
-    refused(f"{owner}seed must be in [0", lambda: DynamicFeatureRows(1, 1, seed=-1))
-    most = f"{owner}bound must be in [0, 3.4e+38], got 1e+39"  # of float32
-    refused(most, lambda: DynamicFeatureRows(1, 1, bound=1e39))
-    text = f"{owner}bound must be a number, got 'x'"
-    refused(text, lambda: DynamicFeatureRows(1, 1, bound="x"), TypeError)
-    refused(
-        "dtype must be float32 or", lambda: DynamicFeatureRows(1, 1, dtype=torch.half), TypeError
-    )
+
+OWNER = "dct::DynamicFeatureRows: "
+
+
+@on_ranks(1)
+def test_settings_that_are_refused(rank):
+    for text, wrong, error in (
+        ("width must be in [1", {"width": 0}, ValueError),
+        ("capacity must be in [1", {"capacity": 0}, ValueError),
+        ("bound must be in [0, ", {"bound": float("nan")}, ValueError),
+        ("bound must be in [0, 3.4e+38], got 1e+39", {"bound": 1e39}, ValueError),  # of float32
+        ("bound must be a number, got 'x'", {"bound": "x"}, TypeError),
+        ("seed must be in [0", {"seed": -1}, ValueError),
+        ("dtype must be float32 or", {"dtype": torch.half}, TypeError),
+    ):
+        given = {"width": 1, "capacity": 1} | wrong
+        _refused(OWNER + text, lambda given=given: DynamicFeatureRows(**given), error)
     rows = DynamicFeatureRows(1, 3)
-    text = f"{owner}ids must be int32 or int64, got float32"
-    refused(text, lambda: rows.initial(torch.ones(2)), TypeError)
+    optimizer, others = (RowWiseAdagrad([w]) for w in (rows.weight, nn.Parameter(torch.ones(4, 1))))
+    attach, rule = rows.attach, "optimizer must be a torch.optim.Optimizer, got "
+    tensor = "optimizer must have a tensor '{}' of 4 rows for weight, got none"
+    for text, arguments, error in (
+        ("name must be a string", (1, optimizer, "sum"), TypeError),
+        ("key must be a string", ("sum", optimizer, ["sum"]), TypeError),
+        (f"{rule}NoneType", ("sum", None, "sum"), TypeError),
+        (tensor.format("sums"), ("sum", optimizer, "sums"), ValueError),
+        (tensor.format("sum"), ("sum", others, "sum"), ValueError),
+    ):
+        _refused(OWNER + text, lambda given=arguments: attach(*given), error)
+
+
+@on_ranks(1)
+def test_states_that_are_not_merged(rank):
+    of_all = {"ids": torch.arange(3), "weight": torch.ones(3, 1), "per_row.sum": torch.ones(3)}
+    ranks = [{"owner": torch.tensor([rank, 2])} | of_all for rank in range(2)]
+    rows = DynamicFeatureRows(1, 3)
+    every, saved = "must hold one state of every rank, got", rows.state_dict()
+    state = "must be a DynamicFeatureRows.state_dict()"
+    prefix = f"[0] {state}, with no prefix to its names, got one without"
+    prefixed, other = nn.ModuleDict({"rows": rows}), FeatureRows(torch.zeros(3, 1))
+    for text, states, error in (
+        (f" {every} 0 of 1, 0 of 1", [saved] * 2, ValueError),
+        (f" {every} none", [], ValueError),
+        (" must be a sequence of states, got int", 5, TypeError),
+        (" must be a sequence of states, got OrderedDict", saved, TypeError),
+        (f"[1] {state}, got int", [saved, 5], TypeError),
+        (f"{prefix} owner, ids, weight", [{}], ValueError),
+        (f"{prefix} owner, ids, weight", [prefixed.state_dict()], ValueError),
+        (f"{prefix} ids", [other.state_dict()], ValueError),
+        ("[0]['owner'] must be [rank, ranks]", [saved | {"owner": torch.ones(3)}], ValueError),
+    ):
+        text = f"dct::merge_feature_rows: states{text}"
+        _refused(text, lambda given=states: merge_feature_rows(given), error)
+    for name, value, got in (
+        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # of 3 ids
+        ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
+        ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
+        ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
+    ):
+        text = f"dct::merge_feature_rows: states[1]['{name}'] must be torch.float32 {got}"
+        wrong = [ranks[0], ranks[1] | {name: value}]
+        _refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
+
+
+@on_ranks(1)
+def test_ids_and_states_that_are_refused_leave_what_was_there(rank):
+    rows = DynamicFeatureRows(1, 3)
+    text = f"{OWNER}ids must be int32 or int64, got float32"
+    _refused(text, lambda: rows.initial(torch.ones(2)), TypeError)
     numbers = torch.tensor([0, 5, 2**31 - 1])
     assert torch.equal(rows.initial(numbers.int()), rows.initial(numbers))
     layer = EquivalentSubstitution(rows, [LinearTerms()])
@@ -287,91 +339,38 @@ def test_what_is_refused_leaves_what_was_there(rank):
     assert not rows.weight.grad.to_dense()[0].any()  # row 0 stays 0
     layer.train()
     layer(torch.tensor([5, 2**63 - 1, 5]), lengths)
-    assert rows.ids().tolist() == [5, 2**63 - 1]
     before = rows.weight[:3].clone()
-    text = "ids[1] must be in [0, 9223372036854775807], got -1"
-    refused(text, lambda: layer(torch.tensor([5, -1, 7]), lengths))
-    refused(
-        "capacity must be at least the number of features seen, got 3 for 4 on rank 0",
-        lambda: layer(torch.tensor([5, 6, 7]), lengths),
-    )
+    for text, ids in (
+        ("ids[1] must be in [0, 9223372036854775807], got -1", [5, -1, 7]),
+        ("capacity must be at least the number of features seen, got 3 for 4 on rank 0", [5, 6, 7]),
+    ):
+        _refused(text, lambda ids=ids: layer(torch.tensor(ids), lengths))
     assert rows.ids().tolist() == [5, 2**63 - 1] and torch.equal(rows.weight[:3], before)
     layer(torch.tensor([5, 6, 5]), lengths)  # there is room for one
 
-    optimizer = RowWiseAdagrad([rows.weight])
-    attach = rows.attach
-    refused(f"{owner}name must be a string", lambda: attach(1, optimizer, "sum"), TypeError)
-    refused(f"{owner}key must be a string", lambda: attach("sum", optimizer, ["sum"]), TypeError)
-    text = f"{owner}optimizer must be a torch.optim.Optimizer, got "
-    refused(f"{text}NoneType", lambda: attach("sum", None, "sum"), TypeError)
-    refused(f"{text}Tensor", lambda: attach("sum", torch.zeros(4), "sum"), TypeError)
-    text = f"{owner}optimizer must have a tensor 'sums' of 4 rows for weight, got none"
-    refused(text, lambda: attach("sum", optimizer, "sums"))
-    others = RowWiseAdagrad([nn.Parameter(torch.zeros(4, 1))])
-    refused(text.replace("sums", "sum"), lambda: attach("sum", others, "sum"))
-    state = rows.state_dict()
-    assert state.keys() == {"owner", "ids", "weight"}
-    attach("sum", optimizer, "sum")
+    optimizer, state = RowWiseAdagrad([rows.weight]), rows.state_dict()
+    rows.attach("sum", optimizer, "sum")
     optimizer.state[rows.weight]["sum"][1:4] = torch.tensor([1.0, 2.0, 3.0])
     text = "state must have owner, ids, weight, per_row.sum, got no per_row.sum"
-    refused(text, lambda: rows.load_state_dict(state, strict=False), RuntimeError)
+    _refused(text, lambda: rows.load_state_dict(state, strict=False), RuntimeError)
     loaded = rows.load_state_dict({}, strict=False)
     assert loaded.missing_keys == ["owner", "ids", "weight", "per_row.sum"]
-
     before = state = rows.state_dict()
     for name, value, text in (
         ("owner", torch.tensor([0, 1, 9]), "state['owner'] must be [rank, ranks], got shape (3,)"),
         ("owner", (0, 1), "state['owner'] must be a tensor, got tuple"),
         ("ids", torch.ones(3), "state['ids'] must be torch.int64 [n], got torch.float32 (3,)"),
         ("ids", torch.ones(3, 1).long(), "be torch.int64 [n], got torch.int64 (3, 1)"),
-        ("per_row.sum", torch.zeros(2), "state['per_row.sum'] must have shape (3,), got (2,)"),
-        ("per_row.sum", torch.zeros(3, 2), "state['per_row.sum'] must have shape (3,), got (3, 2)"),
-        ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
-        ("weight", torch.zeros(2, 1), "state['weight'] must have shape (3, 1), got (2, 1)"),
         ("ids", torch.tensor([1, 2, 1]), "state['ids'] must be distinct, got some ids twice"),
         ("ids", torch.tensor([1, 2, -1]), "ids[2] must be in [0, 9223372036854775807], got -1"),
+        ("per_row.sum", torch.zeros(2), "state['per_row.sum'] must have shape (3,), got (2,)"),
+        ("weight", torch.zeros(3, 2), "state['weight'] must have shape (3, 1), got (3, 2)"),
     ):
-        refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
+        _refused(text, lambda s=state | {name: value}: rows.load_state_dict(s), RuntimeError)
     assert all(torch.equal(part, before[name]) for name, part in rows.state_dict().items())
-    state = dict(state)
-    del state["ids"]
-    refused(
-        'Missing key(s) in state_dict: "ids"', lambda: rows.load_state_dict(state), RuntimeError
-    )
-    refused(
-        "capacity must be at least 3, the rows of the state, got 2",
-        lambda: DynamicFeatureRows(1, 2).load_state_dict(rows.state_dict()),
-        RuntimeError,
-    )
-    op = "dct::merge_feature_rows: states must hold one state of every rank, got "
-    refused(f"{op}0 of 1, 0 of 1", lambda: merge_feature_rows([rows.state_dict()] * 2))
-    refused(f"{op}none", lambda: merge_feature_rows([]))
-    op, one = "dct::merge_feature_rows: states", rows.state_dict()
-    for wrong, got in ((5, "int"), (one, "OrderedDict")):
-        text = f"{op} must be a sequence of states, got {got}"
-        refused(text, lambda wrong=wrong: merge_feature_rows(wrong), TypeError)
-    text = f"{op}[1] must be a DynamicFeatureRows.state_dict(), got int"
-    refused(text, lambda: merge_feature_rows([one, 5]), TypeError)
-    text = f"{op}[0] must be a DynamicFeatureRows.state_dict(), with no prefix to its names, got "
-    none = "one without owner, ids, weight"
-    prefixed = nn.ModuleDict({"rows": rows}).state_dict()
-    for wrong, got in (
-        ({}, none),
-        (prefixed, none),
-        (FeatureRows(torch.zeros(3, 1)).state_dict(), "one without ids"),
-    ):
-        refused(text + got, lambda wrong=wrong: merge_feature_rows([wrong]))
-    refused(
-        f"{op}[0]['owner'] must be [rank, ranks], got shape (3,)",
-        lambda: merge_feature_rows([one | {"owner": torch.tensor([0, 1, 5])}]),
-    )
-    ranks = [one | {"owner": torch.tensor([rank, 2])} for rank in range(2)]
-    for name, value, got in (
-        ("weight", torch.zeros(2, 1), "(3, 1), got torch.float32 (2, 1)"),  # of 3 ids
-        ("weight", torch.zeros(3, 2), "(3, 1), got torch.float32 (3, 2)"),
-        ("weight", torch.zeros(3, 1, dtype=F64), "(3, 1), got torch.float64 (3, 1)"),
-        ("per_row.sum", torch.zeros(4), "(3,), got torch.float32 (4,)"),
-    ):
-        text = f"{op}[1]['{name}'] must be torch.float32 {got}"
-        wrong = [ranks[0], ranks[1] | {name: value}]
-        refused(text, lambda wrong=wrong: merge_feature_rows(wrong))
+    without = {name: value for name, value in state.items() if name != "ids"}
+    text = 'Missing key(s) in state_dict: "ids"'
+    _refused(text, lambda: rows.load_state_dict(without), RuntimeError)
+    small, text = DynamicFeatureRows(1, 2), "capacity must be at least 3, the rows of the state, "
+    small.attach("sum", RowWiseAdagrad([small.weight]), "sum")
+    _refused(text, lambda: small.load_state_dict(state), RuntimeError)

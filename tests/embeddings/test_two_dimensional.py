@@ -120,16 +120,16 @@ def _replica_rank(bags, tensor):
 def test_sgd_on_2_by_2_is_one_group_of_4_and_one_replica_is_no_sync(rank):
     grid, one_group = shard_mesh(2, 2), shard_mesh(1, 4)
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-        ends = [_whole(_trained(rank, mesh, _sgd, 20, dtype)[0]) for mesh in (grid, one_group)]
+        ends = [_whole(_trained(rank, mesh, _sgd, 12, dtype)[0]) for mesh in (grid, one_group)]
         assert (ends[0] - torch.cat(_tables(dtype))).abs().max() > 0.1  # it did train
         assert (ends[0] - ends[1]).abs().max() < near
-        assert (ends[0].double() - _alone(20)).abs().max() < near
+        assert (ends[0].double() - _alone(12)).abs().max() < near
 
-    once = _trained(rank, grid, _sgd, 20, dedup=True)[0]
-    dense = _trained(rank, grid, _sgd, 20, sparse=False)[0]
+    once = _trained(rank, grid, _sgd, 12, dedup=True)[0]
+    dense = _trained(rank, grid, _sgd, 12, sparse=False)[0]
     assert once.weight.grad.is_sparse and not dense.weight.grad.is_sparse
     for bags in (once, dense):
-        assert (_whole(bags) - _alone(20)).abs().max() < 1e-12
+        assert (_whole(bags) - _alone(12)).abs().max() < 1e-12
 
     ends = [
         _trained(rank, one_group, RowWiseAdagrad, 4, syncing=syncing) for syncing in (True, False)
@@ -177,66 +177,88 @@ def test_replicas_are_bitwise_equal_after_a_sync(rank):
     assert torch.equal(*replicas)
 
 
+def _refused(text, make, error=ValueError):
+    with pytest.raises(error, match=text):
+        make()
+
+
+OWN = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]  # two tables of four rows, one on each rank
+SHARDS = "dct::ShardedEmbeddingBags: "
+
+
+def _two():
+    return [table[:4] for table in _tables()[:2]]
+
+
 @on_ranks(2)
-def test_what_is_refused(rank):
-    mesh, tables = shard_mesh(1, 2), _tables()
-
-    def refused(text, make, error=ValueError):
-        with pytest.raises(error, match=text):
-            make()
-
-    def layer(plan, own_tables=tables, mesh=mesh):
-        return ShardedEmbeddingBags(own_tables, plan, mesh)
-
-    two = [table[:4] for table in tables[:2]]
-    owner = "dct::ShardedEmbeddingBags: "
-    for text, shards in (
+def test_plans_and_settings_that_are_refused(rank):
+    mesh, two = shard_mesh(1, 2), _two()
+    twice = [[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]]
+    shard = "must be a shard: table, first and end, got"
+    for text, plan in (
         ("plan must hold every row of table 1 once, got rows 2 to 3 on no", [(0, 0, 4), (1, 0, 2)]),
         ("row of table 1 once, got rows 0 to 3 on no rank", [(0, 0, 3), (0, 3, 4)]),
         (r"plan\[1\]\[0\]\.end must be in \[1, 4\], got 5", [(0, 0, 4), (1, 0, 5)]),
     ):
-        refused(text, lambda shards=shards: layer([[shard] for shard in shards], two))
-    refused(owner + "plan must have 2 elements, one for each .* got 4", lambda: layer(_plan(4)))
-    refused(
-        "every row of table 0 once, got rows 1 to 2 on rank 0 and again on rank 1",
-        lambda: layer([[Shard(0, 0, 3)], [Shard(0, 1, 4), Shard(1, 0, 4)]], two),
-    )
-    refused(r"plan\[1\] must have at least one shard", lambda: layer([[Shard(0, 0, 4)], []], two))
-    flat, mixed = init_device_mesh("cpu", (2,)), [tables[0], tables[1].float()]
-    refused("mesh must have dimensions", lambda: layer(_plan(2), mesh=flat))
-    refused(r"tables\[1\] must have width 3", lambda: layer(_plan(2), mixed))
-    own = [[Shard(0, 0, 4)], [Shard(1, 0, 4)]]
-    refused(
-        "plan must be the same on every rank, got .* on rank 0, .* on rank 1",
-        lambda: layer(own if rank == 0 else own[::-1], two),
-    )
-
-    for text, plan in (
-        ("plan must be lists of shards, one for each rank, got int", 5),
-        (r"plan\[1\] must be shards, got int", [own[0], 5]),
-        (r"plan\[0\]\[0\] must be a shard: table, first and end, got int", [[5], own[1]]),
+        plan = [[part] for part in plan]
+        _refused(text, lambda plan=plan: ShardedEmbeddingBags(two, plan, mesh))
+    for text, plan, error in (
+        ("plan must have 2 elements, one for each .* got 4", OWN * 2, ValueError),
+        ("plan must hold every row of table 0 once, got rows 1 to 2 on rank 0", twice, ValueError),
+        (r"plan\[1\] must have at least one shard", [[Shard(0, 0, 4)], []], ValueError),
+        ("plan must be the same on every rank, got .* on rank", OWN[:: 1 - 2 * rank], ValueError),
+        ("plan must be lists of shards, one for each rank, got int", 5, TypeError),
+        (r"plan\[1\] must be shards, got int", [OWN[0], 5], TypeError),
+        (rf"plan\[0\]\[0\] {shard} int", [[5], OWN[1]], TypeError),
+        (rf"plan\[1\]\[0\] {shard} \(0, 1\)", [OWN[0], [(0, 1)]], ValueError),
     ):
-        refused(owner + text, lambda plan=plan: layer(plan, two), TypeError)
-    refused(
-        owner + r"plan\[1\]\[0\] must be a shard: table, first and end, got \(0, 1\)",
-        lambda: layer([own[0], [(0, 1)]], two),
-    )
-    refused(owner + "tables must be tensors, got int", lambda: layer(own, 5), TypeError)
-    refused(
-        owner + "exchange must be callable, got str",
-        lambda: ShardedEmbeddingBags(two, own, mesh, exchange="int8"),
-        TypeError,
-    )
+        _refused(SHARDS + text, lambda p=plan: ShardedEmbeddingBags(two, p, mesh), error)
+    flat, mixed = init_device_mesh("cpu", (2,)), [two[0], two[1].float()]
+    for text, tables, changed, error in (
+        ("mesh must have dimensions", two, {"mesh": flat}, ValueError),
+        (r"tables\[1\] must have width 3", mixed, {}, ValueError),
+        ("tables must be tensors, got int", 5, {}, TypeError),
+        ("exchange must be callable, got str", two, {"exchange": "int8"}, TypeError),
+        ("dedup must be the same on every rank, got False", two, {"dedup": rank == 1}, ValueError),
+    ):
+        given = {"plan": OWN, "mesh": mesh} | changed
+        _refused(text, lambda t=tables, g=given: ShardedEmbeddingBags(t, **g), error)
 
-    bags = layer([tuple(map(tuple, shards)) for shards in own], iter(two))
-    ids, lengths = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
+    bags = ShardedEmbeddingBags(two, OWN, mesh)
+    sgd = torch.optim.SGD([bags.weight], LR)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
+    momentum, decay = (
+        torch.optim.SGD([bags.weight], LR, **{setting: 0.9})  # they change other rows as well
+        for setting in ("momentum", "weight_decay")
+    )
+    for text, optimizer, every, error in (
+        ("dct::ReplicaSync: every must be in", sgd, 0, ValueError),
+        ("every must be the same on .* got 1 on rank 0, 2 on", sgd, 1 + rank, ValueError),
+        ("be plain SGD, .* got Adam", torch.optim.Adam([bags.weight]), 1, TypeError),
+        ("optimizer must be plain SGD,", momentum, 1, TypeError),
+        ("optimizer must be plain SGD,", decay, 1, TypeError),
+        ("optimizer must train the weight of bags", foreign, 1, ValueError),
+        ("bags must have one ReplicaSync only, got a second", sgd, 1, ValueError),
+    ):
+        if "second" in text:
+            ReplicaSync(bags, optimizer=sgd)
+        _refused(text, lambda o=optimizer, e=every: ReplicaSync(bags, optimizer=o, every=e), error)
+
+
+IDS, LENGTHS = torch.tensor([3, 0, 1]), torch.tensor([[1, 0], [0, 2]])
+
+
+@on_ranks(2)
+def test_rows_and_bytes_of_a_lookup(rank):
+    mesh, two = shard_mesh(1, 2), _two()
+    bags = ShardedEmbeddingBags(iter(two), [tuple(map(tuple, own)) for own in OWN], mesh)
     expected = torch.stack([two[0][3], torch.zeros(WIDTH), torch.zeros(WIDTH), two[1][:2].sum(0)])
     with WireMeter() as meter:
-        out = bags(ids, lengths)
+        out = bags(IDS, LENGTHS)
         # Counts; the other's bags and ids; its samples' rows.
         assert meter.take() == 40 + 4 * (2 + (2, 1)[rank]) + 2 * WIDTH * 8
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), expected)
-    once = ShardedEmbeddingBags(two, own, mesh, dedup=True)
+    once = ShardedEmbeddingBags(two, OWN, mesh, dedup=True)
     often, of_often = torch.tensor([3, 3, 0, 0, 3, 1]), torch.tensor([[1, 1], [1, 3]])
     with WireMeter() as meter:
         out = once(often, of_often)
@@ -249,91 +271,58 @@ def test_what_is_refused(rank):
     assert grad.indices().tolist() == ([[3]], [[0, 1, 3]])[rank]
     # Of both ranks' samples the mean.
     assert torch.equal(grad.values()[:, 0], torch.tensor(([2.0], [2.0, 1.0, 1.0])[rank]).double())
-    assert once(ids[:0], lengths[:, :0].contiguous()).shape == (0, 2, WIDTH)
-    nothing = bags(ids[:0].int(), lengths[:, :0].contiguous())
-    assert nothing.shape == (0, 2, WIDTH)
-    nothing.sum().backward()
-    refused(
-        r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4",
-        lambda: bags(torch.tensor([3, 4, 1]), lengths),
-    )
-    refused(r"ids\[0\] must be in \[0, 3\], .* table 0, got -1", lambda: bags(ids - 4, lengths))
-    far = torch.tensor([3, 0, 2**63 - 1])  # plus the rows before its table: past int64
-    refused(r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", lambda: bags(far, lengths))
-    refused(
-        "ids must have 4 elements like lengths, got 3", lambda: bags(ids, lengths + lengths % 2)
-    )
-    refused("lengths must be at least 0, got -1", lambda: bags(ids, lengths - 1))
-    refused(  # where one rank's is, nobody waits for it
-        r"ids\[0\] must be in \[0, 3\], .* got -1"
-        if rank == 0
-        else "input accepted must be the same on every rank, got False on rank 0, True on rank 1",
-        lambda: bags(ids - 4 * (rank == 0), lengths),
-    )
-    refused("lengths must have 2 rows .one per table., got 1", lambda: bags(ids[:1], lengths[:1]))
+    for of_bags in (bags, once):
+        nothing = of_bags(IDS[:0].int(), LENGTHS[:, :0].contiguous())
+        assert nothing.shape == (0, 2, WIDTH)
+        nothing.sum().backward()
+        assert of_bags(IDS, LENGTHS.int()).shape == (2, 2, WIDTH)
+
+
+@on_ranks(2)
+def test_ids_and_lengths_that_are_refused(rank):
+    mesh = shard_mesh(1, 2)
+    bags, once = (ShardedEmbeddingBags(_two(), OWN, mesh, dedup=dedup) for dedup in (False, True))
     most = 2**63 - 1
     wraps = torch.tensor([[most, most], [2, 3]])
     turns = torch.tensor([[2**62, 2**62], [2**62, 2**62 + 3]])
-    assert wraps.sum() == turns.sum() == len(ids)  # and 2 ** 64
-    more = torch.tensor([[4, 0], [0, 0]]).int()
-    negative = torch.tensor([[2, 2], [-1, 0]])
-    for of_bags in (bags, once):
-        for long in (wraps, turns, more):
-            text = f"ids must have {int(long.double().sum())} elements like lengths, got 3"
-            refused(text, lambda of_bags=of_bags, long=long: of_bags(ids, long))
-        text = "lengths must be at least 0, got -1"
-        refused(text, lambda of_bags=of_bags: of_bags(ids, negative))
-        text = "input accepted must be the same on every rank, got False on rank 0, True on"
-        refused(
-            text if rank else "ids must have 4 elements like lengths, got 3",
-            lambda of_bags=of_bags: of_bags(ids, lengths if rank else more),
-        )
-        assert of_bags(ids, lengths.int()).shape == (2, 2, WIDTH)
-    embedding_bags.MOST_ROWS, kept = 3, embedding_bags.MOST_ROWS
-    refused("ids must have at most 3 elements, got 6", lambda: bags(often, of_often))
-    refused("lengths must have at most 3 elements, got 4", lambda: bags(ids, lengths))
-    embedding_bags.MOST_ROWS = kept
+    assert wraps.sum() == turns.sum() == len(IDS)  # in int64; the true sums are 2**64 more
+    more, negative = torch.tensor([[4, 0], [0, 0]]).int(), torch.tensor([[2, 2], [-1, 0]])
+    alone, elements = "input accepted must be the same on every rank, got", "ids must have {} el"
+    other = f"{alone} False on rank 0, True on rank 1"
+    below = r"ids\[0\] must be in \[0, 3\], .* table 0, got -1"
+    cases = [
+        (r"ids\[1\] must be in \[0, 3\], the rows of table 1, got 4", [3, 4, 1], LENGTHS),
+        (r"ids\[2\] must be in \[0, 3\], .* table 1, got 9", [3, 0, most], LENGTHS),
+        (below, IDS - 4, LENGTHS),
+        (below if rank == 0 else other, IDS - 4 * (rank == 0), LENGTHS),
+        (elements.format(4), IDS, LENGTHS + LENGTHS % 2),
+        (elements.format(4) if rank == 0 else other, IDS, LENGTHS if rank else more),
+        *((elements.format(int(long.double().sum())), IDS, long) for long in (wraps, turns, more)),
+        ("lengths must be at least 0, got -1", IDS, negative),
+        ("lengths must have 2 rows .one per table., got 1", IDS[:1], LENGTHS[:1]),
+        ("batch must be the same on", IDS[: 3 - 2 * rank], LENGTHS[:, : 2 - rank].contiguous()),
+    ]
+    for text, ids, lengths in cases:
+        for of_bags in (bags, once):
+            ids = torch.as_tensor(ids)
+            _refused(text, lambda of=of_bags, i=ids, given=lengths: of(i, given))
     by_rank = embedding_bags.by_rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding_bags, "MOST_ROWS", 2)
+        _refused("ids must have at most 2 elements, got 3", lambda: bags(IDS, LENGTHS))
 
     def lying(*given):
         of_bags, names, _ = by_rank(*given)
         return [own + 1 for own in of_bags], names, [-1] * len(names)
 
-    embedding_bags.by_rank = lying
-    refused(r"lengths of bags must sum to \[", lambda: bags(ids, lengths))
-    embedding_bags.by_rank = lambda *given: (*by_rank(*given)[:2], [7] * 2)  # of all bags alike
-    refused(r"lengths of bags must sum to \[", lambda: bags(ids, lengths))
-    embedding_bags.by_rank = by_rank
-    refused(
-        "dedup must be the same on every rank, got False on rank 0, True on rank 1",
-        lambda: ShardedEmbeddingBags(two, own, mesh, dedup=rank == 1),
-    )
-    refused(
-        "batch must be the same on every rank, got 2 on rank 0, 1 on rank 1",
-        lambda: bags(ids[: 3 - 2 * rank], lengths[:, : 2 - rank].contiguous()),
-    )
+    def alike(*given):  # of all bags the same
+        return (*by_rank(*given)[:2], [7] * 2)
 
-    sgd = torch.optim.SGD([bags.weight], LR)
-    refused("dct::ReplicaSync: every must be in", lambda: ReplicaSync(bags, optimizer=sgd, every=0))
-    text = "every must be the same on .* got 1 on rank 0, 2 on"
-    refused(text, lambda: ReplicaSync(bags, optimizer=sgd, every=1 + rank))
-    adam = torch.optim.Adam([bags.weight])
-    refused("be plain SGD, .* got Adam", lambda: ReplicaSync(bags, optimizer=adam), TypeError)
-    for setting in ("momentum", "weight_decay"):  # they change rows that nobody looked up
-        sgd = torch.optim.SGD([bags.weight], LR, **{setting: 0.9})
-        refused(
-            "optimizer must be plain SGD,",
-            lambda sgd=sgd: ReplicaSync(bags, optimizer=sgd),
-            TypeError,
-        )
-    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR)
-    refused("optimizer must train the weight of bags", lambda: ReplicaSync(bags, optimizer=foreign))
-    sgd = torch.optim.SGD([bags.weight], LR)
-    ReplicaSync(bags, optimizer=sgd)
-    refused(
-        "bags must have one ReplicaSync only, got a second",
-        lambda: ReplicaSync(bags, optimizer=sgd),
-    )
+    for wrong in (lying, alike):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedding_bags, "by_rank", wrong)
+            _refused(r"lengths of bags must sum to \[", lambda: bags(IDS, LENGTHS))
+    assert bags(IDS, LENGTHS).shape == (2, 2, WIDTH)
 
 
 @on_ranks(2)

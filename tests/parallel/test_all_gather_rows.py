@@ -1,6 +1,7 @@
 """all_gather_rows: the parts of a row side by side, their gradients summed at the owner."""
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -38,7 +39,12 @@ def _mask(x, k):
     return mask
 
 
-def _against_the_oracle(rank, widths, density, format):
+def _against_the_oracle(rank, widths):
+    for density, format in product((0.01, 0.1, 1.0), (torch.float32, torch.bfloat16)):
+        _is_the_oracles(rank, widths, density, format)
+
+
+def _is_the_oracles(rank, widths, density, format):
     ranks = dist.get_world_size()
     ks = [row_k(width, density) for width in widths]
     parts = [_part(r, width) for r, width in enumerate(widths)]
@@ -66,11 +72,9 @@ def _against_the_oracle(rank, widths, density, format):
         assert backward == ROWS * size * (sum(ks) - ks[rank])  # values alone
 
 
-@pytest.mark.parametrize("format", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("widths", [[40, 40], [1, 300], [16, 40, 1, 9]], ids=str)
-def test_values_gradients_and_bytes(widths, density, format):
-    run_ranks(_against_the_oracle, len(widths), widths, density, format)
+def test_values_gradients_and_bytes(widths):
+    run_ranks(_against_the_oracle, len(widths), widths)
 
 
 class _Dense(torch.autograd.Function):
@@ -131,7 +135,11 @@ def test_corners(rank):
 def test_ranks_that_disagree_all_fail_and_name_all_values(rank):
     last, x = rank == 2, torch.randn(4, 8)
     dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    few_bits = "int4" if last else RowFormat("int4", backward="sign")
+    whole = "float32" if last else RowFormat(density=0.5)
     for given, format, name, told, others in (
+        (x, few_bits, "format", "int4, sign", "int4"),
+        (x, whole, "density", 0.5, None),
         (x[: 0 if last else 4], HALF, "B", 4, 0),
         (x, RowFormat(density=density), "density", 0.25, 0.5),
         (x.to(dtype), HALF, "format", "float32", "bfloat16"),

@@ -23,7 +23,11 @@ def test_ranks_that_disagree_all_fail_and_name_all_values(rank, world_size):
     """Every kind of disagreement, one after another: all ranks fail, and all can go on."""
     splits, last, x = [1] * world_size, rank == world_size - 1, torch.randn(world_size, 16)
     dtype, density = (torch.bfloat16, 0.5) if last else (torch.float32, 0.25)
+    few_bits = "int4" if last else RowFormat("int4", backward="sign")
+    whole = "float32" if last else RowFormat(density=0.5)
     for given, format, name, told, others in (
+        (x, few_bits, "format", "int4, sign", "int4"),
+        (x, whole, "density", 0.5, None),
         (x[:, : 16 if last else 8], HALF, "d", 8, 16),
         (x[:, : 0 if last else 8], HALF, "d", 8, 0),
         (x, RowFormat(density=density), "density", 0.25, 0.5),

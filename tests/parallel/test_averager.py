@@ -88,20 +88,20 @@ def test_what_it_sends_is_told(rank):
 
 
 @on_ranks(2)
-def test_ranks_agree_over_ten_thousand_steps(rank):
-    """They average in the same steps, and are equal after each thousandth."""
+def test_ranks_agree_over_two_thousand_steps(rank):
+    """They average in the same steps, and are equal then."""
     model = nn.Linear(20, 20)
     averager = DCTAverager(model, density=0.1, period=40)
     finish, averaged = averager._bucket.finish, []
     averager._bucket.finish = lambda out: averaged.append(averager.step) or finish(out)
     generator = torch.Generator().manual_seed(rank)
-    for step in range(1, 10_001):
+    for step in range(1, 2_001):
         with torch.no_grad():
             model.weight[step % 20] += torch.rand((), generator=generator)
         averager.average_parameters()
-        if step % 1000 == 0:
+        if step % 200 == 0:
             assert_same(weights(model))
-    assert averaged == list(range(40, 10_001, 40))
+    assert averaged == list(range(40, 2_001, 40))
 
 
 @on_ranks(2)

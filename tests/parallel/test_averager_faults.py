@@ -1,7 +1,6 @@
 """DCTAverager: what cannot be used is refused on all ranks, and nothing is lost by it."""
 
 import os
-import re
 import signal
 from datetime import timedelta
 
@@ -13,109 +12,49 @@ from torch import nn
 from averaged import uneven
 from dct_parallel import DCTAverager
 from dct_parallel.exchange import all_gather as by_all_gather
-from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 
-class _Damaging:
-    """Of a payload from rank 1, its first byte, on its way to rank 0."""
-
-    def __init__(self, work, received):
-        self._work, self._received = work, received
-
-    def wait(self):
-        self._work.wait()
-        self._received[1, 0] ^= 0xFF  # the magic
-
-
-def _refused(rank, fault, format, transport, ahead):
-    """Moves of an eighth and its multiples; something is wrong in the third averaging."""
+@pytest.mark.parametrize(
+    ("format", "transport", "ahead"),
+    [
+        ("float32", "all_gather", False),
+        ("bfloat16", "reduce_scatter", False),
+        ("bfloat16", "reduce_scatter", True),
+    ],
+)
+@on_ranks(2)
+def test_weights_that_are_not_finite_are_refused_on_every_rank(rank, format, transport, ahead):
+    """Moves are multiples of an eighth, so that sums are exact; the third averaging is refused."""
     model = nn.ParameterList([torch.zeros(5000), torch.zeros(70)])
-    options = {"format": format, "transport": transport, "period": 2, "step_ahead": ahead}
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    averager = DCTAverager(model, density=0.05, process_group=group, **options)
-    all_gather, all_to_all = by_all_gather.all_gather, dist.all_to_all_single
-
-    def in_flight(output, tensor, group, async_op):
-        work = all_gather(output, tensor, group, async_op)
-        return _Damaging(work, output) if is_bad() else work
-
-    def to_owner(output, *arguments, **settings):  # rank 0
-        all_to_all(output, *arguments, **settings)
-        if is_bad():
-            output[1, 0] ^= 0xFF
-
-    def is_bad():
-        return fault == "damage" and averager.step == 6 and rank == 0
-
-    by_all_gather.all_gather, by_reduce_scatter.dist.all_to_all_single = in_flight, to_owner
+    options = {"format": format, "transport": transport, "step_ahead": ahead}
+    averager = DCTAverager(model, density=0.05, period=2, **options)
     generator = torch.Generator().manual_seed(rank)
-    moved, said = torch.zeros(5070, dtype=torch.float64), None
+    moved = torch.zeros(5070, dtype=torch.float64)
     for step in range(1, 17):
         move = torch.randint(-8, 9, (5070,), generator=generator) / 8.0
-        move[7] = 0  # where it would be lost
+        move[7] = 0  # it would be lost with the NaN there
+        moved += move
         with torch.no_grad():
             for parameter, part in zip(model, move.split([5000, 70]), strict=True):
                 parameter += part
-            if fault == "nan" and step == 6 and rank == 1:
+            if step == 6 and rank == 1:
                 model[0][7] = torch.nan
         base = averager._base.clone()
-        moved += move
-        try:
-            averager.average_parameters()
-        except RuntimeError as error:
-            assert step == 6 and said is None
+        if step == 6:
+            text = "dct::average_parameters: weights at averaging 3 must be finite on every rank, "
+            text += "got NaN or Inf " + ("on another rank", "in 0")[rank]
+            with pytest.raises(RuntimeError, match=text):
+                averager.average_parameters()
             assert torch.equal(averager._base, base)
             assert torch.equal(weights(model), base + ahead * averager._bucket.codec.residual)
-            said = str(error)
-            if fault == "damage":
-                break
-            assert_same(base)
+        else:
+            averager.average_parameters()
         assert_same(averager._base)
-    if fault == "damage":  # none has applied it, and nothing is lost
-        owed = torch.zeros_like(moved)
-        averager._bucket.add_owed(owed)
-        assert torch.equal(sum(gathered(moved - owed)), 2 * averager._base.double())
-        if rank == 1:
-            return said
-        calls = averager.average_parameters, averager.flush, averager.state_dict, averager.stats
-        for call in (*calls, averager.plan, lambda: averager.load_state_dict({})):
-            with pytest.raises(RuntimeError, match=f"^{re.escape(said)}$"):
-                call()
-        return said
     assert averager._base.count_nonzero() > 1000
     averager.flush()
     assert_same(weights(model))
     assert torch.equal(2 * weights(model).double(), sum(gathered(moved)))
-    return said
-
-
-@pytest.mark.parametrize(
-    ("fault", "format", "transport", "ahead"),
-    [
-        ("nan", torch.float32, "all_gather", False),
-        ("nan", torch.bfloat16, "reduce_scatter", False),
-        ("nan", torch.bfloat16, "reduce_scatter", True),
-        ("damage", torch.bfloat16, None, False),
-        ("damage", torch.bfloat16, "reduce_scatter", False),
-        ("damage", torch.bfloat16, None, True),
-    ],
-    ids=str,
-)
-def test_what_is_not_finite_is_refused_on_every_rank_and_damage_where_it_is_received(
-    fault, format, transport, ahead
-):
-    nan = "dct::average_parameters: weights at averaging 3 must be finite on every rank, got NaN or"
-    expected = {
-        "nan": [f"{nan} Inf on another rank", f"{nan} Inf in 0"],
-        "damage": [
-            "dct::DCTAverager: every payload of averaging 3 must be intact, got status 1 from "
-            "rank 1 in bucket 0: load a checkpoint into a new state",
-            "timed out",  # as if rank 0 were gone
-        ],
-    }
-    said = run_ranks(_refused, 2, fault, format, transport, ahead)
-    assert all(map(str.__contains__, map(str.lower, said), map(str.lower, expected[fault])))
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
@@ -149,7 +88,7 @@ def test_an_exchange_that_does_not_begin_loses_nothing(rank, transport):
 @on_ranks(2)
 def test_ranks_wait_for_others_in_an_exchange_until_the_timeout(rank):
     """Rank 1 does not come to the second exchange."""
-    group, store = dist.new_group(timeout=timedelta(seconds=5)), dist.group.WORLD.get_group_store()
+    group, store = dist.new_group(timeout=timedelta(seconds=2)), dist.group.WORLD.get_group_store()
     averager = DCTAverager(uneven(), period=3, process_group=group)
     for _ in range(5):
         averager.average_parameters()

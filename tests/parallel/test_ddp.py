@@ -57,8 +57,7 @@ def _train(rank, make_state, hook, steps):
     return weights(model)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks("world_size")
+@on_ranks(4)
 def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
     def lossless(model):
         return DCTState(model, density=1, format=torch.float32)
@@ -71,7 +70,7 @@ def test_density_one_in_float32_trains_bit_equal_to_dense(rank):
 
 @pytest.mark.parametrize(
     "world_size, steps, transport",
-    [(2, 100, "all_gather"), (4, 40, "all_gather"), (2, 60, "reduce_scatter")],
+    [(4, 40, "all_gather"), (2, 60, "reduce_scatter")],
 )
 @on_ranks("world_size")
 def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
@@ -104,34 +103,6 @@ def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
 
 
 SIZES = (2000, 30, 5000, 255, 256, 70)
-
-
-@pytest.mark.parametrize("start_step", [0, 2])
-@on_ranks(2)
-def test_what_was_applied_and_what_is_left_is_every_gradient(rank, start_step):
-    """All gradients are integers, so that every sum and mean below is exact."""
-    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=start_step)
-    applied = [torch.zeros(n) for n in SIZES]
-    total = [torch.zeros(n) for n in SIZES]
-    layouts = set()
-    for step in range(25):
-        model.zero_grad()
-        grads = integers(SIZES, step, rank, limit=60)
-        model(*grads).backward()
-        for index, parameter in enumerate(model.module.p):
-            applied[index] += parameter.grad
-            total[index] += grads[index]
-        layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
-    parameters = entry(state.state_dict())["parameters"]
-    for index, name in enumerate(f"p.{i}" for i in range(len(SIZES))):
-        left = parameters[name]["residual"] if name in parameters else torch.zeros(SIZES[index])
-        dist.all_reduce(left)
-        dist.all_reduce(total[index])
-        assert torch.equal(applied[index] * dist.get_world_size() + left, total[index]), name
-        assert not torch.equal(applied[index], torch.zeros(SIZES[index])), name
-    assert sorted(parameters) == [f"p.{index}" for index in range(len(SIZES))]
-    # DDP rebuilds its buckets: compressed before, residuals move; else there were none yet.
-    assert len(layouts) == 2
 
 
 def _residuals(state):

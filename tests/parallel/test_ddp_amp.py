@@ -18,56 +18,6 @@ def _residuals(state):
     return {name: s["residual"] for name, s in entry(state.state_dict())["parameters"].items()}
 
 
-@pytest.mark.parametrize(
-    "poison",
-    [
-        [(2, 17)],  # one entry that a payload has room for
-        [(2, index) for index in range(1, 5000)],  # more than it has room for
-        [(1, 3)],  # in a parameter of which everything is sent
-    ],
-    ids=["one", "flood", "whole"],
-)
-@on_ranks(2)
-def test_a_skipped_step_leaves_the_residual_as_if_its_payload_had_come_back(rank, poison):
-    """Integer gradients and a power of two as scale: everything below is exact."""
-    model = ddp(Dictated(SIZES))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    state = DCTState(model, density=0.05, grad_scaler=scaler)
-    model.register_comm_hook(state, dct_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    world_size, last, bad_step = dist.get_world_size(), 12, 6
-    total = [torch.zeros(n) for n in SIZES]
-    for step in range(last):
-        before = weights(model)
-        residuals, scale = _residuals(state), scaler.get_scale()
-        grads = integers(SIZES, step, rank)
-        if step == bad_step and rank == 0:
-            for parameter, index in poison:
-                grads[parameter][index] = torch.inf
-        optimizer.zero_grad()
-        scaler.scale(model(*grads)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        finite = [torch.where(g.isfinite(), g, 0.0) for g in grads]
-        if step == bad_step:
-            assert scaler.get_scale() == scale / 2
-            assert torch.equal(weights(model), before)
-            for name, index in NAMES.items():
-                assert torch.equal(_residuals(state)[name], residuals[name] + finite[index]), name
-        else:
-            assert scaler.get_scale() >= scale
-            assert not torch.equal(weights(model), before)
-        for index, grad in enumerate(finite):
-            total[index] += grad
-    for index, parameter in enumerate(model.module.p):
-        left = _residuals(state)[f"p.{index}"]
-        dist.all_reduce(left)
-        dist.all_reduce(total[index])
-        assert torch.equal(left - world_size * parameter.detach(), total[index]), index
-    assert_same(torch.tensor(scaler.get_scale()))
-    assert scaler.get_scale() != 1024.0
-
-
 @pytest.mark.parametrize("bad_micro", [0, 1])
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from copy import deepcopy
 
 import pytest
@@ -15,20 +14,14 @@ from dct_parallel import DCTState, dct_hook
 from dct_parallel.exchange.recent_stats import RecentStats
 from ranks import (
     Dictated,
-    batch,
     ddp,
     entry,
-    gathered,
     hooked,
     integers,
     mlp,
     on_ranks,
-    run_ranks,
     train,
-    train_step,
-    weights,
 )
-from wire_meter import WireMeter
 
 SIZES = (2000, 30, 5000)
 
@@ -177,33 +170,3 @@ def test_sparse_gradients_are_refused(rank):
     model, _ = hooked(DDP(nn.EmbeddingBag(100, 16, sparse=True)))
     with pytest.raises(ValueError, match="gradient must be dense, got a sparse one"):
         model(torch.tensor([[1, 2]])).sum().backward()
-
-
-def _decisions(rank, steps):
-    """The bytes of every step, and the steps in which thresholds were sampled, which is seldom."""
-    warnings.filterwarnings("ignore", message=r"DCT: \d+% of the payloads")
-    model, state = hooked(ddp(mlp(16, 3)), density=0.1, refresh_every=700, policy="fixed")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    decided, sampled, before = [], [], {}
-    with WireMeter() as meter:
-        for step in range(steps):
-            train_step(model, optimizer, *batch(step % 50, rank, 16))
-            stats = state.parameter_stats() if step >= 2 else {}  # waits for the step
-            now = {name: own["threshold"] for name, own in stats.items()}
-            if stats and now != before:
-                sampled.append(step - 2)
-            before = now
-            if step % 100 == 99:
-                decided.append((step, meter.take()))
-    every = gathered(weights(model))
-    assert all(torch.equal(w, every[0]) for w in every) and every[0].isfinite().all()
-    return decided, sampled
-
-
-@pytest.mark.large
-def test_ranks_decide_alike_for_ten_thousand_steps():
-    first, second = run_ranks(_decisions, 2, 10_000, timeout=900)
-    assert first == second
-    decided, sampled = first
-    assert len({sent for _, sent in decided[1:]}) == 1  # fixed sizes
-    assert sampled == list(range(0, 9_998, 700))

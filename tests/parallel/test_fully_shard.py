@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dct_parallel import DCTAverager, dct_fully_shard_hook
+from dct_parallel import dct_fully_shard_hook
 from ranks import Dictated, assert_same, batch, gathered, mlp, on_ranks, shard_mesh, train_step
 from wire_meter import WireMeter
 
@@ -164,7 +164,7 @@ def test_replicas_stay_bitwise_equal(rank):
     state = dct_fully_shard_hook(model, mesh=mesh, density=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     start = _weights(model)
-    for step in range(20):
+    for step in range(8):
         if step < 3:
             assert state.parameter_stats() == {} and state.stats()["density"] is None
         train_step(model, optimizer, *batch(step, rank))
@@ -175,7 +175,7 @@ def test_replicas_stay_bitwise_equal(rank):
     assert (_weights(model) != start).all()
     assert_same(_weights(model))
     stats = state.stats()
-    assert stats["step"] == 20 and 0.02 < stats["density"] < 0.07
+    assert stats["step"] == 8 and 0.02 < stats["density"] < 0.07
     plan = state.plan()
     rows = {line.split()[0]: line.split() for line in plan.splitlines()}
     assert "ranks: 2, buckets: 5, transport: all_gather" in plan
@@ -197,18 +197,3 @@ def test_accumulation_that_would_stop_nothing_is_refused(rank):
     x, y = batch(0, rank)
     with pytest.raises(ValueError, match=r"gradients must be accumulated under set_requires_grad"):
         (model(x) - y).square().mean().backward()
-
-
-@on_ranks(4)
-def test_local_steps_of_replicas(rank):
-    """Replicas that train alone, of which DCTAverager averages the shards: no hook."""
-    mesh = shard_mesh()
-    model = _wrap(mlp(depth=2), mesh)
-    group = mesh["replicate"].get_group()
-    averager = DCTAverager(model, density=0.1, period=4, process_group=group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(12):
-        train_step(model, optimizer, *batch(step, rank))
-        averager.average_parameters()
-        same = [torch.equal(_weights(model), other) for other in gathered(_weights(model))]
-        assert all(same) if step % 4 == 3 else sum(same) == 2  # the ranks of this replica

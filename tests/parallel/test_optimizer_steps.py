@@ -44,29 +44,34 @@ SPARSE_OR_NOT = pytest.mark.parametrize("settings", FORMATS, ids=["5 %", "int4"]
 
 
 @SPARSE_OR_NOT
-@pytest.mark.parametrize("make", ["sgd", "fused", "one that never stepped"])
 @on_ranks(2)
-def test_an_overflow_outside_of_the_ddp_loses_nothing(rank, settings, make):
-    """One optimizer also holds a parameter that the DDP does not, whose gradient overflows."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, state = _hooked(scaler, **settings)
-    outside = torch.nn.Parameter(torch.zeros(1))
-    optimizer = SGD([*model.parameters(), outside], lr=1.0, fused=make == "fused")
-    bad = 0 if make == "one that never stepped" else BAD
-    total = torch.zeros(sum(SIZES), dtype=torch.float64)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*integers(SIZES, step, rank)) + outside.sum() * (
-            torch.inf if step == bad else 0
-        )
-        before = model.module.p[0].detach().clone()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, model.module.p[0]) == (step == bad)
-        total += _mean(step)
-    assert scaler.get_scale() == 512
-    torch.testing.assert_close(_owed_and_applied(model, state), total, rtol=1e-5, atol=1e-4)
+def test_an_overflow_outside_of_the_ddp_loses_nothing(rank, settings):
+    """One optimizer also holds a parameter that the DDP does not, whose gradient overflows.
+
+    It may never have stepped, and the user may set the scale after each step.
+    """
+    for fused, bad, new_scale in (
+        *((False, BAD, None), (True, BAD, None), (False, 0, None)),
+        *((False, BAD, 2.0), (False, BAD, 1024.0)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model, state = _hooked(scaler, **settings)
+        outside = torch.nn.Parameter(torch.zeros(1))
+        optimizer = SGD([*model.parameters(), outside], lr=1.0, fused=fused)
+        total = torch.zeros(sum(SIZES), dtype=torch.float64)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(*integers(SIZES, step, rank)) + outside.sum() * (
+                torch.inf if step == bad else 0
+            )
+            before = model.module.p[0].detach().clone()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(new_scale)
+            assert torch.equal(before, model.module.p[0]) == (step == bad)
+            total += _mean(step)
+        assert scaler.get_scale() == (new_scale or 512)
+        torch.testing.assert_close(_owed_and_applied(model, state), total, rtol=1e-5, atol=1e-4)
 
 
 @SPARSE_OR_NOT

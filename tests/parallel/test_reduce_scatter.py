@@ -2,29 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
-from dct_parallel import merge_states
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import (
     Dictated,
-    assert_same,
-    assert_same_state,
-    batch,
-    ddp,
-    entry,
-    gathered,
     hooked,
     integers,
-    mlp,
-    on_ranks,
-    owed,
     run_ranks,
-    train_step,
-    weights,
 )
 from wire_meter import WireMeter
 
@@ -46,79 +33,6 @@ def _step(model, grads):
     model.zero_grad()
     model(*grads).backward()
     return [parameter.grad.clone() for parameter in model.module.p]
-
-
-def _bits(tensors):
-    return torch.cat(tensors).view(torch.int32)
-
-
-@pytest.mark.parametrize(
-    "world_size, sizes", [(2, SIZES), (2, ONE_BLOCK), (4, SIZES), (4, THREE_OF_FOUR)]
-)
-@on_ranks("world_size")
-def test_at_density_one_in_float32_it_is_gather_and_the_sum_in_rank_order(rank, sizes):
-    ranks = dist.get_world_size()
-    lossless = {"density": 1, "format": torch.float32}
-    sharded, _ = _model(sizes, **lossless)
-    gathering, _ = _model(sizes, transport="all_gather", **lossless)
-    for step in range(5):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        grads = [torch.randn(n, generator=generator) for n in sizes]
-        ours, theirs = _step(sharded, grads), _step(gathering, grads)
-        assert torch.equal(_bits(ours), _bits(theirs)), step
-        if step >= 2:
-            for own, grad in zip(ours, grads, strict=True):
-                total = torch.zeros_like(grad)
-                for part in gathered(grad):
-                    total = total + part
-                assert torch.equal(own, total * torch.tensor(1 / ranks, dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    "world_size, sizes, start_step",
-    [(2, SIZES, 2), (2, SIZES, 0), (2, ONE_BLOCK, 2), (4, THREE_OF_FOUR, 2)],
-)
-@on_ranks("world_size")
-def test_what_was_applied_and_what_both_residuals_hold_is_every_gradient(rank, sizes, start_step):
-    """Integer gradients: sums, and means over a power of two, are exact."""
-    ranks = dist.get_world_size()
-    model, state = _model(sizes, start_step=start_step)
-    applied = [torch.zeros(n) for n in sizes]
-    total = [torch.zeros(n) for n in sizes]
-    kept = 0
-    for step in range(12):
-        grads = integers(sizes, step, rank)
-        for index, mean in enumerate(_step(model, grads)):
-            assert_same(mean)
-            applied[index] += mean
-            total[index] += grads[index]
-    for index, (name, left) in enumerate(owed(state.state_dict()).items()):
-        dist.all_reduce(left)
-        dist.all_reduce(total[index])
-        assert torch.equal(applied[index] * ranks + left, total[index]), name
-    for parameter in entry(state.state_dict())["parameters"].values():
-        kept += int(parameter["owner_residual"][0].count_nonzero())
-    owners = {SIZES: 2, ONE_BLOCK: 1, THREE_OF_FOUR: 3}[sizes]
-    assert (kept > 100) == (rank < owners)
-
-
-@on_ranks(2)
-def test_what_owners_owe_is_not_lost_when_buckets_change(rank):
-    """DDP deals its buckets anew after the first step, which was compressed already."""
-    model, state = hooked(
-        ddp(Dictated(SIZES)), density=0.05, transport="reduce_scatter", start_step=0
-    )
-    layouts, total, applied = set(), torch.zeros(sum(SIZES)), torch.zeros(sum(SIZES))
-    for step in range(6):
-        grads = integers(SIZES, step, rank)
-        applied += torch.cat(_step(model, grads))
-        total += torch.cat(grads)
-        layouts.add(tuple(bucket.plan.names for bucket in state._buckets.in_order()))
-    left = torch.cat(list(owed(state.state_dict()).values()))
-    dist.all_reduce(left)
-    dist.all_reduce(total)
-    assert torch.equal(2 * applied + left, total)
-    assert len(layouts) == 2
 
 
 def _counted(rank, sizes, density):
@@ -176,121 +90,3 @@ def test_its_ratio_to_a_ring_all_reduce_is_the_same_on_any_number_of_ranks(numel
     assert ratio("reduce_scatter", 2, 2**22) == pytest.approx(
         ratio("all_gather", 2, 2**22), rel=0.01
     )
-
-
-@pytest.mark.parametrize("world_size, sizes", [(2, SIZES), (2, ONE_BLOCK)])
-@on_ranks("world_size")
-def test_a_checkpoint_goes_on_bit_equal(rank, sizes):
-    model, state = _model(sizes, density=0.02)
-    for step in range(9):
-        if step == 6:
-            saved = state.state_dict()
-        expected = _step(model, integers(sizes, step, rank))
-    resumed, again = _model(sizes, density=0.02)
-    again.load_state_dict(saved)
-    for step in range(6, 9):
-        got = _step(resumed, integers(sizes, step, rank))
-    assert torch.equal(_bits(got), _bits(expected))
-    assert_same_state(state.state_dict(), again.state_dict())
-
-
-def _run(rank, steps, saved, silent, transport):
-    """(mean gradients applied over `steps`, in all, and this rank's state after them)."""
-    model, state = _model(SIZES, transport=transport)
-    if saved is not None:
-        state.load_state_dict(saved)
-    applied = torch.zeros(sum(SIZES))
-    for step in range(steps):
-        grads = integers(SIZES, step, rank)
-        applied += torch.cat(_step(model, [0 * g if silent else g for g in grads]))
-    return applied, state.state_dict()
-
-
-@pytest.mark.parametrize("world_size, ranks", [(2, 1), (2, 4), (4, 2)])
-def test_what_is_owed_carries_over_to_another_world_size(world_size, ranks):
-    results = run_ranks(_run, world_size, 6, None, False, "reduce_scatter")
-    merged = merge_states(state for _, state in results)
-    # Owners begin anew: what they owed is in every residual.
-    assert [p["owner_residual"] for p in entry(merged)["parameters"].values()] == [()] * len(SIZES)
-    later = run_ranks(_run, ranks, 6, merged, True, "reduce_scatter")
-    left = sum(torch.cat(list(owed(state).values())) for _, state in later) / ranks
-    every = [integers(SIZES, s, r) for s in range(6) for r in range(world_size)]
-    total = sum(torch.cat(grads) for grads in every) / world_size
-    assert torch.equal(results[0][0] + later[0][0] + left, total)
-    assert later[0][0].count_nonzero() > 1000
-
-
-def test_what_is_owed_carries_over_to_another_transport():
-    results = run_ranks(_run, 2, 6, None, False, "reduce_scatter")
-    applied, lefts = [applied for applied, _ in results], []
-    for transport in ("all_gather", "reduce_scatter"):
-        states = [state for _, state in results]
-        results = run_ranks(_load_own, 2, states, transport)
-        lefts.append(sum(torch.cat(list(owed(state).values())) for _, state in results))
-        applied.append(results[0][0])
-    every = [integers(SIZES, s, r) for s in range(6) for r in range(2)]
-    total = sum(torch.cat(grads) for grads in every)
-    assert torch.equal(2 * (applied[0] + applied[2]) + lefts[0], total)
-    assert torch.equal(2 * (applied[0] + applied[2] + applied[3]) + lefts[1], total)
-
-
-def _load_own(rank, states, transport):
-    return _run(rank, 3, states[rank], True, transport)
-
-
-def _state_parts(state):
-    # Only the next step takes back what a skipped one sent; asking for a state does it, too.
-    parameters = entry(state.state_dict())["parameters"].values()
-    residuals = torch.cat([p["residual"] for p in parameters])
-    owners = [owner for p in parameters for owner in p["owner_residual"]]  # none at the start
-    return residuals, torch.cat(owners or [torch.zeros(0)])
-
-
-@pytest.mark.parametrize("poison", [[17], list(range(1, 30_000))], ids=["one", "flood"])
-@on_ranks(2)
-def test_a_skipped_step_is_taken_back_from_both_residuals(rank, poison):
-    """A GradScaler skips a step: both residuals are as if its payloads had come back."""
-    model, state = _model(SIZES, grad_scaler=(scaler := torch.amp.GradScaler("cpu", 64.0)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    total = torch.zeros(sum(SIZES))
-    for step in range(9):
-        before, parts = weights(model), _state_parts(state)
-        grads = integers(SIZES, step, rank)
-        if step == 6 and rank == 0:
-            for index in poison:
-                grads[2][index] = torch.inf
-        optimizer.zero_grad()
-        scaler.scale(model(*grads)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        finite = torch.cat([torch.where(g.isfinite(), g, 0.0) for g in grads])
-        total += finite
-        if step == 6:
-            assert torch.equal(weights(model), before)
-            residual, owner = _state_parts(state)
-            assert torch.equal(residual, parts[0] + finite)
-            assert torch.equal(owner, parts[1]) and owner.count_nonzero() > 1000
-    left = torch.cat(list(owed(state.state_dict()).values()))
-    dist.all_reduce(left)
-    dist.all_reduce(total)
-    assert torch.equal(left - 2 * weights(model), total)
-    assert scaler.get_scale() == 32.0
-
-
-@pytest.mark.parametrize(
-    "ranks, steps, part", [(2, 150, 1), pytest.param(4, 2000, 0.5, marks=pytest.mark.large)]
-)
-@on_ranks("ranks", timeout=900)
-def test_ranks_stay_bitwise_equal_and_learn(rank, steps, part):
-    model, state = hooked(
-        DDP(mlp(width=160), bucket_cap_mb=0.2), density=0.01, transport="reduce_scatter"
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = [
-        train_step(model, optimizer, *batch(step % 50, rank, width=160)).item()
-        for step in range(steps)
-    ]
-    assert len(state._buckets.in_order()) >= 2
-    assert_same(weights(model))
-    assert weights(model).isfinite().all()
-    assert sum(losses[-20:]) < part * sum(losses[:20])

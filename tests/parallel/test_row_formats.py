@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -148,31 +147,6 @@ def test_two_transfers_in_flight(rank):
         transfers[0].wait()
 
 
-@pytest.mark.parametrize(
-    ("formats", "text"),
-    [
-        (
-            [RowFormat("int4", backward="sign"), "int4"],
-            "format must be the same on every rank, got int4, sign on rank 0, int4 on rank 1",
-        ),
-        (
-            [RowFormat(density=0.5), "float32"],
-            "density must be the same on every rank, got 0.5 on rank 0, None on rank 1",
-        ),
-        (
-            [RowFormat(density=1), RowFormat(density=0.5)],
-            "density must be the same on every rank, got 1.0 on rank 0, 0.5 on rank 1",
-        ),
-    ],
-)
-@on_ranks(2)
-def test_ranks_that_disagree_are_told(rank, formats, text):
-    x = torch.randn(2, 8)
-    for exchange in (partial(all_to_all_rows, splits=[1, 1]), all_gather_rows):
-        with pytest.raises(ValueError, match=text):
-            exchange(x, format=formats[rank])
-
-
 def test_a_format_is_a_value():
     assert RowFormat(torch.bfloat16, backward="sign") == RowFormat("bfloat16", "sign")
     assert len({RowFormat(density=0.5), RowFormat(density=0.5), RowFormat("int4")}) == 2
@@ -200,16 +174,6 @@ KNOWN = "'float32', 'bfloat16', 'float16', 'int8', 'int4', 'ternary' or 'sign'"
 def test_formats_that_are_refused(given, error, text):
     with pytest.raises(error, match=re.escape(text)):
         RowFormat(*given)
-
-
-@on_ranks(1)
-def test_errors_name_the_argument(rank):
-    x = torch.randn(4, 8)
-    for exchange in (partial(all_to_all_rows, splits=[4]), all_gather_rows):
-        with pytest.raises(ValueError, match=re.escape(f"format must be {KNOWN}, got 'int5'")):
-            exchange(x, format="int5")
-        with pytest.raises(TypeError, match=r"missing .* 'format'"):
-            exchange(x)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [*PAIRS, ("float32", "float32")])

@@ -1,0 +1,96 @@
+"""Copies of bags and layers, as torch's AveragedModel makes them: they share groups, not rows."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel
+
+from dct_embeddings import (
+    DynamicFeatureRows,
+    EquivalentSubstitution,
+    FeatureRows,
+    LinearTerms,
+    ReplicaSync,
+    RowWiseAdagrad,
+    ShardedEmbeddingBags,
+    plan_shards,
+)
+from ranks import assert_same, on_ranks, through_a_file
+from wire_meter import WireMeter
+
+
+@on_ranks(2)
+def test_a_copy_of_bags_trains_without_their_sync(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    bags = ShardedEmbeddingBags([torch.ones(20, 4)], plan_shards([20], 1), mesh)
+    optimizer = RowWiseAdagrad([bags.weight], lr=0.1)
+    sync = ReplicaSync(bags, optimizer=optimizer)
+
+    def train(bags, optimizer):
+        bags(torch.arange(3) + 3 * rank, torch.ones(1, 3).long()).square().sum().backward()
+        optimizer.step()
+
+    train(bags, optimizer)
+    mean = AveragedModel(bags)  # before a sync: with rows that are noted
+    own = RowWiseAdagrad([mean.module.weight], lr=0.1)
+    sync.step()
+    assert_same(bags.weight)
+    before = bags.weight.detach().clone()
+    with WireMeter(mesh.get_group("replicate")) as meter:
+        train(mean.module, own)
+        train(*copy.deepcopy((bags, optimizer)))
+        sync.step()
+        assert meter.take() == 8  # that no row has changed
+    assert torch.equal(bags.weight, before) and not torch.equal(mean.module.weight, before)
+    sync_of_copy = ReplicaSync(mean.module, optimizer=own)
+    train(mean.module, own)
+    sync_of_copy.step()
+    assert_same(mean.module.weight[:6])
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a ReplicaSync must not be copied or pickled"):
+            make(sync)
+
+
+@on_ranks(2)
+def test_a_copy_of_rows_has_the_features_of_then(rank):
+    rows = DynamicFeatureRows(1, 20, bound=1.0)
+    layer = EquivalentSubstitution(rows, [LinearTerms()])
+
+    def look_up(of, *ids):
+        (result,) = of(torch.tensor(ids), torch.ones(1, len(ids), dtype=torch.int64))
+        result.sum().backward()
+        return result.detach()
+
+    before = look_up(layer, 1, 2, 3)
+    apart = AveragedModel(layer).module
+    assert apart.rows.group is rows.group is dist.group.WORLD
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    assert torch.equal(look_up(apart, 1, 2, 3), before)
+    assert not torch.equal(look_up(layer, 1, 2, 3), before)
+    look_up(apart, 6)
+    found = torch.tensor([len(rows), len(apart.rows)])
+    dist.all_reduce(found)
+    assert found.tolist() == [3, 4]
+
+
+@on_ranks(1)
+def test_whole_modules_are_not_saved(rank):
+    """Whole modules are refused, before a file could be read in a process without the group."""
+    layer = EquivalentSubstitution(FeatureRows(torch.ones(10, 3)), [LinearTerms()])
+    for module, name in (
+        (layer.rows, "FeatureRows"),
+        (DynamicFeatureRows(1, 5), "DynamicFeatureRows"),
+        (layer, "FeatureRows"),
+        (AveragedModel(nn.Sequential(layer)), "FeatureRows"),
+    ):
+        text = f"dct::{name}: the saved object must be a state_dict(), got the module itself, "
+        with pytest.raises(TypeError, match=re.escape(text)):
+            torch.save(module, io.BytesIO())
+        copy.deepcopy(module).load_state_dict(through_a_file(module.state_dict()))

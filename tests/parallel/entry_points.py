@@ -1,0 +1,133 @@
+"""The exchanges behind one interface, for tests of a property that all of them have.
+
+A test dictates flat numbers: gradients, or the changes of weights of `LocalSteps`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from dct_parallel import DCTAverager, dct_fully_shard_hook
+from nodes import meshed_model, owed_by_all
+from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
+
+
+class Hook:
+    """DDP without a mesh of nodes."""
+
+    local_size = None  # how many ranks reduce densely, before the exchange
+
+    def __init__(self, sizes, bucket_cap_mb=25, **settings):
+        self.model, self.state = meshed_model(sizes, self.local_size, bucket_cap_mb, **settings)
+        self.parameters = list(self.model.module.p)
+        self.group = self.state._topology.between
+        self.applied = 0  # the sum of all results, in float64
+
+    def loss(self, numbers):
+        """A loss of which `numbers` is the gradient."""
+        self.model.zero_grad()
+        parts = numbers.split([parameter.numel() for parameter in self.parameters])
+        pairs = zip(parts, self.parameters, strict=True)
+        return self.model(*(part.view(parameter.shape) for part, parameter in pairs))
+
+    def step(self, numbers):
+        """The mean gradient, flat, once these numbers of this rank are exchanged."""
+        self.loss(numbers).backward()
+        mean = self._flat([parameter.grad for parameter in self.parameters])
+        self.applied = self.applied + mean.double()
+        return mean
+
+    def weights(self):
+        return self._flat(self.parameters)
+
+    def pending(self):
+        """The sum of the residuals of all ranks, in units of the mean, flat, in float64."""
+        return owed_by_all(self.state.state_dict())
+
+    def parts(self):
+        """The objects and tensors of this rank's checkpoint."""
+        return {"dct": self.state}
+
+    def file(self):
+        """`parts`, saved by torch.save and loaded again."""
+        return through_a_file({"dct": self.state.state_dict()})
+
+    def load(self, saved):
+        self.state.load_state_dict(saved["dct"])
+
+    def _flat(self, tensors):
+        return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+class NodeMesh(Hook):
+    """DDP on nodes, of two ranks unless `local_size` says otherwise."""
+
+    def __init__(self, sizes, local_size=2, **settings):
+        self.local_size = local_size
+        super().__init__(sizes, **settings)
+
+
+class Sharded(Hook):
+    """FSDP2: replicas of two shards, unless a mesh says otherwise."""
+
+    local_size = 2
+
+    def __init__(self, sizes, mesh=(2, 2), **settings):
+        self.mesh = shard_mesh(*mesh)
+        self.model = fully_shard(Dictated(sizes), mesh=self.mesh["shard"])
+        self.parameters = list(self.model.p)
+        self.state = dct_fully_shard_hook(self.model, mesh=self.mesh, **settings)
+        self.group = self.mesh["replicate"].get_group()
+        self.applied = 0
+
+    def pending(self):
+        replicas, shards = self.mesh.shape
+        pending = []
+        (entry,) = self.state.state_dict()["replicas"].values()
+        for saved in entry["parameters"].values():
+            own = saved["residual"].full_tensor().double()
+            if "owner_residual" in saved:  # in units of the mean
+                own = own + replicas * saved["owner_residual"].full_tensor().double()
+            pending.append(sum(gathered(own.flatten())[::shards]) / replicas)
+        return torch.cat(pending)
+
+    def _flat(self, tensors):
+        return torch.cat([tensor.detach().full_tensor().flatten() for tensor in tensors])
+
+
+class LocalSteps(Hook):
+    """DCTAverager: a rank's numbers are its weights' changes, the results everybody's weights."""
+
+    def __init__(self, sizes, start_step=0, **settings):  # it has no dense steps
+        self.model = nn.ParameterList(map(torch.zeros, sizes))
+        self.state = DCTAverager(self.model, **{"period": 1} | settings)
+        self.group = self.state.process_group
+        self.applied = 0
+
+    @torch.no_grad()
+    def step(self, numbers):
+        parts = numbers.split([parameter.numel() for parameter in self.model])
+        for parameter, part in zip(self.model, parts, strict=True):
+            parameter += part.view(parameter.shape)
+        self.state.average_parameters()
+        self.applied = self.weights().double()
+        return self.weights()
+
+    def weights(self):
+        return weights(self.model)
+
+    def pending(self):
+        total = torch.cat([part.double() for part in owed(self.state.state_dict()).values()])
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    def parts(self):  # weights under a name of the rank's own: they differ between averagings
+        return {"dct": self.state, f"weights of {dist.get_rank()}": self.model.state_dict()}
+
+    def file(self):
+        return super().file() | {"weights": through_a_file(self.model.state_dict())}
+
+    def load(self, saved):
+        self.model.load_state_dict(saved["weights"])
+        super().load(saved)

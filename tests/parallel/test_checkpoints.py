@@ -1,0 +1,176 @@
+"""Checkpoints at every entry point: resumed bit for bit, or moved to other transports and ranks."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dct_parallel import merge_states
+from entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from nodes import TRANSPORTS, sum_of_all
+from ranks import assert_same_states, run_ranks
+
+# Rows that two shards cannot divide, one row for both, a small tensor, and more than one block.
+SIZES = ((301, 7), (1, 900), (31,), (20_000,))
+NUMEL = 2107 + 900 + 31 + 20_000
+
+
+def _numbers(step, rank):
+    """Integers: sums, and means over a power of two, are exact."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(-60, 61, (NUMEL,), generator=generator).float()
+
+
+def _load(entry, way, saved, moved=False):
+    if way == "file":
+        entry.load(saved)
+    elif moved and isinstance(entry, Sharded):
+        entry.state.load_merged(saved)
+    else:
+        dcp.load(entry.parts(), checkpoint_id=saved)
+
+
+def _resumes(rank, make, folder):
+    """From files and by DCP, saved before compression starts, and in the middle."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    small = {} if make is Sharded or make is LocalSteps else {"bucket_cap_mb": 0.02}
+    for transport in TRANSPORTS:
+        settings = {"density": 0.02, "transport": transport, **small}
+        undisturbed, saved, results = make(SIZES, **settings), {}, []
+        for step in range(9):
+            if step in (1, 5):
+                path = folder / f"{transport} {step}"
+                dcp.save(undisturbed.parts(), checkpoint_id=path)
+                saved[step] = {"file": undisturbed.file(), "dcp": path}
+            results.append(undisturbed.step(_numbers(step, rank)))
+        for start, ways in saved.items():
+            for way, checkpoint in ways.items():
+                resumed = make(SIZES, **settings)
+                _load(resumed, way, checkpoint)
+                assert resumed.state.step == start
+                assert_same_states(resumed.state.state_dict(), ways["file"]["dct"])
+                for step in range(start, start + 4):
+                    assert torch.equal(resumed.step(_numbers(step, rank)), results[step]), way
+        assert_same_states(resumed.state.state_dict(), undisturbed.state.state_dict())
+        assert undisturbed.pending().count_nonzero() > 1000
+
+
+@pytest.mark.parametrize("make, ranks", [(Hook, 2), (NodeMesh, 4), (Sharded, 4), (LocalSteps, 2)])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(make, ranks, tmp_path):
+    run_ranks(_resumes, ranks, make, tmp_path)
+
+
+def _near(now, before):
+    torch.testing.assert_close(now, before, rtol=0, atol=1e-6 * before.abs().max().item())
+
+
+def _moves(rank, make, folder):
+    """All numbers are applied or pending: before a checkpoint, after it, and when more arrive."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    float32, few_bits = {"density": 0.05, "format": "float32"}, {"density": 1, "format": "int4"}
+    for settings, others, (saved, loaded) in (
+        (float32, {"density": 0.05}, TRANSPORTS),
+        (float32, {"density": 0.05}, TRANSPORTS[::-1]),
+        (few_bits, few_bits, TRANSPORTS[::-1]),
+    ):
+        entry, total = make(SIZES, transport=saved, **settings, start_step=0), 0
+        for step in range(4):
+            entry.step(_numbers(step, rank))
+            total = total + _numbers(step, rank).double()
+        total, pending = sum_of_all(total) / dist.get_world_size(), entry.pending()
+        _near(entry.applied + pending, total)
+        assert pending.count_nonzero() > 0.8 * NUMEL
+        path = folder / f"{saved} {settings}"
+        dcp.save(entry.parts(), checkpoint_id=path)
+        for way, checkpoint in (("file", entry.file()), ("dcp", path)):
+            again = make(SIZES, transport=loaded, **others, start_step=0)
+            _load(again, way, checkpoint, moved=True)
+            again.applied = entry.applied
+            _near(again.pending(), pending)
+            for _ in range(3):
+                again.step(torch.zeros(NUMEL))
+            _near(again.applied + again.pending(), total)
+            assert (again.applied - entry.applied).count_nonzero() > 1000
+        _load(again, way, checkpoint, moved=True)  # into buckets that are in use
+        _near(again.pending(), pending)
+
+
+@pytest.mark.parametrize("make, ranks", [(Hook, 2), (NodeMesh, 4), (Sharded, 4), (LocalSteps, 2)])
+def test_a_state_moves_to_the_other_transport_and_a_different_format(make, ranks, tmp_path):
+    run_ranks(_moves, ranks, make, tmp_path)
+
+
+BY_OWNERS = {"transport": "reduce_scatter"}
+FEW_BITS = {"format": "int4", "density": 1}  # the default transport depends on the replicas
+MERGED = [  # (ranks, entry point, settings) that save, those that load the merged state
+    ((1, Hook, {}), [(2, Hook, {})]),
+    ((2, Hook, {}), [(1, Hook, {}), (4, Hook, {}), (4, NodeMesh, {})]),
+    ((2, Hook, BY_OWNERS), [(1, Hook, BY_OWNERS), (4, NodeMesh, {}), (4, Hook, BY_OWNERS)]),
+    ((2, LocalSteps, {}), [(4, LocalSteps, {})]),
+    ((2, Sharded, {"mesh": (2, 1)} | BY_OWNERS), [(2, Sharded, {"mesh": (1, 2)} | BY_OWNERS)]),
+    ((2, Sharded, {"mesh": (1, 2)}), [(2, Sharded, {"mesh": (2, 1)})]),
+    ((4, Hook, BY_OWNERS), [(2, NodeMesh, {}), (2, Hook, BY_OWNERS)]),
+    ((4, NodeMesh, {}), [(2, NodeMesh, {}), (2, Hook, BY_OWNERS)]),
+    ((4, NodeMesh, BY_OWNERS), [(2, NodeMesh, {}), (2, Hook, {})]),
+    ((4, LocalSteps, BY_OWNERS), [(2, LocalSteps, {})]),
+    ((4, Sharded, {"mesh": (2, 2)}), [(2, Sharded, {"mesh": (2, 1)})]),
+    ((4, Sharded, {"mesh": (4, 1)}), [(2, Sharded, {"mesh": (2, 1)})]),
+    ((4, Sharded, {"mesh": (4, 1)} | FEW_BITS), [(4, Sharded, {"mesh": (2, 2)} | FEW_BITS)]),
+]
+
+
+def _made(make, settings):
+    return make(SIZES, start_step=0, **{"density": 0.05} | settings)
+
+
+def _saved(rank, jobs):
+    """Of each job what was applied and is pending, the exact mean, and this rank's checkpoint."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of DCP itself
+    found = []
+    for make, settings, folder in jobs:
+        entry = _made(make, settings)
+        for step in range(4):
+            entry.step(_numbers(step, rank))
+        total = sum_of_all(sum(_numbers(step, rank).double() for step in range(4)))
+        dcp.save({"app": {"dct": entry.state.state_dict()}}, checkpoint_id=folder)
+        file = None if make is Sharded else entry.file()  # its tensors need their mesh
+        found.append((entry.applied, entry.pending(), total / dist.get_world_size(), file))
+    return found
+
+
+def _loaded(rank, jobs):
+    for make, settings, folder, merged, (applied, pending, total, file) in jobs:
+        entry = _made(make, settings)
+        if make is Sharded:
+            entry.state.load_merged(folder, key="app.dct")
+        else:
+            entry.load({**file, "dct": merged})
+        assert entry.state.step == 4
+        entry.applied = applied
+        _near(entry.pending(), pending)
+        for _ in range(3):
+            entry.step(torch.zeros(NUMEL))
+        _near(entry.applied + entry.pending(), total)
+        assert (entry.applied - applied).count_nonzero() > 500, (make, settings)
+
+
+def test_what_is_pending_moves_to_other_numbers_of_ranks(tmp_path):
+    loads = {1: [], 2: [], 4: []}
+    for ranks in loads:
+        cases = [(saver[1:], loaders) for saver, loaders in MERGED if saver[0] == ranks]
+        folders = [tmp_path / f"{ranks} {number}" for number in range(len(cases))]
+        jobs = [(*saver, folder) for (saver, _), folder in zip(cases, folders, strict=True)]
+        by_rank = run_ranks(_saved, ranks, jobs)
+        for case, (_, loaders) in enumerate(cases):
+            found, merged = by_rank[0][case], None
+            if jobs[case][0] is not Sharded:
+                merged = merge_states(every[case][3]["dct"] for every in reversed(by_rank))
+                assert_same_states(merged, merge_states(folders[case], key="app.dct"))
+                (entry,) = merged["ranks"].values()
+                assert all(p["owner_residual"] == () for p in entry["parameters"].values())
+            for others, make, settings in loaders:
+                loads[others].append((make, settings, folders[case], merged, found))
+    for ranks, jobs in loads.items():
+        run_ranks(_loaded, ranks, jobs)

@@ -1,0 +1,127 @@
+"""Every gradient is applied or pending: for every way of dealing buckets out, and in skipped steps.
+
+Gradients are small integers and means are over powers of two, so that all sums are exact.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from entry_points import Hook, NodeMesh, Sharded
+from nodes import ALL_SIZES, SIZES, TRANSPORTS, sum_of_all
+from ranks import assert_same, entry, integers, run_ranks
+
+BLOCKS = (20_000, 100, 30_000)  # 4 blocks: two owners cut through parameters, four own one each
+ONE_BLOCK = (2_000, 30, 5_000)  # only rank 0 owns something
+THREE_BLOCKS = (40_000,)  # of four ranks the last owns nothing
+OWNERS = {(2, BLOCKS): 2, (4, BLOCKS): 4, (2, ONE_BLOCK): 1, (4, THREE_BLOCKS): 3}
+
+
+def _conserves(rank, make, cases):
+    ranks = dist.get_world_size()
+    for sizes, settings in cases:
+        for transport in TRANSPORTS:
+            settings = {"density": 0.05, "start_step": 0, **settings, "transport": transport}
+            point, total, layouts = make(sizes, **settings), torch.zeros(sum(sizes)), set()
+            for step in range(8):
+                numbers = torch.cat(integers(sizes, step, rank))
+                assert_same(point.step(numbers))
+                total += numbers
+                buckets = point.state._buckets.in_order()
+                layouts.add(tuple(bucket.plan.names for bucket in buckets))
+            pending = point.pending()
+            mean = sum_of_all(total).double() / ranks
+            assert torch.equal(point.applied + pending, mean), (sizes, settings)
+            assert bool(pending.any()) == (sum(sizes) > 1)
+            assert len(layouts) == 2 or "bucket_cap_mb" not in settings  # dealt out again by DDP
+            saved = entry(point.state.state_dict())["parameters"].values()
+            held = sum(int(parts["residual"].count_nonzero()) for parts in saved)
+            assert held <= -(-sum(sizes) // (point.local_size or 1)) + 8  # of its own part
+            if make is Hook and transport == "reduce_scatter" and (ranks, sizes) in OWNERS:
+                kept = sum(int(o.count_nonzero()) for p in saved for o in p["owner_residual"])
+                assert (kept > 100) == (rank < OWNERS[ranks, sizes])
+
+
+SMALL_BUCKETS = ((2000, 30, 5000, 255, 256, 70), {"bucket_cap_mb": 0.02})
+FLOAT32 = {"format": "float32"}
+
+
+@pytest.mark.parametrize(
+    "make, ranks, cases",
+    [
+        (Hook, 2, [(BLOCKS, {}), (BLOCKS, {"start_step": 2}), (ONE_BLOCK, {}), SMALL_BUCKETS]),
+        (Hook, 4, [(BLOCKS, FLOAT32), (THREE_BLOCKS, {})]),
+        (NodeMesh, 4, [(sizes, {}) for sizes in ALL_SIZES]),
+        (NodeMesh, 4, [(SIZES, {"local_size": 1}), (SIZES, {"local_size": 4})]),
+        (NodeMesh, 4, [(SIZES, FLOAT32), (SIZES, SMALL_BUCKETS[1])]),
+    ],
+)
+def test_every_gradient_is_applied_or_pending(make, ranks, cases):
+    run_ranks(_conserves, ranks, make, cases)
+
+
+PARAMETERS = (2000, 30, 5000, 20_000)  # the last one is longer than a block: two owners
+POISON = {  # where the last rank's gradient is infinite
+    "one": [2030 + 17],  # an entry that a payload has room for
+    "flood": list(range(2031, 7030)),  # more than it has room for
+    "whole": [2003],  # in a parameter of which everything is sent
+    "last": [27_029],  # in the last part of a bucket
+}
+BAD_STEP = 5
+
+
+def _skips(rank, make, cases):
+    ranks = dist.get_world_size()
+    for transport, by_scaler, poison in cases:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=by_scaler)
+        settings = {"start_step": 0, "transport": transport, "grad_scaler": scaler}
+        point = make(PARAMETERS, density=0.05, **settings)
+        optimizer = torch.optim.SGD(point.model.parameters(), lr=1.0)
+        total = torch.zeros(sum(PARAMETERS))
+        for step in range(9):
+            everyone = [torch.cat(integers(PARAMETERS, step, r)) for r in range(ranks)]
+            if step == BAD_STEP:
+                everyone[-1][POISON[poison]] = torch.inf
+            before = point.weights()
+            scaler.scale(point.loss(everyone[rank])).backward()
+            if by_scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            elif _norm(point).isfinite():
+                optimizer.step()
+            else:
+                point.state.take_back()
+                point.state.take_back()  # again: nothing
+            assert torch.equal(point.weights(), before) == (step == BAD_STEP)
+            size = point.local_size or 1  # a node's mean is infinite where one of its ranks' is
+            nodes = [torch.stack(everyone[r : r + size]).mean(0) for r in range(0, ranks, size)]
+            total += torch.stack(nodes).nan_to_num(posinf=0).mean(0)
+        assert_same(point.weights())
+        off = (point.pending() - point.weights() - total).abs().max()
+        # In parts of a node, an owner takes back to rounding.
+        assert off <= (1e-3 if make is NodeMesh and transport == "reduce_scatter" else 0), poison
+        assert scaler.get_scale() == (32.0 if by_scaler else 1.0)
+
+
+def _norm(point):
+    norm = clip_grad_norm_(point.model.parameters(), torch.inf)
+    return norm.full_tensor() if isinstance(point, Sharded) else norm
+
+
+GATHER, OWNERS_SUM = TRANSPORTS
+
+
+@pytest.mark.parametrize(
+    "make, ranks, cases",
+    [
+        (Hook, 2, [(GATHER, True, poison) for poison in POISON]),
+        (Hook, 2, [(OWNERS_SUM, True, "one"), (OWNERS_SUM, True, "flood")]),
+        (Hook, 2, [(GATHER, False, "flood"), (OWNERS_SUM, False, "flood")]),
+        (NodeMesh, 4, [(GATHER, True, "one"), (GATHER, True, "last"), (OWNERS_SUM, True, "last")]),
+        (NodeMesh, 4, [(GATHER, False, "flood")]),
+        (Sharded, 4, [(GATHER, True, "last"), (GATHER, False, "one")]),
+    ],
+)
+def test_a_skipped_step_loses_nothing_finite(make, ranks, cases):
+    run_ranks(_skips, ranks, make, cases)

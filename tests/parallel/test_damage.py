@@ -1,0 +1,298 @@
+"""A payload that is damaged in flight: its receiver raises, in this call and in every later one.
+
+Other ranks are not notified: they fail when the receiver exits, or when their group times out.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dct_kernels import payload_layout
+from dct_parallel import collectives
+from dct_parallel.exchange import all_gather as by_all_gather
+from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
+from dct_parallel.local_steps import averager
+from entry_points import Hook, LocalSteps, NodeMesh, Sharded
+from nodes import sum_of_all
+from ranks import assert_same, entry, on_ranks, run_ranks, shorten_timeouts
+
+SIZES = (20_000, 100, 30_000)
+NUMEL = 50_100
+STARTS = 64
+PLACES = {  # byte of the payload -> status
+    "magic": (0, 1),
+    "version": (4, 1),
+    "flags": (7, 1),
+    "numel": (8, 1),
+    "count": (24, 1),
+    "starts": (STARTS + 7, 2),
+    "position": (payload_layout(50_100, 3225, torch.bfloat16).positions, 4),
+}
+PHASES = ("gather", "to the owner", "of the owner")  # the last two of a reduce-scatter
+STEP = 4  # the one that is damaged
+GONE = r"(?i)timed? ?out|closed by peer|reset by peer"
+
+
+class Network:
+    """The collectives of this process; the victims receive a damaged payload from the last rank."""
+
+    def __init__(self, victims):
+        self.bad = False  # whether payloads are damaged now
+        self._is_victim = dist.get_rank() in victims
+        self._original = dist.all_to_all_single
+
+    def damage(self, phase, byte=0):
+        """In the gather of payloads, or on the way "to the owner" of a range, or from there."""
+        gather, scatter = collectives.all_gather, self._original
+        if phase == "to the owner":
+            scatter = self._damaging(scatter, byte)
+        else:
+            gather = self._damaging(gather, byte)
+        by_all_gather.all_gather = by_reduce_scatter.all_gather = gather
+        dist.all_to_all_single = scatter
+
+    def _damaging(self, collective, byte):
+        def in_flight(output, *args, **kwargs):
+            work = collective(output, *args, **kwargs)
+            if not (self.bad and self._is_victim):
+                return work
+            if work is None:
+                output[-1, byte] ^= 0xFF
+                return None
+            return _Late(work, output, byte)
+
+        return in_flight
+
+
+class _Late:
+    """The work of a collective whose result is damaged once it has arrived."""
+
+    def __init__(self, work, output, byte):
+        self._work, self._output, self._byte = work, output, byte
+
+    def wait(self):
+        self._work.wait()
+        self._output[-1, self._byte] ^= 0xFF
+
+
+def _numbers(step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(NUMEL, generator=generator)
+
+
+def _trained(network, phase, byte=0, make=Hook, **settings):
+    """An entry point after the damaged step."""
+    transport = "all_gather" if phase == "gather" else "reduce_scatter"
+    network.damage(phase, byte)
+    point = make(SIZES, density=0.05, transport=transport, **settings)
+    for step in range(STEP + 1):
+        network.bad = step == STEP
+        point.step(_numbers(step))
+    network.bad = False
+    return point
+
+
+def _text(sender, status=1, phase="gather"):
+    where = ", of the mean" if phase == "of the owner" else ""
+    got = f"got status {status} from rank {sender}{where} in bucket 0(; status 1 .* in bucket 1)?"
+    rule = f"every payload of step {STEP} must be intact, {got}"
+    return f"^dct::(DCTState|dct_fully_shard_hook): {rule}: load a checkpoint into a new state$"
+
+
+def _raises(text, *calls):
+    for call in calls:
+        with pytest.raises(RuntimeError, match=text):
+            call()
+
+
+def _calls(point):
+    """Everything that a state may be asked."""
+    state = point.state
+    calls = [state.stats, state.parameter_stats, state.state_dict, state.plan, state.take_back]
+    return [*calls, lambda: state.load_state_dict({}), state.close, state.close]
+
+
+def _raises_for_ever(point, text):
+    if not isinstance(point, Sharded):  # whose forward pass is collective
+        _raises(text, lambda: point.step(_numbers(STEP + 1)))
+    _raises(text, *_calls(point))
+
+
+@on_ranks(2)
+def test_damage_in_any_place_is_an_error_and_adds_nothing(rank):
+    network = Network(victims=[0])
+    for phase in PHASES:
+        for place in PLACES if phase == "gather" else ("magic", "starts"):
+            byte, status = PLACES[place]
+            point = _trained(network, phase, byte)
+            buckets = point.state._buckets.in_order()
+            residuals = [bucket.codec.residual.clone() for bucket in buckets]
+            if rank == 0:
+                _raises_for_ever(point, _text(1, status, phase))
+                for bucket, before in zip(buckets, residuals, strict=True):
+                    assert torch.equal(bucket.codec.residual, before)
+                    assert before.count_nonzero() > 15_000, place
+
+
+ASKED_FIRST = ["stats", "state_dict", "parameter_stats", "take_back", "close"]
+
+
+def _each_call_raises(rank, make, victims, senders, phases):
+    network = Network(victims)
+    for phase in phases:
+        for ask in ASKED_FIRST if phase == "gather" else ASKED_FIRST[:1]:
+            point = _trained(network, phase, make=make)
+            if rank in victims:
+                _raises(_text(senders[rank], 1, phase), getattr(point.state, ask))
+                _raises_for_ever(point, _text(senders[rank], 1, phase))
+            else:  # knows nothing
+                assert point.state.stats()["step"] == STEP + 1
+    point = _trained(network, "gather", make=make)
+    shorten_timeouts(1)
+    _raises(
+        _text(senders[rank]) if rank in victims else GONE, lambda: point.step(_numbers(STEP + 1))
+    )
+
+
+TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
+
+
+@pytest.mark.parametrize(
+    "make, victims, senders, phases",
+    [
+        (TWO_BUCKETS, [1, 2], [3, 3, 3, 3], PHASES[:1]),
+        (TWO_BUCKETS, [3], [3, 3, 3, 3], PHASES[:1]),  # the sender alone
+        (NodeMesh, [0, 3], [2, 3, 2, 3], PHASES),
+        (Sharded, [1], [2, 3, 2, 3], PHASES),
+    ],
+    ids=["hook", "its own", "nodes", "shards"],
+)
+def test_receivers_raise_whatever_they_are_asked_first(make, victims, senders, phases):
+    run_ranks(_each_call_raises, 4, make, victims, senders, phases)
+
+
+@on_ranks(2)
+def test_damage_with_accumulation(rank):
+    """Two passes a step, the first of them not exchanged: it does not raise."""
+    network = Network(victims=[0])
+    network.damage("gather")
+    point = Hook(SIZES, density=0.05)
+
+    def first_pass(step):
+        with point.model.no_sync():
+            point.loss(_numbers(100 + step)).backward()
+
+    for step in range(STEP + 1):
+        first_pass(step)
+        network.bad = step == STEP
+        point.step(_numbers(step))
+    first_pass(STEP + 1)
+    if rank == 0:
+        _raises_for_ever(point, _text(1))
+
+
+@on_ranks(2)
+def test_damage_in_a_step_that_a_scaler_skips(rank):
+    scaler, network = torch.amp.GradScaler("cpu", init_scale=16.0), Network(victims=[0])
+    network.damage("gather")
+    point = Hook(SIZES, density=0.05, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(point.model.parameters(), lr=0.1)
+    for step in range(STEP + 1):
+        numbers, network.bad = _numbers(step), step == STEP
+        if step == STEP and rank == 0:
+            numbers[7] = torch.inf
+        scaler.scale(point.loss(numbers)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    if rank == 0:
+        _raises_for_ever(point, _text(1))
+
+
+@on_ranks(2)
+def test_damage_received_by_a_rank_that_has_joined(rank):
+    """Rank 0 has no more batches when it receives damage; its error ends its join."""
+    network = Network(victims=[0])
+    network.damage("gather")
+    point = Hook(SIZES, density=0.05)
+    reduce = point.state._reduce
+
+    def counted(bucket):
+        network.bad = point.state.step == STEP
+        return reduce(bucket)
+
+    point.state._reduce = counted
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=_text(1)[1:-1]), point.model.join():
+            for step in range(2):
+                point.step(_numbers(step))
+    else:
+        step = 0
+        with pytest.raises(RuntimeError, match=GONE), point.model.join():
+            for step in range(10):
+                if step == STEP:
+                    shorten_timeouts(1)
+                point.step(_numbers(step))
+        assert step == STEP + 1
+
+
+@on_ranks(2)
+def test_a_checkpoint_in_a_new_state_is_the_way_back(rank):
+    network = Network(victims=[0])
+    network.damage("gather")
+    point = Hook(SIZES, density=0.05)
+    for step in range(STEP + 1):
+        if step == STEP - 1:
+            saved = point.file()
+        network.bad = step == STEP
+        point.step(_numbers(step))
+    if rank == 0:
+        _raises_for_ever(point, _text(1))
+    network.bad = False
+    again = Hook(SIZES, density=0.05)
+    again.load(saved)
+    for step in range(STEP - 1, STEP + 2):
+        assert_same(again.step(_numbers(step)))
+    assert entry(again.state.state_dict())["step"] == STEP + 2
+
+
+def _gone(*arguments):
+    raise RuntimeError("as at the timeout")
+
+
+@on_ranks(2)
+def test_local_steps_that_cannot_be_averaged_are_kept(rank):
+    """Rank 0 raises within the averaging, which no rank applies. The base stays, moves wait."""
+    network = Network(victims=[0])
+    averaging = f"dct::DCTAverager: every payload of averaging {STEP + 1} must be intact, got"
+    for phase, ahead in (("gather", False), ("gather", True), ("to the owner", False)):
+        network.damage(phase)
+        transport = "all_gather" if phase == "gather" else "reduce_scatter"
+        settings = {"density": 0.05, "transport": transport, "step_ahead": ahead}
+        point, moved = LocalSteps(SIZES, **settings), 0
+        for step in range(STEP + 2):
+            numbers = torch.randint(-8, 9, (NUMEL,), generator=torch.manual_seed(9 * step + rank))
+            numbers, moved = numbers / 8, moved + numbers / 8
+            base = point.state._base.clone()
+            network.bad = step == STEP
+            if step < STEP:
+                point.step(numbers)
+                continue
+            text = f"{averaging} status 1 from rank 1" if rank == 0 else "as at the timeout"
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
+                if rank == 1:  # which learns nothing, as rank 0 does not come
+                    patch.setattr(averager, "on_any", _gone)
+                point.step(numbers)
+            break
+        network.bad = False
+        assert torch.equal(point.state._base, base)
+        assert torch.equal(point.weights(), base + ahead * point.state._bucket.codec.residual)
+        if rank == 0:
+            state = point.state
+            calls = [state.average_parameters, state.flush, state.state_dict, state.stats]
+            _raises(text, *calls, state.plan, lambda state=state: state.load_state_dict({}))
+        owed = torch.zeros(NUMEL, dtype=torch.float64)
+        point.state._bucket.add_owed(owed)
+        assert torch.equal(sum_of_all(moved.double() - owed), 2 * base.double())
