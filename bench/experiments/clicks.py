@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from examples.dlrm.scores import score
 from torch import nn
 
 from bench import files
 from bench.cli import Parser, count, make_folder, positive, several, widths
 from examples.dlrm.data import dataset
 from examples.dlrm.data.features import Rows
+from examples.dlrm.scores import score
 
 from . import runs
 from .runs import RATE_SEED

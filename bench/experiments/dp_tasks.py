@@ -5,7 +5,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from examples.dlrm.scores import score
 from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -19,6 +18,7 @@ from examples.dlrm.data.dataset import GENERATOR_SEED, split
 from examples.dlrm.data.features import Rows, table_rows
 from examples.dlrm.data.synthetic import Generator
 from examples.dlrm.models.dlrm import DLRM
+from examples.dlrm.scores import score
 
 
 class Task(Protocol):
