@@ -33,9 +33,9 @@ def mutate(name: str, folder: Path) -> Path:
 MUTANTS = {
     "off by one at the edge of a tile": Mutant(
         "mask_pack",
-        "detail/range_tiles.cuh",
-        "found.last ? bounds.end : found.bounds.begin + tile;",
-        "found.last ? bounds.end : found.bounds.begin + tile - 1;",
+        "mask_pack.cu",
+        "const int end = min(length, (lane + 1)",
+        "const int end = min(length - 1, (lane + 1)",
     ),
     "nothing given back on overflow": Mutant(
         "mask_pack",
