@@ -107,13 +107,14 @@ QuantizePackArgs quantize_pack_args(const OptionalTensor& residual, const Tensor
   const Checks checks("quantize_pack", payload);
   QuantizePackArgs args{};
   checks.require_tensor("payload", payload, {ScalarType::Byte}, {1, 2});
-  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1);
-  args.grad = grad.const_data_ptr();
   args.numel = grad.numel();
   if (residual.has_value()) {
-    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1, args.numel);
+    checks.require_tensor("residual", *residual, {ScalarType::Float}, 1);
     args.residual = residual->mutable_data_ptr<float>();
+    args.numel = residual->numel();
   }
+  args.grad_dtype = checks.require_tensor("grad", grad, kFloats, 1, args.numel);
+  args.grad = grad.const_data_ptr();
   args.format = checks.require_payload_format(format);
   args.inv_scale =
       checks.require_optional<float>("inv_scale", inv_scale, ScalarType::Float, {0, 1}, 1);

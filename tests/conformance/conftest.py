@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
         if limits.get(backend, 0) != 0:
-            cases[backend, item.originalname].append(item)
+            cases[backend, item.path, item.originalname].append(item)
     left_out = set()
-    for (backend, name), of_one_test in cases.items():
+    for (backend, _, name), of_one_test in cases.items():
         most = limits[backend]
         run = min(most, len(of_one_test))
         if "triton" in backend and _is_left_out(of_one_test[0], most):

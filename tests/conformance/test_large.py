@@ -39,19 +39,21 @@ def assert_planted(x, scale=1, indices=PLANTED):
 
 
 def test_sample_threshold():
-    """4 GB. The picks of an oracle in Python integers, and the exact k-th largest of a tail."""
-    x = planted(torch.bfloat16)
-    picks = thresholds.picks(NUMEL, 1000, seed=5, s=0)
+    """13 GB. The picks of an oracle in Python integers, and the exact k-th largest of a tail."""
+    grad, residual = planted(torch.bfloat16), torch.zeros(NUMEL)
+    picks = thresholds.picks(NUMEL, 1000, seed=5, r=0)
     assert max(picks) > 2**31
-    x[picks[-1]] = 77.0
-    whole = torch.tensor([0, NUMEL])
-    assert CPP.sample_threshold(x, None, whole, 0.001, 1000, 5).tolist() == [77.0]
+    grad[picks[-1]] = 77.0
+    assert CPP.sample_threshold(grad, residual, 0.001, 1, 1000, 5).tolist() == [77.0]
     # One stratum of more than 2**31 elements: hash * length needs more than 62 bits.
-    x[thresholds.picks(NUMEL, 1, seed=11, s=0)] = 55.0
-    assert CPP.sample_threshold(x, None, whole, 1.0, 1, 11).tolist() == [55.0]
-    tail = torch.tensor([0, LAST, NUMEL])
-    result = CPP.sample_threshold(x, None, tail, 2 / 16385, 20000, 5)
-    assert result[1] == sorted(x[LAST:].tolist())[-2]
+    grad[thresholds.picks(NUMEL, 1, seed=11, r=0)] = 55.0
+    assert CPP.sample_threshold(grad, residual, 1.0, 1, 1, 11).tolist() == [55.0]
+    # Ranges of two blocks: the last one ends with the last entries, the second largest of which
+    # is its threshold.
+    ranges = math.ceil(NUMEL / 32768)
+    low, _ = payload.bounds(NUMEL, ranges, ranges - 1)
+    result = CPP.sample_threshold(grad, residual, 2 / (NUMEL - low), ranges, 40000, 5)
+    assert result[-1] == sorted(grad[low:].tolist())[-2] == len(PLANTED) - 1
 
 
 @pytest.mark.parametrize("ranges", [1, 3])
@@ -60,37 +62,32 @@ def test_mask_pack_and_scatter_unpack(ranges):
     residual, grad = torch.zeros(NUMEL), planted(torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 20, "bfloat16", ranges)
     packed = torch.zeros(ranges, geometry.nbytes, dtype=torch.uint8)
-    seen = torch.empty(2, dtype=torch.int32)
-    segments, threshold = torch.tensor([0, 2**31, NUMEL]), torch.tensor([0.5, 0.5])
-    CPP.mask_pack(residual, grad, segments, threshold, packed, seen, 20, torch.bfloat16)
-    below = sum(index < 2**31 for index in PLANTED)
-    assert seen.tolist() == [below, len(PLANTED) - below]
+    seen = torch.empty(ranges, dtype=torch.int32)
+    CPP.mask_pack(residual, grad, torch.full((ranges,), 0.5), packed, seen, 20, torch.bfloat16)
+    bounds = [geometry.bounds(r) for r in range(ranges)]
+    assert seen.tolist() == [sum(low <= i < high for i in PLANTED) for low, high in bounds]
     found = {}
     for r, row in enumerate(packed.numpy()):
         content = payload.read(row.tobytes(), geometry, r)
-        low, high = geometry.bounds(r)
+        low, high = bounds[r]
         assert (content.numel, content.flags) == (high - low, 0)
         values = floats.widen(np.array(content.values), "bfloat16")
         found |= dict(zip((low + i for i in payload.indices(content)), values, strict=True))
     assert found == {index: rank for rank, index in enumerate(PLANTED, start=1)}
     assert torch.count_nonzero(residual) == 0
 
-    status = CPP.scatter_unpack(packed.unsqueeze(0), grad, 20, torch.bfloat16, 2.0, True)
+    status = CPP.scatter_unpack(packed.unsqueeze(0), grad, 20, torch.bfloat16, 2.0)
     assert status.tolist() == [0]
-    assert_planted(grad, 3)
+    assert_planted(grad, 2)
 
 
-def test_seen_saturates_and_a_segment_overflows():
-    """9 GB. More entries pass than an int32 can count; all but one stay in the residual."""
-    residual = torch.ones(NUMEL)
+def test_seen_saturates_and_a_range_overflows():
+    """13 GB. More entries pass than an int32 can count; all but one stay in the residual."""
+    residual, grad = torch.ones(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
     geometry = payload.Geometry(NUMEL, 1, "float32")
-    packed, seen = (
-        torch.zeros(geometry.nbytes, dtype=torch.uint8),
-        torch.empty(1, dtype=torch.int32),
-    )
-    CPP.mask_pack(
-        residual, None, torch.tensor([0, NUMEL]), torch.ones(1), packed, seen, 1, torch.float32
-    )
+    packed = torch.zeros(geometry.nbytes, dtype=torch.uint8)
+    seen = torch.empty(1, dtype=torch.int32)
+    CPP.mask_pack(residual, grad, torch.ones(1), packed, seen, 1, torch.float32)
     assert seen.item() == 2**31 - 1
     content = payload.read(packed.numpy().tobytes(), geometry, 0)
     assert (content.count, content.flags) == (1, payload.OVERFLOW)

@@ -117,13 +117,6 @@ def test_many_blocks_with_overflow_in_the_middle(backend, ranges):
     )
 
 
-def test_a_row_of_one_range_is_the_flat_payload(backend):
-    residual, grad = samples.hard(20000), samples.hard(20000, seed=1)
-    flat = calls.mask_pack(backend, residual, grad, 1.0, capacity=300)
-    row = calls.mask_pack(backend, residual, grad, 1.0, capacity=300, ranges=1)
-    assert flat.rows == row.rows
-
-
 def test_the_second_call_sends_what_the_first_could_not(backend):
     residual, where = spread(50000, 30)
     first = calls.mask_pack(backend, residual, None, 1.0, capacity=20)

@@ -1,4 +1,4 @@
-"""row_pack: which entries, in which order, in which encoding, rounded how."""
+"""row_pack, row_gather and row_unpack: which entries, in which encoding, rounded how."""
 
 import math
 
@@ -22,6 +22,7 @@ WIDE += [(65537, 5000), (70001, 70001)]
 
 
 def check(backend, x, k, value_dtype, offset=0):
+    """Hold row_pack, and the other ops at its positions, against the oracle."""
     arena = Arena(backend.device, offset)
     values, positions = backend.row_pack(arena.read(x), k, value_dtype)
     arena.check()
@@ -31,7 +32,32 @@ def check(backend, x, k, value_dtype, offset=0):
     assert positions.is_contiguous()
     bits.assert_equal(positions.cpu().numpy(), expected[1], "positions")
     bits.assert_floats(values, expected[0], "values")
-    return values.cpu(), positions.cpu()
+    positions = positions.cpu()
+    check_gather(backend, hard_rows(*x.shape, x.dtype), k, positions, value_dtype, offset)
+    check_unpack(backend, values.cpu(), x.shape[1], positions, x.dtype, offset)
+    return values.cpu(), positions
+
+
+def check_gather(backend, x, k, positions, value_dtype, offset=0):
+    arena = Arena(backend.device, offset)
+    result = backend.row_gather(arena.read(x), arena.read(positions), k, value_dtype)
+    arena.check()
+    expected = oracle.row_gather(bits.numbers(x), positions.numpy(), k, bits.name(value_dtype))
+    assert result.dtype == value_dtype
+    assert result.is_contiguous()
+    bits.assert_floats(result, expected, "gathered")
+    return result.cpu()
+
+
+def check_unpack(backend, values, width, positions, dtype, offset=0):
+    arena = Arena(backend.device, offset)
+    result = backend.row_unpack(arena.read(values), arena.read(positions), width, dtype)
+    arena.check()
+    expected = oracle.row_unpack(bits.numbers(values), positions.numpy(), width, bits.name(dtype))
+    assert result.dtype == dtype
+    assert result.is_contiguous()
+    bits.assert_floats(result, expected, "unpacked")
+    return result.cpu()
 
 
 def hard_rows(rows, width, dtype=torch.float32, non_finite=True):

@@ -1,4 +1,4 @@
-"""row_quantize: scales and codes of every format, bit for bit."""
+"""row_quantize, and row_dequantize of its rows: scales and codes of every format, bit for bit."""
 
 import math
 
@@ -20,14 +20,28 @@ WIDTHS += (1023, 1024, 1025, 2048, 2052, 4099)
 
 
 def check(backend, x, format, offset=0):
+    """Hold row_quantize, and row_dequantize of its rows, against the oracle; return the rows."""
     arena = Arena(backend.device, offset)
     rows = backend.row_quantize(arena.read(x), format)
     arena.check()
     assert rows.dtype == torch.uint8
     assert rows.is_contiguous()
     expected = oracle.row_quantize(bits.numbers(x), format)
-    bits.assert_equal(rows.cpu().numpy(), expected, f"{format} rows")
-    return rows.cpu()
+    rows = rows.cpu()
+    bits.assert_equal(rows.numpy(), expected, f"{format} rows")
+    check_dequantize(backend, rows, x.shape[1], format, x.dtype, offset)
+    return rows
+
+
+def check_dequantize(backend, rows, width, format, dtype=torch.float32, offset=0):
+    arena = Arena(backend.device, offset)
+    out = backend.row_dequantize(arena.read(rows), width, format, dtype)
+    arena.check()
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    expected = oracle.row_dequantize(rows.numpy(), width, format, bits.name(dtype))
+    bits.assert_floats(out, expected, f"{format} dequantized")
+    return out.cpu()
 
 
 def rows_of_kinds(width, dtype=torch.float32):

@@ -125,13 +125,12 @@ def test_inv_scale(backend, inv_scale, dtype):
         check(backend, grad, residual, 0.1, max_samples=1000, inv_scale=scale.reshape(1))
 
 
-@pytest.mark.parametrize("inv_scale", [0.7, 1.3])
-def test_the_product_is_rounded_before_the_sum(backend, inv_scale):
+def test_the_product_is_rounded_before_the_sum(backend):
     """Density 1 of one element returns |acc| itself, so every rounding is seen."""
-    numel = 7 * 16384
+    numel, scale = 7 * 16384, torch.tensor(0.7)
     grad, residual = samples.normal(numel), samples.normal(numel, seed=1)
-    for seed in range(5):
-        check(backend, grad, residual, 1.0, 7, torch.tensor(inv_scale), max_samples=1, seed=seed)
+    for seed in range(4):
+        check(backend, grad, residual, 1.0, 7, scale, max_samples=1, seed=seed)
 
 
 @pytest.mark.parametrize("offset", [1, 3])

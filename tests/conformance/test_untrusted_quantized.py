@@ -100,14 +100,6 @@ def test_the_header_of_an_empty_range(backend):
     assert status == [0, 1]
 
 
-def test_headers_swapped_between_ranges_of_two_lengths(backend):
-    geometry = Geometry(16384 + 50, "ternary", ranges=2)
-    rows = random_payload(geometry)
-    out, status = quantized_calls.dequantize_sum(backend, [rows[::-1]], geometry)
-    assert status == [1]
-    assert not out.any()
-
-
 @formats
 @pytest.mark.parametrize("out_dtype", bits.FLOATS, ids=bits.name)
 def test_noise_in_rows(backend, out_dtype, format):
