@@ -58,30 +58,19 @@ def test_the_end_of_a_run_tells_of_residuals_that_only_this_ranks_weights_have(r
     assert [str(warning.message)[: len(text)] for warning in told] == [text] * (rank == 0)
 
 
-@pytest.mark.parametrize(
-    ("end", "settings"),
-    [("flush", {}), ("state_dict", {}), ("plan", {"density": 1, "format": "float32"})],
-    ids=str,
-)
 @on_ranks(2)
-def test_where_these_are_saved_or_none_are_left_it_is_silent(rank, end, settings):
-    averager = _stepped(period=1, step_ahead=True, **settings)
-    getattr(averager, end)()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        del averager
-        gc.collect()
-
-
-@pytest.mark.parametrize("end", ["flush", "state_dict", "average_parameters"])
-def test_the_end_of_a_run_is_silent_where_they_were_averaged_or_saved(one_rank, end):
-    averager = _stepped()
-    getattr(averager, end)()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        del averager
-        gc.collect()
-    assert not told
+def test_where_steps_are_averaged_or_saved_or_none_are_left_it_is_silent(rank):
+    ahead, whole = {"period": 1, "step_ahead": True}, {"density": 1, "format": "float32"}
+    for end, settings in (
+        *(("flush", {}), ("state_dict", {}), ("average_parameters", {})),
+        *(("flush", ahead), ("state_dict", ahead), ("plan", ahead | whole)),
+    ):
+        averager = _stepped(**settings)
+        getattr(averager, end)()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            del averager
+            gc.collect()
 
 
 @pytest.mark.parametrize("call", ["stats", "state_dict", "flush", "__del__"])

@@ -109,6 +109,7 @@ def test_mistakes_are_explained(rank):
         ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], got 1.5"),
         ({"policy": "tracked"}, ValueError, "policy must be 'fresh' or 'fixed', got 'tracked'"),
         ({"transport": "ring"}, ValueError, "None, 'all_gather' or 'reduce_scatter', got 'ring'"),
+        ({"transport": {}}, ValueError, "None, 'all_gather' or 'reduce_scatter', got {}"),
         (
             {"format": torch.int8},
             ValueError,

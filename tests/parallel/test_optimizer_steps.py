@@ -111,28 +111,6 @@ def test_two_models_and_one_scaler(rank, settings, optimizers):
         assert set(lost) <= (reach if index == 1 else set()), lost
 
 
-@pytest.mark.parametrize("new_scale", [2.0, 1024.0])
-@on_ranks(2)
-def test_a_scale_that_is_set_is_no_skipped_step(rank, new_scale):
-    """update(new_scale), after applied steps and after a skipped one."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, state = _hooked(scaler, density=0.05)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    outside = torch.nn.Parameter(torch.zeros(1))
-    optimizer.add_param_group({"params": [outside]})
-    total = torch.zeros(sum(SIZES), dtype=torch.float64)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*integers(SIZES, step, rank)) + outside.sum() * (
-            torch.inf if step == BAD else 0
-        )
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update(new_scale)
-        total += _mean(step)
-    torch.testing.assert_close(_owed_and_applied(model, state), total, rtol=1e-5, atol=1e-4)
-
-
 @on_ranks(2)
 def test_fully_shard_and_a_parameter_outside(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

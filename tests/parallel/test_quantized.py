@@ -1,16 +1,12 @@
 """Every entry: what a payload holds, what waits, and what a reader makes of damage."""
 
-import itertools
-
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info, quantized_payload_bytes, row_dequantize, row_quantize
 from dct_kernels.layout import ROW, SCALED
 from dct_parallel import DCTState
 from dct_parallel.exchange.quantized import FEW_BITS, FORMATS, Quantized
-from ranks import assert_same, hooked, on_ranks, weights
 
 CPU = torch.device("cpu")
 BLOCK = 16_384
@@ -55,36 +51,6 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(format, numel):
             assert torch.equal(sent.bfloat16(), (before + grad).bfloat16())
         else:
             assert not left.any()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_ranges_are_payloads_of_their_own(format):
-    """Three ranges of 2, 2 and 1 blocks: as three tensors, of which the last is short."""
-    numel, bounds = 4 * BLOCK + 700, (0, 2 * BLOCK, 4 * BLOCK, 4 * BLOCK + 700)
-    whole = Quantized(numel, format, 3, None, CPU)
-    grad = _numbers(numel)
-    whole.pack(grad)
-    out = torch.empty(numel)
-    assert not whole.unpack(whole.payload.unsqueeze(0), out).any()
-    for r, (low, high) in enumerate(itertools.pairwise(bounds)):
-        own = Quantized(high - low, format, 1, 2 * BLOCK, CPU)
-        assert torch.equal(own.pack(grad[low:high]), whole.payload[r])
-        assert torch.equal(own.residual, whole.residual[low:high])
-        assert torch.equal(_sent(own), out[low:high])
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_mean_is_summed_in_rank_order(format):
-    ranks = [Quantized(3000, format, 1, None, CPU) for _ in range(3)]
-    payloads = torch.stack([c.pack(_numbers(3000, r)) for r, c in enumerate(ranks)])
-    scale, total = torch.tensor([4.0]), torch.zeros(3000)
-    for codec in ranks:
-        total = total + _sent(codec)
-    for dtype in (torch.float32, torch.bfloat16):
-        out = torch.empty(3000, dtype=dtype)
-        assert not ranks[0].unpack(payloads, out, scale).any()
-        third = torch.tensor(1 / 3, dtype=torch.float32)
-        assert torch.equal(out, (total * (third * scale)).to(dtype))
 
 
 def test_gradients_are_unscaled_first():
@@ -144,21 +110,6 @@ def test_damage():
 
 
 SIZES = (40_000, 100, 30_001)
-
-
-@on_ranks(2)
-def test_a_model_learns(rank):
-    torch.manual_seed(0)
-    model, _ = hooked(DDP(torch.nn.Linear(64, 64)), density=1, format="ternary")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(300):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
-        optimizer.zero_grad()
-        loss = (model(x) - x.flip(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert_same(weights(model))
-    assert loss.item() < 0.01
 
 
 def test_it_is_for_every_entry():

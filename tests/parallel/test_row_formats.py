@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import quantized_rows as oracle
-from torch import nn
 
 from dct_kernels import row_dequantize, row_quantize
 from dct_kernels.row_layout import FORMATS, row_bytes
@@ -113,26 +112,6 @@ def test_all_gather(rank):
             for grad in grads:
                 total += _through(grad.split(widths, 1)[rank].contiguous(), backward)
             assert torch.equal(x.grad, total)
-
-
-def _trained(rank, format):
-    torch.manual_seed(rank)
-    table, head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 1)
-    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
-    for step in range(5):
-        rows = table(torch.randint(20, (6,), generator=torch.Generator().manual_seed(step)))
-        optimizer.zero_grad()
-        head(all_to_all_rows(rows, [3, 3], format=format)).square().mean().backward()
-        optimizer.step()
-    return table.weight.detach().clone()
-
-
-@on_ranks(2)
-def test_own_dtype_both_ways_is_the_uncompressed_exchange(rank):
-    whole = _trained(rank, RowFormat(density=1.0))
-    for own in (RowFormat(), "float32", torch.float32):
-        assert torch.equal(_trained(rank, own), whole)
-    assert not torch.equal(_trained(rank, "int8"), whole)
 
 
 @on_ranks(2)

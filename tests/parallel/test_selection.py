@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import quantized_payload_bytes
-from dct_parallel import DCTState
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan, node_sentence
@@ -105,13 +104,6 @@ def test_ranks_of_a_node_are_those_that_torchrun_starts_there(of_node, ranks, te
     plan = BucketPlan(("p",), (16 * BLOCK,), Settings(1, "bfloat16"), "reduce_scatter", 16)
     told = f"\nA node of 8 ranks sends {text}: x." if text else ""
     assert node_sentence([plan], ranks, "x") == told
-
-
-@pytest.mark.parametrize("wrong", ["auto", 1, ["all_gather"], {}])
-def test_what_is_no_transport_is_named(wrong):
-    text = f"transport must be None, 'all_gather' or 'reduce_scatter', got {wrong!r}"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        DCTState(transport=wrong)
 
 
 def _model(**options):
