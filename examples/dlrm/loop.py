@@ -17,7 +17,7 @@ from dct_embeddings import plan_shards
 from .data.dataset import Dataset, batches
 from .errors import UsageError
 from .models.dlrm import DLRM
-from .models.row_exchange import exchange_of
+from .models.row_exchange import row_exchange
 from .models.sharded import ShardedDLRM
 from .modes import MODES, START_STEP
 from .ranks import from_all_ranks
@@ -95,7 +95,7 @@ def run(
         model = ddp = replicated(model)
     else:
         plan = plan_shards(data.tables, dist.get_world_size())
-        model = ShardedDLRM(model, plan, exchange_of(mode, options), options.dedup)
+        model = ShardedDLRM(model, plan, row_exchange(mode, options), options.dedup)
         ddp = model.mlps = replicated(model.mlps)
         groups = {"ids": model.ids_group, "rows": model.rows_group}
     state = MODES[mode](ddp, options)

@@ -50,7 +50,6 @@ def test_values_of_a_row(tmp_path):
         (line(ints=["1.5", *INTS[1:]]), "field 1 must be an integer, got '1.5'"),
         (line(ints=[*INTS[:12], "x" * 99]), f"field 13 must be an integer, got '{'x' * 20}'"),
     ],
-    ids=["blank", "too many", "label", "no label", "fraction", "word"],
 )
 def test_a_malformed_line_is_counted_and_left_out(tmp_path, text, reason):
     path = _write(tmp_path, line(label="0"), text, line(label="1"))

@@ -16,7 +16,6 @@ CARDINALITIES = (
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 TABLES = len(CARDINALITIES)
-MISSING_ID = 0
 MISSING = -1  # a column without a value
 _NAMES = 2**33  # streams of hashes that nothing else uses, one per column
 
@@ -37,7 +36,7 @@ def encode_values(values: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         int32 [n, tables].
     """
     count = np.asarray(rows, dtype=np.int64)
-    return np.where(values == MISSING, MISSING_ID, 1 + values % (count - 1)).astype(np.int32)
+    return np.where(values == MISSING, 0, 1 + values % (count - 1)).astype(np.int32)
 
 
 def name_values(values: np.ndarray) -> np.ndarray:

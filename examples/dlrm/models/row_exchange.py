@@ -12,7 +12,7 @@ def rows_in(format: str | RowFormat) -> RowExchange:
     return partial(all_to_all_rows, format=format)
 
 
-def exchange_of(mode: str, options: argparse.Namespace) -> RowExchange:
+def row_exchange(mode: str, options: argparse.Namespace) -> RowExchange:
     """The exchange of rows beside a mode of gradients, in the same number format."""
     if mode != "dct":
         return rows_in("bfloat16" if mode == "bf16" else "float32")
