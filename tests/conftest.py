@@ -2,11 +2,17 @@
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 import forked
 import hypothesis
 import pytest
 import torch
+
+# For bench, a package of the root. Last, because `make abi`, `make cuda` and `make sanitize` test a
+# dct_kernels that is installed or built elsewhere.
+sys.path.append(str(Path(__file__).parents[1]))
 
 if not torch.cuda.is_available():  # before any Triton kernel is made: they run on the CPU then
     os.environ.setdefault("TRITON_INTERPRET", "1")

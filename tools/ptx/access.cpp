@@ -51,9 +51,7 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
 
   const auto begin = reinterpret_cast<uint64_t>(memory);
   const uint32_t thread = warp.number * kLanes + lane;
-  const bool shows_late = i.relaxed && i.space == Space::kGlobal && !launch_.in_turn;
   for (int e = 0; e < i.count; ++e, memory += i.element) {
-    const auto element = reinterpret_cast<uint64_t>(memory);
     uint64_t old = 0;
     std::memcpy(&old, memory, i.element);
     if (i.action != Action::kLoad) {
@@ -63,9 +61,6 @@ uint64_t Block::access(const Warp& warp, const Instruction& i, int lane, char* r
       else
         value = i.update(old, register_value(registers, i.from[e], lane));
       std::memcpy(memory, &value, i.element);
-      if (shows_late) launch_.races.stored(clock_, thread, element, old, value);
-    } else if (shows_late) {
-      old = launch_.races.loaded(clock_, thread, element, old);
     }
     if (i.to[e].at == kNone) continue;
     const int unused = 64 - 8 * i.element;
@@ -120,13 +115,14 @@ void Block::order(const Warp& warp, const Instruction& i, int lane, int64_t addr
   const uint32_t thread = warp.number * kLanes + lane;
   if (i.space == Space::kParameter || is_local(thread, address, bytes)) return;
   Races& races = launch_.races;
+  const bool atomic = i.action == Action::kAtomic;
   const auto begin = reinterpret_cast<uint64_t>(memory);
   const char* conflict = nullptr;
-  if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, i.relaxed);
+  if (i.action != Action::kStore) conflict = races.read(clock_, thread, begin, bytes, atomic);
   if (i.action != Action::kLoad && conflict == nullptr) {
     const bool replica = launch_.replicas && i.space == Space::kShared &&
                          i.action == Action::kStore && std::memcmp(memory, stored, bytes) == 0;
-    conflict = races.write(clock_, thread, begin, bytes, i.relaxed, replica);
+    conflict = races.write(clock_, thread, begin, bytes, atomic, replica);
   }
   if (conflict != nullptr) {
     fail(warp, lane, i, "data race at address " + std::to_string(address) + ": " + conflict);

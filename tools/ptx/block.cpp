@@ -79,16 +79,15 @@ Block::Block(Launch& launch, uint64_t index)
   }
 }
 
-// The group that is furthest behind, so that lanes meet again, unless it sleeps; now and then any.
+// The group that is furthest behind, so that lanes meet again; now and then any.
 Block::Group Block::choose(Warp& warp, bool* freely) {
   *freely = warp.groups.size() > 1 && !launch_.in_turn && launch_.random.below(8) == 0;
   auto chosen = warp.groups.begin();
   if (*freely) {
     chosen += launch_.random.below(static_cast<uint32_t>(warp.groups.size()));
   } else {
-    chosen = std::min_element(chosen, warp.groups.end(), [](const Group& a, const Group& b) {
-      return std::tie(a.asleep, a.at) < std::tie(b.asleep, b.at);
-    });
+    chosen = std::min_element(chosen, warp.groups.end(),
+                              [](const Group& a, const Group& b) { return a.at < b.at; });
   }
   const Group group = {chosen->lanes, chosen->at};
   warp.groups.erase(chosen);
@@ -103,7 +102,7 @@ void Block::run(uint32_t number) {
   uint32_t accesses = ~0u;
   if (!launch_.in_turn)
     accesses = 1 + launch_.random.below(1u << launch_.random.below(kMostAccesses + 1));
-  for (;; ++launch_.steps) {
+  for (; launch_.steps <= kMaxSteps; ++launch_.steps) {
     const Instruction& i = program_.code[group.at];
     if (i.labelled && !warp.groups.empty()) {
       bool behind = false;  // others are
@@ -112,7 +111,7 @@ void Block::run(uint32_t number) {
           group.lanes |= warp.groups[g].lanes;
           warp.groups.erase(warp.groups.begin() + g);
         } else {
-          behind |= !warp.groups[g].asleep && warp.groups[g].at < group.at;
+          behind |= warp.groups[g].at < group.at;
         }
       }
       if (behind && !freely) {
@@ -172,15 +171,12 @@ void Block::run(uint32_t number) {
         }
         complete_barrier();
         return;
-      case Kind::kSleep:
-        ++launch_.sleeps;
-        warp.groups.push_back({lanes, group.at + 1, true});
-        return;
       default:
         leave(warp, lanes);
         return;
     }
   }
+  warp.groups.push_back(group);
 }
 
 void Block::branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes) {

@@ -30,10 +30,12 @@ struct Launch {
   Random& random;
   Allocations& memory;
   Races& races;
-  Counts& counts;                  // what is done in turn is counted
-  uint64_t sleeps = 0, steps = 0;  // since a block has finished
-  std::string unwritten = {};      // the first load of bytes that nobody has written
+  Counts& counts;              // what is done in turn is counted
+  uint64_t steps = 0;          // since a block has finished
+  std::string unwritten = {};  // the first load of bytes that nobody has written
 };
+
+constexpr uint64_t kMaxSteps = 1 << 26;  // while no block finishes
 
 class Block {
  public:
@@ -52,7 +54,6 @@ class Block {
   struct Group {
     uint32_t lanes;
     int32_t at;
-    bool asleep = false;
   };
   struct Warp {
     uint32_t number;

@@ -55,7 +55,7 @@ def class_of(opcode: str) -> str:
     parts = rest.split(".")
     if name in ("ld", "st", "atom", "prefetch"):
         return next((space for space in ("shared", "param") if space in parts), "global")
-    if name in ("bra", "ret", "bar", "nanosleep"):
+    if name in ("bra", "ret", "bar"):
         return "control"
     if name in ("shfl", "vote", "redux"):
         return "warp"

@@ -132,13 +132,13 @@ bool Races::ordered(const Access& earlier, const Clock& clock, uint32_t thread) 
 }
 
 const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
-                        bool strong) {
+                        bool atomic) {
   const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
-                      static_cast<uint16_t>(thread), strong};
+                      static_cast<uint16_t>(thread), atomic};
   int count;
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
-    if (!(strong && granule->write.strong) && !ordered(granule->write, clock, thread)) {
+    if (!(atomic && granule->write.atomic) && !ordered(granule->write, clock, thread)) {
       return "it is read, and another thread's store is not ordered before that";
     }
     // Of reads that are not ordered one is remembered, by chance: a later write may find it.
@@ -148,46 +148,21 @@ const char* Races::read(const Clock& clock, uint32_t thread, uint64_t address, i
 }
 
 const char* Races::write(const Clock& clock, uint32_t thread, uint64_t address, int bytes,
-                         bool strong, bool replica) {
+                         bool atomic, bool replica) {
   const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
-                      static_cast<uint16_t>(thread), strong};
+                      static_cast<uint16_t>(thread), atomic};
   int count;
   Granule* granule = find(address, bytes, &count);
   for (int g = 0; g < count; ++g, ++granule) {
-    if (!(strong && granule->write.strong) && !replica && !ordered(granule->write, clock, thread)) {
+    if (!(atomic && granule->write.atomic) && !replica && !ordered(granule->write, clock, thread)) {
       return "it is written, and another thread's store is not ordered before that";
     }
-    if (!(strong && granule->read.strong) && !ordered(granule->read, clock, thread)) {
+    if (!(atomic && granule->read.atomic) && !ordered(granule->read, clock, thread)) {
       return "it is written, and another thread's load is not ordered before that";
     }
     granule->write = now;
   }
   return nullptr;
-}
-
-void Races::stored(const Clock& clock, uint32_t thread, uint64_t address, uint64_t old,
-                   uint64_t value) {
-  constexpr size_t kRemembered = 8;
-  std::vector<Version>& versions = versions_[address];
-  if (versions.empty()) versions.push_back({old, {}, {}});
-  if (versions.size() == kRemembered) versions.erase(versions.begin());
-  const Access now = {clock.block, clock.epoch, clock.threads[thread].now,
-                      static_cast<uint16_t>(thread), true};
-  versions.push_back({value, now, {}});
-}
-
-uint64_t Races::loaded(const Clock& clock, uint32_t thread, uint64_t address, uint64_t current) {
-  const auto found = versions_.find(address);
-  if (found == versions_.end()) return current;
-  std::vector<Version>& versions = found->second;
-  // Not older than what the block has seen before, or what is ordered before this.
-  size_t chosen = versions.size() - 1;
-  while (chosen > 0 && versions[chosen].seen_by.count(clock.block) == 0 &&
-         !ordered(versions[chosen].writer, clock, thread) && random_.below(2) == 0) {
-    --chosen;
-  }
-  versions[chosen].seen_by[clock.block] = true;
-  return versions[chosen].value;
 }
 
 }  // namespace ptx

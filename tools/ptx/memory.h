@@ -1,10 +1,10 @@
 // memory.h -- where device memory is, what of it has been written, and which accesses to it and to
 // shared memory are ordered.
 //
-// Two accesses to the same bytes, of which one writes and not both are strong (relaxed or atomic),
-// must be ordered: by their thread's program, by bar.warp.sync or bar.sync, or by a release that is
-// acquired. If they are not, that is an error, whatever they did to each other this time: PTX gives
-// such a program no meaning. Strong loads that are not ordered after a store may see it late.
+// Two accesses to the same bytes, of which one writes and not both are atomic, must be ordered: by
+// their thread's program, by bar.warp.sync or bar.sync, or by a release that is acquired. If they
+// are not, that is an error, whatever they did to each other this time: PTX gives such a program no
+// meaning.
 #pragma once
 
 #include <array>
@@ -98,21 +98,17 @@ class Races {
  public:
   explicit Races(Random& random) : random_(random) {}
 
-  void begin_launch() { first_block_ = next_block_, versions_.clear(), views_.clear(); }
+  void begin_launch() { first_block_ = next_block_, views_.clear(); }
   uint32_t new_block() { return next_block_++; }
   // Nothing has happened yet in [begin, end), which are multiples of kPage.
   void forget(uint64_t begin, uint64_t end);
 
   // Each reports a conflict in words, or nullptr.
-  const char* read(const Clock&, uint32_t thread, uint64_t address, int bytes, bool strong);
+  const char* read(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic);
   // A replica writes what is there already, which others may have written at the same time.
-  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool strong,
+  const char* write(const Clock&, uint32_t thread, uint64_t address, int bytes, bool atomic,
                     bool replica = false);
 
-  // A strong store or update has been done: others may go on seeing what was there.
-  void stored(const Clock&, uint32_t thread, uint64_t address, uint64_t old, uint64_t value);
-  // What a strong load sees where `current` is the last value.
-  uint64_t loaded(const Clock&, uint32_t thread, uint64_t address, uint64_t current);
   // What was released at an address.
   Clock::View& view(uint64_t address) { return views_[address]; }
 
@@ -122,7 +118,7 @@ class Races {
   struct Access {
     uint32_t block = 0, epoch = 0, now = 0;
     uint16_t thread = 0;
-    bool strong = false;
+    bool atomic = false;
   };
   struct Granule {
     Access write, read;
@@ -131,11 +127,6 @@ class Races {
   struct Page {
     int granule = 16;
     std::vector<Granule> granules = std::vector<Granule>(kPage / 16);
-  };
-  struct Version {
-    uint64_t value;
-    Access writer;
-    std::unordered_map<uint32_t, bool> seen_by;  // blocks
   };
 
   Granule* find(uint64_t address, int bytes, int* count);
@@ -148,7 +139,6 @@ class Races {
     uint64_t number = 0;
     Page* page = nullptr;
   } recent_[64];
-  std::unordered_map<uint64_t, std::vector<Version>> versions_;  // the oldest first
   std::unordered_map<uint64_t, Clock::View> views_;
 };
 

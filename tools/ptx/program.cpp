@@ -100,8 +100,6 @@ class Decoder {
     } else if (statement.opcode == "bar.sync") {
       if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is known");
       result.kind = Kind::kBarrier;
-    } else if (statement.opcode == "nanosleep.u32") {
-      result.kind = Kind::kSleep;
     } else if (statement.opcode == "prefetch.global.L2") {
       result.kind = Kind::kCompute;
       result.run = [](char*, const Instruction&, uint32_t) {};  // a hint
@@ -170,7 +168,6 @@ class Decoder {
     const bool atomic = !load && !store;
     result.action = load ? Action::kLoad : atomic ? Action::kAtomic : Action::kStore;
     result.space = Space::kGlobal;
-    result.relaxed = atomic;
     static const std::set<std::string> kHints = {"cs", "nc", "gpu", "sys"};
     const size_t last = parts.size() - 1;
     for (size_t p = 1; p < last; ++p) {
@@ -179,15 +176,13 @@ class Decoder {
         result.space = Space::kShared;
       else if (part == "param")
         result.space = Space::kParameter;
-      else if (part == "relaxed")
-        result.relaxed = true;
       else if (part == "acq_rel" && atomic)
         result.ordered = true;
       else if (part == "v2" || part == "v4")
         result.count = part[1] - '0';
       else if (atomic && p == last - 1)
         result.update = find_update(part + "." + parts[last]);
-      else if (part != "global" && kHints.count(part) == 0)
+      else if (part != "global" && kHints.count(part) == 0 && !(part == "relaxed" && atomic))
         throw unknown(parts);
     }
     if (atomic && result.update == nullptr) throw unknown(parts);

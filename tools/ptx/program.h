@@ -25,7 +25,6 @@ enum class Kind : uint8_t {
   kExit,
   kCollective,  // .sync of a warp: waits for the lanes of its mask
   kBarrier,     // of the block
-  kSleep,
 };
 
 enum class Space : uint8_t { kGlobal, kShared, kParameter };
@@ -53,8 +52,8 @@ struct Instruction {
   // Of memory instructions. Data goes to to[0..count) or comes from from[0..count).
   Action action;
   Space space;
-  bool is_signed = false, relaxed = false, ordered = false;  // ordered: acquires and releases
-  uint8_t element = 0, count = 1;                            // bytes of one, and how many
+  bool is_signed = false, ordered = false;  // ordered: acquires and releases
+  uint8_t element = 0, count = 1;           // bytes of one, and how many
   Operand address;
   int64_t displacement = 0;
   Update update = nullptr;

@@ -7,9 +7,6 @@
 namespace ptx {
 namespace {
 
-constexpr uint64_t kMaxSleeps = 1 << 18;  // while no block finishes
-constexpr uint64_t kMaxSteps = uint64_t{1} << 32;
-
 // Runs all blocks of a grid, some at a time.
 void run(Launch& launch) {
   std::vector<uint64_t> order(launch.grid.count());
@@ -46,9 +43,9 @@ void run(Launch& launch) {
     }
     const auto done = std::remove_if(resident.begin(), resident.end(),
                                      [](const auto& block) { return block->finished(); });
-    if (done != resident.end()) launch.sleeps = launch.steps = 0;
+    if (done != resident.end()) launch.steps = 0;
     resident.erase(done, resident.end());
-    if (launch.sleeps > kMaxSleeps || launch.steps > kMaxSteps) {
+    if (launch.steps > kMaxSteps) {
       throw Error("hang, no block of " + launch.program.entry.name + " finishes");
     }
   }
