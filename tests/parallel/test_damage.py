@@ -16,7 +16,7 @@ from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
 from dct_parallel.local_steps import averager
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from nodes import sum_of_all
-from ranks import assert_same, entry, on_ranks, run_ranks, shorten_timeouts
+from ranks import assert_same, entry, on_ranks, run_ranks, set_timeout, shorten_timeouts
 
 SIZES = (20_000, 100, 30_000)
 NUMEL = 50_100
@@ -39,6 +39,7 @@ class Network:
     """The collectives of this process; the victims receive a damaged payload from the last rank."""
 
     def __init__(self, victims):
+        set_timeout(20)  # if a receiver does not raise, it waits
         self.bad = False  # whether payloads are damaged now
         self._is_victim = dist.get_rank() in victims
         self._original = dist.all_to_all_single
@@ -108,7 +109,7 @@ def _raises(text, *calls):
 
 
 def _calls(point):
-    """Everything that a state may be asked."""
+    """All public calls of a state."""
     state = point.state
     calls = [state.stats, state.parameter_stats, state.state_dict, state.plan, state.take_back]
     return [*calls, lambda: state.load_state_dict({}), state.close, state.close]
@@ -147,7 +148,7 @@ def _each_call_raises(rank, make, victims, senders, phases):
             if rank in victims:
                 _raises(_text(senders[rank], 1, phase), getattr(point.state, ask))
                 _raises_for_ever(point, _text(senders[rank], 1, phase))
-            else:  # knows nothing
+            else:  # is not notified
                 assert point.state.stats()["step"] == STEP + 1
     point = _trained(network, "gather", make=make)
     shorten_timeouts(1)
@@ -169,7 +170,7 @@ TWO_BUCKETS = functools.partial(Hook, bucket_cap_mb=0.1)
     ],
     ids=["hook", "its own", "nodes", "shards"],
 )
-def test_receivers_raise_whatever_they_are_asked_first(make, victims, senders, phases):
+def test_a_receiver_raises_in_its_first_call_and_in_later_ones(make, victims, senders, phases):
     run_ranks(_each_call_raises, 4, make, victims, senders, phases)
 
 

@@ -143,6 +143,9 @@ def _refuses_and_goes_on(rank, make, flaws):
             state = holder.state_dict()
             (entry,) = next(value for key, value in state.items() if key != "version").values()
             _refuses(holder, state, flaws(entry))
+            top = next(key for key in state if key != "version")
+            with pytest.raises(ValueError, match=r"state must be (rank|replica) .*, got that of"):
+                holder.load_state_dict({**state, top: {"9": entry}})
             holder.load_state_dict(state)
     assert torch.equal(_weights(model), _weights(twin))
 
@@ -176,7 +179,14 @@ def test_the_hooks_state(rank, transport):
                 f"{rule}parameters .* once, got {WEIGHT}, {WEIGHT}",
             ),
         ]
-        return ENTRY + FLAT + names + _of_tensors(saved)
+        fit = "as in this run"
+        others = [  # sound, but of a different run
+            (["density"], 0.1, f"density must be 1(.0)?, {fit}, got 0.1"),
+            (["world_size"], 3, rf"world_size must be 2, {fit} \(merge_states .*\), got 3"),
+            (["local_size"], 2, rf"local_size must be 1, {fit} \(merge_states .*\), got 2"),
+            (["parameters"], {WEIGHT: saved}, "parameters must be those .* a difference in 0.bias"),
+        ]
+        return ENTRY + FLAT + names + others + _of_tensors(saved)
 
     _refuses_and_goes_on(rank, make, flaws)
 

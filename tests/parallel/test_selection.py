@@ -12,7 +12,8 @@ from dct_kernels import quantized_payload_bytes
 from dct_parallel.exchange import selection
 from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan, node_sentence
-from ranks import Dictated, entry, gathered, hooked, integers, on_ranks
+from nodes import owed_by_all
+from ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384
@@ -117,17 +118,6 @@ def _step(model, grads):
     return torch.cat([parameter.grad for parameter in model.module.p])
 
 
-def _owed(state):
-    """What all ranks together owe to the mean, flat."""
-    owed = [
-        parts["residual"] / 2 + sum(parts["owner_residual"])
-        for parts in entry(state.state_dict())["parameters"].values()
-    ]
-    total = torch.cat(owed)
-    dist.all_reduce(total)
-    return total
-
-
 @on_ranks(2)
 def test_buckets_of_one_model_go_different_ways(rank):
     model, state = _model()
@@ -142,7 +132,7 @@ def test_buckets_of_one_model_go_different_ways(rank):
             total = total + torch.cat(integers(SIZES, step, rank))
         assert state.stats()["wire_bytes"] == sent
     dist.all_reduce(total)
-    torch.testing.assert_close(applied + _owed(state), total / 2)
+    torch.testing.assert_close(applied + owed_by_all(state.state_dict()), total.double() / 2)
     found = re.search(r"transport: (.*) \((more than .*)\), backend", state.plan())
     transports, why = found.groups()
     assert sorted(transports.split(", ")) == ["all_gather", "reduce_scatter"], state.plan()
@@ -170,13 +160,13 @@ def test_a_state_half_of_which_has_owners_loads_again(rank):
     unused = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model, other = made("all_gather", **unused)
     other.load_state_dict(state.state_dict())
-    owed = _owed(other)
+    owed = owed_by_all(other.state_dict())
     used = list(model.module.p)[1:]
     model.module.forward = lambda: sum(p.sum() for p in used)
     model().backward()
     mean = torch.cat([p.grad for p in used])
     other.load_state_dict(other.state_dict())
-    left = _owed(other)
+    left = owed_by_all(other.state_dict())
     assert torch.equal(left[: 9 * BLOCK], owed[: 9 * BLOCK]) and mean.count_nonzero()
     torch.testing.assert_close(left[9 * BLOCK :] + mean, owed[9 * BLOCK :] + 1)
 
