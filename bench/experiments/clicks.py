@@ -51,16 +51,23 @@ def train_by_rates(options: argparse.Namespace, job: Job) -> None:
     """Train every exchange with every rate from the first seed, then at its best rate from the
     other seeds, and write a report on all runs in --out."""
     make_folder(options.out)
+    settings = settings_of(options)
+    runs.load(options.out, settings)  # raises before any training if they differ
     _train(
         options, [(n, rate, RATE_SEED) for n in options.exchanges for rate in options.rates], job
     )
-    records = runs.load(options.out)
+    records = runs.load(options.out, settings)
     best = {name: runs.best_rate(records, "", name) for name in options.exchanges}
     seeds = range(RATE_SEED + 1, RATE_SEED + 1 + options.seeds)
     _train(options, [(n, r, s) for s in seeds for n, r in best.items() if r is not None], job)
-    text = runs.tables(runs.load(options.out))
+    text = runs.tables(runs.load(options.out, settings))
     print(text)
     files.write(options.out / "report.md", text.encode())
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    names = ("ranks", "rows", "epochs", "batch_size", "lr", "hash_size", "embedding_dim")
+    return runs.settings_of(options, *names, "bottom", "top")
 
 
 def _train(
@@ -89,7 +96,8 @@ def _work(
         sums = torch.tensor([loss, *sent.values()], dtype=torch.float64)
         dist.all_reduce(sums)
         loss, *means = (sums / options.ranks).tolist()
-        record = run | {"data": data.description, "bytes": dict(zip(sent, means, strict=True))}
+        record = run | {"settings": settings_of(options), "data": data.description}
+        record["bytes"] = dict(zip(sent, means, strict=True))
         if math.isfinite(loss):
             record["validation"] = test(model, data.validation, data.train)
             if run["seed"] != RATE_SEED:

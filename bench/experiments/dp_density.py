@@ -27,8 +27,7 @@ computed from the message sizes.
    --validation-only is given.
 
 Each finished run is a file in --out and is not repeated, so an interrupted command can be started
-again, and methods, rates and seeds can be added. The report covers all runs in --out, which
-must have the same --ranks, --batch, --width, --layers and --data.
+again, and methods, rates and seeds can be added. The report covers all runs in --out.
 """
 
 import argparse
@@ -175,8 +174,14 @@ def make_task(name: str, options: argparse.Namespace) -> dp_tasks.Task:
     return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    names = ("ranks", "warmup", "table_lr", "batch", "width", "layers", "rows")
+    return runs.settings_of(options, *names)
+
+
 def work(options: argparse.Namespace) -> None:
     """All runs that are asked for and do not exist yet."""
+    runs.load(options.out, settings_of(options))  # raises before any training if they differ
 
     @cache
     def task(name: str) -> dp_tasks.Task:
@@ -194,12 +199,14 @@ def work(options: argparse.Namespace) -> None:
         problem = PROBLEMS[name]
         rates = options.rates or problem.rates
         run = {"problem": f"{name}, {options.schedule}, {options.steps} steps", "method": method}
+        run["settings"] = settings_of(options)
         for rate in rates if len(rates) > 1 else ():
             first = run | {"rate": rate, "seed": runs.RATE_SEED}
             finish(first, problem, "validation")
         rate = rates[0]
         if len(rates) > 1:
-            rate = runs.best_rate(runs.load(options.out), run["problem"], method)
+            records = runs.load(options.out, run["settings"])
+            rate = runs.best_rate(records, run["problem"], method)
         for seed in range(options.seeds) if rate is not None else ():
             part = "validation" if options.validation_only else "test"
             finish(run | {"rate": rate, "seed": seed}, problem, part)
@@ -232,7 +239,7 @@ def main() -> None:
     options = parse()
     make_folder(options.out)
     work(options)
-    report = runs.tables(runs.load(options.out))
+    report = runs.tables(runs.load(options.out, settings_of(options)))
     print(report)
     files.write(options.out / "report.md", report.encode())
 

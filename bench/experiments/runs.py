@@ -1,13 +1,16 @@
 """Finished runs of an experiment: a JSON file each, and tables of them.
 
-A run has "problem" (runs of one problem are compared), "method", "rate", "seed", "validation" and
-perhaps "test" (scores by name, "loss" among them), and "bytes" (per rank and step, by purpose).
+A run has "problem" (runs of one problem are compared), "method", "rate", "seed", "settings" (equal
+in all runs of a folder), "validation" and perhaps "test" (scores by name, "loss" among them), and
+"bytes" (per rank and step, by purpose).
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.cli import UsageError
 from bench.tables import difference, mean, number, table, times
 
 RATE_SEED = 0  # of the runs that learning rates are chosen by
@@ -21,9 +24,24 @@ def path(folder: Path, run: dict) -> Path:
     return folder / f"{name.lstrip('_').translate(kept)}.json"
 
 
-def load(folder: Path) -> list[dict]:
-    """All finished runs."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
+def settings_of(options: argparse.Namespace, *names: str) -> dict[str, object]:
+    """These options, as they are in a file."""
+    found = {name: getattr(options, name) for name in names}
+    return found | {"data": options.data and options.data.name}
+
+
+def load(folder: Path, settings: dict[str, object]) -> list[dict]:
+    """All finished runs.
+
+    Raises:
+        UsageError: a run has other settings.
+    """
+    records = [json.loads(file.read_text()) for file in sorted(folder.glob("*_seed*.json"))]
+    for run in records:
+        if run["settings"] != settings:
+            got = f"{run['settings']} and {settings}"
+            raise UsageError(f"--out must hold runs of one setting, got {got}")
+    return records
 
 
 def best_rate(records: Sequence[dict], problem: str, method: str) -> float | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from bench.cli import UsageError
 from bench.experiments import dp_density, dp_local, dp_methods, dp_ranks, dp_tasks, runs
 from dct_parallel import DCTAverager, DCTState, dct_hook
 from ranks import run_ranks
@@ -173,17 +174,20 @@ def test_finished_runs_are_kept_and_the_test_part_can_be_left_alone(tmp_path, mo
     trained = []
     train = dp_density.train
     monkeypatch.setattr(dp_density, "train", lambda *a: trained.append(a[0]) or train(*a))
+    settings = dp_density.settings_of(dp_density.parse(given))
     dp_density.work(dp_density.parse([*given, "--validation-only"]))
-    assert len(trained) == 4 and not any("test" in run for run in runs.load(tmp_path))
+    assert len(trained) == 4 and not any("test" in run for run in runs.load(tmp_path, settings))
     dp_density.work(dp_density.parse(given))
     assert len(trained) == 6  # both methods once more, at their best rates
     dp_density.work(dp_density.parse(given))
     assert len(trained) == 6
-    records = runs.load(tmp_path)
+    records = runs.load(tmp_path, settings)
     assert sum("test" in run for run in records) == 2
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())
     assert dense["bytes"] == {"bytes a step": 4 * numel}  # 2 (P - 1) / P of it, in a ring of 2
+    with pytest.raises(UsageError, match="--out must hold runs of one setting"):
+        dp_density.work(dp_density.parse([*given, "--ranks", "4"]))
 
 
 def test_clicks_of_the_ranks_are_different_rows():

@@ -26,7 +26,10 @@ def test_runs_are_counted_and_kept(tmp_path, monkeypatch, capfd):
     parser = clicks.parser("mp_formats", "", mp_formats.NAMES, mp_formats.known)
     options = parser.parse_args([*given, "--out", str(tmp_path)])
     clicks.train_by_rates(options, mp_formats.job)
-    records = {(r["method"], r["rate"], r["seed"]): r for r in runs.load(tmp_path)}
+    records = {
+        (r["method"], r["rate"], r["seed"]): r
+        for r in runs.load(tmp_path, clicks.settings_of(options))
+    }
     assert len(records) == 2 * (2 + 1)
     for name in options.exchanges:
         assert records[name, 1e30, 0]["diverged"] is True
