@@ -67,7 +67,6 @@ PROMISES = {
     # Eight positions and their values are read before the first is added. Each block adds its bits
     # to a rank's status.
     "scatter_unpack_kernel": Promise(
-        wide_loads=1,
         wide_stores=1,
         in_flight={STREAMS: 16},
         between_blocks=("RED.E.OR.STRONG.GPU",),
