@@ -62,8 +62,7 @@ __device__ float threshold_of(const MaskPackArgs& args, int range) {
   return fmaxf(args.threshold[range], bits_to_float(1));
 }
 
-// Both kernels compare the elements that are not staged with this function, so they select the
-// same.
+// Both kernels compare elements that are not staged with this function, so they select the same.
 __device__ bool passes(float sum, float threshold) { return !(fabsf(sum) < threshold); }
 
 // Vectors that contain an entry, compacted in element order until full warps can process them.
@@ -137,8 +136,7 @@ struct WarpStager {
     return pass / kPass;
   }
 
-  // Prefetches a pass to the L2 cache while there are no registers for it. A lane has a line or
-  // two.
+  // Prefetches a pass to the L2 cache, which needs no registers. A lane has a line or two.
   __device__ void prefetch(int pass) const {
     const auto* residual = reinterpret_cast<const char*>(args.residual + begin + pass);
     const auto* grad =
@@ -233,19 +231,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 }
 
-// Sums over tiles.
-struct TileSums {
-  Word kept;            // entries kept
-  uint32_t non_finite;  // nonzero if any of them is not finite
-
-  __device__ void add(uint32_t total) {
-    kept += total & 0xffff;
-    non_finite |= total >> 31;
-  }
-  __device__ TileSums over_warp() const {
-    return {warp_sum(kept), __any_sync(kFullWarp, non_finite) != 0};
-  }
-};
+// A tile's total as a summand: entries kept, and above kKeptBits the tiles with a non-finite entry.
+constexpr int kKeptBits = 38;  // of tensors with fewer than 2^38 elements
+constexpr Word kKeptMask = (Word{1} << kKeptBits) - 1;
+__device__ Word summand(uint32_t total) {
+  return (total & 0xffff) | Word{total >> 31} << kKeptBits;
+}
 
 // Copies the entries of a tile to the payload, several slots at a time. Lane w < kWarps passes how
 // many entries slot w has, and how many entries of the tile precede them. By one warp.
@@ -315,7 +306,7 @@ template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     mask_pack_scatter_kernel(MaskPackArgs args, RangeTiles tiles, PayloadLayout layout,
                              Staging staging, unsigned blocks_per_range, unsigned tiles_per_warp) {
-  __shared__ TileSums warp_sums[kWarps];
+  __shared__ Word warp_sums[kWarps];
   const int lane = lane_index(), warp = warp_index();
   const auto index = static_cast<int>(blockIdx.x / blocks_per_range);
   const unsigned tiles_in_range = tiles.count_of(index);
@@ -333,15 +324,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   WarpCount next = load_count(first);
 
   // The tiles before the block's are summed by the block, those of its lower warps by each warp.
-  TileSums sums = {};
+  Word sum = 0;
 #pragma unroll 8
-  for (unsigned t = thread_index(); t < block_first; t += kThreads) sums.add(totals[t]);
-  sums = sums.over_warp();
-  if (lane == 0) warp_sums[warp] = sums;
+  for (unsigned t = thread_index(); t < block_first; t += kThreads) sum += summand(totals[t]);
+  sum = warp_sum(sum);
+  if (lane == 0) warp_sums[warp] = sum;
   __syncthreads();
-  sums = lane < kWarps ? warp_sums[lane] : TileSums{};
-  for (unsigned t = block_first + lane; t < first; t += kWarpSize) sums.add(totals[t]);
-  const Word before = warp_sum(sums.kept);
+  sum = lane < kWarps ? warp_sums[lane] : 0;
+  for (unsigned t = block_first + lane; t < first; t += kWarpSize) sum += summand(totals[t]);
+  const Word before = warp_sum(sum) & kKeptMask;
 
   const Range range = tiles.bounds_of(index);
   const float threshold = threshold_of(args, index);
@@ -349,15 +340,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   auto* starts = reinterpret_cast<uint32_t*>(payload + layout.starts);
   // The range's last warp has read all totals after its own, so what it writes is exact.
   if (block_first + kWarps * tiles_per_warp >= tiles_in_range && warp == kWarps - 1) {
-    for (unsigned t = first + lane; t < last; t += kWarpSize) sums.add(totals[t]);
-    const TileSums all = sums.over_warp();
+    for (unsigned t = first + lane; t < last; t += kWarpSize) sum += summand(totals[t]);
+    const Word all = warp_sum(sum), kept = all & kKeptMask;
     const int64_t numel = range.end - range.begin;
     const PayloadHeader header =
-        payload_header(numel, args.capacity, args.value_dtype, all.kept, all.non_finite != 0);
+        payload_header(numel, args.capacity, args.value_dtype, kept, all != kept);
     if (lane == 0) {
       *reinterpret_cast<PayloadHeader*>(payload) = header;
       starts[num_blocks(numel)] = header.count;
-      args.seen[index] = static_cast<int32_t>(min(all.kept, kMostSeen));
+      args.seen[index] = static_cast<int32_t>(min(kept, kMostSeen));
     }
   }
 
