@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from dct_kernels import checks, quantized_payload_bytes
-from dct_kernels.layout import payload_layout, range_bounds
+from dct_kernels.layout import payload_layout
 
 from ..compressor import Compressor, check_settings, default_capacity
 from ..formats import DTYPES, require_format
@@ -103,10 +103,9 @@ class Settings:
             ranges: equal ranges of whole blocks; each has a payload and a threshold of its own.
             row_of: if the tensor is itself a range, the elements of the longest one.
         """
-        longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         made: Codec
         if self.every_entry:
-            made = quantized.Quantized(numel, self.format, ranges, longest, device)
+            made = quantized.Quantized(numel, self.format, ranges, row_of, device)
         else:
             made = Compressor(
                 numel,
@@ -114,7 +113,7 @@ class Settings:
                 value_dtype=DTYPES[self.format],
                 policy=self.policy,
                 refresh_every=self.refresh_every,
-                capacity=self.capacity(longest),
+                capacity=None if row_of is None else self.capacity(row_of),
                 ranges=ranges,
                 row_of=row_of,
                 device=device,

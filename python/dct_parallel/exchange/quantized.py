@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dct_kernels import quantized_payload_bytes
-from dct_kernels.layout import HEADER_BYTES, QUANTIZED_CODES, UNSCALED
+from dct_kernels.layout import HEADER_BYTES, QUANTIZED_CODES, UNSCALED, range_bounds
 
 from ..compressor import warn_of_eager
 
@@ -26,7 +26,7 @@ class Quantized:
         numel: elements of the flat tensor.
         format: one of FORMATS; nothing is left of "float32".
         ranges: how many payloads there are, each of an equal range of whole blocks.
-        longest: elements of the longest range, for which payloads have room.
+        row_of: if this tensor is one range of several, the elements of the longest one.
         device: of all tensors.
 
     Attributes:
@@ -37,9 +37,10 @@ class Quantized:
     """
 
     def __init__(
-        self, numel: int, format: str, ranges: int, longest: int, device: torch.device
+        self, numel: int, format: str, ranges: int, row_of: int | None, device: torch.device
     ) -> None:
         warn_of_eager(device.type)
+        longest = range_bounds(numel, ranges, 0)[1] if row_of is None else row_of
         self._format = format
         self.residual = torch.zeros(numel, device=device)
         self.threshold = torch.zeros(ranges, device=device)
