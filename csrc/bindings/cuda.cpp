@@ -11,17 +11,7 @@
 #include <tuple>
 
 #include "../common/rows.h"
-#include "../cuda/dequantize_sum.cuh"
-#include "../cuda/dequantize_sum_pack.cuh"
-#include "../cuda/mask_pack.cuh"
-#include "../cuda/quantize_pack.cuh"
-#include "../cuda/row_dequantize.cuh"
-#include "../cuda/row_gather.cuh"
-#include "../cuda/row_pack.cuh"
-#include "../cuda/row_quantize.cuh"
-#include "../cuda/row_unpack.cuh"
-#include "../cuda/sample_threshold.cuh"
-#include "../cuda/scatter_unpack.cuh"
+#include "../cuda/kernels.cuh"
 #include "contract.h"
 
 namespace dct {

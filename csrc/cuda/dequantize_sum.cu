@@ -1,8 +1,8 @@
 // dequantize_sum.cu -- the sum of all ranks' payloads of every entry, times a factor. A row's sums
 // stay in the registers of a warp while it adds rank after rank, so that a payload is read once and
 // the output written once.
-#include "dequantize_sum.cuh"
 #include "detail/sum_payloads.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

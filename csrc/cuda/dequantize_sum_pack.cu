@@ -1,9 +1,8 @@
 // dequantize_sum_pack.cu -- dequantize_sum and quantize_pack of its result, of one range. The mean
 // of a row goes from the registers that it was summed in to those that it is quantized in.
-#include "dequantize_sum_pack.cuh"
 #include "detail/quantize_entries.cuh"
 #include "detail/sum_payloads.cuh"
-#include "quantize_pack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

@@ -15,7 +15,7 @@
 #include "detail/launch.cuh"
 #include "detail/range_tiles.cuh"
 #include "detail/warp.cuh"
-#include "mask_pack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

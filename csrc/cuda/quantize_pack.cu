@@ -6,7 +6,7 @@
 #include "detail/quantize_entries.cuh"
 #include "detail/range_tiles.cuh"
 #include "detail/row_elements.cuh"
-#include "quantize_pack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

@@ -8,7 +8,7 @@
 #include "detail/row_codes.cuh"
 #include "detail/vectors.cuh"
 #include "detail/warp.cuh"
-#include "row_dequantize.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

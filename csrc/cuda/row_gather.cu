@@ -3,7 +3,7 @@
 #include "detail/launch.cuh"
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
-#include "row_gather.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

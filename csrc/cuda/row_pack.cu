@@ -7,7 +7,7 @@
 #include "detail/launch.cuh"
 #include "detail/row_pack_wide.cuh"
 #include "detail/vectors.cuh"
-#include "row_pack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

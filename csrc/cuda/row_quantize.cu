@@ -8,7 +8,7 @@
 #include "detail/row_quantize_wide.cuh"
 #include "detail/vectors.cuh"
 #include "detail/warp.cuh"
-#include "row_quantize.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include "detail/positions.cuh"
 #include "detail/row_elements.cuh"
 #include "detail/vectors.cuh"
-#include "row_unpack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

@@ -15,7 +15,7 @@
 #include "detail/elements.cuh"
 #include "detail/launch.cuh"
 #include "detail/radix_select.cuh"
-#include "sample_threshold.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {

@@ -6,7 +6,7 @@
 // its elements once.
 #include "detail/launch.cuh"
 #include "detail/rank_block.cuh"
-#include "scatter_unpack.cuh"
+#include "kernels.cuh"
 
 namespace dct::cuda {
 namespace {
