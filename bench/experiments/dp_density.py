@@ -4,10 +4,10 @@
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
 Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads no
-character twice. finetune-adamw continues on sympy's sources from a model trained on torch's.
-python-muon uses Muon for the matrices of the layers and AdamW for the rest. clicks-... trains DLRM
-on rows of clicks, generated or from --data. clicks-adam uses row-wise AdaGrad for the tables (with
---table-lr) and Adam for the MLPs; tables-adam uses Adam for all parameters.
+character twice. python-muon uses Muon for the matrices of the layers and AdamW for the rest.
+clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam uses row-wise
+AdaGrad for the tables (with --table-lr) and Adam for the MLPs; tables-adam uses Adam for all
+parameters.
 
 The learning rate rises over the first 50 steps of a transformer (--warmup). Then it follows a
 cosine to 0, or stays constant.
@@ -15,8 +15,7 @@ cosine to 0, or stays constant.
 Methods: dense (float32), bf16, dct:D% and reduce_scatter:D% (DCTState; D is the percentage of
 entries sent), int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and
 local-FORMAT:xH are DCTAverager with period H, and ahead:D% is DCTAverager(period=1,
-step_ahead=True). Settings follow after commas: transport=reduce_scatter, decay=B (of the residual),
-spaced=rate or root (as many averagings, further apart where the rate or its square root is lower).
+step_ahead=True). All but dense, bf16 and reduce_scatter also take ",transport=reduce_scatter".
 
 All ranks are simulated in one process with the bits of real ranks. Bytes are what a rank sends,
 computed from the message sizes.
@@ -52,6 +51,8 @@ from . import dp_local, dp_methods, dp_python, dp_ranks, dp_tasks, runs
 
 WARMUP_STEPS = 50  # of a transformer's rate
 CURVE_EVERY = 20  # steps
+
+Task = dp_tasks.ClicksTask | dp_python.PythonTask
 
 
 class Problem(NamedTuple):
@@ -100,7 +101,6 @@ PROBLEMS = {
     "python-momentum": Problem(
         "python", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)
     ),
-    "finetune-adamw": Problem("finetune", _one(_adamw), WARMUP_STEPS, (1e-3, 2e-3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
     "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), 0, (0.01, 0.03)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
@@ -108,7 +108,7 @@ PROBLEMS = {
 }
 
 
-def train(run: dict, problem: Problem, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
+def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) -> dict:
     """The record of one run."""
     start = time.process_time()
     model = task.model(run["seed"])
@@ -127,7 +127,7 @@ def train(run: dict, problem: Problem, task: dp_tasks.Task, options: argparse.Na
     if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [update_of(own) for own in models]
-        steps = dp_local.train(models, task.loss, batches, make(models), updates, parts)
+        steps = dp_local.train(models, task.loss, batches, make(models), updates, options.steps)
     else:
         update = update_of(model)
         steps = dp_ranks.train(model, task.loss, batches, make, update, options.steps)
@@ -164,16 +164,6 @@ def stepper(
     return update
 
 
-def make_task(name: str, options: argparse.Namespace) -> dp_tasks.Task:
-    batch = {} if options.batch is None else {"batch": options.batch}
-    if name == "python":
-        return dp_python.PythonTask(options.width, options.layers, **batch)
-    if name == "finetune":
-        start = options.out / "start.pt"
-        return dp_python.FineTuneTask(start, options.width, options.layers, **batch)
-    return dp_tasks.ClicksTask(options.data, options.rows, **batch)
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
     names = ("ranks", "warmup", "table_lr", "batch", "width", "layers", "rows")
     return runs.settings_of(options, *names)
@@ -184,8 +174,11 @@ def work(options: argparse.Namespace) -> None:
     runs.load(options.out, settings_of(options))  # raises before any training if they differ
 
     @cache
-    def task(name: str) -> dp_tasks.Task:
-        return make_task(name, options)
+    def task(name: str) -> Task:
+        batch = {} if options.batch is None else {"batch": options.batch}
+        if name == "python":
+            return dp_python.PythonTask(options.width, options.layers, **batch)
+        return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
     def finish(run: dict, problem: Problem, part: str) -> None:
         path = runs.path(options.out, run)

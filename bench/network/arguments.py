@@ -9,7 +9,7 @@ from .methods import METHODS, REPLICATED
 
 DESCRIPTION = """\
 Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
-and measure a step: its time, its phases, and the bytes that leave a rank's interface.
+and measure a step: its time, and the bytes that leave a rank's interface.
 
 Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
 both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
@@ -86,8 +86,8 @@ def parser() -> Parser:
         "--bucket-mb",
         type=positive,
         default=1024.0,
-        help="DDP's bucket size in MiB; the default makes one bucket. With several, exchanges run "
-        "beside the backward pass: step times hold, where they go is said for one bucket alone",
+        help="DDP's bucket size in MiB; the default makes one bucket. With several, exchanges "
+        "overlap with the backward pass",
     )
     model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
     model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from .phases import PHASES
-
 
 def merge(
     ranks: int,
@@ -15,9 +13,8 @@ def merge(
     """A cell from what all ranks measured in every round. Figures are per step.
 
     "step_ms" has the 20 % quantile, the median and the 80 % quantile; a step takes as long as its
-    slowest rank. "phases_ms" are means over ranks, and over the steps between those quantiles.
-    "payload_bytes" are what a rank hands to collectives. "wire_bytes" and "packets" have left a
-    rank's interface.
+    slowest rank. "payload_bytes" are what a rank hands to collectives. "wire_bytes" and "packets"
+    have left a rank's interface.
 
     Args:
         rate: bits per second, None if it is unlimited.
@@ -25,11 +22,6 @@ def merge(
     """
     times = np.concatenate([np.max([rank["seconds"] for rank in r], axis=0) for r in rounds])
     low, median, high = (float(1e3 * q) for q in np.quantile(times, (0.2, 0.5, 0.8)))
-    usual = (1e3 * times >= low) & (1e3 * times <= high)
-
-    def phase_ms(phase: str) -> float:
-        of_rounds = [np.mean([rank["phases"][phase] for rank in r], axis=0) for r in rounds]
-        return float(1e3 * np.concatenate(of_rounds)[usual].mean())
 
     def per_step(key: str) -> float:
         return float(sum(np.mean([rank[key] for rank in r]) for r in rounds) / len(times))
@@ -40,7 +32,6 @@ def merge(
         "mode": mode,
         "steps": len(times),
         "step_ms": (low, median, high),
-        "phases_ms": {phase: phase_ms(phase) for phase in PHASES},
         "payload_bytes": per_step("payload_bytes"),
         "wire_bytes": per_step("wire_bytes") / shared,
         "packets": per_step("packets") / shared,

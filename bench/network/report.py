@@ -74,7 +74,6 @@ def _bytes(cells: Sequence[dict], rate: float | None) -> str:
         row = [METHODS[cell["mode"]].title, number(formula)]
         row.append(times(dense["payload_bytes"] / formula) if dense else "")
         counted = counter / (formula + HEADER_BYTES * packets)
-        row += [number(counter), f"{counted:.3f}", number(packets)]
-        rows.append([*row, ", ".join(f"{ms:.1f}" for ms in cell["phases_ms"].values())])
+        rows.append([*row, number(counter), f"{counted:.3f}", number(packets)])
     headings = ["", "formula", "fewer by", "counter", "of formula + headers", "packets"]
-    return table([*headings, "ms: compute, pack, wire, unpack"], rows)
+    return table(headings, rows)

@@ -90,8 +90,7 @@ def _simulated(task, make, ranks):
     updates = [lambda step, own=own: own.step() for own in optimizers]
     batches = [task.batches(0, rank, ranks) for rank in range(ranks)]
     if dp_methods.is_local(make):
-        rates = [1.0] * STEPS
-        run = dp_local.train(models, task.loss, batches, make(models), updates, rates)
+        run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
     else:
         run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
     assert len(list(run)) == STEPS
@@ -119,19 +118,8 @@ def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
-def test_averagings_that_follow_the_rate():
-    """As many as every period-th step; with a constant rate, exactly those."""
-    assert dp_local.due([1.0] * 12, 3, None) == dp_local.due([1.0] * 12, 3, "rate")
-    rates = [8.0] * 4 + [4.0] * 4 + [2.0] * 8 + [1.0] * 16
-    assert dp_local.due(rates, 8, "rate") == {3, 6, 14, 32}
-    rates = [1 - step / 200 for step in range(200)]
-    due = sorted(dp_local.due(rates, 5, "root"))
-    gaps = [after - before for before, after in itertools.pairwise([0, *due])]
-    assert len(due) == 40 and gaps[:5] == [4, 3, 4, 3, 4] and min(gaps[-2:]) >= 8
-
-
 WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
-WRONG += "local-int8:10%x10 dct:1%,decay=0.9 local:10%x10,spaced=steps dct:1%,spaced=rate "
+WRONG += "local-int8:10%x10 dct:1%,decay=0.9 reduce_scatter:1%,transport=reduce_scatter "
 WRONG += "dense,transport=reduce_scatter int4,transport=all_to_all"
 
 
