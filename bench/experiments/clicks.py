@@ -2,8 +2,6 @@
 
 import argparse
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from torch import nn
 from bench import files
 from bench.cli import Parser, count, make_folder, positive, several, widths
 from examples.dlrm.data import dataset
+from examples.dlrm.launch import launch
 from examples.dlrm.scores import evaluate
 
 from . import runs
@@ -75,17 +74,11 @@ def _train(
     asked = [run | {"problem": ""} for run in asked]
     missing = [run for run in asked if not runs.path(options.out, run).exists()]
     if missing:
-        with tempfile.TemporaryDirectory() as folder:
-            given = (f"file://{folder}/rendezvous", missing, options, job)
-            torch.multiprocessing.spawn(_work, given, options.ranks)
+        launch(_work, options.ranks, missing, options, job)
 
 
-def _work(
-    rank: int, rendezvous: str, missing: Sequence[dict], options: argparse.Namespace, job: Job
-) -> None:
+def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> None:
     """All of the runs, on one rank."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     data = dataset.load(
         options.data, options.rows, options.hash_size, options.batch_size, validation_fraction=0.1
     )
@@ -102,9 +95,8 @@ def _work(
                 record["test"] = scores(evaluate(model, data.test, data.train))
         else:
             record["diverged"] = True
-        if rank == 0:
+        if dist.get_rank() == 0:
             file = runs.path(options.out, run)
             files.write_json(file, record)
             print(f"{file.stem}: {record.get('validation', 'diverged')}", flush=True)
         del model  # before its process groups
-    dist.destroy_process_group()

@@ -27,11 +27,16 @@ def _dct(**settings: object) -> Register:
     return register
 
 
-def _averager(**settings: object) -> Callable:
-    def make(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
-        return DCTAverager(model, period=PERIOD, **settings)
+def _averager(model: nn.Module, options: argparse.Namespace) -> DCTAverager:
+    return DCTAverager(model, period=PERIOD)
 
-    return make
+
+def _largest_entries(options: argparse.Namespace) -> RowExchange:
+    return rows_in(RowFormat("bfloat16", density=options.row_density))
+
+
+def _few_bits(options: argparse.Namespace) -> RowExchange:
+    return rows_in(RowFormat(*options.row_format))
 
 
 class Method(NamedTuple):
@@ -52,18 +57,6 @@ class Method(NamedTuple):
     period: int = 0
 
 
-def _float32_rows(options: argparse.Namespace) -> RowExchange:
-    return rows_in("float32")
-
-
-def _largest_entries(options: argparse.Namespace) -> RowExchange:
-    return rows_in(RowFormat("bfloat16", density=options.row_density))
-
-
-def _few_bits(options: argparse.Namespace) -> RowExchange:
-    return rows_in(RowFormat(*options.row_format))
-
-
 REPLICATED = {
     "dense": Method("dense float32", MODES["dense"]),
     "bf16": Method("bf16 hook", MODES["bf16"]),
@@ -71,10 +64,10 @@ REPLICATED = {
     "dct": Method("DCT", _dct()),
     "dct-int4": Method("every entry, int4", _dct(density=1.0, format="int4")),
     "dct-reduce-scatter": Method("DCT, reduce-scatter", _dct(transport="reduce_scatter")),
-    "local-ternary": Method("local steps, ternary", _averager(), period=PERIOD),
+    "local-ternary": Method("local steps, ternary", _averager, period=PERIOD),
 }
 HYBRID = {
-    "hybrid-dense": Method("hybrid, float32", MODES["dense"], _float32_rows),
+    "hybrid-dense": Method("hybrid, float32", MODES["dense"], lambda options: rows_in("float32")),
     "hybrid-dct": Method("hybrid, DCT-DP and -MP", _dct(), _largest_entries),
     "hybrid-format": Method("hybrid, DCT-DP, few bits", _dct(), _few_bits),
     "hybrid-format-dedup": Method("hybrid, DCT-DP, few bits, dedup", _dct(), _few_bits, True),
