@@ -4,11 +4,12 @@ import sys
 from collections.abc import Sequence
 
 from bench.cli import exit_status
-from bench.microbench import arguments, command
+from bench.microbench.arguments import parser
+from bench.microbench.command import run
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    return exit_status("kernels", lambda: command.run(arguments.parser().parse_args(given)))
+    return exit_status("kernels", lambda: run(parser().parse_args(given)))
 
 
 if __name__ == "__main__":

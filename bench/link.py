@@ -1,14 +1,239 @@
 """Step time and bytes of training over links of a set rate."""
 
+import argparse
+import json
+import os
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench.cli import exit_status
-from bench.network import arguments, command
+from bench import files, provenance
+from bench.cli import (
+    Parser,
+    UsageError,
+    count,
+    density,
+    exit_status,
+    make_folder,
+    number,
+    positive,
+    row_format,
+    several,
+    widths,
+)
+from bench.network import report
+from bench.network.methods import METHODS, REPLICATED
+from bench.network.namespaces import Loopback, Namespaces
+from bench.rates import UNLIMITED, describe_rate, parse_rate
+
+ROOT = Path(__file__).parents[1]
+DESCRIPTION = """\
+Train DLRM on generated rows over links of a set rate, with several ways of averaging gradients,
+and measure a step: its time, and the bytes that leave a rank's interface.
+
+Every rank is a process in a network namespace. A link is a veth pair with a token bucket filter at
+both ends, so each direction has the full rate. A bridge joins the links. Bytes are read from the
+interface's counters. This needs root and the commands ip and tc (Debian, Ubuntu: apt-get install
+iproute2). --loopback measures without them and without a rate limit. The namespaces are removed at
+the end, also after Ctrl-C; those of a killed run are removed by the next run.
+"""
+EPILOG = """\
+examples:
+  sudo $(which python) -m bench.link
+      2 ranks, 100 Mbit/s to unlimited, all replicated modes
+  sudo $(which python) -m bench.link --ranks 2,4 --rates 1gbit,5gbit,10gbit --modes dense,bf16,dct
+      up to which rate is DCT faster?
+  sudo $(which python) -m bench.link --embedding-dim 64 --rates 1gbit --row-format int4,ternary \\
+      --modes hybrid-dense,hybrid-dct,hybrid-format-dedup
+      sharded tables: rows in few bits, each distinct row once
+  python -m bench.link --loopback
+      no root: the cost of each mode where the network costs next to nothing
+"""
+
+
+def parser() -> Parser:
+    """Exits with status 2 and a text that names argument, rule and value."""
+    parser = Parser(prog="python -m bench.link", description=DESCRIPTION, epilog=EPILOG)
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument(
+        "--ranks",
+        type=several(number(int, lambda n: 2 <= n <= 64, "an integer in [2, 64]")),
+        default="2",
+        metavar="N,...",
+        help="rank counts; ranks share this machine's cores, so more of them than cores compute "
+        "slower",
+    )
+    measured.add_argument(
+        "--rates",
+        type=several(parse_rate),
+        metavar="R,...",
+        help="link rates, such as 2.5gbit, or unlimited (default: 100mbit,1gbit,10gbit,unlimited; "
+        "unlimited with --loopback)",
+    )
+    measured.add_argument(
+        "--modes",
+        type=several(str, METHODS),
+        default=",".join(REPLICATED),
+        metavar="M,...",
+        help="float32 and bfloat16 all-reduce, PowerSGD of rank 1, DCT with both transports, and "
+        "with every entry in int4; local-ternary: DCTAverager every 10 steps, where a step is the "
+        "mean of ten; hybrid-...: embedding tables sharded over the ranks, with rows in float32, "
+        "by their largest entries, or in few bits; with -dedup each distinct row is sent once",
+    )
+    measured.add_argument(
+        "--loopback",
+        action="store_true",
+        help="127.0.0.1 instead of namespaces and links: no root, no rate limit, and bytes that "
+        "include all else that this machine sends to itself",
+    )
+    extent = parser.add_argument_group("how long")
+    extent.add_argument("--steps", type=count, default=60, help="timed steps per mode, in 3 rounds")
+    extent.add_argument(
+        "--seconds",
+        type=positive,
+        default=15.0,
+        help="the timed steps of a mode take about this long at most; slow links get fewer steps, "
+        "at least 15",
+    )
+    extent.add_argument(
+        "--timeout",
+        type=positive,
+        default=120.0,
+        help="seconds per mode and rate after which the ranks are ended with an error",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--bucket-mb",
+        type=positive,
+        default=1024.0,
+        help="DDP's bucket size in MiB; the default makes one bucket. With several, exchanges "
+        "overlap with the backward pass",
+    )
+    model.add_argument("--batch-size", type=count, default=128, help="rows per rank and step")
+    model.add_argument("--hash-size", type=count, default=4000, help="rows of a table at most")
+    model.add_argument("--embedding-dim", type=count, default=16, help="width of an embedding")
+    mlp = {"type": widths, "metavar": "W-W-..."}
+    model.add_argument("--bottom", default="512-256-64", help="bottom MLP's hidden widths", **mlp)
+    model.add_argument("--top", default="512-256", help="top MLP's hidden widths", **mlp)
+    model.add_argument(
+        "--density",
+        type=density,
+        default=0.005,
+        help="DCT: fraction of entries sent",
+    )
+    model.add_argument(
+        "--row-density",
+        type=density,
+        default=0.05,
+        help="hybrid-dct: fraction of each pooled embedding sent, and of its gradient, rounded up",
+    )
+    model.add_argument(
+        "--row-format",
+        type=row_format,
+        default="int4",
+        metavar="FORMAT[,BACKWARD]",
+        help="hybrid-format: number format of pooled embeddings, and of their gradients if that "
+        "is another",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/link"),
+        metavar="DIR",
+        help="folder for link.json, which has everything that is measured",
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.rates is None:
+        default = [UNLIMITED] if options.loopback else ["100mbit", "1gbit", "10gbit", UNLIMITED]
+        options.rates = [parse_rate(text) for text in default]
+    if options.loopback and options.rates != [None]:
+        raise UsageError(f"--loopback has no rate limit: --rates must be {UNLIMITED}")
+    make_folder(options.out)
+    print(report.announce(options), flush=True)
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    result = {"provenance": provenance.describe(), "options": plain, "links": [], "cells": []}
+    for ranks in options.ranks:
+        with (Loopback if options.loopback else Namespaces)(ranks) as network:
+            for rate in options.rates:
+                network.set_rate(rate)
+                measured = _measure(network, ranks, options)
+                result["model"] = measured[0]["model"]
+                link = measured[1]["link"]
+                result["links"].append({"ranks": ranks, "rate": rate} | link)
+                shared = ranks if options.loopback else 1
+                for mode in options.modes:
+                    rounds = list(zip(*(rank["rounds"][mode] for rank in measured), strict=True))
+                    result["cells"].append(report.merge(ranks, rate, mode, rounds, shared))
+                # Now, so that an interrupted run keeps its results.
+                files.write_json(options.out / "link.json", result)
+                print(f"{ranks} ranks at {describe_rate(rate)} are measured", flush=True)
+    print(f"\n{report.render(result)}\n\n{report.NOTE}\nin {options.out}: link.json")
+    return 0
+
+
+def _measure(network: Namespaces | Loopback, ranks: int, options: argparse.Namespace) -> list[dict]:
+    """What every rank measured, in a process each.
+
+    Raises:
+        UsageError: a rank failed, or took too long.
+    """
+    settings = vars(options) | {"out": None, "transfer_port": _free_port()}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": network.interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of addresses without a name
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder, str(rank)) for rank in range(ranks)]
+        program = [sys.executable, "-m", "bench.network.worker", json.dumps(settings)]
+        processes = [
+            subprocess.Popen(
+                network.command(rank, [*program, str(out)]),
+                env=environment | {"RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C reaches this process alone, which cleans up
+            )
+            for rank, out in enumerate(outs)
+        ]
+        try:
+            _wait(processes, options.timeout * len(options.modes))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [json.loads(out.read_text()) for out in outs]
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float) -> None:
+    """Until all have ended without an error."""
+    deadline = time.monotonic() + timeout
+    while (ended := [process.poll() for process in processes]) != [0] * len(processes):
+        for rank, status in enumerate(ended):
+            if status:
+                raise UsageError(f"rank {rank} failed with exit status {status}")
+        if time.monotonic() > deadline:
+            late = [rank for rank, status in enumerate(ended) if status is None]
+            raise UsageError(f"ranks {late} have not ended in {timeout:g} seconds (--timeout)")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    return exit_status("link", lambda: command.run(arguments.parser().parse_args(given)))
+    return exit_status("link", lambda: run(parser().parse_args(given)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,199 @@
 """A cost model: predicts step times for 2 to thousands of ranks."""
 
+import argparse
+import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from bench.cli import exit_status
-from bench.scaling import arguments, command
+import torch
+
+from bench.cli import Parser, UsageError, density, exit_status, number, positive, several
+from bench.cost_model import CPU, H200, METHODS, SOURCES, Link, Model, Step, link_of, methods_for
+from bench.rates import describe_rate, parse_rate
+from bench.tables import table, times
+
+FASTER = 1.05  # with a smaller ratio two methods count as equally fast
+NOTE = "Times and bytes only. The effect on the loss: docs/guide/{}.md."
+PAGES = {"sgd": "choosing", "adamw": "transformers"}
+
+DESCRIPTION = """\
+Predict the time of a training step for float32 and bfloat16 all-reduce, DCTState and DCTAverager.
+With one number of ranks and one rate, the answer is a table and a sentence: which method is
+fastest, and by how much. With several, it is a table of the fastest methods.
+
+A step is compute + pack + wire + unpack; docs/design/measuring.md has the formulas. Bytes are those
+of dct_parallel. No message waits for another and no rank is slow, so all times are lower bounds.
+Methods that differ by less than 5 % count as equally fast.
+"""
+EPILOG = """\
+examples:
+  python -m bench.scale --parameters 25000000 --compute-ms 50 --ranks 2 --rates 1gbit
+      does it help this model, on this link?
+  python -m bench.scale --parameters 124000000 --compute-ms 200 --ranks 2 --rates 1gbit \\
+      --optimizer adamw --device gpu
+      what helps with AdamW?
+"""
+
+
+def parser() -> Parser:
+    """Exits with status 2 and a text that names argument, rule and value."""
+    parser = Parser(prog="python -m bench.scale", description=DESCRIPTION, epilog=EPILOG)
+    add = parser.add_argument
+    add(
+        "--parameters",
+        type=number(int, lambda n: 1 <= n < 2**32, "an integer in [1, 2^32)"),
+        default=25_000_000,
+        help="of the model",
+    )
+    add(
+        "--compute-ms",
+        type=positive,
+        default=50.0,
+        help="milliseconds of forward, backward and optimizer in a step",
+    )
+    add("--density", type=density, default=0.005, help="of the sparse hook: entries sent")
+    add(
+        "--optimizer",
+        choices=("sgd", "adamw"),
+        default="sgd",
+        help="adamw (or momentum) leaves out the sparse hook and the ternary hook, whose loss is "
+        "higher with it",
+    )
+    add(
+        "--ranks",
+        type=several(number(int, lambda n: 2 <= n <= 2**20, "an integer in [2, 2^20]")),
+        default="2,8,32,128,512",
+        metavar="P,...",
+        help="numbers of ranks",
+    )
+    add(
+        "--rates",
+        type=several(parse_rate),
+        default="1gbit,10gbit,25gbit,100gbit,400gbit",
+        metavar="R,...",
+        help="of a rank's link, in each direction",
+    )
+    add(
+        "--device",
+        choices=("gpu", "cpu"),
+        help="NCCL and the kernels of an H200, or gloo and those of 2 CPU cores (default: gpu if "
+        "torch finds one)",
+    )
+    add(
+        "--alpha-us",
+        type=number(float, lambda x: 0 <= x < math.inf, "a number >= 0"),
+        metavar="US",
+        help="microseconds per message (default: cpu 1500; gpu 50 below 100 Gbit/s, 10 from there)",
+    )
+    add(
+        "--overlap",
+        type=number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+        default=0.0,
+        metavar="F",
+        help="fraction of compute behind which the wire can hide: 0 for one bucket, up to the "
+        "share of the backward pass with many",
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    if None in options.rates:
+        raise UsageError("--rates must be numbers here, got unlimited")
+    device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
+    kernels = {"cpu": CPU, "gpu": H200}[device]
+    compute = options.compute_ms / 1e3
+    model = Model(options.parameters, compute, kernels, options.density, options.overlap)
+    methods = methods_for(options.optimizer)
+
+    def steps(ranks: int, rate: float) -> dict[str, Step]:
+        link: Link = link_of(device, rate)
+        if options.alpha_us is not None:
+            link = link._replace(alpha=options.alpha_us / 1e6)
+        return {method: model.step(method, ranks, link) for method in methods}
+
+    print(f"{options.parameters:,} parameters, {options.compute_ms:g} ms of compute; {device}:")
+    print(f"{SOURCES[device]}. Predicted, lower bounds.\n")
+    if len(options.ranks) == len(options.rates) == 1:
+        (ranks,), (rate,) = options.ranks, options.rates
+        found = steps(ranks, rate)
+        print(f"{_table(found, options.density)}\n")
+        print(f"{sentence(ranks, rate, found, options.density)}.")
+    else:
+        rows = [
+            [f"{ranks:,}", *map(_winner, map(partial(steps, ranks), options.rates))]
+            for ranks in options.ranks
+        ]
+        print("The fastest method, and its speed over float32 DDP\n")
+        print(table(["ranks", *map(describe_rate, options.rates)], rows))
+    print(NOTE.format(PAGES[options.optimizer]))
+    return 0
+
+
+def best(steps: dict[str, Step]) -> str:
+    """The first of METHODS that is as fast as the fastest."""
+    fastest = min(step.seconds for step in steps.values())
+    return next(method for method in steps if steps[method].seconds < FASTER * fastest)
+
+
+def sentence(ranks: int, rate: float, steps: dict[str, Step], density: float) -> str:
+    """Whether DCT helps, and the times and bytes that show it."""
+    taken = best(steps)
+    helps = METHODS[taken].settings is not None
+    others = [name for name in ("dense", "bf16") if name != taken]
+    if not helps:
+        ours = [name for name in steps if METHODS[name].settings]
+        others.append(min(ours, key=lambda name: steps[name].seconds))
+    compared = [
+        f"{_ratio(steps[other].seconds / steps[taken].seconds)} {_called(other, density)} "
+        f"({_ms(steps[other])}, {_size(steps[other])})"
+        for other in others
+    ]
+    return (
+        f"{'It helps' if helps else 'It does not help'}: on {ranks:,} ranks at "
+        f"{describe_rate(rate)} a step with {_called(taken, density)} takes {_ms(steps[taken])} "
+        f"and sends {_size(steps[taken])} per rank, {' and '.join(compared)}"
+    )
+
+
+def _table(steps: dict[str, Step], density: float) -> str:
+    dense = steps["dense"].seconds
+    rows = [
+        [_called(name, density), _ms(step), times(dense / step.seconds), _size(step)]
+        for name, step in steps.items()
+    ]
+    return table(["method", "a step", "speed over float32", "a rank sends"], rows)
+
+
+def _winner(steps: dict[str, Step]) -> str:
+    taken = best(steps)
+    return f"{taken} {times(steps['dense'].seconds / steps[taken].seconds)}"
+
+
+def _called(name: str, density: float) -> str:
+    return METHODS[name].call.replace("DENSITY", f"{density:g}")
+
+
+def _ratio(ratio: float) -> str:
+    return "as fast as" if 1 / FASTER < ratio < FASTER else f"{_digits(ratio)}x as fast as"
+
+
+def _ms(step: Step) -> str:
+    return f"{_digits(1e3 * step.seconds)} ms"
+
+
+def _size(step: Step) -> str:
+    unit, name = (1e6, "MB") if step.wire_bytes >= 1e6 else (1e3, "kB")
+    return f"{_digits(step.wire_bytes / unit)} {name}"
+
+
+def _digits(number: float) -> str:
+    """Three significant digits, or all of an integer's."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    return exit_status("scale", lambda: command.run(arguments.parser().parse_args(given)))
+    return exit_status("scale", lambda: run(parser().parse_args(given)))
 
 
 if __name__ == "__main__":

@@ -82,30 +82,26 @@ def _methods(kind: type) -> Iterator[str]:
 
 def _arguments(value: Callable, skip: int = 0) -> str:
     """The arguments of a call, with defaults and without annotations."""
-    signature = inspect.signature(value)
-    parameters = [
-        parameter.replace(annotation=inspect.Parameter.empty, default=_shown(parameter.default))
-        for parameter in list(signature.parameters.values())[skip:]
-    ]
-    return str(inspect.Signature(parameters))
+    parameters = list(inspect.signature(value).parameters.values())[skip:]
+    return str(inspect.Signature(map(_shown, parameters)))
 
 
-def _shown(default: object) -> object:
-    return default if default is inspect.Parameter.empty else _Default(default)
+class _Text(str):
+    """A default value as a user writes it."""
+
+    __repr__ = str.__str__
 
 
-class _Default:
-    """A default value, printed as a user writes it."""
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    value, empty = parameter.default, inspect.Parameter.empty
+    text = value if value is empty else _Text(_written(value))
+    return parameter.replace(annotation=empty, default=text)
 
-    def __init__(self, value: object) -> None:
-        self._value = value
 
-    def __repr__(self) -> str:
-        if inspect.isfunction(self._value):
-            return self._value.__name__
-        if isinstance(self._value, torch.distributed.ReduceOp.RedOpType):
-            return f"ReduceOp.{self._value.name}"
-        return repr(self._value)
+def _written(value: object) -> str:
+    if isinstance(value, torch.distributed.ReduceOp.RedOpType):
+        return f"ReduceOp.{value.name}"
+    return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
 def differing() -> dict[Path, str]:

@@ -1,17 +1,18 @@
 """Tables of Markdown, and the formats of their figures."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without the columns that are empty in every row."""
-    rows = [list(row) for row in rows]
-    kept = [n for n in range(len(headings)) if n == 0 or any(row[n] for row in rows)]
-    lines = [header([headings[n] for n in kept])]
-    return "\n".join([*lines, *(line([row[n] for n in kept]) for row in rows)])
+    """A table without the columns that are empty in every row, all as wide as their widest cell."""
+    columns = list(zip(headings, *rows, strict=True))
+    kept = [each for n, each in enumerate(columns) if n == 0 or any(each[1:])]
+    widths = [max(3, *map(len, each)) for each in kept]
+    padded = [[cell.ljust(w) for cell in each] for each, w in zip(kept, widths, strict=True)]
+    first, *rest = map(line, zip(*padded, strict=True))
+    return "\n".join([first, line("-" * width for width in widths), *rest])
 
 
 def header(headings: Sequence[str]) -> str:
@@ -23,41 +24,18 @@ def line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def aligned(text: str) -> str:
-    """The text with all columns of its tables as wide as their widest cell."""
-    lines = [line.split("|") for line in text.splitlines()]
-    found = []
-    for is_table, block in itertools.groupby(lines, lambda cells: len(cells) > 1):
-        block = list(block)
-        if is_table:
-            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
-            for cells in block:
-                fill = "-" if set("".join(cells)) <= set("- ") else " "
-                inner = zip(cells[1:-1], widths[1:-1], strict=True)
-                found.append(
-                    "|" + "|".join(f" {c.strip():{fill}<{w - 2}} " for c, w in inner) + "|"
-                )
-        else:
-            found += [cells[0] for cells in block]
-    return "\n".join(found)
-
-
-def mean(values: Sequence[float], digits: int = 4) -> str:
+def mean(values: Sequence[float]) -> str:
     """With the standard deviation."""
-    if not values:
-        return ""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
 
 
-def difference(values: Sequence[float], digits: int = 4) -> str:
+def difference(values: Sequence[float]) -> str:
     """Its mean with the standard error."""
-    if not values:
-        return ""
-    error = ""
-    if len(values) > 1:
-        error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
-    return f"{statistics.mean(values):+.{digits}f}{error}"
+    if len(values) < 2:
+        return "".join(f"{value:+.4f}" for value in values)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
 
 
 def number(value: float | None) -> str:

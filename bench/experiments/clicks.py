@@ -2,8 +2,6 @@
 
 import argparse
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -14,13 +12,12 @@ from torch import nn
 from bench import files
 from bench.cli import Parser, count, make_folder, positive, several, widths
 from examples.dlrm.data import dataset
-from examples.dlrm.data.features import Rows
-from examples.dlrm.scores import score
+from examples.dlrm.launch import launch
+from examples.dlrm.scores import evaluate
 
 from . import runs
-from .runs import RATE_SEED
+from .runs import RATE_SEED, scores
 
-TEST_BATCH = 8192
 # Trains on this rank, by (exchange, rate of the tables, seed, data, options): the model, its last
 # loss, and the bytes that this rank sent per step, by purpose.
 Job = Callable[..., tuple[nn.Module, float, dict[str, float]]]
@@ -77,17 +74,11 @@ def _train(
     asked = [run | {"problem": ""} for run in asked]
     missing = [run for run in asked if not runs.path(options.out, run).exists()]
     if missing:
-        with tempfile.TemporaryDirectory() as folder:
-            given = (f"file://{folder}/rendezvous", missing, options, job)
-            torch.multiprocessing.spawn(_work, given, options.ranks)
+        launch(_work, options.ranks, missing, options, job)
 
 
-def _work(
-    rank: int, rendezvous: str, missing: Sequence[dict], options: argparse.Namespace, job: Job
-) -> None:
+def _work(missing: Sequence[dict], options: argparse.Namespace, job: Job) -> None:
     """All of the runs, on one rank."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     data = dataset.load(
         options.data, options.rows, options.hash_size, options.batch_size, validation_fraction=0.1
     )
@@ -99,36 +90,13 @@ def _work(
         record = run | {"settings": settings_of(options), "data": data.description}
         record["bytes"] = dict(zip(sent, means, strict=True))
         if math.isfinite(loss):
-            record["validation"] = test(model, data.validation, data.train)
+            record["validation"] = scores(evaluate(model, data.validation, data.train))
             if run["seed"] != RATE_SEED:
-                record["test"] = test(model, data.test, data.train)
+                record["test"] = scores(evaluate(model, data.test, data.train))
         else:
             record["diverged"] = True
-        if rank == 0:
+        if dist.get_rank() == 0:
             file = runs.path(options.out, run)
             files.write_json(file, record)
             print(f"{file.stem}: {record.get('validation', 'diverged')}", flush=True)
         del model  # before its process groups
-    dist.destroy_process_group()
-
-
-@torch.no_grad()
-def test(model: nn.Module, rows: Rows, others: Rows) -> dict[str, float] | None:
-    """The scores over `rows` of all ranks, on rank 0. Collective.
-
-    Every rank must call a sharded model equally often, so rows are filled up from `others`.
-    """
-    model.eval()
-    counts = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, len(rows))
-    filler = others.take(torch.zeros(max(counts) - len(rows), dtype=torch.int64))
-    padded = Rows.concatenate([rows, filler])
-    batches = [padded.take(index) for index in torch.arange(len(padded)).split(TEST_BATCH)]
-    logits = torch.cat([model(batch.ints, batch.ids) for batch in batches])[: len(rows)]
-    own = torch.stack([rows.labels, torch.sigmoid(logits.double())])
-    parts = [None] * len(counts) if dist.get_rank() == 0 else None
-    dist.gather_object(own, parts)
-    if parts is None:
-        return None
-    auc, loss, calibration = score(*torch.cat(parts, dim=1).numpy())
-    return {"auc": auc, "loss": loss, "calibration": calibration}

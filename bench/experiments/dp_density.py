@@ -4,27 +4,23 @@
     python -m bench.experiments.dp_density --problems clicks-sgd --data ROWS.tsv --rates 0.1
 
 Problems: python-... trains a transformer on the Python sources of torch and sympy, and reads no
-character twice. finetune-adamw continues on sympy's sources from a model trained on torch's.
-python-muon uses Muon for the matrices of the layers and AdamW for the rest. clicks-... trains DLRM
-on rows of clicks, generated or from --data. clicks-adam uses row-wise AdaGrad for the tables (with
---table-lr) and Adam for the MLPs; tables-adam uses Adam for all parameters.
+character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
+uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate rises over the first 50 steps of a transformer (--warmup). Then it follows a
+The learning rate rises over the first 50 steps of a transformer. Then it follows a
 cosine to 0, or stays constant.
 
 Methods: dense (float32), bf16, dct:D% and reduce_scatter:D% (DCTState; D is the percentage of
 entries sent), int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and
 local-FORMAT:xH are DCTAverager with period H, and ahead:D% is DCTAverager(period=1,
-step_ahead=True). Settings follow after commas: transport=reduce_scatter, decay=B (of the residual),
-spaced=rate or root (as many averagings, further apart where the rate or its square root is lower).
+step_ahead=True). All but dense, bf16 and reduce_scatter also take ",transport=reduce_scatter".
 
 All ranks are simulated in one process with the bits of real ranks. Bytes are what a rank sends,
 computed from the message sizes.
 
 1. With several rates, every method is trained with each from seed 0. Its best rate has the lowest
    loss on the validation part.
-2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part, unless
-   --validation-only is given.
+2. At its best rate it is trained from seeds 0, 1, 2, ... and scored on the test part.
 
 Each finished run is a file in --out and is not repeated, so an interrupted command can be started
 again, and methods, rates and seeds can be added. The report covers all runs in --out.
@@ -33,7 +29,6 @@ again, and methods, rates and seeds can be added. The report covers all runs in 
 import argparse
 import copy
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +47,8 @@ from . import dp_local, dp_methods, dp_python, dp_ranks, dp_tasks, runs
 
 WARMUP_STEPS = 50  # of a transformer's rate
 CURVE_EVERY = 20  # steps
+
+Task = dp_tasks.ClicksTask | dp_python.PythonTask
 
 
 class Problem(NamedTuple):
@@ -84,37 +81,27 @@ def _adam_and_adagrad(model: nn.Module, rate: float, table_rate: float) -> list:
     return [tables, _adam(mlps, lr=rate)]
 
 
-def _muon_and_adamw(model: nn.Module, rate: float, table_rate: float) -> list:
-    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
-    muon = torch.optim.Muon(hidden, lr=rate, adjust_lr_fn="match_rms_adamw")
-    return [muon, _adamw(others, lr=rate)]
-
-
 _sgd = partial(torch.optim.SGD, fused=True)
 _adam = partial(torch.optim.Adam, fused=True)
 _adamw = partial(torch.optim.AdamW, fused=True)
 PROBLEMS = {
     "python-adamw": Problem("python", _one(_adamw), WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
-    "python-muon": Problem("python", _muon_and_adamw, WARMUP_STEPS, (4e-3, 8e-3, 1.6e-2)),
     "python-momentum": Problem(
         "python", _one(partial(_sgd, momentum=0.9)), WARMUP_STEPS, (0.1, 0.3)
     ),
-    "finetune-adamw": Problem("finetune", _one(_adamw), WARMUP_STEPS, (1e-3, 2e-3)),
     "clicks-sgd": Problem("clicks", _one(_sgd), 0, (0.1, 0.3)),
     "clicks-momentum": Problem("clicks", _one(partial(_sgd, momentum=0.9)), 0, (0.01, 0.03)),
     "clicks-adam": Problem("clicks", _adam_and_adagrad, 0, (1e-3, 3e-3)),
-    "tables-adam": Problem("clicks", _one(_adam), 0, (1e-3, 2e-3)),
 }
 
 
-def train(run: dict, problem: Problem, task: dp_tasks.Task, options: argparse.Namespace) -> dict:
+def train(run: dict, problem: Problem, task: Task, options: argparse.Namespace) -> dict:
     """The record of one run."""
     start = time.process_time()
     model = task.model(run["seed"])
     batches = [task.batches(run["seed"], rank, options.ranks) for rank in range(options.ranks)]
     make = dp_methods.method(run["method"])
-    warmup = max(1, problem.warmup if options.warmup is None else options.warmup)
+    warmup = max(1, problem.warmup)
     schedule = SCHEDULES[options.schedule]
     parts = [
         schedule(step / options.steps) * min(1, (step + 1) / warmup)
@@ -127,7 +114,7 @@ def train(run: dict, problem: Problem, task: dp_tasks.Task, options: argparse.Na
     if dp_methods.is_local(make):
         models = [model, *(copy.deepcopy(model) for _ in batches[1:])]
         updates = [update_of(own) for own in models]
-        steps = dp_local.train(models, task.loss, batches, make(models), updates, parts)
+        steps = dp_local.train(models, task.loss, batches, make(models), updates, options.steps)
     else:
         update = update_of(model)
         steps = dp_ranks.train(model, task.loss, batches, make, update, options.steps)
@@ -138,10 +125,9 @@ def train(run: dict, problem: Problem, task: dp_tasks.Task, options: argparse.Na
         sent = exchange.sent
         if step % CURVE_EVERY == 0:
             curve.append([step, round(loss, 5)])
-    scored = ("validation",) if options.validation_only else ("validation", "test")
     return {
         **run,
-        **{part: task.score(model, part) for part in scored},
+        **{part: task.score(model, part) for part in ("validation", "test")},
         "bytes": {"bytes a step": sent / options.steps},
         "curve": curve,
         "cpu_seconds": time.process_time() - start,
@@ -164,18 +150,8 @@ def stepper(
     return update
 
 
-def make_task(name: str, options: argparse.Namespace) -> dp_tasks.Task:
-    batch = {} if options.batch is None else {"batch": options.batch}
-    if name == "python":
-        return dp_python.PythonTask(options.width, options.layers, **batch)
-    if name == "finetune":
-        start = options.out / "start.pt"
-        return dp_python.FineTuneTask(start, options.width, options.layers, **batch)
-    return dp_tasks.ClicksTask(options.data, options.rows, **batch)
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    names = ("ranks", "warmup", "table_lr", "batch", "width", "layers", "rows")
+    names = ("ranks", "table_lr", "batch", "width", "layers", "rows")
     return runs.settings_of(options, *names)
 
 
@@ -184,13 +160,15 @@ def work(options: argparse.Namespace) -> None:
     runs.load(options.out, settings_of(options))  # raises before any training if they differ
 
     @cache
-    def task(name: str) -> dp_tasks.Task:
-        return make_task(name, options)
+    def task(name: str) -> Task:
+        batch = {} if options.batch is None else {"batch": options.batch}
+        if name == "python":
+            return dp_python.PythonTask(options.width, options.layers, **batch)
+        return dp_tasks.ClicksTask(options.data, options.rows, **batch)
 
-    def finish(run: dict, problem: Problem, part: str) -> None:
+    def finish(run: dict, problem: Problem) -> None:
         path = runs.path(options.out, run)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        if part not in known and "diverged" not in known:
+        if not path.exists():
             record = train(run, problem, task(problem.task), options)
             files.write_json(path, record)
             print(f"{path.stem}: {record.get('validation', 'diverged')}", flush=True)
@@ -201,15 +179,13 @@ def work(options: argparse.Namespace) -> None:
         run = {"problem": f"{name}, {options.schedule}, {options.steps} steps", "method": method}
         run["settings"] = settings_of(options)
         for rate in rates if len(rates) > 1 else ():
-            first = run | {"rate": rate, "seed": runs.RATE_SEED}
-            finish(first, problem, "validation")
+            finish(run | {"rate": rate, "seed": runs.RATE_SEED}, problem)
         rate = rates[0]
         if len(rates) > 1:
             records = runs.load(options.out, run["settings"])
             rate = runs.best_rate(records, run["problem"], method)
         for seed in range(options.seeds) if rate is not None else ():
-            part = "validation" if options.validation_only else "test"
-            finish(run | {"rate": rate, "seed": seed}, problem, part)
+            finish(run | {"rate": rate, "seed": seed}, problem)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -220,12 +196,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--methods", nargs="+", type=dp_methods.named, default=methods, metavar="M")
     add("--rates", type=several(positive), help="to try, joined by ','; each problem has its own")
     add("--schedule", choices=SCHEDULES, default="cosine")
-    add("--warmup", type=count, metavar="N", help="steps over which the rate rises")
     add("--table-lr", type=positive, default=0.02, help="of clicks-adam's tables")
     add("--steps", type=count, default=600)
     add("--seeds", type=count, default=3)
     add("--ranks", type=count, default=2)
-    add("--validation-only", action="store_true", help="do not score the test part")
     add("--batch", type=count, metavar="N", help="rows or texts of a rank and step: 128, or 8")
     add("--width", type=count, default=96, help="of the transformer")
     add("--layers", type=count, default=3, help="of the transformer")

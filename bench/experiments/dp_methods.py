@@ -1,7 +1,6 @@
 """The methods of dp_density.py, by their names."""
 
 import argparse
-import inspect
 import re
 from functools import partial
 
@@ -24,17 +23,19 @@ for _format in quantized.FEW_BITS:
     METHODS[_format] = ("", partial(dp_ranks.DCT, density=1, format=_format))
 for _format in ("float32", *quantized.FEW_BITS):
     METHODS[f"local-{_format}"] = ("xH", partial(dp_local.Local, density=1, format=_format))
-SETTINGS = {"decay": float, "transport": ("reduce_scatter",), "spaced": tuple(dp_local.POWERS)}
+TRANSPORT = ",transport=reduce_scatter"  # may end the names of those that take a transport
 
 
 def method(name: str) -> partial:
     """A constructor of the exchange of gradients, or of the averaging of weights.
 
     Raises:
-        argparse.ArgumentTypeError: no method has this name, or it does not take these settings.
+        argparse.ArgumentTypeError: no method has this name, or it takes no transport.
     """
-    found = re.fullmatch(r"([\w-]+)(?::(?:([\d.]+)%)?(?:x([1-9]\d*))?)?((?:,\w+=[\w.]+)*)", name)
-    kind, percent, period, settings = found.groups() if found else (name, None, None, "")
+    found = re.fullmatch(
+        r"([\w-]+)(?::(?:([\d.]+)%)?(?:x([1-9]\d*))?)?", name.removesuffix(TRANSPORT)
+    )
+    kind, percent, period = found.groups() if found else (name, None, None)
     given = "D%" * (percent is not None) + "xH" * (period is not None)
     if kind not in METHODS or METHODS[kind][0] != given:
         known = ", ".join(f"{kind}:{has}" if has else kind for kind, (has, _) in METHODS.items())
@@ -46,14 +47,10 @@ def method(name: str) -> partial:
         made = partial(made, density=float(percent) / 100)
     if period is not None:
         made = partial(made, period=int(period))
-    taken = SETTINGS.keys() & inspect.signature(made.func).parameters.keys()
-    for setting in filter(None, settings.split(",")):
-        key, _, value = setting.partition("=")
-        read = SETTINGS[key] if key in taken else None
-        if read is None or (isinstance(read, tuple) and value not in read):
-            rule = f"without settings, or with some of {', '.join(sorted(taken)) or 'none'}"
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        made = partial(made, **{key: value if isinstance(read, tuple) else read(value)})
+    if name.endswith(TRANSPORT):
+        if made.func is dp_ranks.Dense or "transport" in made.keywords:
+            raise argparse.ArgumentTypeError(f"must be {kind} without a transport, got {name!r}")
+        made = partial(made, transport="reduce_scatter")
     return made
 
 

@@ -1,7 +1,12 @@
-"""What dp_density.py trains: a transformer on text, and DLRM on clicks."""
+"""What dp_density.py trains: a transformer on text, and DLRM on clicks.
+
+A task has batches for every rank, and a model for them. Both depend on the seed alone. The model is
+scored on samples that it was not trained on: "validation", by which settings are chosen, and
+"test".
+"""
 
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,22 +25,7 @@ from examples.dlrm.data.synthetic import Generator
 from examples.dlrm.models.dlrm import DLRM
 from examples.dlrm.scores import score
 
-
-class Task(Protocol):
-    """Batches for every rank, and a model for them. Both depend on the seed alone.
-
-    A model is scored on rows that it was not trained on: "validation" rows, by which settings are
-    chosen, and "test" rows.
-    """
-
-    def model(self, seed: int) -> nn.Module: ...
-
-    def batches(self, seed: int, rank: int, ranks: int): ...
-
-    def loss(self, model: nn.Module, batch) -> Tensor: ...
-
-    def score(self, model: nn.Module, part: str) -> dict[str, float]: ...
-
+from .runs import scores
 
 CONTEXT = 64  # characters that the transformer sees
 BATCH_TEXTS = 8  # of a rank and step
@@ -149,5 +139,4 @@ class ClicksTask:
         """{"auc": ..., "loss": log loss, "calibration": mean prediction over mean label}."""
         rows = self._parts[part]
         probability = torch.sigmoid(model(rows.ints, rows.ids).double())
-        auc, loss, calibration = score(rows.labels.numpy(), probability.numpy())
-        return {"auc": auc, "loss": loss, "calibration": calibration}
+        return scores(score(rows.labels.numpy(), probability.numpy()))

@@ -111,7 +111,3 @@ class Buckets:
     def unsent(self) -> list[Tensor]:
         """The residual [numel] of every rank."""
         return [bucket.codec.residual for bucket in self._of_ranks]
-
-    def residuals(self) -> list[Tensor]:
-        """All residuals: of ranks, and of the owners of ranges."""
-        return [residual for bucket in self._of_ranks for residual in bucket.residuals()]

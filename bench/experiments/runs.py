@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.cli import UsageError
 from bench.tables import difference, mean, number, table, times
+from examples.dlrm.scores import Scores
 
 RATE_SEED = 0  # of the runs that learning rates are chosen by
 BASELINES = ("dense", "float32")
@@ -42,6 +43,11 @@ def load(folder: Path, settings: dict[str, object]) -> list[dict]:
             got = f"{run['settings']} and {settings}"
             raise UsageError(f"--out must hold runs of one setting, got {got}")
     return records
+
+
+def scores(found: Scores) -> dict[str, float]:
+    """As they are in a file, where "loss" is what every task has."""
+    return {"auc": found.auc, "loss": found.log_loss, "calibration": found.calibration}
 
 
 def best_rate(records: Sequence[dict], problem: str, method: str) -> float | None:

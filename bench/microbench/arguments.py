@@ -101,15 +101,12 @@ def parser() -> Parser:
         metavar="N",
         help=f"turns of every fast call (default: {DEFAULTS['rounds']})",
     )
-    tables.add_argument(
-        "--seconds", type=count, metavar="S", help="begin no further case after so long"
-    )
     return parser
 
 
 def settle(options: argparse.Namespace) -> bool:
     """Whether the first look is asked for: no option of the tables is. Their defaults are set."""
-    tables = (*DEFAULTS, "all", "no_peers", "graphs", "seconds")
+    tables = (*DEFAULTS, "all", "no_peers", "graphs")
     first_look = not any(getattr(options, name) for name in tables)
     for name, default in DEFAULTS.items():
         if getattr(options, name) is None:

@@ -1,5 +1,6 @@
 """The ops as they are timed: inputs, the bytes that must move, and what restores the inputs."""
 
+import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,16 +42,15 @@ class Case:
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
-def cases(
-    device: str,
-    ops: list[str],
-    numel: int,
-    densities: list[float],
-    row_widths: list[int],
-    with_peers: bool,
-) -> Iterator[Case]:
-    """All cases of one size, made one at a time: each holds its buffers."""
-    for density in densities:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """All cases of a table, made one at a time: each holds its buffers."""
+    for numel in options.sizes:
+        yield from _cases(numel, not options.no_peers, options)
+
+
+def _cases(numel: int, with_peers: bool, options: argparse.Namespace) -> Iterator[Case]:
+    device, ops, row_widths = options.device, options.ops, options.row_widths
+    for density in options.density:
         if "mask_pack" in ops:
             for grad, values in ((F32, F32), (F32, BF16), (BF16, BF16)):
                 yield mask_pack(device, numel, density, grad, values, with_peers)

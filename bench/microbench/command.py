@@ -2,8 +2,7 @@
 
 import argparse
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,31 +35,18 @@ def run(options: argparse.Namespace) -> int:
         make_folder(options.json.parent)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    start, results = time.monotonic(), []
+    results = []
     print(_heading(options))
-    print(_about_first_look(options.device) if is_first_look else HEADER, flush=True)
-    for case in cases.first_look(options.device) if is_first_look else _cases(options):
-        if options.seconds and time.monotonic() - start > options.seconds:
-            print(f"\nStopped after {options.seconds} s, as asked: the rest is not measured.")
-            break
+    if is_first_look and len(cases.backends(options.device)) == 1:
+        print(EAGER_ALONE)
+    print(UNIT if is_first_look else HEADER, flush=True)
+    for case in cases.first_look(options.device) if is_first_look else cases.cases(options):
         result = measure(case, options, is_first_look)
         results.append(result)
         print(sentence(result) if is_first_look else line(row(result)), flush=True)
         if options.json:  # after every case, so that an interrupted run keeps its results
             _write(options, results)
     return 0
-
-
-def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    for numel in options.sizes:
-        yield from cases.cases(
-            options.device,
-            options.ops,
-            numel,
-            options.density,
-            options.row_widths,
-            not options.no_peers,
-        )
 
 
 def measure(case: Case, options: argparse.Namespace, is_first_look: bool = False) -> dict:
@@ -135,10 +121,6 @@ def sentence(result: dict) -> str:
     said.append(f"{ms[COPY] / ours:.2g} of a copy")
     of = f"{result['op']}, {result['numel']:,} elements, {100 * result['density']:g} % kept"
     return f"{of}: {', '.join(said)}."
-
-
-def _about_first_look(device: str) -> str:
-    return UNIT if len(cases.backends(device)) > 1 else f"{EAGER_ALONE}\n{UNIT}"
 
 
 def _heading(options: argparse.Namespace) -> str:

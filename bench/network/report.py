@@ -1,8 +1,10 @@
-"""Tables of a run of bench.link, in Markdown."""
+"""Figures of a run of bench.link, and tables of them in Markdown."""
 
 import argparse
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from bench.rates import describe_rate
 from bench.tables import number, table, times
@@ -34,6 +36,41 @@ def announce(options: argparse.Namespace) -> str:
     )
 
 
+def merge(
+    ranks: int,
+    rate: float | None,
+    mode: str,
+    rounds: list[list[dict]],
+    shared: int,
+) -> dict:
+    """A cell from what all ranks measured in every round. Figures are per step.
+
+    "step_ms" has the 20 % quantile, the median and the 80 % quantile; a step takes as long as its
+    slowest rank. "payload_bytes" are what a rank hands to collectives. "wire_bytes" and "packets"
+    have left a rank's interface.
+
+    Args:
+        rate: bits per second, None if it is unlimited.
+        shared: the number of ranks that share an interface and its counters.
+    """
+    times = np.concatenate([np.max([rank["seconds"] for rank in r], axis=0) for r in rounds])
+    low, median, high = (float(1e3 * q) for q in np.quantile(times, (0.2, 0.5, 0.8)))
+
+    def per_step(key: str) -> float:
+        return float(sum(np.mean([rank[key] for rank in r]) for r in rounds) / len(times))
+
+    return {
+        "ranks": ranks,
+        "rate": rate,
+        "mode": mode,
+        "steps": len(times),
+        "step_ms": (low, median, high),
+        "payload_bytes": per_step("payload_bytes"),
+        "wire_bytes": per_step("wire_bytes") / shared,
+        "packets": per_step("packets") / shared,
+    }
+
+
 def render(run: dict) -> str:
     """For every number of ranks the times, and the bytes at one rate."""
     found = []
@@ -48,21 +85,13 @@ def render(run: dict) -> str:
 
 
 def _times(cells: Sequence[dict], links: Sequence[dict], rates: Sequence[float | None]) -> str:
-    plain = {link["rate"]: _link(link) for link in links}
+    plain = {link["rate"]: f"{link['bits_per_second'] / 1e6:,.0f} Mbit/s" for link in links}
     rows = {cell["mode"]: [METHODS[cell["mode"]].title] for cell in cells}
     for cell in cells:
-        rows[cell["mode"]].append(_median(cell))
+        low, median, high = cell["step_ms"]
+        rows[cell["mode"]].append(f"{median:.1f} ({low:.1f}-{high:.1f})")
     transfer = ["a plain transfer", *(plain.get(rate, "") for rate in rates)]
     return table(["", *map(describe_rate, rates)], [transfer, *rows.values()])
-
-
-def _link(link: dict) -> str:
-    return f"{link['bits_per_second'] / 1e6:,.0f} Mbit/s"
-
-
-def _median(cell: dict) -> str:
-    low, median, high = cell["step_ms"]
-    return f"{median:.1f} ({low:.1f}-{high:.1f})"
 
 
 def _bytes(cells: Sequence[dict], rate: float | None) -> str:
@@ -74,7 +103,6 @@ def _bytes(cells: Sequence[dict], rate: float | None) -> str:
         row = [METHODS[cell["mode"]].title, number(formula)]
         row.append(times(dense["payload_bytes"] / formula) if dense else "")
         counted = counter / (formula + HEADER_BYTES * packets)
-        row += [number(counter), f"{counted:.3f}", number(packets)]
-        rows.append([*row, ", ".join(f"{ms:.1f}" for ms in cell["phases_ms"].values())])
+        rows.append([*row, number(counter), f"{counted:.3f}", number(packets)])
     headings = ["", "formula", "fewer by", "counter", "of formula + headers", "packets"]
-    return table([*headings, "ms: compute, pack, wire, unpack"], rows)
+    return table(headings, rows)

@@ -31,7 +31,6 @@ from examples.dlrm.models.sharded import ShardedDLRM
 from examples.wire_meter import WireMeter
 
 from .methods import METHODS, Method
-from .phases import PHASES, Phases
 
 ROUNDS = 3  # every mode gets a third of its steps in each, so a busy moment affects all modes
 WARMUP_STEPS = 6  # DDP rebuilds its buckets, compression starts, TCP's windows open
@@ -65,8 +64,7 @@ class Worker:
         dist.init_process_group("gloo")
         for _ in range(ROUNDS):
             for mode, of_mode in rounds.items():
-                with Phases() as phases:
-                    of_mode.append(self._train(mode, phases))
+                of_mode.append(self._train(mode))
                 gc.collect()  # the hook's state goes before the next one
         dist.destroy_process_group()
         return {"model": model, "link": link, "rounds": rounds}
@@ -88,7 +86,7 @@ class Worker:
         rows = table_rows(options.hash_size)
         return DLRM(rows, options.embedding_dim, options.bottom, options.top)
 
-    def _parallel_model(self, method: Method, phases: Phases) -> tuple[torch.nn.Module, object]:
+    def _parallel_model(self, method: Method) -> tuple[torch.nn.Module, object]:
         """The model, and the state of its hook or its averager."""
         model = self._model()
         if method.period:
@@ -97,10 +95,8 @@ class Worker:
             model = ddp = self._replicated(model)
         else:
             plan = plan_shards(table_rows(self.options.hash_size), self.ranks)
-            exchange = phases.timed(method.exchange(self.options))
-            model = ShardedDLRM(model, plan, exchange, method.dedup)
+            model = ShardedDLRM(model, plan, method.exchange(self.options), method.dedup)
             ddp = model.mlps = self._replicated(model.mlps)
-        phases.watch(ddp)
         return model, method.register(ddp, self.options)
 
     def _replicated(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -115,11 +111,10 @@ class Worker:
                 broadcast_buffers=False,
             )
 
-    def _train(self, mode: str, phases: Phases) -> dict:
+    def _train(self, mode: str) -> dict:
         """A round of a mode: its steps, fewer (but MIN_STEPS) where they would take too long."""
         method = METHODS[mode]
-        model, state = self._parallel_model(method, phases)
-        average = phases.timed_call(state.average_parameters) if method.period else None
+        model, state = self._parallel_model(method)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=True)
 
         def step(number: int) -> float:
@@ -130,8 +125,8 @@ class Worker:
             loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
             loss.backward()
             optimizer.step()
-            if average is not None:
-                average()
+            if method.period:
+                state.average_parameters()
             return time.perf_counter() - start
 
         warm = [step(number) for number in range(WARMUP_STEPS)]
@@ -142,23 +137,18 @@ class Worker:
         period = max(1, method.period)  # figures are means over whole periods
         steps = period * math.ceil(steps / period)
         dist.barrier()
-        phases.take(0)
         before = self._counted()
-        times, split = [], []
         with WireMeter() as meter:
-            for number in range(WARMUP_STEPS, WARMUP_STEPS + steps):
-                times.append(step(number))
-                split.append(phases.take(times[-1]))
+            times = [step(number) for number in range(WARMUP_STEPS, WARMUP_STEPS + steps)]
             sent = meter.take()
         dist.barrier()  # until the other ranks have sent their last messages
         after = self._counted()
-        if average is not None:
+        if method.period:
             state.flush()  # or it warns that its last steps were not averaged
         if isinstance(model, ShardedDLRM):
             model.close()
         return {
             "seconds": _means(times, period),
-            "phases": {phase: _means([part[phase] for part in split], period) for phase in PHASES},
             "payload_bytes": sent / period,
             "wire_bytes": (after[0] - before[0]) / period,
             "packets": (after[1] - before[1]) / period,

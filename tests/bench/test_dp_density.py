@@ -90,8 +90,7 @@ def _simulated(task, make, ranks):
     updates = [lambda step, own=own: own.step() for own in optimizers]
     batches = [task.batches(0, rank, ranks) for rank in range(ranks)]
     if dp_methods.is_local(make):
-        rates = [1.0] * STEPS
-        run = dp_local.train(models, task.loss, batches, make(models), updates, rates)
+        run = dp_local.train(models, task.loss, batches, make(models), updates, STEPS)
     else:
         run = dp_ranks.train(models[0], task.loss, batches, make, updates[0], STEPS)
     assert len(list(run)) == STEPS
@@ -119,19 +118,8 @@ def test_simulated_ranks_are_real_ones(one_thread, ranks, width, names):
             assert torch.equal(weight, real[name][key]), (name, key)
 
 
-def test_averagings_that_follow_the_rate():
-    """As many as every period-th step; with a constant rate, exactly those."""
-    assert dp_local.due([1.0] * 12, 3, None) == dp_local.due([1.0] * 12, 3, "rate")
-    rates = [8.0] * 4 + [4.0] * 4 + [2.0] * 8 + [1.0] * 16
-    assert dp_local.due(rates, 8, "rate") == {3, 6, 14, 32}
-    rates = [1 - step / 200 for step in range(200)]
-    due = sorted(dp_local.due(rates, 5, "root"))
-    gaps = [after - before for before, after in itertools.pairwise([0, *due])]
-    assert len(due) == 40 and gaps[:5] == [4, 3, 4, 3, 4] and min(gaps[-2:]) >= 8
-
-
 WRONG = "int5 dct dct:1 dct:0% dct:101% reduce_scatter:x% bf16:1% dct:1%x2 local:1% local:1%x0 "
-WRONG += "local-int8:10%x10 dct:1%,decay=0.9 local:10%x10,spaced=steps dct:1%,spaced=rate "
+WRONG += "local-int8:10%x10 dct:1%,decay=0.9 reduce_scatter:1%,transport=reduce_scatter "
 WRONG += "dense,transport=reduce_scatter int4,transport=all_to_all"
 
 
@@ -163,26 +151,24 @@ def test_the_table_compares_seed_by_seed():
     records += [_record("dct:1%", 9, seed, loss) for seed, loss in enumerate((1.2, 1.6))]
     lines = runs.tables(records).splitlines()
     assert lines[0] == "**text**"
-    assert lines[5] == (
+    assert " ".join(lines[5].split()) == (
         "| dct:1% | 4 | 25.0x | 1.4000 ± 0.2828 | 1.6000 | +0.3000 ± 0.1000 | +0.4000 | 9 | 2 |"
     )
 
 
-def test_finished_runs_are_kept_and_the_test_part_can_be_left_alone(tmp_path, monkeypatch):
+def test_finished_runs_are_kept(tmp_path, monkeypatch):
     given = ["--problems", "clicks-sgd", "--methods", "dense", "dct:10%", "--rates", "0.001,0.1"]
     given += ["--steps", "3", "--seeds", "1", "--rows", "600", "--out", str(tmp_path)]
     trained = []
     train = dp_density.train
     monkeypatch.setattr(dp_density, "train", lambda *a: trained.append(a[0]) or train(*a))
     settings = dp_density.settings_of(dp_density.parse(given))
-    dp_density.work(dp_density.parse([*given, "--validation-only"]))
-    assert len(trained) == 4 and not any("test" in run for run in runs.load(tmp_path, settings))
-    dp_density.work(dp_density.parse(given))
-    assert len(trained) == 6  # both methods once more, at their best rates
-    dp_density.work(dp_density.parse(given))
-    assert len(trained) == 6
+    for _ in range(2):
+        dp_density.work(dp_density.parse(given))
+        assert len(trained) == 4  # both methods with both rates, from the seed of the rates
+    dp_density.work(dp_density.parse([*given, "--seeds", "2"]))
+    assert len(trained) == 6  # both methods at their best rates
     records = runs.load(tmp_path, settings)
-    assert sum("test" in run for run in records) == 2
     dense = next(run for run in records if run["method"] == "dense")
     numel = sum(p.numel() for p in dp_tasks.ClicksTask(rows=600).model(0).parameters())
     assert dense["bytes"] == {"bytes a step": 4 * numel}  # 2 (P - 1) / P of it, in a ring of 2

@@ -55,7 +55,7 @@ def test_the_first_look_is_three_cases_in_a_sentence_each(tmp_path, capsys, smal
 
 
 TABLE_OPTIONS = ["--all", "--ops=row_pack", "--sizes=64", "--density=0.1", "--row-widths=8"]
-TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs", "--seconds=9"]
+TABLE_OPTIONS += ["--rounds=2", "--no-peers", "--graphs"]
 
 
 @pytest.mark.parametrize("given", TABLE_OPTIONS)

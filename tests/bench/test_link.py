@@ -17,10 +17,9 @@ from programs import ROOT, started
 
 from bench import link
 from bench.cli import UsageError
-from bench.network import command, namespaces
-from bench.network.cells import merge
+from bench.network import namespaces
 from bench.network.namespaces import Namespaces
-from bench.network.report import render
+from bench.network.report import merge, render
 from bench.rates import describe_rate, parse_rate
 
 SMALL = ["--hash-size", "300", "--batch-size", "16", "--steps", "15", "--modes", "dense,dct"]
@@ -61,7 +60,6 @@ def _check(result, rates):
     for cell in result["cells"]:
         low, median, high = cell["step_ms"]
         assert 0 < low <= median <= high and cell["steps"] == 15
-        assert min(cell["phases_ms"].values()) >= 0 and cell["phases_ms"]["wire"] > 0
         if cell["mode"] == "dense":
             assert cell["payload_bytes"] == 4 * numel  # a ring over 2 ranks
         else:
@@ -166,19 +164,18 @@ def test_a_rank_that_fails_or_does_not_end_is_named():
     failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(UsageError, match="rank 1 failed with exit status 3"):
-        command._wait([slow, failed], 30)
+        link._wait([slow, failed], 30)
     with pytest.raises(UsageError, match=r"ranks \[0\] have not ended in 0 seconds"):
-        command._wait([slow], 0)
+        link._wait([slow], 0)
     slow.kill()
     slow.wait()
 
 
 def _measured(seconds, wire):
-    """Steps of these times, half compute and half wire, with `wire` bytes counted in each."""
-    steps, half, none = len(seconds), [s / 2 for s in seconds], [0.0] * len(seconds)
+    """Steps of these times, with `wire` bytes counted in each."""
+    steps = len(seconds)
     counted = {"payload_bytes": 1000 * steps, "wire_bytes": wire * steps, "packets": 2 * steps}
-    phases = {"compute": half, "pack": none, "wire": half, "unpack": none}
-    return counted | {"seconds": seconds, "phases": phases}
+    return counted | {"seconds": seconds}
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
@@ -188,10 +185,8 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     ]
     cell = merge(2, 1e9, "dct", rounds, 1)
     assert cell["steps"] == 3 and cell["step_ms"][1] == pytest.approx(3.0)  # of 3, 2 and 5
-    # The one step between the quantiles is the first: 1 ms on one rank, 3 ms on the other.
-    assert cell["phases_ms"]["compute"] == cell["phases_ms"]["wire"] == pytest.approx(1.0)
     run = {"links": [], "cells": [cell]}
-    assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in render(run)  # 1000 + 2 * 66
+    assert "| DCT | 1,000 | 1,132 | 1.000 | 2 |" in " ".join(render(run).split())  # 1000 + 2 * 66
     assert merge(2, None, "dct", rounds, 2)["wire_bytes"] == 1132 / 2  # two share a counter
 
 

@@ -10,8 +10,8 @@ from programs import ROOT
 
 from bench.cli import exit_status
 
-FOLDERS = {"kernels": "microbench", "link": "network", "scale": "scaling"}
-PROGRAMS = [f"bench.{name}" for name in FOLDERS]
+NAMES = ("kernels", "link", "scale")
+PROGRAMS = [f"bench.{name}" for name in NAMES]
 PROGRAMS += [
     f"bench.experiments.{path.stem}"
     for path in sorted((ROOT / "bench" / "experiments").glob("*.py"))
@@ -31,9 +31,9 @@ def test_a_program_explains_how_it_is_run(name, capsys, monkeypatch):
     assert said.startswith(f"usage: python -m {name} ") and "(default: [" not in said
 
 
-@pytest.mark.parametrize("folder", FOLDERS.values())
-def test_every_option_is_explained_and_none_is_guessed(folder, capsys):
-    parser = importlib.import_module(f"bench.{folder}.arguments").parser()
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_explained_and_none_is_guessed(name, capsys):
+    parser = importlib.import_module(f"bench.{name}").parser()
     options = [action for action in parser._actions if action.option_strings]
     assert [action.option_strings[0] for action in options if not action.help] == []
     with pytest.raises(SystemExit):
@@ -59,7 +59,7 @@ def test_commands_in_the_documentation_are_accepted():
     text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
     pattern = r"^(?:sudo \$\(which python\)|python) -m bench\.(\w+)(.*)$"
     commands = re.findall(pattern, text, re.M)
-    assert {name for name, _ in commands} == set(FOLDERS)
+    assert {name for name, _ in commands} == set(NAMES)
     for name, given in commands:
-        parser = importlib.import_module(f"bench.{FOLDERS[name]}.arguments").parser()
+        parser = importlib.import_module(f"bench.{name}").parser()
         parser.parse_args(shlex.split(given, comments=True))

@@ -9,8 +9,7 @@ import pytest
 from programs import ROOT
 
 from bench import scale
-from bench.scaling import command
-from bench.scaling.cost_model import (
+from bench.cost_model import (
     CPU,
     GLOO,
     H200,
@@ -150,8 +149,8 @@ def test_the_answer_is_a_sentence(capsys):
 def test_the_simplest_of_equally_fast_methods_is_taken(seconds, taken):
     names = ("dense", "bf16", "dct", "local")
     steps = {n: Step(s, 0.0, 0.0, 0.0, 5e4) for n, s in zip(names, seconds, strict=True)}
-    assert command.best(steps) == taken
-    helps = command.sentence(2, 1e9, steps, 0.005).startswith("It helps: ")
+    assert scale.best(steps) == taken
+    helps = scale.sentence(2, 1e9, steps, 0.005).startswith("It helps: ")
     assert helps == (taken in ("dct", "local"))
 
 

@@ -1,1 +1,0 @@
-"""bench.scale: the cost model."""
