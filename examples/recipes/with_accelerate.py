@@ -1,13 +1,16 @@
-"""DCT in a Hugging Face Accelerate training: the prepared model is a DDP, and takes the hook.
+"""Train with Hugging Face Accelerate and DCT: int4 gradients on every step, or local steps.
 
     torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER
+    torchrun --nproc-per-node 2 examples/recipes/with_accelerate.py FOLDER --local-steps
 
-Needs `pip install accelerate`. Its DistributedDataParallelKwargs(comm_hook=...) knows torch's hooks
-by name, no others. Saves after every epoch; the same command again goes on from the last one in
-FOLDER, bit for bit. Prints the loss of the first and the last step, what was sent, and the sum of
-each rank's weights.
+Needs `pip install accelerate`. By default the hook is registered on the DDP that Accelerate
+prepares. With --local-steps the model is prepared without a DDP, and the ranks average the changes
+of their weights every 20 steps. The program saves after every epoch. The same command resumes from
+the last epoch in FOLDER, bit for bit. It prints the loss of the first and the last step, the bytes
+that were sent, and the sum of each rank's weights.
 """
 
+import argparse
 import gc
 import glob
 import os
@@ -20,12 +23,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_hook
 
-EPOCHS = 4
+EPOCHS = 3
+PERIOD = 20
 
 
-def train(folder):
+def train(folder, local_steps):
     set_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     x = torch.randn(6400, 128)
@@ -33,18 +37,27 @@ def train(folder):
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    if local_steps:
+        # evaluation_mode=True sets the device and autocast as in training, but makes no DDP.
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer, data = accelerator.prepare(optimizer, data)
+        dct = DCTAverager(model, period=PERIOD)
+        parts = {"model": model, "optimizer": optimizer, "averager": dct}
+    else:
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        dct = DCTState(model, format="int4", grad_scaler=accelerator.scaler)  # None without float16
+        model.register_comm_hook(dct, dct_hook)
+        parts = {"hook": dct}
     accelerator.register_for_checkpointing(rate)
 
-    state = DCTState(model, format="int4", grad_scaler=accelerator.scaler)  # None but for float16
-    model.register_comm_hook(state, dct_hook)
-
-    # Accelerate saves what rank 0 holds. Residuals differ, so every rank adds a file.
-    own = f"dct{accelerator.process_index}.pt"
-    done = len(glob.glob(f"{folder}/epoch*/{own}"))
+    # Accelerate saves the state of rank 0. Each rank adds a file with the parts that differ.
+    rank_file = f"rank{accelerator.process_index}.pt"
+    done = len(glob.glob(f"{folder}/epoch*/{rank_file}"))
     if done:
         accelerator.load_state(f"{folder}/epoch{done}")
-        state.load_state_dict(torch.load(f"{folder}/epoch{done}/{own}", weights_only=True))
+        saved = torch.load(f"{folder}/epoch{done}/{rank_file}", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
 
     losses = []
     for epoch in range(done, EPOCHS):
@@ -53,27 +66,37 @@ def train(folder):
             loss = (model(x) - y).square().mean()
             accelerator.backward(loss)
             optimizer.step()
+            if local_steps:
+                dct.average_parameters()
             losses.append(loss.item())
         rate.step()
         accelerator.save_state(f"{folder}/epoch{epoch + 1}")
-        torch.save(state.state_dict(), f"{folder}/epoch{epoch + 1}/{own}")
+        saved = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(saved, f"{folder}/epoch{epoch + 1}/{rank_file}")
 
+    if local_steps:
+        dct.flush()  # all ranks have the same weights
+    else:
+        dct.close()
     if accelerator.is_main_process:
-        stats = state.stats()
+        stats = dct.stats()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
-        print(f"sent {stats['wire_bytes']:,} bytes a step")
-    state.close()
+        interval = f"every {PERIOD} steps" if local_steps else "per step"
+        print(f"sent {stats['wire_bytes']:,} bytes {interval}")
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
     print(f"rank {accelerator.process_index}: weights {total!r}")
 
 
-def main(folder):
-    train(folder)
-    gc.collect()  # the model ends before its process group
+def main(folder, local_steps):
+    train(folder, local_steps)
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ or len(sys.argv) != 2:
+    if "RANK" not in os.environ:
         sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--local-steps", action="store_true")
+    main(**vars(parser.parse_args()))

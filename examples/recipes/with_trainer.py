@@ -1,12 +1,16 @@
-"""DCT in a Hugging Face Trainer: a callback registers the hook with the DDP that it made.
+"""Train with the Hugging Face Trainer and DCT: int4 gradients on every step, or local steps.
 
     torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER
+    torchrun --nproc-per-node 2 examples/recipes/with_trainer.py FOLDER --local-steps
 
-Needs `pip install transformers accelerate`. Saves every 50 steps; the same command again goes on
-from the last checkpoint in FOLDER, bit for bit. Prints the loss as it was logged first and last,
-what was sent, and the sum of each rank's weights.
+Needs `pip install transformers accelerate`. By default a callback registers the hook on the DDP
+that the Trainer makes. With --local-steps this DDP exchanges nothing, and the callback averages the
+changes of the ranks' weights every 20 steps. The program saves every 75 steps. The same command
+resumes from the last checkpoint in FOLDER, bit for bit. It prints the first and the last loss that
+the Trainer logged, the bytes that were sent, and the sum of each rank's weights.
 """
 
+import argparse
 import gc
 import os
 import sys
@@ -16,74 +20,107 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
-from dct_parallel import DCTState, dct_hook
+from dct_parallel import DCTAverager, DCTState, dct_hook
+
+PERIOD = 20
+
+
+class LocalTrainer(Trainer):
+    """Disables the exchange of the DDP, which the Trainer always makes. Its buckets use memory."""
+
+    def training_step(self, model, *args, **kwargs):
+        with self.accelerator.no_sync(model):
+            return super().training_step(model, *args, **kwargs)
 
 
 class DCT(TrainerCallback):
-    """The hook, and its residuals in a file per rank in each checkpoint of the Trainer's."""
+    """Adds a file per rank to each checkpoint, with what differs between ranks."""
 
-    def __init__(self, trainer):
-        self.trainer = trainer  # a callback is given the model without its DDP
+    def __init__(self, trainer, local_steps):
+        self.trainer = trainer
+        self.local_steps = local_steps
 
-    def on_train_begin(self, args, progress, control, **_):
-        ddp, trainer = self.trainer.model_wrapped, self.trainer
-        self.state = DCTState(ddp, format="int4", grad_scaler=trainer.accelerator.scaler)
-        ddp.register_comm_hook(self.state, dct_hook)
+    def on_train_begin(self, args, progress, control, model, optimizer, **_):
+        if self.local_steps:
+            self.dct = DCTAverager(model, period=PERIOD)
+            self.parts = {"model": model, "optimizer": optimizer, "averager": self.dct}
+        else:
+            ddp = self.trainer.model_wrapped  # `model` is the module inside
+            self.dct = DCTState(ddp, format="int4", grad_scaler=self.trainer.accelerator.scaler)
+            ddp.register_comm_hook(self.dct, dct_hook)
+            self.parts = {"hook": self.dct}
         if progress.global_step:
-            self.state.load_state_dict(torch.load(self.path(args, progress), weights_only=True))
+            saved = torch.load(self.path(args, progress), weights_only=True)
+            for name, part in self.parts.items():
+                part.load_state_dict(saved[name])
+
+    def on_step_end(self, *_, **__):
+        if self.local_steps:
+            self.dct.average_parameters()
 
     def on_save(self, args, progress, control, **_):  # on every rank
-        torch.save(self.state.state_dict(), self.path(args, progress))
+        saved = {name: part.state_dict() for name, part in self.parts.items()}
+        torch.save(saved, self.path(args, progress))
 
     def on_train_end(self, *_, **__):
-        self.state.close()
+        if self.local_steps:
+            self.dct.flush()  # all ranks have the same weights: now trainer.save_model() is right
+        else:
+            self.dct.close()
 
     def path(self, args, progress):
         return f"{args.output_dir}/checkpoint-{progress.global_step}/dct{args.process_index}.pt"
 
 
 def sentences(count):
-    """Each counts up modulo 97, from a number of its own."""
+    """Each counts up modulo 97, from a random start."""
     tokens = (torch.randint(97, (count, 1)) + torch.arange(16)) % 97
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def train(folder):
+def train(folder, local_steps):
     set_seed(0)
     os.makedirs(folder, exist_ok=True)
     config = GPT2Config(vocab_size=97, n_positions=16, n_embd=64, n_layer=2, n_head=2)
     arguments = TrainingArguments(
         folder,
-        max_steps=100,
+        max_steps=150,
         per_device_train_batch_size=32,
         learning_rate=0.003,
         lr_scheduler_type="cosine",
-        save_steps=50,
+        save_steps=75,
         logging_steps=10,
-        ddp_find_unused_parameters=False,  # else DDP discards what was sent for unused ones
+        ddp_find_unused_parameters=False,  # if True, DDP discards what was sent for unused ones
+        average_tokens_across_devices=not local_steps,  # if True, ranks count tokens every step
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         report_to="none",
     )
-    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=sentences(3200))
-    dct = DCT(trainer)
-    trainer.add_callback(dct)
+    trainer_class = LocalTrainer if local_steps else Trainer
+    trainer = trainer_class(GPT2LMHeadModel(config), arguments, train_dataset=sentences(3200))
+    callback = DCT(trainer, local_steps)
+    trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {dct.state.step} steps")
-        print(f"sent {dct.state.stats()['wire_bytes']:,} bytes a step")
+        stats = callback.dct.stats()
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {stats['step']} steps")
+        interval = f"every {PERIOD} steps" if local_steps else "per step"
+        print(f"sent {stats['wire_bytes']:,} bytes {interval}")
     total = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
     print(f"rank {arguments.process_index}: weights {total!r}")
 
 
-def main(folder):
-    train(folder)
-    gc.collect()  # the model ends before its process group
+def main(folder, local_steps):
+    train(folder, local_steps)
+    gc.collect()  # free the model before its process group
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ or len(sys.argv) != 2:
+    if "RANK" not in os.environ:
         sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--local-steps", action="store_true")
+    main(**vars(parser.parse_args()))

@@ -9,33 +9,32 @@ import subprocess
 import pytest
 from programs import ROOT, TORCHRUN
 
-RECIPES = ROOT / "examples/recipes"
+FOLDER = ROOT / "examples/recipes"
 
 MLP = 128 * 512 + 512 + 512 + 1
 LAYER = 12 * 64**2 + 13 * 64  # of a GPT-2 of width 64
 GPT2 = (97 + 16) * 64 + 2 * LAYER + 2 * 64
-# {recipe: parameters, steps, how often a message is sent, and what is left out to interrupt it}
-CASES = {
-    "with_accelerate.py": (MLP, 200, 1, "epoch[34]"),
-    "with_accelerate_local_steps.py": (MLP, 150, 20, "epoch[23]"),
-    "with_lightning.py": (MLP, 200, 1, "epoch=[23]*"),
-    "with_lightning_local_steps.py": (MLP, 150, 20, "epoch=[12]*"),
-    "with_trainer.py": (GPT2, 100, 1, "checkpoint-100"),
-    "with_trainer_local_steps.py": (GPT2, 150, 20, "checkpoint-150"),
+# {recipe: parameters, steps, and what is deleted to interrupt it}
+RECIPES = {
+    "with_accelerate.py": (MLP, 150, "epoch[23]"),
+    "with_lightning.py": (MLP, 150, "epoch=[12]*"),
+    "with_trainer.py": (GPT2, 150, "checkpoint-150"),
 }
 
 
 def test_every_recipe_is_run():
     elsewhere = {"with_torchrec.py"}  # tests/torchrec
-    assert {path.name for path in RECIPES.glob("*.py")} == CASES.keys() | elsewhere
+    assert {path.name for path in FOLDER.glob("*.py")} == RECIPES.keys() | elsewhere
 
 
-@pytest.mark.parametrize("recipe", CASES)
-def test_recipe(recipe, tmp_path):
-    framework = recipe.split("_")[1].removesuffix(".py").replace("trainer", "transformers")
+@pytest.mark.parametrize("options", [(), ("--local-steps",)], ids=["hook", "local-steps"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe(recipe, options, tmp_path):
+    framework = recipe[len("with_") : -len(".py")].replace("trainer", "transformers")
     pytest.importorskip(framework, reason=f"{framework} is in the environment of make recipes")
-    numel, steps, period, last = CASES[recipe]
-    printed, counted = _run(RECIPES / recipe, tmp_path)
+    numel, steps, last = RECIPES[recipe]
+    period = 20 if options else 1
+    printed, counted = _run(FOLDER / recipe, options, tmp_path)
 
     first, final, done = re.search(r"loss (\S+) -> (\S+), (\d+) steps", printed).groups()
     assert float(final) < float(first) / 4 and int(done) == steps
@@ -46,7 +45,7 @@ def test_recipe(recipe, tmp_path):
 
     for path in tmp_path.glob(f"saved/{last}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    resumed, _ = _run(RECIPES / recipe, tmp_path)
+    resumed, _ = _run(FOLDER / recipe, options, tmp_path)
     assert re.search(r"loss (\S+) ->", resumed)[1] != first or "trainer" in recipe  # has the log
     assert _weights(resumed) == weights
 
@@ -65,7 +64,7 @@ def _weights(printed):
     return found[0]
 
 
-def _run(program, folder):
+def _run(program, options, folder):
     """What it prints, and the bytes that crossed a loopback that is its own; None if not to be had.
 
     Counted by the kernel: no method and no framework can send beside it.
@@ -76,7 +75,8 @@ def _run(program, folder):
         possible = not subprocess.run([*own, *up, "true"], capture_output=True).returncode
     except FileNotFoundError:
         possible = False
-    command = [*(own + up if possible else []), *TORCHRUN, "--nproc-per-node=2", program, "saved"]
+    torchrun = [*(own + up if possible else []), *TORCHRUN, "--nproc-per-node=2"]
+    command = [*torchrun, program, "saved", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     counted = re.search(r"^ *lo: *(\d+)", done.stdout, re.MULTILINE)
