@@ -7,8 +7,8 @@ Problems: python-... trains a transformer on the Python sources of torch and sym
 character twice. clicks-... trains DLRM on rows of clicks, generated or from --data. clicks-adam
 uses row-wise AdaGrad for the tables (with --table-lr) and Adam for the MLPs.
 
-The learning rate rises over the first 50 steps of a transformer. Then it follows a
-cosine to 0, or stays constant.
+The learning rate rises over the first 50 steps of a transformer. Then it follows a cosine to 0, or
+stays constant.
 
 Methods: dense (float32), bf16, dct:D% and reduce_scatter:D% (DCTState; D is the percentage of
 entries sent), int8, int4 and ternary (DCTState with every entry in that format). local:D%xH and
