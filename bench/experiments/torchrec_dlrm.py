@@ -41,13 +41,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from bench.cli import density, exit_status
+from bench.network.methods import START_STEP
 from dct_embeddings import plan_shards
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs
 from dct_parallel import DCTState, RowFormat
 from dct_parallel.rows.counts import ROW_FORMATS
 from examples.dlrm.data import dataset
 from examples.dlrm.data.features import INTS
-from examples.dlrm.modes import START_STEP
 
 from . import clicks
 
