@@ -31,7 +31,8 @@ class Executor:
 
     def call(self, op: str, *arguments) -> None:
         """Call a launcher. Device memory is what the tensors among its arguments hold."""
-        self._on_device(op, getattr(self._library, op), arguments)
+        fields = b"".join(bytes(to_c(argument)) for argument in arguments)
+        self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def cut_as_of(self, times: int) -> None:
         """Let mask_pack cut up tensors as it does those that are so many times as large."""
@@ -59,7 +60,7 @@ class Executor:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = [ctypes.c_int64(size) for size in (blocks, threads, shared_bytes)]
 
-        def run(*_) -> int:
+        def run() -> int:
             allowed = ctypes.c_int64(replicas)
             return self._library.ptx_launch(kernel.encode(), *sizes, pointers, allowed)
 
@@ -84,7 +85,7 @@ class Executor:
             written = not vars(tensor).pop("is_poisoned", False)  # after this call it is
             self._library.ptx_allocate(to_c(tensor), *map(ctypes.c_int64, (tensor.nbytes, written)))
         try:
-            self._check(what, function(*map(to_c, arguments)))
+            self._check(what, function())
         finally:
             for tensor in tensors:
                 self._library.ptx_free(to_c(tensor))

@@ -23,15 +23,14 @@ uint32_t lanes_where(const char* predicates) {
 
 }  // namespace
 
-Block::Block(Launch& launch, uint64_t index)
+Block::Block(Launch& launch, uint32_t index)
     : launch_(launch),
       program_(launch.program),
       index_(index),
-      clock_(launch.races.new_block(),
-             static_cast<uint32_t>((launch.block.count() + 31) / 32 * 32)),
+      clock_(launch.races.new_block(), (launch.threads + kLanes - 1) / kLanes * kLanes),
       shared_extents_(program_.shared),
       shared_(nullptr, std::free),
-      live_(static_cast<uint32_t>(launch.block.count())) {
+      live_(launch.threads) {
   if (program_.dynamic_shared) shared_extents_.back().end += launch.dynamic_shared_bytes;
   if (!shared_extents_.empty()) {
     const size_t pages = shared_extents_.back().end / Races::kPage + 1;
@@ -41,10 +40,6 @@ Block::Block(Launch& launch, uint64_t index)
     launch_.races.forget(begin, begin + pages * Races::kPage);
     shared_written_.resize(pages * Races::kPage);
   }
-  const Dimensions &grid = launch.grid, &block = launch.block;
-  const uint32_t x = static_cast<uint32_t>(index % grid.x);
-  const uint32_t y = static_cast<uint32_t>(index / grid.x % grid.y);
-  const uint32_t z = static_cast<uint32_t>(index / grid.x / grid.y);
   warps_.resize((live_ + kLanes - 1) / kLanes);
   local_.resize(warps_.size() * kLanes * local_stride(), '\xcd');
   local_written_.resize(local_.size());
@@ -57,19 +52,7 @@ Block::Block(Launch& launch, uint64_t index)
     warp.groups = {{warp.live, 0}};
     for (uint32_t lane = 0; lane < kLanes; ++lane) {
       const uint32_t t = w * kLanes + lane;
-      const uint32_t values[kSpecials] = {t % block.x,
-                                          t / block.x % block.y,
-                                          t / block.x / block.y,
-                                          block.x,
-                                          block.y,
-                                          block.z,
-                                          x,
-                                          y,
-                                          z,
-                                          grid.x,
-                                          grid.y,
-                                          grid.z,
-                                          lane};
+      const uint32_t values[kSpecials] = {t, index, launch.blocks};
       for (int s = 0; s < kSpecials; ++s) {
         std::memcpy(&warp.arena[program_.special[s] + 4 * lane], &values[s], 4);
       }

@@ -15,14 +15,9 @@
 
 namespace ptx {
 
-struct Dimensions {
-  uint32_t x = 1, y = 1, z = 1;
-  uint64_t count() const { return uint64_t{x} * y * z; }
-};
-
 struct Launch {
   const Program& program;
-  Dimensions grid, block;
+  uint32_t blocks, threads;  // threads of a block
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
   bool in_turn;   // no random choices: every warp as far as it gets, lanes together
@@ -39,7 +34,7 @@ constexpr uint64_t kMaxSteps = 1 << 26;  // while no block finishes
 
 class Block {
  public:
-  Block(Launch& launch, uint64_t index);
+  Block(Launch& launch, uint32_t index);
 
   uint32_t warps() const { return static_cast<uint32_t>(warps_.size()); }
   bool runnable(uint32_t warp) const { return !warps_[warp].groups.empty(); }
@@ -104,7 +99,7 @@ class Block {
 
   Launch& launch_;
   const Program& program_;
-  const uint64_t index_;
+  const uint32_t index_;
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;

@@ -141,13 +141,7 @@ struct MaxAndZero {
 
 // Signs are bits, those of NaN too.
 struct Absolute {
-  template <typename T>
-  T operator()(T a) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fabs(a);
-    else
-      return a < 0 ? Subtract()(T{0}, a) : a;
-  }
+  float operator()(float a) const { return std::fabs(a); }
 };
 struct Negate {
   template <typename T>
@@ -190,10 +184,7 @@ struct ShiftRight {
   }
 };
 struct CountOnes {
-  template <typename T>
-  uint32_t operator()(T a) const {
-    return __builtin_popcountll(a);
-  }
+  uint32_t operator()(uint32_t a) const { return __builtin_popcount(a); }
 };
 struct Reverse {
   uint32_t operator()(uint32_t a) const {
@@ -291,43 +282,15 @@ struct Copy {
 
 // --- Conversion
 
-struct NoRounding {
-  template <typename T>
-  T operator()(T x) const {
-    return x;
-  }
+struct Ceiling {
+  double operator()(double a) const { return std::ceil(a); }
 };
-struct ToEven {
-  template <typename T>
-  T operator()(T x) const {
-    return std::nearbyint(x);
-  }
-};
-struct ToZero {
-  template <typename T>
-  T operator()(T x) const {
-    return std::trunc(x);
-  }
-};
-struct Down {
-  template <typename T>
-  T operator()(T x) const {
-    return std::floor(x);
-  }
-};
-struct Up {
-  template <typename T>
-  T operator()(T x) const {
-    return std::ceil(x);
-  }
-};
-
-template <typename To, typename Rounding = NoRounding>
+// Floats are rounded towards zero.
+template <typename To>
 struct Convert {
   template <typename From>
-  To operator()(From a) const {
-    if constexpr (std::is_floating_point_v<From> && !std::is_floating_point_v<To>) {
-      const From x = Rounding()(a);
+  To operator()(From x) const {
+    if constexpr (std::is_floating_point_v<From>) {
       if (x != x) {
         const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
         return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
@@ -337,12 +300,8 @@ struct Convert {
       if (x >= beyond) return std::numeric_limits<To>::max();
       if (x < static_cast<From>(std::numeric_limits<To>::min()))
         return std::numeric_limits<To>::min();
-      return static_cast<To>(x);
-    } else if constexpr (std::is_floating_point_v<From>) {
-      return one_nan(static_cast<To>(Rounding()(a)));
-    } else {
-      return static_cast<To>(a);
     }
+    return static_cast<To>(x);
   }
 };
 

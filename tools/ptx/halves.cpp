@@ -49,9 +49,6 @@ struct NarrowBoth {
     return uint32_t{Narrow()(high)} << 16 | Narrow()(low);
   }
 };
-struct Magnitude {
-  uint16_t operator()(uint16_t a) const { return a & kMagnitude; }
-};
 struct Magnitudes {
   uint32_t operator()(uint32_t a) const { return a & (kMagnitude << 16 | kMagnitude); }
 };
@@ -85,7 +82,6 @@ void add_halves(Forms& forms) {
   forms["cvt.f32.f16"] = form<Widen, float, uint16_t>();
   forms["cvt.rn.f16.f32"] = form<Narrow, uint16_t, float>();
   forms["cvt.rn.f16x2.f32"] = form<NarrowBoth, uint32_t, float, float>();
-  forms["abs.f16"] = form<Magnitude, uint16_t, uint16_t>();
   forms["abs.f16x2"] = form<Magnitudes, uint32_t, uint32_t>();
   forms["add.s16x2"] = form<Both<Add, int16_t>, uint32_t, uint32_t, uint32_t>();
   forms["max.u16x2"] = form<Both<Max, uint16_t>, uint32_t, uint32_t, uint32_t>();

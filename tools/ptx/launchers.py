@@ -1,5 +1,5 @@
-"""The ops of a library of module.cpp and the kernels' launchers, with the signatures of
-torch.ops.dct, on CPU tensors."""
+"""The ops that call the launchers through module.cpp, with the signatures of torch.ops.dct, on CPU
+tensors."""
 
 import ctypes
 import functools
@@ -122,7 +122,7 @@ def row_dequantize(call, rows, width, format, dtype):
 
 
 def launchers(call: Callable[..., None]) -> SimpleNamespace:
-    """The ops. `call` takes the name of one and its arguments, in the order of module.cpp.
+    """The ops. `call` takes the name of an op and the fields of its argument struct in common/ops.h.
 
     Results are allocated here, poisoned.
     """

@@ -33,9 +33,7 @@ class Decoder {
         named_[prefix + std::to_string(n)] = allocate(registers.bytes);
       }
     }
-    static const char* const kNames[kSpecials] = {
-        "%tid.x",   "%tid.y",   "%tid.z",    "%ntid.x",   "%ntid.y",   "%ntid.z", "%ctaid.x",
-        "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid"};
+    static const char* const kNames[kSpecials] = {"%tid.x", "%ctaid.x", "%nctaid.x"};
     for (int s = 0; s < kSpecials; ++s) {
       named_[kNames[s]] = allocate(4);
       program_.special[s] = named_[kNames[s]].at;
@@ -95,7 +93,7 @@ class Decoder {
       if (target == program_.entry.labels.end()) throw Error("no such label");
       result.kind = Kind::kBranch;
       result.target = target->second;
-    } else if (parts[0] == "ret" || parts[0] == "exit") {
+    } else if (parts[0] == "ret") {
       result.kind = Kind::kExit;
     } else if (statement.opcode == "bar.sync") {
       if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is known");
@@ -113,7 +111,7 @@ class Decoder {
       several(result, "unpack", result.to, operands[0], result.from[0], operands[1]);
     } else if (statement.opcode == "cvta.local.u64") {
       result.kind = Kind::kCompute;
-      result.run = find_form("add.u64")->run;
+      result.run = find_form("add.s64")->run;
       result.to[0] = reg(operands.at(0));
       result.from[0] = reg(operands.at(1));
       result.from[1] = program_.local;
@@ -168,7 +166,7 @@ class Decoder {
     const bool atomic = !load && !store;
     result.action = load ? Action::kLoad : atomic ? Action::kAtomic : Action::kStore;
     result.space = Space::kGlobal;
-    static const std::set<std::string> kHints = {"cs", "nc", "gpu", "sys"};
+    static const std::set<std::string> kHints = {"cs", "gpu", "sys"};
     const size_t last = parts.size() - 1;
     for (size_t p = 1; p < last; ++p) {
       const std::string& part = parts[p];
@@ -200,18 +198,16 @@ class Decoder {
                 const std::vector<std::string>& operands) {
     const bool load = parts[0] == "ldmatrix";
     const std::string& opcode = result.statement->opcode;
-    for (const char* count : {"x1", "x2", "x4"}) {
-      const std::string form = parts[0] + ".sync.aligned.m8n8." + count;
-      if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
-      if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
-    }
+    const std::string form = parts[0] + ".sync.aligned.m8n8.x4";
+    if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
+    if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
     if (result.matrices == Matrices::kNone) throw unknown(parts);
     result.kind = Kind::kCollective;
     result.action = load ? Action::kLoad : Action::kStore;
     result.space = Space::kShared;
     address(result, operands.at(load ? 1 : 0));
     result.count = registers(load ? result.to : result.from, operands.at(load ? 0 : 1), 4);
-    if (result.count != parts[4][1] - '0') throw Error("wrong number of registers");
+    if (result.count != 4) throw Error("wrong number of registers");
     result.from[4] = operand("-1", 4);  // its mask: all lanes
   }
 

@@ -32,7 +32,7 @@ def counted(body, *tensors, threads=32, shared=0):
 def test_lanes_that_are_active():
     """Of 3 warps of 32, lanes below 8 go one way and the others another; then all meet again."""
     body = """
-mov.u32 %r1, %laneid;
+and.b32 %r1, %r0, 31;
 setp.lt.u32 %p1, %r1, 8;
 @%p1 bra FEW;
 add.s32 %r2, %r1, 1;

@@ -57,8 +57,8 @@ MUTANTS = {
         r"fma.rn.f32 \3, \2, \4;",
         WRONG,
     ),
-    "positions counted from the wrong end": Mutant(
-        runs.row_pack, r"shfl\.sync\.up(.*), \S+, (\S+;)", r"shfl.sync.down\1, 31, \2", WRONG
+    "positions counted from the wrong place": Mutant(
+        runs.row_pack, r"(shfl\.sync\.up.*, )\S+(, \S+, \S+;)", r"\g<1>0\2", WRONG
     ),
     "a lane that leaves itself out of a vote": Mutant(
         runs.scatter_unpack, r"(vote\.sync.*), \S+;", r"\1, 65535;", "its mask leaves itself out"
