@@ -122,7 +122,7 @@ def row_dequantize(call, rows, width, format, dtype):
 
 
 def launchers(call: Callable[..., None]) -> SimpleNamespace:
-    """The ops. `call` takes the name of an op and the fields of its argument struct in common/ops.h.
+    """The ops. `call` takes the name of an op and the fields of its arguments in common/ops.h.
 
     Results are allocated here, poisoned.
     """

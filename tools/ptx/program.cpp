@@ -198,16 +198,18 @@ class Decoder {
                 const std::vector<std::string>& operands) {
     const bool load = parts[0] == "ldmatrix";
     const std::string& opcode = result.statement->opcode;
-    const std::string form = parts[0] + ".sync.aligned.m8n8.x4";
-    if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
-    if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
+    for (const char* count : {"x1", "x2", "x4"}) {
+      const std::string form = parts[0] + ".sync.aligned.m8n8." + count;
+      if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
+      if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
+    }
     if (result.matrices == Matrices::kNone) throw unknown(parts);
     result.kind = Kind::kCollective;
     result.action = load ? Action::kLoad : Action::kStore;
     result.space = Space::kShared;
     address(result, operands.at(load ? 1 : 0));
     result.count = registers(load ? result.to : result.from, operands.at(load ? 0 : 1), 4);
-    if (result.count != 4) throw Error("wrong number of registers");
+    if (result.count != parts[4][1] - '0') throw Error("wrong number of registers");
     result.from[4] = operand("-1", 4);  // its mask: all lanes
   }
 

@@ -58,7 +58,7 @@ ERRORS = {
         "setp.lt.u32 %p1, %r0, 16;\n@%p1 bra END;\n" + LOAD + "END:\n",
         "not all lanes take part",
     ),
-    "a form that is not known": (LOAD.replace("x4", "x2"), "unknown opcode ldmatrix.*x2"),
+    "a form that is not known": (LOAD.replace("x4", "x3"), "unknown opcode ldmatrix.*x3"),
     "three registers of four": (LOAD.replace(", %r5}", "}"), "wrong number of registers"),
 }
 
@@ -69,6 +69,12 @@ def test_an_error_is_reported(error):
     executor().configure(1)
     with pytest.raises(RuntimeError, match=f"(?s){report}"):
         per_lane(body)
+
+
+def test_fewer_matrices():
+    few = LOAD.replace("x4", "x2").replace(", %r4, %r5", "")
+    loaded = per_lane(STORE_ROW + "bar.warp.sync -1;\n" + few)
+    assert torch.equal(loaded[:, :2], torch.arange(128).view(2, 32, 2).transpose(0, 1))
 
 
 def test_stores_of_the_same_matrix_are_replicas():
