@@ -21,7 +21,7 @@ def count(case: Case) -> Cost:
 def _run(case: Case):
     """Totals; and by kernel its bytes of dynamic shared memory and its rows of counts."""
     executor().configure(0, RESIDENT_BLOCKS)
-    case.run(BACKEND, executor())
+    case.run(BACKEND)
     totals, *reports = executor().counts().split("\n\n")
     found = {}
     for report in reports:

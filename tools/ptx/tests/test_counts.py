@@ -120,8 +120,8 @@ def cost(kernel, *arguments):
     executor().load(*toolkit.ptx([build.HERE / "counted.cu"]))
     loaded = SYMBOLS[kernel]
 
-    def call(ops, executor):
-        executor.launch(loaded, 1, 32, *arguments)
+    def call(ops):
+        executor().launch(loaded, 1, 32, *arguments)
 
     found = counting.count(Case(kernel, "", 1, 0, call))
     return found.kernels[0], machine_code.machine_code(executor().text(loaded), loaded)
