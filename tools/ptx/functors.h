@@ -123,11 +123,10 @@ inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
   using T = decltype(a);
   position &= 255, length &= 255;
   if (length == 0) return T{0};
-  const T high = std::is_signed_v<T> && a < 0 ? T(-1) : T{0};
-  const T moved = position > 31 ? high : static_cast<T>(a >> position);
-  if (length > 31) return moved;
-  const int unused = 32 - static_cast<int>(length);
-  return static_cast<T>(static_cast<T>(uint32_t(moved) << unused) >> unused);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  const T moved = shift_right(a, position);
+  if (length >= kBits) return moved;
+  return static_cast<T>(moved << (kBits - length)) >> (kBits - length);
 };
 // The high word of high:low moved up.
 inline constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t n) {

@@ -90,6 +90,7 @@ class Table {
     forms["bfi.b32"] = form<insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["bfi.b64"] = form<insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
     forms["bfe.u32"] = form<extract, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["bfe.u64"] = form<extract, uint64_t, uint64_t, uint32_t, uint32_t>();
     forms["bfe.s32"] = form<extract, int32_t, int32_t, uint32_t, uint32_t>();
     forms["shf.l.wrap.b32"] = form<funnel_left, uint32_t, uint32_t, uint32_t, uint32_t>();
     forms["prmt.b32"] = form<permute, uint32_t, uint32_t, uint32_t, uint32_t>();

@@ -133,7 +133,7 @@ class Decoder {
   void compute(Instruction& result, const std::string& opcode,
                const std::vector<std::string>& operands) {
     const Form* form = find_form(opcode);
-    if (form == nullptr) throw Error("unknown opcode " + opcode);
+    if (form == nullptr) throw unknown(result);
     result.kind = form->kind;
     result.run = form->run;
     const bool has_result = !form->to.empty();
@@ -180,10 +180,10 @@ class Decoder {
         result.count = part[1] - '0';
       else if (atomic && p == last - 1)
         result.update = find_update(part + "." + parts[last]);
-      else if (part != "global" && kHints.count(part) == 0 && !(part == "relaxed" && atomic))
-        throw unknown(parts);
+      else if (part != "global" && !kHints.contains(part) && !(part == "relaxed" && atomic))
+        throw unknown(result);
     }
-    if (atomic && result.update == nullptr) throw unknown(parts);
+    if (atomic && result.update == nullptr) throw unknown(result);
     result.element = static_cast<uint8_t>(bytes_of_type(parts[last]));
     result.is_signed = parts[last][0] == 's';
 
@@ -203,7 +203,7 @@ class Decoder {
       if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
       if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
     }
-    if (result.matrices == Matrices::kNone) throw unknown(parts);
+    if (result.matrices == Matrices::kNone) throw unknown(result);
     result.kind = Kind::kCollective;
     result.action = load ? Action::kLoad : Action::kStore;
     result.space = Space::kShared;
@@ -213,10 +213,8 @@ class Decoder {
     result.from[4] = operand("-1", 4);  // its mask: all lanes
   }
 
-  Error unknown(const std::vector<std::string>& parts) {
-    std::string opcode = parts[0];
-    for (size_t p = 1; p < parts.size(); ++p) opcode += "." + parts[p];
-    return Error("unknown opcode " + opcode);
+  static Error unknown(const Instruction& i) {
+    return Error("unknown opcode " + i.statement->opcode);
   }
 
   // "[%rd1]", "[%rd1+-8]", "[name]", "[name+8]"
@@ -250,7 +248,7 @@ class Decoder {
 
   Operand operand(const std::string& text, int bytes) {
     if (text == "_") return allocate(bytes);
-    if (text[0] == '%' || named_.count(text) != 0) return reg(text);
+    if (text[0] == '%' || named_.contains(text)) return reg(text);
     uint64_t value = 0;
     const auto variable = addresses_.find(text);
     if (variable != addresses_.end()) {
