@@ -11,8 +11,6 @@
 namespace ptx {
 namespace {
 
-// How often lanes that could go on together part before an access to memory: once in so many.
-constexpr uint32_t kPartOdds = 256;
 constexpr uint32_t kMostAccesses = 6;  // until another warp's turn, as a power of 2
 
 uint32_t lanes_where(const char* predicates) {
@@ -62,17 +60,11 @@ Block::Block(Launch& launch, uint32_t index)
   }
 }
 
-// The group that is furthest behind, so that lanes meet again; now and then any.
-Block::Group Block::choose(Warp& warp, bool* freely) {
-  *freely = warp.groups.size() > 1 && !launch_.in_turn && launch_.random.below(8) == 0;
-  auto chosen = warp.groups.begin();
-  if (*freely) {
-    chosen += launch_.random.below(static_cast<uint32_t>(warp.groups.size()));
-  } else {
-    chosen = std::min_element(chosen, warp.groups.end(),
-                              [](const Group& a, const Group& b) { return a.at < b.at; });
-  }
-  const Group group = {chosen->lanes, chosen->at};
+// So that lanes meet again.
+Block::Group Block::furthest_behind(Warp& warp) {
+  const auto chosen = std::min_element(warp.groups.begin(), warp.groups.end(),
+                                       [](const Group& a, const Group& b) { return a.at < b.at; });
+  const Group group = *chosen;
   warp.groups.erase(chosen);
   return group;
 }
@@ -80,8 +72,7 @@ Block::Group Block::choose(Warp& warp, bool* freely) {
 void Block::run(uint32_t number) {
   Warp& warp = warps_[number];
   ++launch_.steps;
-  bool freely;
-  Group group = choose(warp, &freely);
+  Group group = furthest_behind(warp);
   uint32_t accesses = ~0u;
   if (!launch_.in_turn)
     accesses = 1 + launch_.random.below(1u << launch_.random.below(kMostAccesses + 1));
@@ -97,7 +88,7 @@ void Block::run(uint32_t number) {
           behind |= warp.groups[g].at < group.at;
         }
       }
-      if (behind && !freely) {
+      if (behind) {
         warp.groups.push_back(group);
         return;
       }
@@ -122,15 +113,6 @@ void Block::run(uint32_t number) {
         if (--accesses == 0) {
           warp.groups.push_back(group);
           return;
-        }
-        if (!launch_.in_turn && launch_.random.below(kPartOdds) == 0) {
-          const uint32_t ahead = group.lanes & launch_.random();
-          if (ahead != 0 && ahead != group.lanes) {
-            warp.groups.push_back({group.lanes & ~ahead, group.at});
-            group.lanes = ahead;
-            lanes &= ahead;
-            freely = true;
-          }
         }
         if (lanes != 0) access(warp, i, lanes);
         ++group.at;

@@ -1,8 +1,8 @@
 // block.h -- a thread block that runs: its warps, their lanes' ways through the program, its shared
 // memory.
 //
-// The lanes of a warp that are at one instruction run it together; lanes that branched apart go on
-// apart, in any order, until they meet again at an instruction or in a collective.
+// The lanes of a warp that are at one instruction run it together. Lanes that branched apart go on
+// apart, those furthest behind first, until they meet again at an instruction or in a collective.
 #pragma once
 
 #include <memory>
@@ -60,7 +60,7 @@ class Block {
     uint32_t waits_for[kLanes];  // of those in a collective: its mask
   };
 
-  Group choose(Warp& warp, bool* freely);
+  Group furthest_behind(Warp& warp);
   void branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes);
   bool collect(Warp& warp, const Group& group, const Instruction& i);
   void meet(Warp& warp, const Instruction& i, uint32_t lanes);

@@ -15,7 +15,6 @@ SYMBOLS = {
     "together": "_Z8togetherPKlPl",
     "loops": "_Z5loopsPii",
     "fills": "_Z5fillsPii",
-    "diverges": "_Z8divergesPi",
 }
 
 
@@ -153,9 +152,3 @@ def test_an_unrolled_loop_is_not_counted_as_often_as_it_was_unrolled():
     assert stores > 1
     per_round = (many.slots - few.slots) / 32
     assert 1 <= per_round <= 4, "a store, and its share of the loop around four of them"
-
-
-def test_lanes_that_leave_a_loop_wait_for_the_others():
-    out = torch.zeros(32, dtype=torch.int32)
-    kernel, _ = cost("diverges", out)
-    assert kernel.threads < 32 * sum(kernel.classes.values())
