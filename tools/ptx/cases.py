@@ -146,54 +146,46 @@ def _entry_bytes(format: str) -> float:
 
 
 def row_pack(width: int, dtype: torch.dtype) -> Case:
-    x, k = torch.randn(ROW_NUMEL // width, width).to(dtype), math.ceil(width / 20)
+    x, k = _rows(width).to(dtype), math.ceil(width / 20)
     moved = dtype.itemsize * (width + k) + position_bytes(width, k)
-    detail = f"[B, {width}], k={k}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows("row_pack", detail, width, moved, lambda ops: ops.row_pack(x, k, dtype))
+    return _of_rows("row_pack", width, f"k={k}", dtype, moved, lambda op: op(x, k, dtype))
 
 
 def row_gather(width: int) -> Case:
-    x, k = torch.randn(ROW_NUMEL // width, width), math.ceil(width / 20)
+    x, k = _rows(width), math.ceil(width / 20)
     _, positions = reference.row_pack(x, k, F32)
     moved = 4 * width * (1 - (1 - k / width) ** 8) + 4 * k + position_bytes(width, k)  # sectors
-    detail = f"[B, {width}], k={k}"
-    return _rows(
-        "row_gather", detail, width, moved, lambda ops: ops.row_gather(x, positions, k, F32)
-    )
+    return _of_rows("row_gather", width, f"k={k}", F32, moved, lambda op: op(x, positions, k, F32))
 
 
 def row_unpack(width: int) -> Case:
     k = math.ceil(width / 20)
-    packed = reference.row_pack(torch.randn(ROW_NUMEL // width, width), k, F32)
+    packed = reference.row_pack(_rows(width), k, F32)
     moved = 4 * (width + k) + position_bytes(width, k)
-    detail = f"[B, {width}], k={k}"
-    return _rows(
-        "row_unpack", detail, width, moved, lambda ops: ops.row_unpack(*packed, width, F32)
-    )
+    return _of_rows("row_unpack", width, f"k={k}", F32, moved, lambda op: op(*packed, width, F32))
 
 
 def row_quantize(width: int, format: str, dtype: torch.dtype) -> Case:
-    x = torch.randn(ROW_NUMEL // width, width).to(dtype)
+    x = _rows(width).to(dtype)
     moved = dtype.itemsize * width + row_bytes(width, format)
-    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows("row_quantize", detail, width, moved, lambda ops: ops.row_quantize(x, format))
+    return _of_rows("row_quantize", width, format, dtype, moved, lambda op: op(x, format))
 
 
 def row_dequantize(width: int, format: str, dtype: torch.dtype) -> Case:
-    rows = reference.row_quantize(torch.randn(ROW_NUMEL // width, width), format)
+    rows = reference.row_quantize(_rows(width), format)
     moved = dtype.itemsize * width + row_bytes(width, format)
-    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows(
-        "row_dequantize",
-        detail,
-        width,
-        moved,
-        lambda ops: ops.row_dequantize(rows, width, format, dtype),
-    )
+    arguments = rows, width, format, dtype
+    return _of_rows("row_dequantize", width, format, dtype, moved, lambda op: op(*arguments))
 
 
-def _rows(op: str, detail: str, width: int, moved: float, call) -> Case:
-    return Case(op, detail, ROW_NUMEL, moved / width, call)
+def _rows(width: int) -> torch.Tensor:
+    return torch.randn(ROW_NUMEL // width, width)
+
+
+def _of_rows(op: str, width: int, how: str, dtype: torch.dtype, moved: float, call) -> Case:
+    """`moved` bytes a row. `call` takes the op."""
+    detail = f"[B, {width}], {how}" + (", bfloat16" if dtype == BF16 else "")
+    return Case(op, detail, ROW_NUMEL, moved / width, lambda ops: call(getattr(ops, op)))
 
 
 def _threshold(density: float, deviation: float) -> torch.Tensor:

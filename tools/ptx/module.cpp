@@ -1,4 +1,4 @@
-// module.cpp -- the launchers behind plain C functions, for launchers.py to call by ctypes.
+// module.cpp -- the launchers behind plain C functions, for backend.py to call by ctypes.
 //
 // Each function takes the fields of the launcher's argument struct (common/ops.h), in their order,
 // and returns a cudaError_t.

@@ -5,8 +5,7 @@ import re
 import pytest
 import torch
 
-from ..backend import executor
-from ..launchers import poisoned
+from ..backend import executor, poisoned
 from .snippets import per_thread, run
 
 
