@@ -131,9 +131,7 @@ void Block::run(uint32_t number) {
         continue;
       case Kind::kBarrier:
         warp.at_barrier |= lanes;
-        for (uint32_t left = lanes; left != 0; left &= left - 1) {
-          warp.waits_at[__builtin_ctz(left)] = group.at;
-        }
+        for_each_lane(lanes, [&](int lane) { warp.waits_at[lane] = group.at; });
         complete_barrier();
         return;
       default:
@@ -160,13 +158,12 @@ bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
   const int first = __builtin_ctz(group.lanes);
   const auto common = lane_value<uint32_t>(warp.arena.data(), mask, first);
   bool together = (common & warp.live) == group.lanes;
-  for (uint32_t left = group.lanes; left != 0; left &= left - 1) {
-    const int lane = __builtin_ctz(left);
+  for_each_lane(group.lanes, [&](int lane) {
     warp.waits_at[lane] = group.at;
     warp.waits_for[lane] = lane_value<uint32_t>(warp.arena.data(), mask, lane);
     if ((warp.waits_for[lane] >> lane & 1) == 0) fail(warp, lane, i, "its mask leaves itself out");
     together &= warp.waits_for[lane] == common;
-  }
+  });
   if (together) {
     meet(warp, i, group.lanes);
     return true;
@@ -193,8 +190,7 @@ void Block::complete_collectives(Warp& warp) {
     const uint32_t mask = warp.waits_for[first];
     const Instruction& i = program_.code[at];
     uint32_t here = 0;
-    for (uint32_t left = warp.in_collective; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
+    for_each_lane(warp.in_collective, [&](int lane) {
       const bool wants = mask >> lane & 1, wanted = warp.waits_for[lane] >> first & 1;
       if (warp.waits_at[lane] == at && warp.waits_for[lane] == mask) {
         here |= 1u << lane;
@@ -206,7 +202,7 @@ void Block::complete_collectives(Warp& warp) {
              "it waits for lane " + std::to_string(lane) + ", which waits for it elsewhere, " +
                  masks + ": " + place(program_.code[warp.waits_at[lane]]));
       }
-    }
+    });
     incomplete &= ~here;
     if ((mask & warp.live) != here) continue;
     meet(warp, i, here);
@@ -222,14 +218,11 @@ void Block::complete_barrier() {
   for (Warp& warp : warps_) {
     if (warp.live == 0) continue;
     const int first = __builtin_ctz(warp.live);
-    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
-      if (warp.waits_at[lane] != warp.waits_at[first]) {
-        fail(
-            warp, lane, program_.code[warp.waits_at[lane]],
-            "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
-      }
-    }
+    for_each_lane(warp.live, [&](int lane) {
+      if (warp.waits_at[lane] == warp.waits_at[first]) return;
+      fail(warp, lane, program_.code[warp.waits_at[lane]],
+           "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
+    });
     warp.groups = {{warp.live, warp.waits_at[first] + 1}};
     warp.at_barrier = 0;
   }
@@ -261,12 +254,10 @@ std::string Block::place(const Instruction& i) const {
 std::string Block::waiting() const {
   std::map<std::string, uint32_t> threads;
   for (const Warp& warp : warps_) {
-    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
-      if (((warp.in_collective | warp.at_barrier) >> lane & 1) == 0) continue;
+    for_each_lane(warp.in_collective | warp.at_barrier, [&](int lane) {
       threads[(warp.at_barrier >> lane & 1 ? "at a barrier, " : "in a collective, ") +
               place(program_.code[warp.waits_at[lane]])]++;
-    }
+    });
   }
   std::string text;
   for (const auto& [where, count] : threads) {

@@ -36,8 +36,7 @@ class Instruction(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """Without its predicate."""
-        return re.sub(r"^@!?U?P\w+ ", "", self.text)
+        return kernels.unpredicated(self.text)
 
 
 @dataclass

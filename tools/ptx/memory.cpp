@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "lanes.h"
+
 namespace ptx {
 
 void Allocations::add(uint64_t begin, int64_t bytes, bool written) {
@@ -47,17 +49,11 @@ void Clock::barrier() {
 void Clock::warp_barrier(uint32_t warp, uint32_t lanes) {
   std::array<uint32_t, kLanes> joined = {};
   Thread* const first = &threads[warp * kLanes];
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    const Thread& lane = first[__builtin_ctz(left)];
-    for (int l = 0; l < kLanes; ++l) joined[l] = std::max(joined[l], lane.known[l]);
-  }
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    const int lane = __builtin_ctz(left);
-    joined[lane] = first[lane].now++;
-  }
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    first[__builtin_ctz(left)].known = joined;
-  }
+  for_each_lane(lanes, [&](int lane) {
+    for (int l = 0; l < kLanes; ++l) joined[l] = std::max(joined[l], first[lane].known[l]);
+  });
+  for_each_lane(lanes, [&](int lane) { joined[lane] = first[lane].now++; });
+  for_each_lane(lanes, [&](int lane) { first[lane].known = joined; });
 }
 
 void Clock::release(uint32_t thread, View& into) {
