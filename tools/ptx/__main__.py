@@ -26,13 +26,11 @@ Columns, of one element (a pick of sample_threshold):
   PTX         the same of PTX
   active      lanes that did something in it
   conflicts   passes through shared memory beyond the first of each access, times 32
-  loads       of a thread in flight, at most, in machine code, of each kernel
-  blocks      that fit a multiprocessor, of each kernel
 """
 
 
 COLUMNS = ("call", "must move", "moves", "asks for", "issue slots", "half rate", "PTX")
-COLUMNS += ("active", "conflicts", "loads", "blocks", "most of it")
+COLUMNS += ("active", "conflicts", "most of it")
 
 
 def table(counted: Iterable[Cost]) -> Iterator[str]:
@@ -63,8 +61,6 @@ def _cells(cost: Cost) -> list[str]:
         f"{LANES * ptx / cost.elements:.1f}",
         f"{100 * sum_of('threads') / (LANES * ptx):.0f} %",
         f"{LANES * sum_of('conflicts') / cost.elements:.1f}",
-        ", ".join(str(kernel.in_flight) for kernel in cost.kernels),
-        ", ".join(str(kernel.resident) for kernel in cost.kernels),
         ", ".join(f"{name} {100 * classes[name] / ptx:.0f} %" for name in most),
     ]
 

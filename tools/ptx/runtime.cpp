@@ -96,7 +96,6 @@ Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_
                   program.entry.parameters[p].bytes);
     }
     runtime().races.begin_launch();
-    kernel.counts->launch(shared_bytes);
     ++runtime().kernels_launched;
     Launch launch = {program,
                      blocks,
