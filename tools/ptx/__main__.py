@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 
-from . import cases, costs, counting, report, toolkit
+from . import cases, costs, counting, toolkit
+from .costs import LANES, SECTOR, Cost
 
 DESCRIPTION = """\
 Counts what calls of the ops cost, without a GPU. nvcc's PTX for sm_90 is executed in lock-step (all
@@ -24,9 +26,43 @@ Columns, of one element (a pick of sample_threshold):
   PTX         the same of PTX
   active      lanes that did something in it
   conflicts   passes through shared memory beyond the first of each access, times 32
-  loads       of a thread in flight, at most, in machine code, of each kernel
-  blocks      that fit a multiprocessor, of each kernel
 """
+
+
+COLUMNS = ("call", "must move", "moves", "asks for", "issue slots", "half rate", "PTX")
+COLUMNS += ("active", "conflicts", "most of it")
+
+
+def table(counted: Iterable[Cost]) -> Iterator[str]:
+    """In markdown."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|" + "---|" * len(COLUMNS)
+    for cost in counted:
+        yield f"| {' | '.join(_cells(cost))} |"
+
+
+def _cells(cost: Cost) -> list[str]:
+    def sum_of(what: str) -> float:
+        return sum(getattr(kernel, what) for kernel in cost.kernels)
+
+    classes: dict[str, int] = {}
+    for kernel in cost.kernels:
+        for name, issued in kernel.classes.items():
+            classes[name] = classes.get(name, 0) + issued
+    ptx = sum(classes.values())
+    most = sorted(classes, key=classes.__getitem__, reverse=True)[:3]
+    return [
+        cost.name,
+        f"{cost.bytes:.2f}",
+        f"{cost.moved:.2f}",
+        f"{SECTOR * sum_of('sectors') / cost.elements:.2f}",
+        f"{cost.slots:.1f}",
+        f"{cost.half_rate:.1f}",
+        f"{LANES * ptx / cost.elements:.1f}",
+        f"{100 * sum_of('threads') / (LANES * ptx):.0f} %",
+        f"{LANES * sum_of('conflicts') / cost.elements:.1f}",
+        ", ".join(f"{name} {100 * classes[name] / ptx:.0f} %" for name in most),
+    ]
 
 
 def main() -> None:
@@ -52,7 +88,7 @@ def main() -> None:
         costs.save(toolkit.nvcc_version(), counted)
     else:
         print(f"nvcc {toolkit.nvcc_version()}; counted, not measured\n")
-        print(*report.lines(counted), sep="\n")
+        print(*table(counted), sep="\n")
 
 
 main()

@@ -2,12 +2,29 @@
 
 import ctypes
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from dct_kernels import row_layout
+from dct_kernels._load import checked
+from dct_kernels._schemas import OPS
+from dct_kernels.layout import QUANTIZED_CODES
+
 from . import build
-from .launchers import launchers, to_c
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def to_c(argument: torch.Tensor | torch.dtype | int | float | None):
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_int64(argument.data_ptr())
+    if isinstance(argument, torch.dtype):
+        return ctypes.c_int64(_DTYPES[argument])
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return ctypes.c_int64(0 if argument is None else int(argument))
 
 
 class Launches(NamedTuple):
@@ -31,7 +48,8 @@ class Executor:
 
     def call(self, op: str, *arguments) -> None:
         """Call a launcher. Device memory is what the tensors among its arguments hold."""
-        self._on_device(op, getattr(self._library, op), arguments)
+        fields = b"".join(bytes(to_c(argument)) for argument in arguments)
+        self._on_device(op, lambda: getattr(self._library, op)(fields), arguments)
 
     def cut_as_of(self, times: int) -> None:
         """Let mask_pack cut up tensors as it does those that are so many times as large."""
@@ -59,7 +77,7 @@ class Executor:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = [ctypes.c_int64(size) for size in (blocks, threads, shared_bytes)]
 
-        def run(*_) -> int:
+        def run() -> int:
             allowed = ctypes.c_int64(replicas)
             return self._library.ptx_launch(kernel.encode(), *sizes, pointers, allowed)
 
@@ -84,7 +102,7 @@ class Executor:
             written = not vars(tensor).pop("is_poisoned", False)  # after this call it is
             self._library.ptx_allocate(to_c(tensor), *map(ctypes.c_int64, (tensor.nbytes, written)))
         try:
-            self._check(what, function(*map(to_c, arguments)))
+            self._check(what, function())
         finally:
             for tensor in tensors:
                 self._library.ptx_free(to_c(tensor))
@@ -100,4 +118,100 @@ def executor() -> Executor:
     return Executor(build.build())
 
 
-BACKEND = launchers(lambda *arguments: executor().call(*arguments))
+# --- The ops, with the signatures of torch.ops.dct. Each passes the fields of its arguments in
+# common/ops.h to its launcher; results are allocated here, poisoned.
+
+
+def _call(op: str, *fields) -> None:
+    executor().call(op, *fields)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that looks unlike any result, so that what a kernel forgets to write is seen, and that
+    no kernel may read before it is written."""
+    out = torch.empty(shape, dtype=dtype)
+    out.view(torch.uint8).fill_(0xAB)
+    out.is_poisoned = True
+    return out
+
+
+def sample_threshold(grad, residual, density, ranges=1, max_samples=65536, seed=0, inv_scale=None):
+    threshold = poisoned(ranges, dtype=torch.float32)
+    source = grad, grad.dtype, residual, grad.numel(), ranges
+    picks = float(density), max_samples, seed & 0xFFFFFFFF
+    _call("sample_threshold", *source, *picks, inv_scale, threshold)
+    return threshold
+
+
+def mask_pack(residual, grad, threshold, payload, seen, capacity, value_dtype, inv_scale=None):
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    source = residual, grad, grad.dtype, grad.numel(), ranges, threshold
+    _call("mask_pack", *source, seen, payload, capacity, value_dtype, inv_scale)
+
+
+def scatter_unpack(payloads, out, capacity, value_dtype, scale=1.0, out_scale=None):
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    source = payloads, payloads.shape[0], ranges, capacity, value_dtype
+    to = out, out.dtype, out.numel(), float(scale)
+    _call("scatter_unpack", *source, *to, out_scale, status)
+    return status
+
+
+def quantize_pack(residual, grad, payload, format, inv_scale=None):
+    ranges = payload.shape[0] if payload.dim() == 2 else 1
+    to = payload, ranges, payload.shape[-1], QUANTIZED_CODES[format]
+    _call("quantize_pack", residual, grad, grad.dtype, grad.numel(), *to, inv_scale)
+
+
+def dequantize_sum(payloads, out, format, scale=1.0, out_scale=None):
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
+    ranges = payloads.shape[1] if payloads.dim() == 3 else 1
+    source = payloads, payloads.shape[0], ranges, payloads.shape[-1], QUANTIZED_CODES[format]
+    _call("dequantize_sum", *source, out, out.dtype, out.numel(), float(scale), out_scale, status)
+    return status
+
+
+def dequantize_sum_pack(payloads, residual, payload, format, scale=1.0):
+    status = poisoned(payloads.shape[0], dtype=torch.int32)
+    to = residual, residual.numel(), payload, payload.numel(), QUANTIZED_CODES[format]
+    _call("dequantize_sum_pack", payloads, *payloads.shape, *to, float(scale), status)
+    return status
+
+
+def row_pack(x, k, value_dtype):
+    rows, width = x.shape
+    values = poisoned(rows, k, dtype=value_dtype)
+    positions = poisoned(rows, row_layout.position_bytes(width, k), dtype=torch.uint8)
+    _call("row_pack", x, x.dtype, rows, width, k, values, value_dtype, positions)
+    return values, positions
+
+
+def row_gather(x, positions, k, value_dtype):
+    values = poisoned(x.shape[0], k, dtype=value_dtype)
+    _call("row_gather", x, x.dtype, positions, *x.shape, k, values, value_dtype)
+    return values
+
+
+def row_unpack(values, positions, width, dtype):
+    rows, k = values.shape
+    out = poisoned(rows, width, dtype=dtype)
+    _call("row_unpack", values, values.dtype, positions, rows, width, k, out, dtype)
+    return out
+
+
+def row_quantize(x, format):
+    rows, width = x.shape
+    out = poisoned(rows, row_layout.row_bytes(width, format), dtype=torch.uint8)
+    _call("row_quantize", x, x.dtype, rows, width, row_layout.FORMATS.index(format), out)
+    return out
+
+
+def row_dequantize(rows, width, format, dtype):
+    out, code = poisoned(rows.shape[0], width, dtype=dtype), row_layout.FORMATS.index(format)
+    _call("row_dequantize", rows, rows.shape[0], width, code, out, dtype)
+    return out
+
+
+_OPS = SimpleNamespace(**{op: globals()[op] for op in OPS})
+BACKEND = SimpleNamespace(**{op: checked(_OPS, op) for op in OPS}, device="cpu")

@@ -11,8 +11,6 @@
 namespace ptx {
 namespace {
 
-// How often lanes that could go on together part before an access to memory: once in so many.
-constexpr uint32_t kPartOdds = 256;
 constexpr uint32_t kMostAccesses = 6;  // until another warp's turn, as a power of 2
 
 uint32_t lanes_where(const char* predicates) {
@@ -23,15 +21,14 @@ uint32_t lanes_where(const char* predicates) {
 
 }  // namespace
 
-Block::Block(Launch& launch, uint64_t index)
+Block::Block(Launch& launch, uint32_t index)
     : launch_(launch),
       program_(launch.program),
       index_(index),
-      clock_(launch.races.new_block(),
-             static_cast<uint32_t>((launch.block.count() + 31) / 32 * 32)),
+      clock_(launch.races.new_block(), (launch.threads + kLanes - 1) / kLanes * kLanes),
       shared_extents_(program_.shared),
       shared_(nullptr, std::free),
-      live_(static_cast<uint32_t>(launch.block.count())) {
+      live_(launch.threads) {
   if (program_.dynamic_shared) shared_extents_.back().end += launch.dynamic_shared_bytes;
   if (!shared_extents_.empty()) {
     const size_t pages = shared_extents_.back().end / Races::kPage + 1;
@@ -41,10 +38,6 @@ Block::Block(Launch& launch, uint64_t index)
     launch_.races.forget(begin, begin + pages * Races::kPage);
     shared_written_.resize(pages * Races::kPage);
   }
-  const Dimensions &grid = launch.grid, &block = launch.block;
-  const uint32_t x = static_cast<uint32_t>(index % grid.x);
-  const uint32_t y = static_cast<uint32_t>(index / grid.x % grid.y);
-  const uint32_t z = static_cast<uint32_t>(index / grid.x / grid.y);
   warps_.resize((live_ + kLanes - 1) / kLanes);
   local_.resize(warps_.size() * kLanes * local_stride(), '\xcd');
   local_written_.resize(local_.size());
@@ -57,19 +50,7 @@ Block::Block(Launch& launch, uint64_t index)
     warp.groups = {{warp.live, 0}};
     for (uint32_t lane = 0; lane < kLanes; ++lane) {
       const uint32_t t = w * kLanes + lane;
-      const uint32_t values[kSpecials] = {t % block.x,
-                                          t / block.x % block.y,
-                                          t / block.x / block.y,
-                                          block.x,
-                                          block.y,
-                                          block.z,
-                                          x,
-                                          y,
-                                          z,
-                                          grid.x,
-                                          grid.y,
-                                          grid.z,
-                                          lane};
+      const uint32_t values[kSpecials] = {t, index, launch.blocks};
       for (int s = 0; s < kSpecials; ++s) {
         std::memcpy(&warp.arena[program_.special[s] + 4 * lane], &values[s], 4);
       }
@@ -79,17 +60,11 @@ Block::Block(Launch& launch, uint64_t index)
   }
 }
 
-// The group that is furthest behind, so that lanes meet again; now and then any.
-Block::Group Block::choose(Warp& warp, bool* freely) {
-  *freely = warp.groups.size() > 1 && !launch_.in_turn && launch_.random.below(8) == 0;
-  auto chosen = warp.groups.begin();
-  if (*freely) {
-    chosen += launch_.random.below(static_cast<uint32_t>(warp.groups.size()));
-  } else {
-    chosen = std::min_element(chosen, warp.groups.end(),
-                              [](const Group& a, const Group& b) { return a.at < b.at; });
-  }
-  const Group group = {chosen->lanes, chosen->at};
+// So that lanes meet again.
+Block::Group Block::furthest_behind(Warp& warp) {
+  const auto chosen = std::min_element(warp.groups.begin(), warp.groups.end(),
+                                       [](const Group& a, const Group& b) { return a.at < b.at; });
+  const Group group = *chosen;
   warp.groups.erase(chosen);
   return group;
 }
@@ -97,8 +72,7 @@ Block::Group Block::choose(Warp& warp, bool* freely) {
 void Block::run(uint32_t number) {
   Warp& warp = warps_[number];
   ++launch_.steps;
-  bool freely;
-  Group group = choose(warp, &freely);
+  Group group = furthest_behind(warp);
   uint32_t accesses = ~0u;
   if (!launch_.in_turn)
     accesses = 1 + launch_.random.below(1u << launch_.random.below(kMostAccesses + 1));
@@ -114,7 +88,7 @@ void Block::run(uint32_t number) {
           behind |= warp.groups[g].at < group.at;
         }
       }
-      if (behind && !freely) {
+      if (behind) {
         warp.groups.push_back(group);
         return;
       }
@@ -140,15 +114,6 @@ void Block::run(uint32_t number) {
           warp.groups.push_back(group);
           return;
         }
-        if (!launch_.in_turn && launch_.random.below(kPartOdds) == 0) {
-          const uint32_t ahead = group.lanes & launch_.random();
-          if (ahead != 0 && ahead != group.lanes) {
-            warp.groups.push_back({group.lanes & ~ahead, group.at});
-            group.lanes = ahead;
-            lanes &= ahead;
-            freely = true;
-          }
-        }
         if (lanes != 0) access(warp, i, lanes);
         ++group.at;
         continue;
@@ -166,9 +131,7 @@ void Block::run(uint32_t number) {
         continue;
       case Kind::kBarrier:
         warp.at_barrier |= lanes;
-        for (uint32_t left = lanes; left != 0; left &= left - 1) {
-          warp.waits_at[__builtin_ctz(left)] = group.at;
-        }
+        for_each_lane(lanes, [&](int lane) { warp.waits_at[lane] = group.at; });
         complete_barrier();
         return;
       default:
@@ -195,13 +158,12 @@ bool Block::collect(Warp& warp, const Group& group, const Instruction& i) {
   const int first = __builtin_ctz(group.lanes);
   const auto common = lane_value<uint32_t>(warp.arena.data(), mask, first);
   bool together = (common & warp.live) == group.lanes;
-  for (uint32_t left = group.lanes; left != 0; left &= left - 1) {
-    const int lane = __builtin_ctz(left);
+  for_each_lane(group.lanes, [&](int lane) {
     warp.waits_at[lane] = group.at;
     warp.waits_for[lane] = lane_value<uint32_t>(warp.arena.data(), mask, lane);
     if ((warp.waits_for[lane] >> lane & 1) == 0) fail(warp, lane, i, "its mask leaves itself out");
     together &= warp.waits_for[lane] == common;
-  }
+  });
   if (together) {
     meet(warp, i, group.lanes);
     return true;
@@ -228,8 +190,7 @@ void Block::complete_collectives(Warp& warp) {
     const uint32_t mask = warp.waits_for[first];
     const Instruction& i = program_.code[at];
     uint32_t here = 0;
-    for (uint32_t left = warp.in_collective; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
+    for_each_lane(warp.in_collective, [&](int lane) {
       const bool wants = mask >> lane & 1, wanted = warp.waits_for[lane] >> first & 1;
       if (warp.waits_at[lane] == at && warp.waits_for[lane] == mask) {
         here |= 1u << lane;
@@ -241,7 +202,7 @@ void Block::complete_collectives(Warp& warp) {
              "it waits for lane " + std::to_string(lane) + ", which waits for it elsewhere, " +
                  masks + ": " + place(program_.code[warp.waits_at[lane]]));
       }
-    }
+    });
     incomplete &= ~here;
     if ((mask & warp.live) != here) continue;
     meet(warp, i, here);
@@ -257,14 +218,11 @@ void Block::complete_barrier() {
   for (Warp& warp : warps_) {
     if (warp.live == 0) continue;
     const int first = __builtin_ctz(warp.live);
-    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
-      if (warp.waits_at[lane] != warp.waits_at[first]) {
-        fail(
-            warp, lane, program_.code[warp.waits_at[lane]],
-            "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
-      }
-    }
+    for_each_lane(warp.live, [&](int lane) {
+      if (warp.waits_at[lane] == warp.waits_at[first]) return;
+      fail(warp, lane, program_.code[warp.waits_at[lane]],
+           "its warp meets this barrier elsewhere: " + place(program_.code[warp.waits_at[first]]));
+    });
     warp.groups = {{warp.live, warp.waits_at[first] + 1}};
     warp.at_barrier = 0;
   }
@@ -296,12 +254,10 @@ std::string Block::place(const Instruction& i) const {
 std::string Block::waiting() const {
   std::map<std::string, uint32_t> threads;
   for (const Warp& warp : warps_) {
-    for (uint32_t left = warp.live; left != 0; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
-      if (((warp.in_collective | warp.at_barrier) >> lane & 1) == 0) continue;
+    for_each_lane(warp.in_collective | warp.at_barrier, [&](int lane) {
       threads[(warp.at_barrier >> lane & 1 ? "at a barrier, " : "in a collective, ") +
               place(program_.code[warp.waits_at[lane]])]++;
-    }
+    });
   }
   std::string text;
   for (const auto& [where, count] : threads) {

@@ -1,8 +1,8 @@
 // block.h -- a thread block that runs: its warps, their lanes' ways through the program, its shared
 // memory.
 //
-// The lanes of a warp that are at one instruction run it together; lanes that branched apart go on
-// apart, in any order, until they meet again at an instruction or in a collective.
+// The lanes of a warp that are at one instruction run it together. Lanes that branched apart go on
+// apart, those furthest behind first, until they meet again at an instruction or in a collective.
 #pragma once
 
 #include <memory>
@@ -15,14 +15,9 @@
 
 namespace ptx {
 
-struct Dimensions {
-  uint32_t x = 1, y = 1, z = 1;
-  uint64_t count() const { return uint64_t{x} * y * z; }
-};
-
 struct Launch {
   const Program& program;
-  Dimensions grid, block;
+  uint32_t blocks, threads;  // threads of a block
   int64_t dynamic_shared_bytes;
   std::vector<char> parameters;
   bool in_turn;   // no random choices: every warp as far as it gets, lanes together
@@ -39,7 +34,7 @@ constexpr uint64_t kMaxSteps = 1 << 26;  // while no block finishes
 
 class Block {
  public:
-  Block(Launch& launch, uint64_t index);
+  Block(Launch& launch, uint32_t index);
 
   uint32_t warps() const { return static_cast<uint32_t>(warps_.size()); }
   bool runnable(uint32_t warp) const { return !warps_[warp].groups.empty(); }
@@ -65,7 +60,7 @@ class Block {
     uint32_t waits_for[kLanes];  // of those in a collective: its mask
   };
 
-  Group choose(Warp& warp, bool* freely);
+  Group furthest_behind(Warp& warp);
   void branch(Warp& warp, Group& group, const Instruction& i, uint32_t lanes);
   bool collect(Warp& warp, const Group& group, const Instruction& i);
   void meet(Warp& warp, const Instruction& i, uint32_t lanes);
@@ -104,7 +99,7 @@ class Block {
 
   Launch& launch_;
   const Program& program_;
-  const uint64_t index_;
+  const uint32_t index_;
   Clock clock_;
   std::vector<Extent> shared_extents_;
   std::unique_ptr<char, void (*)(void*)> shared_;

@@ -10,9 +10,9 @@ HERE = Path(__file__).resolve().parent
 CUDART = HERE / "cudart.cpp"
 LAUNCHERS = HERE / "module.cpp"
 
-_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC"]
-# -ffp-contract=off: what is rounded twice in PTX is rounded twice here.
-_FLAGS += ["-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+_FLAGS = ["-std=c++20", "-O2", "-ftree-vectorize", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+# As in PTX, what is rounded twice is rounded twice, and integers wrap.
+_FLAGS += ["-ffp-contract=off", "-fwrapv"]
 
 
 def missing() -> str | None:

@@ -3,11 +3,9 @@
 What they cost an element does not change with the size, beyond what a launch costs.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,24 +14,22 @@ from dct_kernels import payload_layout, quantized_payload_bytes, reference
 from dct_kernels.layout import QUANTIZED_CODES, ROW, quantized_row_bytes
 from dct_kernels.row_layout import FORMATS, position_bytes, row_bytes
 
-from . import toolkit
-from .backend import Executor
+from .backend import executor
 
 F32, BF16 = torch.float32, torch.bfloat16
 NUMEL, LARGEST = 2**17, 2**28  # of what is executed, and of what is timed
 ROW_NUMEL = 2**16
-ADD = "_Z10add_kernelP6float4PKS_l"  # in add.cu
 
 
 @dataclass(frozen=True)
 class Case:
-    """`run(ops, executor)` is what is counted."""
+    """`run(ops)` is what is counted."""
 
     op: str
     detail: str  # in the words of bench/kernels.py
     elements: int  # of what is executed: it costs so much for each of them
     bytes: float  # that must move, for one
-    run: Callable[[SimpleNamespace, Executor], object]
+    run: Callable[[SimpleNamespace], object]
     density: float | None = None
 
 
@@ -56,36 +52,19 @@ class Maker:
         return self.function(*self.arguments)
 
 
-def add() -> Case:
-    """r += g, which moves what mask_pack moves of float32 and does nothing else."""
-    r, g = torch.randn(NUMEL), torch.randn(NUMEL)
-
-    def run(ops, executor):
-        _load_add(executor)
-        vectors = NUMEL // 4
-        executor.launch(ADD, vectors // (4 * 256), 256, r.clone(), g, vectors)
-
-    return Case("r += g", "float32", NUMEL, 12, run)
-
-
-@functools.cache
-def _load_add(executor: Executor) -> None:
-    executor.load(*toolkit.ptx([Path(__file__).with_name("add.cu")]))
-
-
 def mask_pack(density: float, grad_dtype: torch.dtype, value_dtype: torch.dtype) -> Case:
     residual, grad = torch.randn(NUMEL), torch.randn(NUMEL).to(grad_dtype)
     threshold, capacity = _threshold(density, 2**0.5), max(1, int(1.25 * density * NUMEL))
     payload = torch.zeros(payload_layout(NUMEL, capacity, value_dtype).nbytes, dtype=torch.uint8)
     seen = torch.zeros(1, dtype=torch.int32)
 
-    def run(ops, executor):
-        executor.cut_as_of(LARGEST // NUMEL)
+    def run(ops):
+        executor().cut_as_of(LARGEST // NUMEL)
         try:
             tensors = (residual.clone(), grad, threshold, payload, seen)
             ops.mask_pack(*tensors, capacity, value_dtype)
         finally:
-            executor.cut_as_of(1)
+            executor().cut_as_of(1)
 
     moved = 8 + grad_dtype.itemsize + (2 + value_dtype.itemsize) * density
     detail = f"{_name(grad_dtype)} grad, {_name(value_dtype)} values"
@@ -97,7 +76,7 @@ def sample_threshold(picks: int) -> Case:
     numel = 32 * picks  # picks far enough apart not to share sectors
     grad, residual = torch.randn(numel), torch.randn(numel)
 
-    def run(ops, executor):
+    def run(ops):
         ops.sample_threshold(grad, residual, 0.01, max_samples=picks)
 
     return Case("sample_threshold", f"{picks} samples", picks, 64, run, 0.01)
@@ -113,7 +92,7 @@ def scatter_unpack(density: float, ranks: int) -> Case:
         reference.mask_pack(*tensors, capacity, BF16)
     out = torch.zeros(NUMEL)
 
-    def run(ops, executor):
+    def run(ops):
         ops.scatter_unpack(payloads, out, capacity, BF16, 1 / ranks)
 
     moved = 4 + ranks * 4 * density
@@ -124,7 +103,7 @@ def quantize_pack(format: str, grad_dtype: torch.dtype) -> Case:
     residual, grad = torch.randn(NUMEL), torch.randn(NUMEL).to(grad_dtype)
     payload = torch.zeros(quantized_payload_bytes(NUMEL, format), dtype=torch.uint8)
 
-    def run(ops, executor):
+    def run(ops):
         ops.quantize_pack(residual.clone(), grad, payload, format)
 
     moved = 8 + grad_dtype.itemsize + _entry_bytes(format)
@@ -134,7 +113,7 @@ def quantize_pack(format: str, grad_dtype: torch.dtype) -> Case:
 def dequantize_sum(format: str, ranks: int, dtype: torch.dtype) -> Case:
     payloads, out = _quantized(format, ranks), torch.zeros(NUMEL, dtype=dtype)
 
-    def run(ops, executor):
+    def run(ops):
         ops.dequantize_sum(payloads, out, format, 1 / ranks)
 
     moved = ranks * _entry_bytes(format) + dtype.itemsize
@@ -145,7 +124,7 @@ def dequantize_sum_pack(format: str, ranks: int) -> Case:
     payloads, residual = _quantized(format, ranks), torch.randn(NUMEL)
     payload = torch.zeros_like(payloads[0])
 
-    def run(ops, executor):
+    def run(ops):
         ops.dequantize_sum_pack(payloads, residual.clone(), payload, format, 1 / ranks)
 
     moved = (ranks + 1) * _entry_bytes(format) + 8
@@ -167,54 +146,46 @@ def _entry_bytes(format: str) -> float:
 
 
 def row_pack(width: int, dtype: torch.dtype) -> Case:
-    x, k = torch.randn(ROW_NUMEL // width, width).to(dtype), math.ceil(width / 20)
+    x, k = _rows(width).to(dtype), math.ceil(width / 20)
     moved = dtype.itemsize * (width + k) + position_bytes(width, k)
-    detail = f"[B, {width}], k={k}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows("row_pack", detail, width, moved, lambda ops: ops.row_pack(x, k, dtype))
+    return _of_rows("row_pack", width, f"k={k}", dtype, moved, lambda op: op(x, k, dtype))
 
 
 def row_gather(width: int) -> Case:
-    x, k = torch.randn(ROW_NUMEL // width, width), math.ceil(width / 20)
+    x, k = _rows(width), math.ceil(width / 20)
     _, positions = reference.row_pack(x, k, F32)
     moved = 4 * width * (1 - (1 - k / width) ** 8) + 4 * k + position_bytes(width, k)  # sectors
-    detail = f"[B, {width}], k={k}"
-    return _rows(
-        "row_gather", detail, width, moved, lambda ops: ops.row_gather(x, positions, k, F32)
-    )
+    return _of_rows("row_gather", width, f"k={k}", F32, moved, lambda op: op(x, positions, k, F32))
 
 
 def row_unpack(width: int) -> Case:
     k = math.ceil(width / 20)
-    packed = reference.row_pack(torch.randn(ROW_NUMEL // width, width), k, F32)
+    packed = reference.row_pack(_rows(width), k, F32)
     moved = 4 * (width + k) + position_bytes(width, k)
-    detail = f"[B, {width}], k={k}"
-    return _rows(
-        "row_unpack", detail, width, moved, lambda ops: ops.row_unpack(*packed, width, F32)
-    )
+    return _of_rows("row_unpack", width, f"k={k}", F32, moved, lambda op: op(*packed, width, F32))
 
 
 def row_quantize(width: int, format: str, dtype: torch.dtype) -> Case:
-    x = torch.randn(ROW_NUMEL // width, width).to(dtype)
+    x = _rows(width).to(dtype)
     moved = dtype.itemsize * width + row_bytes(width, format)
-    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows("row_quantize", detail, width, moved, lambda ops: ops.row_quantize(x, format))
+    return _of_rows("row_quantize", width, format, dtype, moved, lambda op: op(x, format))
 
 
 def row_dequantize(width: int, format: str, dtype: torch.dtype) -> Case:
-    rows = reference.row_quantize(torch.randn(ROW_NUMEL // width, width), format)
+    rows = reference.row_quantize(_rows(width), format)
     moved = dtype.itemsize * width + row_bytes(width, format)
-    detail = f"[B, {width}], {format}" + (", bfloat16" if dtype == BF16 else "")
-    return _rows(
-        "row_dequantize",
-        detail,
-        width,
-        moved,
-        lambda ops: ops.row_dequantize(rows, width, format, dtype),
-    )
+    arguments = rows, width, format, dtype
+    return _of_rows("row_dequantize", width, format, dtype, moved, lambda op: op(*arguments))
 
 
-def _rows(op: str, detail: str, width: int, moved: float, call) -> Case:
-    return Case(op, detail, ROW_NUMEL, moved / width, lambda ops, executor: call(ops))
+def _rows(width: int) -> torch.Tensor:
+    return torch.randn(ROW_NUMEL // width, width)
+
+
+def _of_rows(op: str, width: int, how: str, dtype: torch.dtype, moved: float, call) -> Case:
+    """`moved` bytes a row. `call` takes the op."""
+    detail = f"[B, {width}], {how}" + (", bfloat16" if dtype == BF16 else "")
+    return Case(op, detail, ROW_NUMEL, moved / width, lambda ops: call(getattr(ops, op)))
 
 
 def _threshold(density: float, deviation: float) -> torch.Tensor:
@@ -230,7 +201,6 @@ _GRADIENTS = ((F32, F32), (F32, BF16), (BF16, BF16))
 CASES = [
     Maker(function, tuple(arguments))
     for function, *arguments in (
-        (add,),
         *((mask_pack, density, *dtypes) for density in (0.01, 0.001) for dtypes in _GRADIENTS),
         *((sample_threshold, picks) for picks in (4096, 8192, 16384, 65536)),
         *((scatter_unpack, 0.01, ranks) for ranks in (2, 8, 64)),

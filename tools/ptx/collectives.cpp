@@ -7,12 +7,12 @@
 namespace ptx {
 namespace {
 
-template <typename Combine, typename T = uint32_t>
+template <auto combine, typename T = uint32_t>
 void reduce(char* registers, const Instruction& i, uint32_t lanes) {
   const auto* from = lanes_of<const T>(registers, i.from[0]);
   T sum = from[__builtin_ctz(lanes)];
   for (uint32_t left = lanes & (lanes - 1); left != 0; left &= left - 1) {
-    sum = Combine()(sum, from[__builtin_ctz(left)]);
+    sum = static_cast<T>(combine(sum, from[__builtin_ctz(left)]));
   }
   auto* to = lanes_of<T>(registers, i.to[0]);
   for_each_lane(lanes, [&](int lane) { to[lane] = sum; });
@@ -29,14 +29,13 @@ void ballot(char* registers, const Instruction& i, uint32_t lanes) {
   auto* to = lanes_of<uint32_t>(registers, i.to[0]);
   for_each_lane(lanes, [&](int lane) { to[lane] = result; });
 }
-template <bool kAll>
-void vote(char* registers, const Instruction& i, uint32_t lanes) {
-  const uint32_t yes = ballot_of(registers, i.from[0], lanes);
+void any(char* registers, const Instruction& i, uint32_t lanes) {
+  const bool result = ballot_of(registers, i.from[0], lanes) != 0;
   auto* to = lanes_of<uint8_t>(registers, i.to[0]);
-  for_each_lane(lanes, [&](int lane) { to[lane] = kAll ? yes == lanes : yes != 0; });
+  for_each_lane(lanes, [&](int lane) { to[lane] = result; });
 }
 
-enum class Shuffle { kUp, kDown, kButterfly, kIndex };
+enum class Shuffle { kUp, kButterfly, kIndex };
 template <Shuffle kMode>
 void shuffle(char* registers, const Instruction& i, uint32_t lanes) {
   uint32_t before[kLanes];
@@ -53,10 +52,6 @@ void shuffle(char* registers, const Instruction& i, uint32_t lanes) {
       case Shuffle::kUp:
         source = lane - amount;
         within = source >= last;
-        break;
-      case Shuffle::kDown:
-        source = lane + amount;
-        within = source <= last;
         break;
       case Shuffle::kButterfly:
         source = lane ^ amount;
@@ -80,19 +75,14 @@ void nothing(char*, const Instruction&, uint32_t) {}
 
 void add_collectives(Forms& forms) {
   forms.insert({
-      {"redux.sync.add.u32", {reduce<Add>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.add.s32", {reduce<Add>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.min.u32", {reduce<Min>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.max.u32", {reduce<Max>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.min.s32", {reduce<Min, int32_t>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.max.s32", {reduce<Max, int32_t>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.and.b32", {reduce<And>, {4}, {4, 4}, Kind::kCollective}},
-      {"redux.sync.or.b32", {reduce<Or>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.add.u32", {reduce<add>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.add.s32", {reduce<add>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.max.u32", {reduce<most>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.min.s32", {reduce<least, int32_t>, {4}, {4, 4}, Kind::kCollective}},
+      {"redux.sync.max.s32", {reduce<most, int32_t>, {4}, {4, 4}, Kind::kCollective}},
       {"vote.sync.ballot.b32", {ballot, {4}, {1, 4}, Kind::kCollective}},
-      {"vote.sync.any.pred", {vote<false>, {1}, {1, 4}, Kind::kCollective}},
-      {"vote.sync.all.pred", {vote<true>, {1}, {1, 4}, Kind::kCollective}},
+      {"vote.sync.any.pred", {any, {1}, {1, 4}, Kind::kCollective}},
       {"shfl.sync.up.b32", {shuffle<Shuffle::kUp>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
-      {"shfl.sync.down.b32", {shuffle<Shuffle::kDown>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
       {"shfl.sync.bfly.b32",
        {shuffle<Shuffle::kButterfly>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},
       {"shfl.sync.idx.b32", {shuffle<Shuffle::kIndex>, {4, 1}, {4, 4, 4, 4}, Kind::kCollective}},

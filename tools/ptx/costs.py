@@ -15,8 +15,6 @@ class KernelCost:
     """Of one kernel, over its launches in a call."""
 
     name: str
-    resident: int  # blocks that fit a multiprocessor
-    in_flight: int  # loads of a thread before the first of them is used, in machine code
     slots: float  # issue slots of machine code
     half_rate: float  # those of them that take two clocks: integers, comparisons, moves
     classes: dict[str, int]  # instructions of PTX that warps issued, by class

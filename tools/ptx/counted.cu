@@ -17,11 +17,3 @@ __global__ void __launch_bounds__(32) loops(int32_t* out, int32_t times) {
 __global__ void __launch_bounds__(32) fills(int32_t* out, int32_t times) {
   for (int32_t i = 0; i < times; ++i) out[i * 32 + threadIdx.x] = 0;
 }
-
-// Lanes take 1 to 4 rounds.
-__global__ void __launch_bounds__(32) diverges(int32_t* out) {
-  int32_t x = 1;
-#pragma unroll 1
-  for (uint32_t i = 0; i <= threadIdx.x / 8; ++i) x = x * x + 3;
-  out[threadIdx.x] = x;
-}

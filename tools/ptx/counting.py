@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from . import machine_code
+from . import machine_code, toolkit
 from .backend import BACKEND, executor
 from .cases import Case
 from .costs import Cost, KernelCost
@@ -12,26 +12,26 @@ RESIDENT_BLOCKS = 4  # on the executor: what a multiprocessor has of most kernel
 
 def count(case: Case) -> Cost:
     totals, found = _run(case)
-    kernels = [_kernel(symbol, *report) for symbol, report in found.items()]
+    kernels = [_kernel(symbol, rows) for symbol, rows in found.items()]
     return Cost(
         case.op, case.detail, case.density, case.elements, case.bytes, *totals, kernels=kernels
     )
 
 
 def _run(case: Case):
-    """Totals; and by kernel its bytes of dynamic shared memory and its rows of counts."""
+    """Totals; and by kernel its rows of counts."""
     executor().configure(0, RESIDENT_BLOCKS)
-    case.run(BACKEND, executor())
+    case.run(BACKEND)
     totals, *reports = executor().counts().split("\n\n")
     found = {}
     for report in reports:
-        (symbol, shared), *rows = map(str.split, report.splitlines())
-        found[symbol] = int(shared), rows
+        symbol, *rows = report.splitlines()
+        found[symbol] = map(str.split, rows)
     read, written, kernels, memsets = map(int, totals.split())
     return (read, written, kernels + memsets), found
 
 
-def _kernel(symbol: str, shared: int, rows) -> KernelCost:
+def _kernel(symbol: str, rows) -> KernelCost:
     code = machine_code.machine_code(executor().text(symbol), symbol)
     classes, sums, issues = Counter(), [0, 0, 0], {}
     for line, issued, *numbers, opcode in rows:
@@ -39,9 +39,7 @@ def _kernel(symbol: str, shared: int, rows) -> KernelCost:
         classes[class_of(opcode)] += int(issued)
         sums = [a + int(b) for a, b in zip(sums, numbers, strict=True)]
     return KernelCost(
-        code.resources.name,
-        code.resources.blocks(shared),
-        code.resources.in_flight("LDG"),
+        toolkit.demangle(symbol),
         round(code.slots(issues), 1),
         round(code.half_rate_slots(issues), 1),
         dict(sorted(classes.items())),

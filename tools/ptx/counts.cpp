@@ -62,7 +62,7 @@ void Counts::access(const Instruction& i, const Touched& touched) {
 
 std::string Counts::report() const {
   std::ostringstream out;
-  out << program_.entry.name << '\t' << dynamic_shared_bytes_ << '\n';
+  out << program_.entry.name << '\n';
   for (size_t i = 0; i < counts_.size(); ++i) {
     const Statement& statement = *program_.code[i].statement;
     const Count& count = counts_[i];

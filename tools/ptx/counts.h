@@ -50,7 +50,6 @@ class Counts {
     count.lanes += __builtin_popcount(lanes);
   }
   void access(const Instruction& i, const Touched& touched);
-  void launch(int64_t dynamic_shared_bytes) { dynamic_shared_bytes_ = dynamic_shared_bytes; }
 
   // A line for the kernel and one for each of its instructions.
   std::string report() const;
@@ -66,7 +65,6 @@ class Counts {
   const Program& program_;
   Footprint& footprint_;
   std::vector<Count> counts_;
-  int64_t dynamic_shared_bytes_ = 0;
 };
 
 }  // namespace ptx

@@ -69,9 +69,9 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStr
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host,
                                 void** arguments) {
   const dim3 grid = config->gridDim, block = config->blockDim;
-  return static_cast<cudaError_t>(ptx::launch(registered()[host], {grid.x, grid.y, grid.z},
-                                              {block.x, block.y, block.z}, config->dynamicSmemBytes,
-                                              arguments));
+  if (grid.y * grid.z * block.y * block.z != 1) return cudaErrorNotSupported;
+  return static_cast<cudaError_t>(
+      ptx::launch(registered()[host], grid.x, block.x, config->dynamicSmemBytes, arguments));
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint

@@ -1,4 +1,4 @@
-// functors.h -- what opcodes compute, of one lane.
+// functors.h -- what opcodes compute, for one lane. The result is then converted to its register.
 //
 // https://docs.nvidia.com/cuda/parallel-thread-execution is the definition.
 #pragma once
@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -21,329 +20,165 @@ To bits(From x) {
   return result;
 }
 
-// --- Arithmetic. What integers overflow to wraps; a result that is not a number has these bits.
+// --- Arithmetic. Integers wrap (-fwrapv); a float32 result that is NaN has these bits.
 
 template <typename T>
 T one_nan(T x) {
-  if constexpr (sizeof(T) == 4) return x != x ? bits<T>(0x7fffffffu) : x;
-  return x;
+  if constexpr (std::is_same_v<T, float>)
+    return x != x ? bits<float>(0x7fffffffu) : x;
+  else
+    return x;
 }
 
-template <typename T>
-using Unsigned = std::make_unsigned_t<T>;
+inline constexpr auto add = [](auto a, auto b) { return one_nan(a + b); };
+inline constexpr auto subtract = [](auto a, auto b) { return one_nan(a - b); };
+inline constexpr auto multiply = [](auto a, auto b) { return one_nan(a * b); };
+inline constexpr auto multiply_high = [](auto a, auto b) {
+  using T = decltype(a);
+  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+  return Wide{a} * Wide{b} >> (8 * sizeof(T));
+};
+inline constexpr auto multiply_wide = [](auto a, auto b) {
+  using Wide = std::conditional_t<std::is_signed_v<decltype(a)>, int64_t, uint64_t>;
+  return Wide{a} * Wide{b};
+};
+inline constexpr auto multiply_add = [](auto a, auto b, auto c) { return a * b + c; };
+inline constexpr auto multiply_add_wide = [](auto a, auto b, auto c) {
+  return decltype(c){a} * decltype(c){b} + c;
+};
+inline constexpr auto fused = [](float a, float b, float c) { return one_nan(std::fma(a, b, c)); };
+inline constexpr auto divide = [](auto a, auto b) {
+  using T = decltype(a);
+  if constexpr (std::is_floating_point_v<T>) {
+    return one_nan(a / b);
+  } else {
+    if (b == 0) return static_cast<T>(-1);  // unspecified; what GPUs give
+    if (std::is_signed_v<T> && b == static_cast<T>(-1)) return static_cast<T>(0 - a);
+    return a / b;
+  }
+};
+inline constexpr auto remainder = [](int32_t a, int32_t b) {
+  if (b == 0 || b == -1) return b == 0 ? a : 0;
+  return a % b;
+};
 
-struct Add {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return one_nan(a + b);
-    else
-      return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
-  }
-};
-struct Subtract {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return one_nan(a - b);
-    else
-      return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
-  }
-};
-struct Multiply {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return one_nan(a * b);
-    else
-      return static_cast<T>(uint64_t(a) * uint64_t(b));
-  }
-};
-struct MultiplyHigh {
-  template <typename T>
-  T operator()(T a, T b) const {
-    using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
-    return static_cast<T>(Wide{a} * Wide{b} >> (8 * sizeof(T)));
-  }
-};
-struct MultiplyWide {
-  template <typename T>
-  auto operator()(T a, T b) const {
-    using Signed = std::conditional_t<sizeof(T) == 2, int32_t, int64_t>;
-    using Wide = std::conditional_t<std::is_signed_v<T>, Signed, Unsigned<Signed>>;
-    return static_cast<Wide>(Wide{a} * Wide{b});
-  }
-};
-struct MultiplyAdd {
-  template <typename T>
-  T operator()(T a, T b, T c) const {
-    return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c));
-  }
-};
-struct FusedMultiplyAdd {
-  float operator()(float a, float b, float c) const { return one_nan(std::fma(a, b, c)); }
-};
-struct MultiplyAddWide {
-  template <typename T, typename Wide>
-  Wide operator()(T a, T b, Wide c) const {
-    return static_cast<Wide>(uint64_t(Wide{a}) * uint64_t(Wide{b}) + uint64_t(c));
-  }
-};
-struct Divide {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      return one_nan(a / b);
-    } else {
-      if (b == 0) return static_cast<T>(-1);  // unspecified; what GPUs give
-      if (std::is_signed_v<T> && b == static_cast<T>(-1)) return Subtract()(T{0}, a);
-      return a / b;
+// Of a number and a NaN, the number. -0.0 is less than 0.0.
+template <bool kLeast, typename T>
+T extreme(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    if (a != a) return one_nan(b);
+    if (b != b) return a;
+    if (a == b) {
+      const Bits x = bits<Bits>(a), y = bits<Bits>(b);
+      return bits<T>(kLeast ? x | y : x & y);
     }
   }
+  return (a < b) == kLeast ? a : b;
+}
+inline constexpr auto least = [](auto a, auto b) { return extreme<true>(a, b); };
+inline constexpr auto most = [](auto a, auto b) { return extreme<false>(a, b); };
+inline constexpr auto least_above_zero = [](auto a, auto b) {
+  return std::max<decltype(a)>(std::min(a, b), 0);
 };
-struct Remainder {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if (b == 0 || (std::is_signed_v<T> && b == static_cast<T>(-1))) return b == 0 ? a : 0;
-    return a % b;
-  }
-};
-
-// Of a number and what is not one, the number. -0.0 is less than 0.0.
-template <bool kLeast>
-struct Extreme {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
-      if (a != a) return one_nan(b);
-      if (b != b) return a;
-      if (a == b) {
-        const Bits x = bits<Bits>(a), y = bits<Bits>(b);
-        return bits<T>(kLeast ? x | y : x & y);
-      }
-    }
-    return (a < b) == kLeast ? a : b;
-  }
-};
-using Min = Extreme<true>;
-using Max = Extreme<false>;
-
-struct MinAboveZero {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return std::max<T>(std::min(a, b), 0);
-  }
-};
-struct MaxAndZero {
-  int32_t operator()(int32_t a, int32_t b) const { return std::max({a, b, 0}); }
-};
+inline constexpr auto most_and_zero = [](int32_t a, int32_t b) { return std::max({a, b, 0}); };
 
 // Signs are bits, those of NaN too.
-struct Absolute {
-  template <typename T>
-  T operator()(T a) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fabs(a);
-    else
-      return a < 0 ? Subtract()(T{0}, a) : a;
-  }
-};
-struct Negate {
-  template <typename T>
-  T operator()(T a) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return -a;
-    else
-      return Subtract()(T{0}, a);
-  }
-};
+inline constexpr auto absolute = [](float a) { return std::fabs(a); };
+inline constexpr auto negate = [](auto a) { return -a; };
 
 // --- Bits
 
-using And = std::bit_and<>;
-using Or = std::bit_or<>;
-using Xor = std::bit_xor<>;
-
-struct Not {
-  template <typename T>
-  T operator()(T a) const {
-    return static_cast<T>(~a);
-  }
-};
-struct NotPredicate {
-  uint8_t operator()(uint8_t a) const { return a ^ 1; }
-};
+inline constexpr auto bit_and = [](auto a, auto b) { return a & b; };
+inline constexpr auto bit_or = [](auto a, auto b) { return a | b; };
+inline constexpr auto bit_xor = [](auto a, auto b) { return a ^ b; };
+inline constexpr auto complement = [](auto a) { return ~a; };
+inline constexpr auto not_predicate = [](uint8_t a) { return a ^ 1; };
 // Amounts beyond the width are as the width.
-struct ShiftLeft {
-  template <typename T>
-  T operator()(T a, uint32_t b) const {
-    return b >= 8 * sizeof(T) ? T{0} : static_cast<T>(uint64_t{a} << (b & 63));
-  }
+inline constexpr auto shift_left = [](auto a, uint32_t n) {
+  return n >= 8 * sizeof(a) ? 0 : uint64_t{a} << n;
 };
-struct ShiftRight {
-  template <typename T>
-  T operator()(T a, uint32_t b) const {
-    constexpr uint32_t kLast = 8 * sizeof(T) - 1;
-    if (b > kLast) return std::is_signed_v<T> ? static_cast<T>(a >> kLast) : T{0};
-    return static_cast<T>(a >> (b & kLast));
-  }
+inline constexpr auto shift_right = [](auto a, uint32_t n) {
+  constexpr uint32_t kLast = 8 * sizeof(a) - 1;
+  if (std::is_unsigned_v<decltype(a)> && n > kLast) return decltype(a){0};
+  return static_cast<decltype(a)>(a >> std::min(n, kLast));
 };
-struct CountOnes {
-  template <typename T>
-  uint32_t operator()(T a) const {
-    return __builtin_popcountll(a);
-  }
+inline constexpr auto count_ones = [](uint32_t a) { return __builtin_popcount(a); };
+inline constexpr auto reverse = [](uint32_t a) {
+  uint32_t result = 0;
+  for (int i = 0; i < 32; ++i) result |= (a >> i & 1) << (31 - i);
+  return result;
 };
-struct Reverse {
-  uint32_t operator()(uint32_t a) const {
-    uint32_t result = 0;
-    for (int i = 0; i < 32; ++i) result |= (a >> i & 1) << (31 - i);
-    return result;
+inline constexpr auto find_shift = [](uint32_t a) { return a == 0 ? -1 : __builtin_clz(a); };
+inline constexpr auto insert = [](auto a, auto b, uint32_t position, uint32_t length) {
+  position &= 255, length &= 255;
+  for (uint32_t i = 0; i < length && position + i < 8 * sizeof(a); ++i) {
+    const auto bit = decltype(a){1} << (position + i);
+    b = (a >> i & 1) != 0 ? b | bit : b & ~bit;
   }
+  return b;
 };
-struct FindShift {
-  uint32_t operator()(uint32_t a) const { return a == 0 ? ~0u : __builtin_clz(a); }
-};
-struct Insert {
-  template <typename T>
-  T operator()(T a, T b, uint32_t position, uint32_t length) const {
-    position &= 255, length &= 255;
-    for (uint32_t i = 0; i < length && position + i < 8 * sizeof(T); ++i) {
-      const T bit = T{1} << (position + i);
-      b = (a >> i & 1) != 0 ? b | bit : b & ~bit;
-    }
-    return b;
-  }
-};
-// What is above the top bit is the field's sign, or 0.
-struct Extract {
-  template <typename T>
-  T operator()(T a, uint32_t position, uint32_t length) const {
-    position &= 255, length &= 255;
-    if (length == 0) return 0;
-    const T high = std::is_signed_v<T> && a < 0 ? T(-1) : T{0};
-    const T moved = position > 31 ? high : static_cast<T>(a >> position);
-    if (length > 31) return moved;
-    const int unused = 32 - static_cast<int>(length);
-    return static_cast<T>(static_cast<T>(uint32_t(moved) << unused) >> unused);
-  }
+// Above the top bit there is the field's sign, or 0.
+inline constexpr auto extract = [](auto a, uint32_t position, uint32_t length) {
+  using T = decltype(a);
+  position &= 255, length &= 255;
+  if (length == 0) return T{0};
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  const T moved = shift_right(a, position);
+  if (length >= kBits) return moved;
+  return static_cast<T>(moved << (kBits - length)) >> (kBits - length);
 };
 // The high word of high:low moved up.
-struct FunnelLeft {
-  uint32_t operator()(uint32_t low, uint32_t high, uint32_t n) const {
-    return static_cast<uint32_t>(((uint64_t{high} << 32 | low) << (n & 31)) >> 32);
-  }
+inline constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t n) {
+  return ((uint64_t{high} << 32 | low) << (n & 31)) >> 32;
 };
 // Each nibble of `selector` names a byte of {b, a}; its top bit asks for that byte's sign instead.
-struct Permute {
-  uint32_t operator()(uint32_t a, uint32_t b, uint32_t selector) const {
-    const uint64_t both = uint64_t{b} << 32 | a;
-    uint32_t result = 0;
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t nibble = selector >> (4 * i) & 15;
-      uint32_t byte = both >> (8 * (nibble & 7)) & 255;
-      if ((nibble & 8) != 0) byte = byte >= 128 ? 255 : 0;
-      result |= byte << (8 * i);
-    }
-    return result;
+inline constexpr auto permute = [](uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t nibble = selector >> (4 * i) & 15;
+    uint32_t byte = both >> (8 * (nibble & 7)) & 255;
+    if ((nibble & 8) != 0) byte = byte >= 128 ? 255 : 0;
+    result |= byte << (8 * i);
   }
+  return result;
 };
 
 // --- Comparison and selection
 
-using Equal = std::equal_to<>;
-using Less = std::less<>;
-using LessEqual = std::less_equal<>;
-using Greater = std::greater<>;
-using GreaterEqual = std::greater_equal<>;
-struct NotEqual {  // of floats: and both are numbers
-  template <typename T>
-  uint8_t operator()(T a, T b) const {
-    return (a < b) | (a > b);
-  }
-};
-struct Numbers {
-  template <typename T>
-  uint8_t operator()(T a, T b) const {
-    return (a == a) & (b == b);
-  }
-};
-template <typename Opposite>
-struct Unordered {  // true as well if one of them is not a number
-  template <typename T>
-  uint8_t operator()(T a, T b) const {
-    return Opposite()(a, b) ^ 1;
-  }
-};
-struct Select {
-  template <typename T>
-  T operator()(T a, T b, uint8_t which) const {
-    return which != 0 ? a : b;
-  }
-};
-struct Copy {
-  template <typename T>
-  T operator()(T a) const {
-    return a;
-  }
-};
+inline constexpr auto equal = [](auto a, auto b) { return a == b; };
+inline constexpr auto not_equal = [](auto a, auto b) { return (a < b) | (a > b); };  // not of NaN
+inline constexpr auto less = [](auto a, auto b) { return a < b; };
+inline constexpr auto less_equal = [](auto a, auto b) { return a <= b; };
+inline constexpr auto greater = [](auto a, auto b) { return a > b; };
+inline constexpr auto greater_equal = [](auto a, auto b) { return a >= b; };
+// True also if one of them is NaN.
+template <auto opposite>
+inline constexpr auto unordered = [](auto a, auto b) { return !opposite(a, b); };
+inline constexpr auto any_nan = [](auto a, auto b) { return (a != a) | (b != b); };
+inline constexpr auto select = [](auto a, auto b, uint8_t which) { return which != 0 ? a : b; };
+inline constexpr auto copy = [](auto a) { return a; };
 
 // --- Conversion
 
-struct NoRounding {
-  template <typename T>
-  T operator()(T x) const {
-    return x;
-  }
-};
-struct ToEven {
-  template <typename T>
-  T operator()(T x) const {
-    return std::nearbyint(x);
-  }
-};
-struct ToZero {
-  template <typename T>
-  T operator()(T x) const {
-    return std::trunc(x);
-  }
-};
-struct Down {
-  template <typename T>
-  T operator()(T x) const {
-    return std::floor(x);
-  }
-};
-struct Up {
-  template <typename T>
-  T operator()(T x) const {
-    return std::ceil(x);
-  }
-};
+inline constexpr auto ceiling = [](double a) { return std::ceil(a); };
 
-template <typename To, typename Rounding = NoRounding>
-struct Convert {
-  template <typename From>
-  To operator()(From a) const {
-    if constexpr (std::is_floating_point_v<From> && !std::is_floating_point_v<To>) {
-      const From x = Rounding()(a);
-      if (x != x) {
-        const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
-        return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
-      }
-      // 2 to the power of what To's largest value does not reach: exact, unlike that value itself.
-      const From beyond = std::ldexp(From{1}, std::numeric_limits<To>::digits);
-      if (x >= beyond) return std::numeric_limits<To>::max();
-      if (x < static_cast<From>(std::numeric_limits<To>::min()))
-        return std::numeric_limits<To>::min();
-      return static_cast<To>(x);
-    } else if constexpr (std::is_floating_point_v<From>) {
-      return one_nan(static_cast<To>(Rounding()(a)));
-    } else {
-      return static_cast<To>(a);
+// Floats are rounded towards zero.
+template <typename To, typename From>
+To convert(From x) {
+  if constexpr (std::is_floating_point_v<From>) {
+    if (x != x) {
+      const bool wide = sizeof(From) == 8 || sizeof(To) == 8;
+      return wide ? static_cast<To>(uint64_t{1} << (8 * sizeof(To) - 1)) : To{0};
     }
+    // 2 to the power of what To's largest value does not reach: exact, unlike that value itself.
+    const From beyond = std::ldexp(From{1}, std::numeric_limits<To>::digits);
+    if (x >= beyond) return std::numeric_limits<To>::max();
+    if (x < static_cast<From>(std::numeric_limits<To>::min()))
+      return std::numeric_limits<To>::min();
   }
-};
+  return static_cast<To>(x);
+}
 
 }  // namespace ptx

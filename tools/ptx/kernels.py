@@ -49,7 +49,7 @@ class Kernel:
             # What was issued before a load that is used no longer counts.
             while any(used & registers for registers in pending):
                 del pending[0]
-            load = re.match(r"(LDG\S*) R(\d+),", _unpredicated(instruction))
+            load = re.match(r"(LDG\S*) R(\d+),", unpredicated(instruction))
             if load and re.match(loads, load[1]):
                 bits = re.search(r"\.(64|128)\b", load[1])
                 registers = int(bits[1]) // 32 if bits else 1
@@ -79,7 +79,7 @@ class Kernel:
 
 
 def opcode(instruction: str) -> str:
-    return _unpredicated(instruction).split()[0]
+    return unpredicated(instruction).split()[0]
 
 
 def kernels(compiled: Compiled, architecture: int) -> Iterator[Kernel]:
@@ -114,5 +114,5 @@ def _number(pattern: str, text: str, absent: int | None = None) -> int:
     return int(found[1])
 
 
-def _unpredicated(instruction: str) -> str:
+def unpredicated(instruction: str) -> str:
     return re.sub(r"^@!?U?P\w+ ", "", instruction)

@@ -36,8 +36,7 @@ class Instruction(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """Without its predicate."""
-        return re.sub(r"^@!?U?P\w+ ", "", self.text)
+        return kernels.unpredicated(self.text)
 
 
 @dataclass
@@ -52,7 +51,6 @@ class Block:
 class MachineCode:
     """Of one kernel: what a warp in lock-step runs of it."""
 
-    resources: kernels.Kernel
     blocks: list[Block]
     subroutines: dict[str, list[Instruction]]  # by name
     copies: Counter  # by line: how often the loop around it was unrolled
@@ -81,16 +79,10 @@ class MachineCode:
 @functools.cache
 def machine_code(ptx: str, symbol: str) -> MachineCode:
     """Of a kernel of a PTX text."""
-    compiled = toolkit.assemble(ptx, ARCHITECTURE)
-    own = next(
-        part for part in compiled.sass.split("Function : ") if part.startswith(f"{symbol}\n")
-    )
-    compiled = compiled._replace(sass=f"Function : {own}")
-    (resources,) = kernels.kernels(compiled, ARCHITECTURE)
-    listing = compiled.listing
+    listing = toolkit.assemble(ptx, ARCHITECTURE).listing
     start = listing.index(f".text.{symbol}:\n")
     blocks, subroutines = _blocks(listing[start : listing.find("\n//-----", start)])
-    return MachineCode(resources, blocks, subroutines, _copies(ptx, blocks))
+    return MachineCode(blocks, subroutines, _copies(ptx, blocks))
 
 
 def _blocks(listing: str) -> tuple[list[list[Instruction]], dict[str, list[Instruction]]]:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "lanes.h"
+
 namespace ptx {
 
 void Allocations::add(uint64_t begin, int64_t bytes, bool written) {
@@ -35,17 +37,7 @@ std::string Allocations::nearest(uint64_t address) const {
 Clock::Clock(uint32_t block, uint32_t threads) : block(block), threads(threads) {}
 
 void Clock::join(View& into, const View& from) {
-  for (const auto& [block, theirs] : from) {
-    Release& ours = into[block];
-    // Of two warps' lanes those of the later release are kept: a message knows one warp.
-    if (ours.warp == theirs.warp) {
-      for (int l = 0; l < kLanes; ++l) ours.lanes[l] = std::max(ours.lanes[l], theirs.lanes[l]);
-    } else if (theirs.epoch >= ours.epoch) {
-      ours.warp = theirs.warp;
-      ours.lanes = theirs.lanes;
-    }
-    ours.epoch = std::max(ours.epoch, theirs.epoch);
-  }
+  for (const auto& [block, epoch] : from) into[block] = std::max(into[block], epoch);
 }
 
 void Clock::barrier() {
@@ -57,17 +49,11 @@ void Clock::barrier() {
 void Clock::warp_barrier(uint32_t warp, uint32_t lanes) {
   std::array<uint32_t, kLanes> joined = {};
   Thread* const first = &threads[warp * kLanes];
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    const Thread& lane = first[__builtin_ctz(left)];
-    for (int l = 0; l < kLanes; ++l) joined[l] = std::max(joined[l], lane.known[l]);
-  }
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    const int lane = __builtin_ctz(left);
-    joined[lane] = first[lane].now++;
-  }
-  for (uint32_t left = lanes; left != 0; left &= left - 1) {
-    first[__builtin_ctz(left)].known = joined;
-  }
+  for_each_lane(lanes, [&](int lane) {
+    for (int l = 0; l < kLanes; ++l) joined[l] = std::max(joined[l], first[lane].known[l]);
+  });
+  for_each_lane(lanes, [&](int lane) { joined[lane] = first[lane].now++; });
+  for_each_lane(lanes, [&](int lane) { first[lane].known = joined; });
 }
 
 void Clock::release(uint32_t thread, View& into) {
@@ -75,23 +61,19 @@ void Clock::release(uint32_t thread, View& into) {
   for (const auto& [acquirer, view] : acquired_) {
     if (acquirer == thread) join(into, view);
   }
-  Release own = {epoch, thread / kLanes, threads[thread].known};
-  own.lanes[thread % kLanes] = threads[thread].now++;
-  join(into, {{block, own}});
+  join(into, {{block, epoch}});
 }
 
 bool Clock::after(uint32_t thread, uint32_t other, uint32_t other_thread, uint32_t other_epoch,
                   uint32_t other_now) const {
-  const uint32_t warp = other_thread / kLanes, lane = other_thread % kLanes;
   if (other == block) {
+    const bool of_warp = other_thread / kLanes == thread / kLanes;
     return other_thread == thread || other_epoch < epoch ||
-           (warp == thread / kLanes && other_now <= threads[thread].known[lane]);
+           (of_warp && other_now <= threads[thread].known[other_thread % kLanes]);
   }
   const auto covers = [&](const View& view) {
     const auto found = view.find(other);
-    return found != view.end() &&
-           (other_epoch < found->second.epoch ||
-            (warp == found->second.warp && other_now <= found->second.lanes[lane]));
+    return found != view.end() && other_epoch < found->second;
   };
   if (covers(view_)) return true;
   for (const auto& [acquirer, view] : acquired_) {

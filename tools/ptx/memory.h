@@ -61,13 +61,9 @@ class Allocations {
 // Of one block: which accesses of its own and of others its threads come after.
 class Clock {
  public:
-  // What a thread knew when it released.
-  struct Release {
-    uint32_t epoch = 0;  // all that its block did in earlier ones
-    uint32_t warp = 0;
-    std::array<uint32_t, kLanes> lanes = {};  // and these lanes of its warp, up to here
-  };
-  using View = std::unordered_map<uint32_t, Release>;  // by block
+  // What a release publishes: by block, the epoch whose earlier ones are known. Kernels publish
+  // what a block did before a barrier, never what a thread did since.
+  using View = std::unordered_map<uint32_t, uint32_t>;
 
   Clock(uint32_t block, uint32_t threads);
 

@@ -8,13 +8,13 @@ namespace {
 // --- Forms
 
 // Of the lowest bytes of wider registers. What is left of the result's is the sign's, or 0.
-template <typename F, typename To, typename From>
+template <typename To, typename From>
 void run_wide(char* registers, const Instruction& i, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int lane = __builtin_ctz(lanes);
     From from;
     std::memcpy(&from, registers + i.from[0].at + lane * i.from[0].bytes, sizeof(From));
-    const To to = F()(from);
+    const To to = convert<To>(from);
     char* const target = registers + i.to[0].at + lane * i.to[0].bytes;
     const bool negative = std::is_signed_v<To> && !std::is_floating_point_v<To> && to < To{0};
     std::memset(target, negative ? 0xff : 0, i.to[0].bytes);
@@ -47,79 +47,75 @@ class Table {
   Forms forms;
 
   Table() {
-    each_integer<Add>("add.");
-    each_integer<Subtract>("sub.");
-    each_integer<Min>("min.");
-    each_integer<Max>("max.");
-    each_integer<Multiply>("mul.lo.");
-    each_integer<MultiplyHigh>("mul.hi.");
-    each_integer<Divide>("div.");
-    each_integer<Remainder>("rem.");
-    for (const char* rounding : {".", ".rn."}) {
-      each_float<Add>(std::string("add") + rounding);
-      each_float<Subtract>(std::string("sub") + rounding);
-      each_float<Multiply>(std::string("mul") + rounding);
-    }
-    each_float<Divide>("div.rn.");
-    forms["fma.rn.f32"] = form<FusedMultiplyAdd, float, float, float, float>();
-    each_float<Min>("min.");
-    each_float<Max>("max.");
-    forms["min.relu.s32"] = form<MinAboveZero, int32_t, int32_t, int32_t>();
-    forms["max.relu.s32"] = form<MaxAndZero, int32_t, int32_t, int32_t>();
-    one_of_each<Absolute, int16_t, int32_t, int64_t, float, double>("abs.");
-    one_of_each<Negate, int16_t, int32_t, int64_t, float, double>("neg.");
-    forms["mul.wide.s16"] = form<MultiplyWide, int32_t, int16_t, int16_t>();
-    forms["mul.wide.u16"] = form<MultiplyWide, uint32_t, uint16_t, uint16_t>();
-    forms["mul.wide.s32"] = form<MultiplyWide, int64_t, int32_t, int32_t>();
-    forms["mul.wide.u32"] = form<MultiplyWide, uint64_t, uint32_t, uint32_t>();
-    forms["mad.wide.s32"] = form<MultiplyAddWide, int64_t, int32_t, int32_t, int64_t>();
-    forms["mad.wide.u32"] = form<MultiplyAddWide, uint64_t, uint32_t, uint32_t, uint64_t>();
-    forms["mad.lo.s32"] = forms["mad.lo.u32"] =
-        form<MultiplyAdd, uint32_t, uint32_t, uint32_t, uint32_t>();
-    forms["mad.lo.s64"] = forms["mad.lo.u64"] =
-        form<MultiplyAdd, uint64_t, uint64_t, uint64_t, uint64_t>();
+    of_two<add, int16_t, int32_t, int64_t, float>("add.");
+    of_two<subtract, int16_t, int32_t, int64_t>("sub.");
+    of_two<least, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("min.");
+    of_two<most, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>("max.");
+    of_two<multiply, int16_t, int32_t, int64_t>("mul.lo.");
+    of_two<multiply_high, int32_t, int64_t, uint16_t, uint32_t>("mul.hi.");
+    of_two<divide, int32_t, int64_t, uint32_t, uint64_t>("div.");
+    of_two<remainder, int32_t>("rem.");
+    of_two<add, float>("add.rn.");
+    of_two<subtract, float>("sub.rn.");
+    of_two<multiply, float, double>("mul.rn.");
+    of_two<divide, float>("div.rn.");
+    forms["fma.rn.f32"] = form<fused, float, float, float, float>();
+    forms["min.relu.s32"] = form<least_above_zero, int32_t, int32_t, int32_t>();
+    forms["max.relu.s32"] = form<most_and_zero, int32_t, int32_t, int32_t>();
+    forms["abs.f32"] = form<absolute, float, float>();
+    forms["neg.s32"] = form<negate, int32_t, int32_t>();
+    forms["neg.s64"] = form<negate, int64_t, int64_t>();
+    forms["neg.f32"] = form<negate, float, float>();
+    forms["mul.wide.u16"] = form<multiply_wide, uint32_t, uint16_t, uint16_t>();
+    forms["mul.wide.s32"] = form<multiply_wide, int64_t, int32_t, int32_t>();
+    forms["mul.wide.u32"] = form<multiply_wide, uint64_t, uint32_t, uint32_t>();
+    forms["mad.wide.s32"] = form<multiply_add_wide, int64_t, int32_t, int32_t, int64_t>();
+    forms["mad.wide.u32"] = form<multiply_add_wide, uint64_t, uint32_t, uint32_t, uint64_t>();
+    forms["mad.lo.s32"] = form<multiply_add, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["mad.lo.s64"] = form<multiply_add, uint64_t, uint64_t, uint64_t, uint64_t>();
 
-    each_bits<And>("and.");
-    each_bits<Or>("or.");
-    each_bits<Xor>("xor.");
-    for_bits("not.", form<Not, uint16_t, uint16_t>(), form<Not, uint32_t, uint32_t>(),
-             form<Not, uint64_t, uint64_t>());
-    forms["not.pred"] = form<NotPredicate, uint8_t, uint8_t>();
-    for_bits("shl.", form<ShiftLeft, uint16_t, uint16_t, uint32_t>(),
-             form<ShiftLeft, uint32_t, uint32_t, uint32_t>(),
-             form<ShiftLeft, uint64_t, uint64_t, uint32_t>());
-    shift_right<int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t>();
-    forms["popc.b32"] = form<CountOnes, uint32_t, uint32_t>();
-    forms["popc.b64"] = form<CountOnes, uint32_t, uint64_t>();
-    forms["brev.b32"] = form<Reverse, uint32_t, uint32_t>();
-    forms["bfind.shiftamt.u32"] = form<FindShift, uint32_t, uint32_t>();
-    forms["bfi.b32"] = form<Insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
-    forms["bfi.b64"] = form<Insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
-    forms["bfe.u32"] = form<Extract, uint32_t, uint32_t, uint32_t, uint32_t>();
-    forms["bfe.s32"] = form<Extract, int32_t, int32_t, uint32_t, uint32_t>();
-    forms["shf.l.wrap.b32"] = form<FunnelLeft, uint32_t, uint32_t, uint32_t, uint32_t>();
-    forms["prmt.b32"] = form<Permute, uint32_t, uint32_t, uint32_t, uint32_t>();
+    each_bits<bit_and>("and.");
+    each_bits<bit_or>("or.");
+    each_bits<bit_xor>("xor.");
+    for_bits("not.", form<complement, uint16_t, uint16_t>(), form<complement, uint32_t, uint32_t>(),
+             form<complement, uint64_t, uint64_t>());
+    forms["not.pred"] = form<not_predicate, uint8_t, uint8_t>();
+    for_bits("shl.", form<shift_left, uint16_t, uint16_t, uint32_t>(),
+             form<shift_left, uint32_t, uint32_t, uint32_t>(),
+             form<shift_left, uint64_t, uint64_t, uint32_t>());
+    shifts_right<int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t>("shr.");
+    forms["popc.b32"] = form<count_ones, uint32_t, uint32_t>();
+    forms["brev.b32"] = form<reverse, uint32_t, uint32_t>();
+    forms["bfind.shiftamt.u32"] = form<find_shift, uint32_t, uint32_t>();
+    forms["bfi.b32"] = form<insert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["bfi.b64"] = form<insert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
+    forms["bfe.u32"] = form<extract, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["bfe.u64"] = form<extract, uint64_t, uint64_t, uint32_t, uint32_t>();
+    forms["bfe.s32"] = form<extract, int32_t, int32_t, uint32_t, uint32_t>();
+    forms["shf.l.wrap.b32"] = form<funnel_left, uint32_t, uint32_t, uint32_t, uint32_t>();
+    forms["prmt.b32"] = form<permute, uint32_t, uint32_t, uint32_t, uint32_t>();
 
     comparisons();
     for (const char* letter : {"b", "u", "s", "f"}) {
       const std::string l = letter;
-      forms["selp." + l + "16"] = form<Select, uint16_t, uint16_t, uint16_t, uint8_t>();
-      forms["selp." + l + "32"] = form<Select, uint32_t, uint32_t, uint32_t, uint8_t>();
-      forms["selp." + l + "64"] = form<Select, uint64_t, uint64_t, uint64_t, uint8_t>();
-      forms["mov." + l + "16"] = form<Copy, uint16_t, uint16_t>();
-      forms["mov." + l + "32"] = form<Copy, uint32_t, uint32_t>();
-      forms["mov." + l + "64"] = form<Copy, uint64_t, uint64_t>();
+      forms["selp." + l + "16"] = form<select, uint16_t, uint16_t, uint16_t, uint8_t>();
+      forms["selp." + l + "32"] = form<select, uint32_t, uint32_t, uint32_t, uint8_t>();
+      forms["selp." + l + "64"] = form<select, uint64_t, uint64_t, uint64_t, uint8_t>();
+      forms["mov." + l + "16"] = form<copy, uint16_t, uint16_t>();
+      forms["mov." + l + "32"] = form<copy, uint32_t, uint32_t>();
+      forms["mov." + l + "64"] = form<copy, uint64_t, uint64_t>();
     }
     forms["unpack"] = {unpack, {}, {}};
     forms["pack"] = {pack, {}, {}};
-    forms["mov.pred"] = form<Copy, uint8_t, uint8_t>();
-    forms["cvta.to.global.u64"] = form<Copy, uint64_t, uint64_t>();
+    forms["mov.pred"] = form<copy, uint8_t, uint8_t>();
+    forms["cvta.to.global.u64"] = form<copy, uint64_t, uint64_t>();
 
-    conversions_from<int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t>();
-    float_conversions<float>();
-    float_conversions<double>();
-    convert<Convert<double>, double, float>("cvt.");
-    convert<Convert<float>, float, double>("cvt.rn.");
+    conversions_among<int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t>();
+    conversions_to<float, int16_t, int32_t, int64_t, uint32_t, uint64_t>("cvt.rn.");
+    conversions_to<double, int64_t, uint64_t>("cvt.rn.");
+    conversions_to<int32_t, float, double>("cvt.rzi.");
+    conversions_to<uint32_t, double>("cvt.rzi.");
+    forms["cvt.rpi.f64.f64"] = form<ceiling, double, double>();
     add_halves(forms);
     add_collectives(forms);
   }
@@ -130,56 +126,43 @@ class Table {
     const char* letter = std::is_floating_point_v<T> ? "f" : std::is_signed_v<T> ? "s" : "u";
     return letter + std::to_string(8 * sizeof(T));
   }
-  template <typename F, typename... T>
-  void one_of_each(const std::string& name) {
-    ((forms[name + type<T>()] = form<F, T, T>()), ...);
-  }
-  template <typename F, typename... T>
-  void two_of_each(const std::string& name) {
-    ((forms[name + type<T>()] = form<F, T, T, T>()), ...);
-  }
-  template <typename F>
-  void each_integer(const std::string& name) {
-    two_of_each<F, int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t>(name);
-  }
-  template <typename F>
-  void each_float(const std::string& name) {
-    two_of_each<F, float, double>(name);
+  template <auto f, typename... T>
+  void of_two(const std::string& name) {
+    ((forms[name + type<T>()] = form<f, T, T, T>()), ...);
   }
   template <typename... T>
-  void shift_right() {
-    ((forms["shr." + type<T>()] = form<ShiftRight, T, T, uint32_t>()), ...);
+  void shifts_right(const std::string& name) {
+    ((forms[name + type<T>()] = form<shift_right, T, T, uint32_t>()), ...);
   }
   void for_bits(const std::string& name, const Form& of16, const Form& of32, const Form& of64) {
     forms[name + "b16"] = of16;
     forms[name + "b32"] = of32;
     forms[name + "b64"] = of64;
   }
-  template <typename F>
+  template <auto f>
   void each_bits(const std::string& name) {
-    for_bits(name, form<F, uint16_t, uint16_t, uint16_t>(), form<F, uint32_t, uint32_t, uint32_t>(),
-             form<F, uint64_t, uint64_t, uint64_t>());
-    forms[name + "pred"] = form<F, uint8_t, uint8_t, uint8_t>();
+    for_bits(name, form<f, uint16_t, uint16_t, uint16_t>(), form<f, uint32_t, uint32_t, uint32_t>(),
+             form<f, uint64_t, uint64_t, uint64_t>());
+    forms[name + "pred"] = form<f, uint8_t, uint8_t, uint8_t>();
   }
 
-  template <typename F, typename... T>
+  template <auto f, typename... T>
   void compare(const std::string& name) {
-    ((forms["setp." + name + "." + type<T>()] = form<F, uint8_t, T, T>()), ...);
+    ((forms["setp." + name + "." + type<T>()] = form<f, uint8_t, T, T>()), ...);
   }
-  template <typename F, typename IfNot>
+  template <auto f, auto opposite>
   void compare_all(const std::string& name) {
-    compare<F, int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float, double>(name);
-    compare<Unordered<IfNot>, float, double>(name + "u");
+    compare<f, int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t, float>(name);
+    compare<unordered<opposite>, float>(name + "u");
   }
   void comparisons() {
-    compare_all<Equal, NotEqual>("eq");
-    compare_all<NotEqual, Equal>("ne");
-    compare_all<Less, GreaterEqual>("lt");
-    compare_all<LessEqual, Greater>("le");
-    compare_all<Greater, LessEqual>("gt");
-    compare_all<GreaterEqual, Less>("ge");
-    compare<Numbers, float, double>("num");
-    compare<Unordered<Numbers>, float, double>("nan");
+    compare_all<equal, not_equal>("eq");
+    compare_all<not_equal, equal>("ne");
+    compare_all<less, greater_equal>("lt");
+    compare_all<less_equal, greater>("le");
+    compare_all<greater, less_equal>("gt");
+    compare_all<greater_equal, less>("ge");
+    compare<any_nan, float>("nan");
     for (const char* bits : {"16", "32", "64"}) {
       for (const char* name : {"setp.eq.", "setp.ne."}) {
         forms[std::string(name) + "b" + bits] = forms[std::string(name) + "u" + bits];
@@ -187,44 +170,26 @@ class Table {
     }
   }
 
-  template <typename F, typename To, typename From>
-  void convert(const std::string& prefix) {
-    Form converts = form<F, To, From>();
-    converts.run_wide = run_wide<F, To, From>;
-    forms[prefix + type<To>() + "." + type<From>()] = converts;
+  template <typename To, typename From>
+  void conversion(const std::string& name) {
+    Form converts = form<[](From x) { return convert<To>(x); }, To, From>();
+    converts.run_wide = run_wide<To, From>;
+    forms[name + type<To>() + "." + type<From>()] = converts;
   }
   template <typename To, typename... From>
-  void conversions_to() {
-    (convert<Convert<To>, To, From>("cvt."), ...);
+  void conversions_to(const std::string& name) {
+    (conversion<To, From>(name), ...);
   }
   template <typename... T>
-  void conversions_from() {
-    (conversions_to<T, T...>(), ...);
-  }
-  template <typename Float, typename... Integers>
-  void float_and() {
-    (convert<Convert<Float>, Float, Integers>("cvt.rn."), ...);
-    (convert<Convert<Integers, ToEven>, Integers, Float>("cvt.rni."), ...);
-    (convert<Convert<Integers, ToZero>, Integers, Float>("cvt.rzi."), ...);
-    (convert<Convert<Integers, Down>, Integers, Float>("cvt.rmi."), ...);
-    (convert<Convert<Integers, Up>, Integers, Float>("cvt.rpi."), ...);
-  }
-  template <typename Float>
-  void float_conversions() {
-    float_and<Float, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t>();
-    convert<Convert<Float, ToEven>, Float, Float>("cvt.rni.");
-    convert<Convert<Float, ToZero>, Float, Float>("cvt.rzi.");
-    convert<Convert<Float, Down>, Float, Float>("cvt.rmi.");
-    convert<Convert<Float, Up>, Float, Float>("cvt.rpi.");
+  void conversions_among() {
+    (conversions_to<T, T...>("cvt."), ...);
   }
 };
 
-template <typename T, typename F>
+template <typename T, auto f>
 uint64_t update(uint64_t old, uint64_t operand) {
-  return F()(static_cast<T>(old), static_cast<T>(operand));
+  return static_cast<T>(f(static_cast<T>(old), static_cast<T>(operand)));
 }
-
-uint64_t exchange(uint64_t, uint64_t operand) { return operand; }
 
 }  // namespace
 
@@ -236,15 +201,9 @@ const Form* find_form(const std::string& opcode) {
 
 Update find_update(const std::string& operation) {
   static const std::unordered_map<std::string, Update> updates = {
-      {"add.u32", update<uint32_t, Add>},
-      {"add.s32", update<uint32_t, Add>},
-      {"add.u64", update<uint64_t, Add>},
-      {"or.b32", update<uint32_t, Or>},
-      {"and.b32", update<uint32_t, And>},
-      {"min.u32", update<uint32_t, Min>},
-      {"max.u32", update<uint32_t, Max>},
-      {"max.s32", update<int32_t, Max>},
-      {"exch.b32", exchange},
+      {"add.u32", update<uint32_t, add>},
+      {"add.u64", update<uint64_t, add>},
+      {"or.b32", update<uint32_t, bit_or>},
   };
   const auto found = updates.find(operation);
   return found == updates.end() ? nullptr : found->second;

@@ -14,10 +14,6 @@ std::string trimmed(const std::string& s) {
   return s.substr(begin, s.find_last_not_of(" \t\r") - begin + 1);
 }
 
-bool starts_with(const std::string& s, const std::string& prefix) {
-  return s.compare(0, prefix.size(), prefix) == 0;
-}
-
 std::vector<std::string> words(const std::string& s) {
   std::istringstream in(s);
   std::vector<std::string> found;
@@ -26,8 +22,7 @@ std::vector<std::string> words(const std::string& s) {
 }
 
 std::string without_spaces(std::string s) {
-  s.erase(std::remove_if(s.begin(), s.end(), [](char c) { return c == ' ' || c == '\t'; }),
-          s.end());
+  std::erase_if(s, [](char c) { return c == ' ' || c == '\t'; });
   return s;
 }
 
@@ -58,7 +53,7 @@ Variable variable(const std::string& declaration) {
     if (all[i] == ".align") {
       result.alignment = std::atoll(all[++i].c_str());
     } else if (all[i][0] == '.') {
-      if (kNoTypes.count(all[i]) == 0) element = bytes_of_type(all[i].substr(1));
+      if (!kNoTypes.contains(all[i])) element = bytes_of_type(all[i].substr(1));
     } else {
       const size_t bracket = all[i].find('[');
       result.name = all[i].substr(0, bracket);
@@ -103,7 +98,7 @@ class Parser {
       ++number_;
       line = trimmed(line.substr(0, line.find("//")));
       if (line.empty()) continue;
-      if (starts_with(line, ".section")) break;  // what debuggers read comes last
+      if (line.starts_with(".section")) break;  // what debuggers read comes last
       try {
         read(line);
       } catch (const Error& error) {
@@ -129,7 +124,7 @@ class Parser {
       if (line == "}") entry_ = nullptr;
       return;
     }
-    if (entry_ != nullptr && starts_with(line, ".param")) {
+    if (entry_ != nullptr && line.starts_with(".param")) {
       if (line.back() == ',') line.pop_back();
       entry_->parameters.push_back(variable(line));
       return;
@@ -137,18 +132,18 @@ class Parser {
     static const std::set<std::string> kIgnored = {".version", ".target",  ".address_size",
                                                    ".maxntid", ".reqntid", ".minnctapersm",
                                                    ".pragma",  ".loc",     ".file"};
-    if (kIgnored.count(words(line)[0]) != 0) return;
+    if (kIgnored.contains(words(line)[0])) return;
     if (line.back() == ':') {
       entry_->labels[line.substr(0, line.size() - 1)] = static_cast<int>(entry_->body.size());
       return;
     }
     if (line.back() != ';') throw Error("a statement that is not one line");
     line.pop_back();
-    if (entry_ != nullptr && starts_with(line, ".local")) {
+    if (entry_ != nullptr && line.starts_with(".local")) {
       entry_->local.push_back(variable(line));
     } else if (line.find(".shared") != std::string::npos && line[0] == '.') {
       (entry_ != nullptr ? entry_->shared : module_.shared).push_back(variable(line));
-    } else if (starts_with(line, ".reg")) {
+    } else if (line.starts_with(".reg")) {
       declare_registers(*entry_, line);
     } else if (entry_ == nullptr || line[0] == '.') {
       throw Error("unknown directive");

@@ -33,9 +33,7 @@ class Decoder {
         named_[prefix + std::to_string(n)] = allocate(registers.bytes);
       }
     }
-    static const char* const kNames[kSpecials] = {
-        "%tid.x",   "%tid.y",   "%tid.z",    "%ntid.x",   "%ntid.y",   "%ntid.z", "%ctaid.x",
-        "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid"};
+    static const char* const kNames[kSpecials] = {"%tid.x", "%ctaid.x", "%nctaid.x"};
     for (int s = 0; s < kSpecials; ++s) {
       named_[kNames[s]] = allocate(4);
       program_.special[s] = named_[kNames[s]].at;
@@ -95,7 +93,7 @@ class Decoder {
       if (target == program_.entry.labels.end()) throw Error("no such label");
       result.kind = Kind::kBranch;
       result.target = target->second;
-    } else if (parts[0] == "ret" || parts[0] == "exit") {
+    } else if (parts[0] == "ret") {
       result.kind = Kind::kExit;
     } else if (statement.opcode == "bar.sync") {
       if (operands.size() != 1 || operands[0] != "0") throw Error("only bar.sync 0 is known");
@@ -113,7 +111,7 @@ class Decoder {
       several(result, "unpack", result.to, operands[0], result.from[0], operands[1]);
     } else if (statement.opcode == "cvta.local.u64") {
       result.kind = Kind::kCompute;
-      result.run = find_form("add.u64")->run;
+      result.run = find_form("add.s64")->run;
       result.to[0] = reg(operands.at(0));
       result.from[0] = reg(operands.at(1));
       result.from[1] = program_.local;
@@ -135,7 +133,7 @@ class Decoder {
   void compute(Instruction& result, const std::string& opcode,
                const std::vector<std::string>& operands) {
     const Form* form = find_form(opcode);
-    if (form == nullptr) throw Error("unknown opcode " + opcode);
+    if (form == nullptr) throw unknown(result);
     result.kind = form->kind;
     result.run = form->run;
     const bool has_result = !form->to.empty();
@@ -168,7 +166,7 @@ class Decoder {
     const bool atomic = !load && !store;
     result.action = load ? Action::kLoad : atomic ? Action::kAtomic : Action::kStore;
     result.space = Space::kGlobal;
-    static const std::set<std::string> kHints = {"cs", "nc", "gpu", "sys"};
+    static const std::set<std::string> kHints = {"cs", "gpu", "sys"};
     const size_t last = parts.size() - 1;
     for (size_t p = 1; p < last; ++p) {
       const std::string& part = parts[p];
@@ -182,10 +180,10 @@ class Decoder {
         result.count = part[1] - '0';
       else if (atomic && p == last - 1)
         result.update = find_update(part + "." + parts[last]);
-      else if (part != "global" && kHints.count(part) == 0 && !(part == "relaxed" && atomic))
-        throw unknown(parts);
+      else if (part != "global" && !kHints.contains(part) && !(part == "relaxed" && atomic))
+        throw unknown(result);
     }
-    if (atomic && result.update == nullptr) throw unknown(parts);
+    if (atomic && result.update == nullptr) throw unknown(result);
     result.element = static_cast<uint8_t>(bytes_of_type(parts[last]));
     result.is_signed = parts[last][0] == 's';
 
@@ -205,7 +203,7 @@ class Decoder {
       if (opcode == form + ".shared.b16") result.matrices = Matrices::kAsTheyAre;
       if (opcode == form + ".trans.shared.b16") result.matrices = Matrices::kTransposed;
     }
-    if (result.matrices == Matrices::kNone) throw unknown(parts);
+    if (result.matrices == Matrices::kNone) throw unknown(result);
     result.kind = Kind::kCollective;
     result.action = load ? Action::kLoad : Action::kStore;
     result.space = Space::kShared;
@@ -215,10 +213,8 @@ class Decoder {
     result.from[4] = operand("-1", 4);  // its mask: all lanes
   }
 
-  Error unknown(const std::vector<std::string>& parts) {
-    std::string opcode = parts[0];
-    for (size_t p = 1; p < parts.size(); ++p) opcode += "." + parts[p];
-    return Error("unknown opcode " + opcode);
+  static Error unknown(const Instruction& i) {
+    return Error("unknown opcode " + i.statement->opcode);
   }
 
   // "[%rd1]", "[%rd1+-8]", "[name]", "[name+8]"
@@ -252,7 +248,7 @@ class Decoder {
 
   Operand operand(const std::string& text, int bytes) {
     if (text == "_") return allocate(bytes);
-    if (text[0] == '%' || named_.count(text) != 0) return reg(text);
+    if (text[0] == '%' || named_.contains(text)) return reg(text);
     uint64_t value = 0;
     const auto variable = addresses_.find(text);
     if (variable != addresses_.end()) {

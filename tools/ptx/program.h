@@ -77,22 +77,7 @@ const Form* find_form(const std::string& opcode);
 // What an atomic does: "add.u32"; null if it is not known.
 Update find_update(const std::string& operation);
 
-enum Special {
-  kThreadX,
-  kThreadY,
-  kThreadZ,
-  kThreadsX,
-  kThreadsY,
-  kThreadsZ,
-  kBlockX,
-  kBlockY,
-  kBlockZ,
-  kBlocksX,
-  kBlocksY,
-  kBlocksZ,
-  kLane,
-  kSpecials
-};
+enum Special { kThread, kBlock, kBlocks, kSpecials };
 
 struct Extent {
   int64_t begin, end;

@@ -9,8 +9,8 @@ namespace {
 
 // Runs all blocks of a grid, some at a time.
 void run(Launch& launch) {
-  std::vector<uint64_t> order(launch.grid.count());
-  std::iota(order.begin(), order.end(), uint64_t{0});
+  std::vector<uint32_t> order(launch.blocks);
+  std::iota(order.begin(), order.end(), 0u);
   if (!launch.in_turn) {
     for (size_t i = order.size(); i > 1; --i) {
       std::swap(order[i - 1], order[launch.random.below(static_cast<uint32_t>(i))]);
@@ -75,14 +75,13 @@ void load(const std::string& text) {
   runtime().modules.push_back(std::move(module));
 }
 
-Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_t shared_bytes,
+Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_t shared_bytes,
               void** arguments, bool replicas) {
-  constexpr uint64_t kMaxGridX = 0x7fffffff, kMaxGridYZ = 0xffff, kMaxThreads = 1024;
+  constexpr uint32_t kMaxBlocks = 0x7fffffff, kMaxThreads = 1024;
   const auto found = runtime().kernels.find(name);
   if (found == runtime().kernels.end()) return kInvalidDeviceFunction;
   Kernel& kernel = found->second;
-  if (grid.count() == 0 || grid.x > kMaxGridX || grid.y > kMaxGridYZ || grid.z > kMaxGridYZ ||
-      block.count() == 0 || block.count() > kMaxThreads ||
+  if (blocks == 0 || blocks > kMaxBlocks || threads == 0 || threads > kMaxThreads ||
       shared_bytes > kernel.max_dynamic_shared) {
     return kInvalidConfiguration;
   }
@@ -97,11 +96,10 @@ Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_
                   program.entry.parameters[p].bytes);
     }
     runtime().races.begin_launch();
-    kernel.counts->launch(shared_bytes);
     ++runtime().kernels_launched;
     Launch launch = {program,
-                     grid,
-                     block,
+                     blocks,
+                     threads,
                      shared_bytes,
                      std::move(parameters),
                      runtime().seed == 0,
@@ -159,7 +157,7 @@ int64_t ptx_launch(const char* name, int64_t blocks, int64_t threads, int64_t sh
   constexpr int64_t kMostShared = 227 << 10;  // of a block on sm_90 that asks for it
   const auto kernel = runtime().kernels.find(name);
   if (kernel != runtime().kernels.end()) kernel->second.max_dynamic_shared = kMostShared;
-  return ptx::launch(name, {uint32_t(blocks)}, {uint32_t(threads)}, shared_bytes, arguments,
+  return ptx::launch(name, uint32_t(blocks), uint32_t(threads), shared_bytes, arguments,
                      replicas != 0);
 }
 // Since ptx_configure: sectors of device memory read, written, kernels launched, memsets; then what

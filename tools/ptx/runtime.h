@@ -43,7 +43,7 @@ Runtime& runtime();
 
 void load(const std::string& text);
 // An argument is where the value of a parameter lies.
-Status launch(const std::string& name, Dimensions grid, Dimensions block, int64_t shared_bytes,
+Status launch(const std::string& name, uint32_t blocks, uint32_t threads, int64_t shared_bytes,
               void** arguments, bool replicas = false);
 
 }  // namespace ptx

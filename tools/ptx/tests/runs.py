@@ -1,4 +1,4 @@
-"""Runs of every op that go where mutants differ, and what shows that something is wrong.
+"""Runs of ops that go where mutants differ, and what shows that something is wrong.
 
 Each takes a backend and returns what the op left behind.
 """
@@ -9,8 +9,7 @@ import torch
 from conformance import samples
 
 from dct_kernels import payload_layout, quantized_payload_bytes, reference
-from dct_kernels.layout import FLAGS_BYTE, HEADER_BYTES, QUANTIZED_CODES
-from dct_kernels.row_layout import FORMATS
+from dct_kernels.layout import QUANTIZED_CODES
 
 from ..backend import Executor
 
@@ -52,47 +51,15 @@ def sample_threshold(backend):
     )
 
 
-def quantize_pack(backend):
-    """Two rows and a part of one; a sum that is not finite, and one that almost is not. With a
-    gradient, and without a residual."""
-    numel, results = 2 * 1024 + 77, []
-    grad = samples.normal(numel, seed=1)
-    grad[100], grad[1500] = torch.inf, torch.finfo(torch.float32).max
-    for format in QUANTIZED_CODES:
-        residual = samples.normal(numel)
-        payload = torch.zeros(2, quantized_payload_bytes(numel, format), dtype=torch.uint8)
-        backend.quantize_pack(residual, grad, payload[0], format, torch.tensor(0.5))
-        backend.quantize_pack(None, grad, payload[1], format)
-        results += [residual, payload]
-    return results
-
-
-def _quantized(numel, format, ranks, ranges):
-    """Payloads, that of the second rank with a wrong header."""
-    nbytes = quantized_payload_bytes(numel, format, ranges)
-    payloads = torch.zeros(ranks, ranges, nbytes, dtype=torch.uint8)
-    for seed, payload in enumerate(payloads):
-        reference.quantize_pack(None, samples.normal(numel, seed=seed), payload, format)
-    payloads[1, -1, FLAGS_BYTE] |= 1
-    return payloads
-
-
-def dequantize_sum(backend):
-    """The last block has two rows and a part of one. A byte is none of a ternary payload."""
-    numel, results = 16384 + 2 * 1024 + 77, []
-    for ranges, format in zip((1, 2, 1, 2, 1), QUANTIZED_CODES, strict=True):
-        out, payloads = torch.zeros(numel), _quantized(numel, format, 6, ranges)
-        payloads[0, 0, HEADER_BYTES + 7] = 125
-        results += [backend.dequantize_sum(payloads, out, format, 0.3), out]
-    return results
-
-
 def dequantize_sum_pack(backend):
     numel, results = 2 * 1024 + 77, []
     for format in QUANTIZED_CODES:
-        residual, payloads = samples.normal(numel, seed=9), _quantized(numel, format, 3, 1)[:, 0]
+        residual = samples.normal(numel, seed=9)
         residual[1500] = torch.nan
         payload = torch.zeros(quantized_payload_bytes(numel, format), dtype=torch.uint8)
+        payloads = torch.stack([payload] * 3)
+        for seed, received in enumerate(payloads):
+            reference.quantize_pack(None, samples.normal(numel, seed=seed), received, format)
         status = backend.dequantize_sum_pack(payloads, residual, payload, format, 0.3)
         results += [status, residual, payload]
     return results
@@ -122,24 +89,6 @@ def row_gather(backend):
 def row_unpack(backend):
     values, positions = reference.row_pack(samples.normal(40 * 77).view(40, 77), 5, torch.float32)
     return (backend.row_unpack(values, positions, 77, torch.float32),)
-
-
-def row_quantize(backend):
-    narrow, wide = samples.normal(5 * 50).view(5, 50), samples.normal(2 * 1100).view(2, 1100)
-    return tuple(backend.row_quantize(x, format) for x in (narrow, wide) for format in FORMATS)
-
-
-def row_dequantize(backend):
-    """Rows wider than what 32 lanes take at a time."""
-    return tuple(
-        backend.row_dequantize(
-            reference.row_quantize(samples.normal(2 * 1500).view(2, 1500), format),
-            1500,
-            format,
-            torch.float32,
-        )
-        for format in FORMATS
-    )
 
 
 def findings(run, backend: SimpleNamespace, executor: Executor, seed: int) -> str:
