@@ -20,7 +20,7 @@ WHEEL_ARCHS ?= 8.0 9.0 10.0 12.0+PTX
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (3 minutes)"
+	@echo "make train      train DLRM on 2 local ranks, dense beside DCT; one table (2 minutes)"
 	@echo "make test       the test suite: Python and native"
 	@echo "make lint       ruff, mypy, codespell, clang-format and clang-tidy"
 	@echo "make docs       the site, in build/site; a wrong link, name or command is an error"
