@@ -116,8 +116,17 @@ def mask_pack(
     return Packed(new.cpu(), seen.cpu(), contents, [bytes(row) for row in rows], geometry)
 
 
-def scatter_unpack(
+def scatter_unpack(backend, payloads, geometry, *options, **named):
+    """Run scatter_unpack, hold out and status against the oracle, return them: see `summed`."""
+    settings = geometry.capacity, bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]]
+    op = backend.scatter_unpack, scatter_unpack_oracle.scatter_unpack
+    return summed(backend, op, settings, payloads, geometry, *options, **named)
+
+
+def summed(
     backend,
+    op,
+    settings,
     payloads,
     geometry,
     out_dtype=torch.float32,
@@ -126,30 +135,24 @@ def scatter_unpack(
     three_dims=False,
     offset=0,
 ):
-    """Run scatter_unpack, hold out and status against the oracle, return them.
+    """Run an op that sums payloads, hold out and status against the oracle, return them.
 
+    `op` is the backend's op and the oracle's, `settings` the arguments after `out`.
     `payloads[p][r]` are bytes. With one range, payloads are [P, nbytes], or with `three_dims`
     [P, 1, nbytes].
     """
+    call, oracle = op
     arena = Arena(backend.device, offset)
     out = arena.written(torch.full((geometry.numel,), torch.nan, dtype=out_dtype))
-    status = backend.scatter_unpack(
-        arena.read(stacked(payloads, geometry, three_dims), offset=0),
-        out,
-        geometry.capacity,
-        bits.PAYLOAD_VALUES[payload_bytes.CODES[geometry.dtype]],
-        scale,
-        arena.read(out_scale),
-    )
+    given = arena.read(stacked(payloads, geometry, three_dims), offset=0)
+    status = call(given, out, *settings, scale, arena.read(out_scale))
     arena.check()
-    expected = scatter_unpack_oracle.scatter_unpack(
-        payloads,
-        geometry,
-        bits.name(out_dtype),
-        scale,
-        None if out_scale is None else out_scale.item(),
-    )
-    return compare_sum(out, status, *expected)
+    factor = None if out_scale is None else out_scale.item()
+    expected, expected_status = oracle(payloads, geometry, bits.name(out_dtype), scale, factor)
+    assert status.dtype == torch.int32
+    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
+    bits.assert_floats(out, expected, "out", any_nan=True)
+    return out.cpu(), status.tolist()
 
 
 def stacked(payloads, geometry, three_dims=False):
@@ -166,13 +169,6 @@ def compare_rows(payload, rows):
     actual = payload.cpu().view(len(rows), -1).numpy()
     for r, row in enumerate(rows):
         bits.assert_equal(actual[r], np.frombuffer(row, np.uint8), f"payload of range {r}")
-
-
-def compare_sum(out, status, expected, expected_status):
-    assert status.dtype == torch.int32
-    bits.assert_equal(status.cpu().numpy(), expected_status, "status")
-    bits.assert_floats(out, expected, "out", any_nan=True)
-    return out.cpu(), status.tolist()
 
 
 def random_payload(geometry, density, seed, pool, flags=0):

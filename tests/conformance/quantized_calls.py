@@ -10,7 +10,7 @@ from oracle import quantized_payload as oracle
 from oracle.quantized_payload import Geometry
 
 from conformance import bits, samples
-from conformance.calls import PREFILL, compare_rows, compare_sum, stacked, unchanged
+from conformance.calls import PREFILL, compare_rows, stacked, summed, unchanged
 from conformance.memory import Arena
 
 
@@ -64,39 +64,10 @@ def quantize_pack(backend, residual, grad, format, ranges=None, inv_scale=None, 
     return _compared(new, expected, payload, rows, geometry)
 
 
-def dequantize_sum(
-    backend,
-    payloads,
-    geometry,
-    out_dtype=torch.float32,
-    scale=1.0,
-    out_scale=None,
-    three_dims=False,
-    offset=0,
-):
-    """Run dequantize_sum, hold out and status against the oracle, return them.
-
-    `payloads[p][r]` are bytes. With one range, payloads are [P, nbytes], or with `three_dims`
-    [P, 1, nbytes].
-    """
-    arena = Arena(backend.device, offset)
-    out = arena.written(torch.full((geometry.numel,), torch.nan, dtype=out_dtype))
-    status = backend.dequantize_sum(
-        arena.read(stacked(payloads, geometry, three_dims), offset=0),
-        out,
-        geometry.format,
-        scale,
-        arena.read(out_scale),
-    )
-    arena.check()
-    expected = oracle.dequantize_sum(
-        payloads,
-        geometry,
-        bits.name(out_dtype),
-        scale,
-        None if out_scale is None else out_scale.item(),
-    )
-    return compare_sum(out, status, *expected)
+def dequantize_sum(backend, payloads, geometry, *options, **named):
+    """Run dequantize_sum, hold out and status against the oracle, return them: see `summed`."""
+    op = backend.dequantize_sum, oracle.dequantize_sum
+    return summed(backend, op, (geometry.format,), payloads, geometry, *options, **named)
 
 
 def dequantize_sum_pack(backend, payloads, geometry, residual, scale=1.0, room=0, offset=0):
