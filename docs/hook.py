@@ -36,18 +36,6 @@ PICTURE = re.compile(
 )
 
 
-def on_config(config):
-    """Every page of results/ is in the menu, whichever there are, by its heading."""
-    pages = sorted((ROOT / "docs" / "results").glob("*.md"))
-    results = [{_heading(page): f"results/{page.name}"} for page in pages]
-    config.nav.append({"Results": [*results, {"Experiments": ADDED["bench/README.md"]}]})
-    return config
-
-
-def _heading(page):
-    return re.search(r"^# (.*)$", page.read_text(), re.MULTILINE)[1]
-
-
 def on_files(files, config):
     for path, page in ADDED.items():
         text = (ROOT / path).read_text()
