@@ -40,4 +40,5 @@ def test_shared_and_cpu_code_include_no_cuda(folder):
 @pytest.mark.parametrize("folder", [*KERNEL_FOLDERS, "bindings"])
 def test_files_can_be_read_in_one_sitting(folder):
     lengths = {path.name: len(path.read_text().splitlines()) for path in sources(folder)}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}
+    allowed = {"mask_pack.cu": 450}  # both kernels, from top to bottom
+    assert {n: length for n, length in lengths.items() if length > allowed.get(n, 400)} == {}
