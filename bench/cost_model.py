@@ -9,9 +9,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from dct_parallel.exchange.codec import Settings
-from dct_parallel.exchange.plan import BucketPlan
-from dct_parallel.exchange.selection import transport_for
+from dct_parallel.exchange.plan import BucketPlan, transport_for
+from dct_parallel.exchange.settings import Settings
 
 
 class Link(NamedTuple):

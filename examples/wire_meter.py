@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_parallel.wire import all_gather_bytes, all_reduce_bytes
+from dct_parallel.collectives import all_gather_bytes, all_reduce_bytes
 
 
 def reduce_scatter_bytes(nbytes: int, world_size: int) -> int:

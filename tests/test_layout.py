@@ -64,7 +64,7 @@ def test_a_package_imports_only_those_below_it():
 
 
 # Of a package, {folder: those beside it that it may know}; what lies beside folders knows none.
-DOORS = ("data_parallel", "fully_sharded", "local_steps")
+DOORS = ("ddp", "fsdp2", "local_steps")
 KNOWN = {
     "dct_parallel": {"exchange": set(), "rows": set(), **{door: {"exchange"} for door in DOORS}},
     "dct_embeddings": {"two_dimensional": set(), "substitution": set(), "torchrec": set()},

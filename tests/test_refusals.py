@@ -20,7 +20,7 @@ from dct_embeddings import (
     plan_shards,
 )
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, node_mesh
-from dct_parallel.agreement import PeerError
+from dct_parallel.groups import PeerError
 from ranks import ddp, gathered, mlp, on_ranks
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.network.methods import START_STEP
-from dct_parallel.wire import all_reduce_bytes
+from dct_parallel.collectives import all_reduce_bytes
 
 from .in_process import Buckets
 

@@ -10,12 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dct_parallel.exchange.all_gather import AllGather
 from dct_parallel.exchange.bucket import Bucket
-from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
 from dct_parallel.exchange.reduce_scatter import ReduceScatter
-from dct_parallel.exchange.transport import Transport
+from dct_parallel.exchange.settings import Settings
+from dct_parallel.exchange.transport import AllGather, Transport
 
 
 class _Rank:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
-from dct_parallel.agreement import exchange, refusing, require_same
-from dct_parallel.groups import require_group, timeout_of
+from dct_parallel.groups import exchange, refusing, require_group, require_same, timeout_of
 
 
 class GroupOfModule:

@@ -40,10 +40,10 @@ wire (bytes). Embedding tables are in dct_embeddings, which uses this package.
 """
 
 from .compressor import Compressor
-from .data_parallel import DCTState, dct_hook
+from .ddp import DCTState, dct_hook
 from .exchange import merge_states
 from .exchange.all_reduce import all_reduce_compressed
-from .fully_sharded import dct_fully_shard_hook
+from .fsdp2 import dct_fully_shard_hook
 from .local_steps import DCTAverager
 from .mesh import node_mesh
 from .rows.all_gather import all_gather_rows, all_gather_rows_async

@@ -1,8 +1,4 @@
-"""The collectives that packages here share.
-
-They are called as `torch.distributed.<name>`, so that who counts bytes there sees them, and block
-their caller (gloo) or the current stream (NCCL) until they are done.
-"""
+"""How many bytes a rank sends in a collective, by formula: rings, as gloo and NCCL have them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,3 +53,13 @@ def dense_mean(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> 
     mean = tensor.to(dtype, copy=True).div_(group.size())
     dist.all_reduce(mean, group=group)
     return mean
+
+
+def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in a ring all-reduce of `nbytes`: reduce-scatter, then all-gather."""
+    return 2 * (world_size - 1) * nbytes // world_size
+
+
+def all_gather_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends in an all-gather to which it contributes `nbytes`."""
+    return (world_size - 1) * nbytes

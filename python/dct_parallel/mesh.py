@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from .agreement import exchange, refusing, require_same
-from .groups import require_group, timeout_of
+from .groups import exchange, refusing, require_group, require_same, timeout_of
 
 NODES = ("node", "local")  # dimensions: across nodes, and inside one
 

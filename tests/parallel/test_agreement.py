@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
-from dct_parallel import agreement as agreement_module
-from dct_parallel.agreement import PeerError, _Round, exchange, refusing
+from dct_parallel import groups as agreement_module
 from dct_parallel.exchange import ledger as ledger_module
-from dct_parallel.groups import separate_group
+from dct_parallel.groups import PeerError, _Round, exchange, refusing, separate_group
 from ranks import (
     batch,
     ddp,

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, collectives, dct_hook
-from dct_parallel.data_parallel.executors import ThreadExecutor
+from dct_parallel.ddp.executors import ThreadExecutor
 from ranks import Dictated, mlp, on_ranks, run_ranks
 from wire_meter import WireMeter
 

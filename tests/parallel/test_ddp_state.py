@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.exchange.recent_stats import RecentStats
+from dct_parallel.exchange.results import RecentStats
 from ranks import (
     Dictated,
     ddp,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dct_parallel.exchange import fields
+from dct_parallel.exchange import checkpoint as fields
 
 NAN, INF = math.nan, math.inf
 PLAIN = [  # rule, what it takes, what it refuses and says of it

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTAverager, DCTState, node_mesh
-from dct_parallel.data_parallel.node import Node
+from dct_parallel.ddp.node import Node
 from dct_parallel.exchange.plan import Slice
 from dct_parallel.groups import timeout_of
 from nodes import SIZES, meshed_model, owed_by_all, same_step, sum_of_all

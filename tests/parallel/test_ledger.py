@@ -5,11 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.ledger import StepLedger
 from dct_parallel.exchange.loss_scale import LossScale
-from dct_parallel.exchange.recent_stats import RecentStats
-from dct_parallel.exchange.results import ExchangeResult
+from dct_parallel.exchange.results import ExchangeResult, RecentStats
+from dct_parallel.exchange.settings import Settings
 from ranks import on_ranks
 
 FINE = ExchangeResult([], False, [1], 10, 0, 1)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dct_parallel import DCTState, dct_fully_shard_hook, dct_hook
-from dct_parallel.exchange.optimizer_steps import OptimizerSteps
+from dct_parallel.exchange.loss_scale import OptimizerSteps
 from ranks import Dictated, ddp, entry, integers, on_ranks
 
 SIZES = (2000, 30)

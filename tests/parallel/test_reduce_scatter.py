@@ -5,8 +5,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_layout
-from dct_parallel.exchange.codec import Settings
 from dct_parallel.exchange.plan import BucketPlan
+from dct_parallel.exchange.settings import Settings
 from ranks import (
     Dictated,
     hooked,

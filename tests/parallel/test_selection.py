@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import quantized_payload_bytes
-from dct_parallel.exchange import selection
-from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange import plan as selection
 from dct_parallel.exchange.plan import BucketPlan, node_sentence
+from dct_parallel.exchange.settings import Settings
 from nodes import owed_by_all
 from ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter

@@ -46,7 +46,7 @@ from dct_embeddings.torchrec import compress_dense, qcomm_codecs, replica_sync
 from dct_kernels.layout import payload_layout, quantized_payload_bytes, range_bounds
 from dct_parallel import RowFormat
 from dct_parallel.exchange import all_gather
-from dct_parallel.exchange.codec import FORMATS
+from dct_parallel.exchange.settings import FORMATS
 from wire_meter import WireMeter
 
 TABLES, ROWS, WIDTH, BATCH, BAG, STEPS = 4, 300, 64, 16, 2, 8

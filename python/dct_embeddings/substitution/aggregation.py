@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dct_parallel.collectives import all_gather
 from dct_parallel.groups import GroupForBackward
-from dct_parallel.rows.autograd import with_gradient
-from dct_parallel.rows.transfer import Transfer
+from dct_parallel.rows.transfer import Transfer, with_gradient
 
 
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:

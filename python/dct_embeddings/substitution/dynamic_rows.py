@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing
+from dct_parallel.groups import refusing
 
 from ..groups import require_alike
 from .dynamic_state import MERGED, require_state

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing
-from dct_parallel.groups import require_group
+from dct_parallel.groups import refusing, require_group
 
 from ..groups import GroupOfModule, require_alike
 from ..shard_identity import register_identity

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing
-from dct_parallel.groups import require_group
-from dct_parallel.rows.counts import exchange_numbers
+from dct_parallel.groups import refusing, require_group
+from dct_parallel.rows.transfer import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags, require_bags
 from ..groups import GroupOfModule, require_alike

@@ -10,13 +10,13 @@ from torchrec.distributed.model_parallel import DMPCollection
 
 from dct_kernels import checks
 from dct_parallel.collectives import dense_mean
-from dct_parallel.exchange import fields, quantized
+from dct_parallel.exchange import checkpoint as fields
+from dct_parallel.exchange import quantized
 from dct_parallel.exchange.bucket import Bucket
-from dct_parallel.exchange.codec import Settings
+from dct_parallel.exchange.checkpoint import OWNER_RESIDUAL, RESIDUAL, SegmentState
 from dct_parallel.exchange.ledger import StepLedger
-from dct_parallel.exchange.plan import BucketPlan
-from dct_parallel.exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
-from dct_parallel.exchange.selection import require_transport, transport_for
+from dct_parallel.exchange.plan import BucketPlan, require_transport, transport_for
+from dct_parallel.exchange.settings import Settings
 
 _OP = "replica_sync"
 _NAME = "weights"  # of the one segment of a bucket

@@ -10,9 +10,8 @@ from torch import Tensor
 from dct_kernels import checks
 from dct_parallel.collectives import all_gather, dense_mean
 from dct_parallel.exchange.bucket import Bucket
-from dct_parallel.exchange.codec import Settings
-from dct_parallel.exchange.plan import BucketPlan
-from dct_parallel.exchange.selection import transport_for
+from dct_parallel.exchange.plan import BucketPlan, transport_for
+from dct_parallel.exchange.settings import Settings
 
 from .touched_rows import TouchedRows
 

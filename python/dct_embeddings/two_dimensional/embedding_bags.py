@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing
 from dct_parallel.collectives import all_to_all
+from dct_parallel.groups import refusing
 from dct_parallel.mesh import require_mesh
 from dct_parallel.rows.all_to_all import RowExchange, whole_rows
-from dct_parallel.rows.counts import exchange_numbers
+from dct_parallel.rows.transfer import exchange_numbers
 
 from ..bag_message import by_rank, exchange_bags, require_bags
 from ..distinct import distinct, repeat

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dct_kernels import checks
-from dct_parallel.agreement import refusing
-from dct_parallel.exchange.codec import Settings
-from dct_parallel.exchange.selection import require_transport
+from dct_parallel.exchange.plan import require_transport
+from dct_parallel.exchange.settings import Settings
+from dct_parallel.groups import refusing
 
 from ..groups import require_same_in_mesh
 from ..row_wise_adagrad import RowWiseAdagrad

@@ -7,7 +7,7 @@ of this for one flat tensor), readback; then the cycle of a step: loss_scale, op
 recent_stats, ledger; and checkpoints: fields, checkpoint, merge.
 """
 
-from .merge import merge_states
-from .recent_stats import RECENT_STEPS
+from .checkpoint import merge_states
+from .results import RECENT_STEPS
 
 __all__ = ["RECENT_STEPS", "merge_states"]

@@ -13,9 +13,8 @@ from dct_kernels import checks
 
 from ..groups import require_group
 from .bucket import Bucket
-from .codec import Settings
-from .plan import BucketPlan
-from .selection import transport_for
+from .plan import BucketPlan, transport_for
+from .settings import Settings
 
 _OP = "all_reduce_compressed"
 

@@ -7,12 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from .checkpoint import SegmentState
 from .plan import BucketPlan
-from .readback import Readback
-from .results import ExchangeResult
-from .segment_state import SegmentState
-from .selection import TRANSPORTS
-from .transport import Transport
+from .reduce_scatter import ReduceScatter
+from .results import ExchangeResult, Readback
+from .transport import AllGather, Transport
 
 
 def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
@@ -35,7 +34,10 @@ class Bucket:
         transports: by name. A simulation has others.
     """
 
-    transports: Mapping[str, type[Transport]] = TRANSPORTS
+    transports: Mapping[str, type[Transport]] = {
+        "all_gather": AllGather,
+        "reduce_scatter": ReduceScatter,
+    }
 
     def __init__(
         self,

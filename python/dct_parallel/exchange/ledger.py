@@ -17,13 +17,12 @@ from torch.profiler import record_function
 
 from dct_kernels import __version__
 
-from ..agreement import exchange, refusing, require_same
-from ..groups import timeout_of
+from ..groups import exchange, refusing, require_same, timeout_of
 from .bucket import Bucket
-from .codec import Settings
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
-from .recent_stats import RecentStats
+from .results import RecentStats
+from .settings import Settings
 
 
 class StepLedger:

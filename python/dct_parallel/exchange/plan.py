@@ -1,22 +1,24 @@
-"""Sizes of buckets, payloads and messages: arithmetic on parameter sizes, no tensors."""
+"""Parameters by their names in the unwrapped model, the same on every rank."""
 
 import dataclasses
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from dct_kernels import backend_of
-from dct_kernels.layout import range_bounds
+from dct_kernels import backend_of, checks
+from dct_kernels.layout import BLOCK, range_bounds
 
-from .. import wire
+from ..collectives import all_gather_bytes, all_reduce_bytes
 from ..compressor import HEADROOM
 from ..formats import DTYPES
-from .codec import Settings
+from .settings import Settings
 
 
 class Slice(NamedTuple):
@@ -86,7 +88,7 @@ class BucketPlan:
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes per step for this bucket, of the rank that sends most."""
-        everybody = wire.all_gather_bytes(self.payload_bytes, self.ranks)
+        everybody = all_gather_bytes(self.payload_bytes, self.ranks)
         if self.transport == "all_gather":
             return everybody
         # And before that to all other owners; a rank that owns nothing sends to all of them.
@@ -125,7 +127,7 @@ def node_sentence(plans: Sequence[BucketPlan], ranks: Sequence[int], less: str) 
     if local == 1 or others or len(nodes) == 1:  # every rank has a link, or none is in between
         return ""
     sent = sum(plan.node_bytes(local) for plan in plans)
-    ring = wire.all_reduce_bytes(4 * sum(plan.numel for plan in plans), len(ranks))
+    ring = all_reduce_bytes(4 * sum(plan.numel for plan in plans), len(ranks))
     if sent <= ring:
         return ""
     who = f"A node of {local} ranks"
@@ -139,7 +141,7 @@ def plan_table(
     settings, ranks = plans[0].settings, plans[0].ranks
     transports = ", ".join(dict.fromkeys(plan.transport for plan in plans))
     total, numel = step_bytes(plans), sum(plan.numel for plan in plans)
-    dense = wire.all_reduce_bytes(4 * numel, ranks)
+    dense = all_reduce_bytes(4 * numel, ranks)
     rows = [["bucket", "parameters", "numel", "capacity", f"bytes/{each}"]]
     for index, plan in enumerate(plans):
         ends = " ... ".join(dict.fromkeys([*plan.names[:1], *plan.names[-1:]]))
@@ -170,3 +172,74 @@ def plan_table(
             f"plain all-reduce in {settings.format}. 1 % is 0.01."
         )
     return "\n".join(lines)
+
+
+TRANSPORTS = ("all_gather", "reduce_scatter")
+
+# By default the largest entries go to everybody up to so many ranks, and beyond that in buckets of
+# fewer blocks per rank, whose ranges are too short to repay a second collective. Where every entry
+# is sent, bytes decide.
+GATHER_RANKS, LEAST_BLOCKS = 8, 4
+
+
+def require_transport(op: str, transport: str | None) -> None:
+    """Raise unless this is the name of a transport, or None."""
+    # A list, because it also compares values that cannot be hashed.
+    if transport is not None and transport not in TRANSPORTS:
+        rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
+        checks.fail(op, "transport", rule, repr(transport))
+
+
+def transport_for(transport: str | None, settings: Settings, numel: int, ranks: int) -> str:
+    """The transport of a bucket of so many elements between so many ranks."""
+    if transport is not None:
+        return transport
+    if settings.every_entry:
+        plans = [BucketPlan(("",), (numel,), settings, name, ranks) for name in TRANSPORTS]
+        return min(plans, key=lambda plan: plan.wire_bytes).transport  # the first of equal ones
+    few = ranks <= GATHER_RANKS or numel < _least(ranks)
+    return "all_gather" if few else "reduce_scatter"
+
+
+def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
+    """Whether buckets may have owners, whose residuals are then part of a state."""
+    return transport_for(transport, settings, _least(ranks), ranks) == "reduce_scatter"
+
+
+def transport_reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
+    """Why these plans have their transports."""
+    if transport is not None:
+        return "as asked"
+    if plans[0].settings.every_entry:
+        return "fewer bytes"
+    ranks = plans[0].ranks
+    if ranks <= GATHER_RANKS:
+        return f"up to {GATHER_RANKS} ranks"
+    why = f"more than {GATHER_RANKS} ranks"
+    if any(plan.transport == "all_gather" for plan in plans):
+        why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
+    return why
+
+
+def _least(ranks: int) -> int:
+    """Elements of the smallest bucket for a reduce-scatter."""
+    return LEAST_BLOCKS * ranks * BLOCK
+
+
+_AnyTensor = TypeVar("_AnyTensor", bound=Tensor)
+
+# Parts of a name that come and go with a wrapper: of torch.compile, and of checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def unwrapped(name: str) -> str:
+    """The name of a parameter in the unwrapped model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def describe(names: Mapping[_AnyTensor, str]) -> str:
+    """One line that must be the same on every rank, of names, sizes and dtypes, in order."""
+    lines = [f"{name} {p.dtype} {tuple(p.shape)}\n" for p, name in names.items()]
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+    numel = sum(parameter.numel() for parameter in names)
+    return f"{len(names)} parameters of {numel:,} elements, names and shapes {digest}"

@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..collectives import all_gather
-from .codec import Codec
-from .headers import headers, read_headers
 from .plan import BucketPlan, Slice
-from .results import ExchangeResult
+from .results import ExchangeResult, headers, read_headers
+from .settings import Codec
 from .transport import Transport
 
 

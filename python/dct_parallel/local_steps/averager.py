@@ -1,5 +1,7 @@
 """Weights of ranks that train on their own, averaged every few steps by compressed changes."""
 
+import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -11,18 +13,78 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
-from .. import groups, wire
-from ..agreement import refusing
-from ..collectives import dense_mean, on_any
-from ..exchange import checkpoint, selection
+from .. import groups
+from ..collectives import all_reduce_bytes, dense_mean, on_any
+from ..exchange import checkpoint
 from ..exchange.bucket import Bucket
-from ..exchange.codec import Settings
+from ..exchange.checkpoint import OWNER_RESIDUAL, SegmentState
 from ..exchange.ledger import StepLedger
-from ..exchange.plan import BucketPlan, node_sentence, plan_table
-from ..exchange.segment_state import OWNER_RESIDUAL, SegmentState
-from . import shards
-from .own_steps import OwnSteps
-from .weights import FlatWeights
+from ..exchange.plan import (
+    BucketPlan,
+    node_sentence,
+    plan_table,
+    require_transport,
+    transport_for,
+    transport_reason,
+)
+from ..exchange.settings import Settings
+from ..groups import refusing
+from .weights import FlatWeights, shard_groups
+
+
+class OwnSteps:
+    """Counts the steps since the last averaging, and warns where a run may not know of them.
+
+    Args:
+        averager: whose steps they are; its end may be that of a run.
+        parameters: of its module.
+        first: whether this is the first rank, which alone warns at the end.
+
+    Attributes:
+        count: steps since the last averaging.
+        ahead: whether this rank's weights differ from the others' after it as well.
+    """
+
+    def __init__(self, averager: object, parameters: Iterable[Parameter], first: bool) -> None:
+        self.count, self.ahead = 0, False
+        self._called = False  # average_parameters, in this run or the one that it goes on from
+        self._saved = True
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        if first:
+            weakref.finalize(averager, self._at_the_end)
+
+    def add(self) -> None:
+        self.count, self._called, self._saved = self.count + 1, True, False
+
+    def save(self) -> int:
+        """The count, for a saved state, from which a run may go on."""
+        self._saved = True
+        return self.count
+
+    def load(self, count: int) -> None:
+        self.count, self._called, self._saved = count, True, True
+
+    def warn_if_never_called(self) -> None:
+        """Warn, once, if there are gradients and no call of `average_parameters` yet."""
+        found = (parameter() for parameter in self._parameters)
+        if not self._called and any(p is not None and p.grad is not None for p in found):
+            self._called = True
+            warnings.warn(
+                "DCT: there are gradients, but average_parameters() was never called, so each "
+                "rank trains alone: call averager.average_parameters() after optimizer.step().",
+                stacklevel=3,
+            )
+
+    def _at_the_end(self) -> None:
+        self.warn_if_never_called()
+        if (self.count or self.ahead) and not self._saved:
+            what = f"the run's last {self.count} steps" if self.count else "the residuals"
+            warnings.warn(
+                f"DCT: {what} were not averaged, so weights differ between ranks: "
+                "call averager.flush() at its end, or save state_dict() to go on.",
+                stacklevel=2,
+            )
+
 
 _OP = "DCTAverager"
 
@@ -93,12 +155,12 @@ class DCTAverager(ModelAverager):
     ) -> None:
         group = groups.require_group(_OP, process_group)
         super().__init__(group)
-        with refusing(_OP, group, *shards.shard_groups(module)):
+        with refusing(_OP, group, *shard_groups(module)):
             density = 1.0 if density is None else density
             format = format or ("ternary" if density == 1 else "bfloat16")
             self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
-            selection.require_transport(_OP, transport)
+            require_transport(_OP, transport)
             checks.require_type(_OP, "step_ahead", step_ahead, bool, "a bool")
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
@@ -109,7 +171,7 @@ class DCTAverager(ModelAverager):
         names, sizes = tuple(self._weights.names.values()), self._weights.sizes
         numel, ranks = self._weights.numel, group.size()
         self._transport = transport
-        chosen = selection.transport_for(transport, self._settings, numel, ranks)
+        chosen = transport_for(transport, self._settings, numel, ranks)
         self._plan = BucketPlan(names, sizes, self._settings, chosen, ranks)
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
@@ -198,11 +260,11 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        reason = selection.reason(self._transport, [self._plan])
+        reason = transport_reason(self._transport, [self._plan])
         table = plan_table([self._plan], reason, self._device, "averaging")
         ranks = dist.get_process_group_ranks(self.process_group)
         table += node_sentence([self._plan], ranks, "fewer bits send less (docs/guide/cluster.md)")
-        dense = wire.all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
+        dense = all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
         line += f", {fewer:,.1f}x fewer than that." if fewer else "."

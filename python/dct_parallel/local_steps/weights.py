@@ -1,22 +1,97 @@
 """The weights of a module as one flat tensor, which ranks average."""
 
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
 from ..exchange.checkpoint import WHOLE
-from ..exchange.parameters import describe, unwrapped
-from . import shards
+from ..exchange.plan import describe, unwrapped
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return isinstance(tensor, _imported("torch.distributed.tensor", "DTensor"))
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, any other tensor whole: the same memory, without grad."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return own.detach()
+
+
+def cut_of(tensor: Tensor) -> int:
+    """The dimension that a DTensor on a mesh of one is cut along; 0 of any other tensor."""
+    return int(tensor.placements[0].dim) if is_sharded(tensor) else 0  # type: ignore[attr-defined]
+
+
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2 drop what it gathered, say in an evaluation: then parameters are the"""
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    for part in module.modules():
+        if isinstance(part, kind):
+            part.reshard()
+
+
+def shard_groups(module: object) -> list[dist.ProcessGroup]:
+    """This rank's shard group, if the module may have one: for ranks to be told of errors."""
+    found = _sharded(module) if isinstance(module, nn.Module) else {}
+    meshes = [parameter.device_mesh for parameter in found.values()]
+    return [meshes[0].get_group()] if meshes and meshes[0].ndim == 1 else []
+
+
+def require_mesh(op: str, module: nn.Module) -> DeviceMesh | None:
+    """The mesh that all parameters are cut on; None if none is cut; raise if it is otherwise."""
+    found = _sharded(module)
+    if not found:
+        return None
+    rule = 'cut by fully_shard(module, mesh=mesh["shard"]), like every other'
+    mesh: DeviceMesh = next(iter(found.values())).device_mesh
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter):
+            (placement, *more), own = parameter.placements, parameter.device_mesh  # type: ignore
+            shard = _imported("torch.distributed.tensor", "Shard")
+            if more or own != mesh or type(placement) is not shard:
+                got = f"{tuple(parameter.placements)} on {own}"  # type: ignore[attr-defined]
+                checks.fail(op, f"parameter {unwrapped(name)}", rule, got)
+        elif parameter.requires_grad:
+            checks.fail(op, f"parameter {unwrapped(name)}", rule, "one that is not sharded")
+    return mesh
+
+
+def require_replicas(op: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Raise if ranks of this one's shard group are in `group`, which averages equal"""
+    others = set(dist.get_process_group_ranks(mesh.get_group())) - {dist.get_rank()}
+    shared = sorted(others & set(dist.get_process_group_ranks(group)))
+    if shared:
+        rule = 'the ranks with the same shard, such as mesh["replicate"].get_group()'
+        got = f"a group with {', '.join(map(str, shared))}, of other shards of the same replica"
+        checks.fail(op, "process_group", rule, got)
+
+
+def _sharded(module: nn.Module) -> dict[str, Any]:
+    """{name: parameter} of its DTensors."""
+    reshard(module)
+    return {name: p for name, p in module.named_parameters() if is_sharded(p)}
+
+
+def _imported(module: str, name: str) -> Any:
+    """A class, or () if nobody has imported its module: then nothing is an instance of it."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 class FlatWeights:
     """The parameters of a module that require grad, one after another, in float32.
 
-    Of a module that fully_shard has cut, this rank's shards.
+    Of a module that fully_shard has cut, this rank's
 
     Args:
         op: their owner, for errors.
@@ -43,12 +118,12 @@ class FlatWeights:
             checks.fail(op, "module", rule, type(module).__name__, TypeError)
         self._module = module
         self.shard, self.shard_group = WHOLE, None
-        mesh = shards.require_mesh(op, module)
+        mesh = require_mesh(op, module)
         if mesh is not None:
-            shards.require_replicas(op, group, mesh)
+            require_replicas(op, group, mesh)
             self.shard = f"{mesh.get_local_rank()} of {mesh.size()}"
             self.shard_group = mesh.get_group()
-            cuts = [shards.cut_of(parameter) for parameter in module.parameters()]
+            cuts = [cut_of(parameter) for parameter in module.parameters()]
             if any(cuts):  # not the first dimension of all, where parts of one size may differ
                 self.shard += f", cut along {', '.join(map(str, cuts))}"
         self.names, self.frozen = self._named(trained=True), self._named(trained=False)
@@ -56,12 +131,12 @@ class FlatWeights:
             checks.fail(op, "module", "parameters that require grad", "none", verb="have")
         for parameter, name in self.names.items():
             checks.require_dtype(op, f"parameter {name}", parameter.dtype, checks.FLOATS)
-        devices = {shards.local(parameter).device for parameter in self.names | self.frozen}
+        devices = {local(parameter).device for parameter in self.names | self.frozen}
         self.device = next(iter(devices))
         if len(devices) > 1 or self.device.type not in ("cpu", "cuda"):
             got = ", ".join(sorted(map(str, devices)))
             checks.fail(op, "module", "on one device, the CPU or CUDA", got)
-        self.sizes = tuple(shards.local(parameter).numel() for parameter in self.names)
+        self.sizes = tuple(local(parameter).numel() for parameter in self.names)
 
     @property
     def numel(self) -> int:
@@ -89,7 +164,7 @@ class FlatWeights:
     def take_those_of_first_rank(self, group: dist.ProcessGroup) -> None:
         """Broadcast all parameters of the first rank, frozen ones as well, to the others."""
         first = dist.get_global_rank(group, 0)
-        for own in map(shards.local, self._module.parameters()):
+        for own in map(local, self._module.parameters()):
             flat = own.flatten().contiguous()  # its memory, if that is
             dist.broadcast(flat.view(torch.uint8), first, group)  # of any dtype
             own.copy_(flat.view_as(own))
@@ -101,7 +176,7 @@ class FlatWeights:
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy them into the parameters, rounded to each one's dtype."""
-        shards.reshard(self._module)  # what was gathered would not change with them
+        reshard(self._module)  # what was gathered would not change with them
         for own, part in zip(self._own(), flat.split(self.sizes), strict=True):
             own.copy_(part.view_as(own))
 
@@ -135,9 +210,9 @@ class FlatWeights:
         return ", ".join(name for name, part in parts if part.any())
 
     def _own(self) -> list[Tensor]:
-        return [shards.local(parameter) for parameter in self.names]
+        return [local(parameter) for parameter in self.names]
 
     def _named(self, trained: bool) -> dict[Parameter, str]:
-        shards.reshard(self._module)
+        reshard(self._module)
         named = self._module.named_parameters()
         return {p: unwrapped(name) for name, p in named if p.requires_grad == trained}

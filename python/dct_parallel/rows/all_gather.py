@@ -17,10 +17,9 @@ from dct_kernels import checks
 from ..collectives import all_gather
 from ..groups import require_group
 from .codecs import RowCodec
-from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .row_format import RowFormat
-from .transfer import Transfer
+from .transfer import Transfer, exchange_counts, require_counts
 
 
 def all_gather_rows(

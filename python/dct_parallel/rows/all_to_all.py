@@ -16,10 +16,9 @@ from dct_kernels import checks
 
 from ..groups import require_group
 from .codecs import RowCodec
-from .counts import exchange_counts, require_counts
 from .packing import require_rows
 from .row_format import RowFormat
-from .transfer import Transfer
+from .transfer import Transfer, exchange_counts, require_counts
 
 
 def all_to_all_rows(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from dct_kernels import checks
 
-from .autograd import with_gradient
 from .codecs import dequantize, format_bytes, quantize
 from .packing import as_rows
 from .row_format import RowFormat
+from .transfer import with_gradient
 
 # Messages must be floating point, so that autograd and torch.distributed.pipelining send a gradient
 # back, and the gradient has their shape: bytes, viewed as these, padded to the longer.

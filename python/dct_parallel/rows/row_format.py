@@ -8,7 +8,7 @@ from dct_kernels import checks
 
 from ..formats import DTYPES, require_format
 from .codecs import EveryEntry, LargestEntries, RowCodec
-from .counts import ROW_FORMATS, Setting
+from .transfer import ROW_FORMATS, Setting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,29 +6,59 @@ replicas, and unpacked in place. The result (damage, overflow) is read before th
 """
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+from dct_kernels import checks
+
 from .. import groups
 from ..collectives import dense_mean
-from ..exchange import selection
 from ..exchange.bucket import Bucket, parameter_stats
-from ..exchange.codec import Settings
+from ..exchange.checkpoint import SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
-from ..exchange.parameters import describe
-from ..exchange.plan import BucketPlan, plan_table
-from ..exchange.segment_state import SegmentState
+from ..exchange.plan import (
+    BucketPlan,
+    describe,
+    keeps_owners,
+    plan_table,
+    transport_for,
+    transport_reason,
+)
+from ..exchange.settings import Settings
 from . import checkpoint
-from .step_consensus import OP, agree
+from .hook import OP
 from .units import Unit
+
+
+def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Compare what ranks exchanged; blocks until all have called it.
+
+    Args:
+        order: numbers of the units that it exchanged, to be the same everywhere.
+        group: gloo on any device: the host waits, no stream does.
+
+    Raises:
+        RuntimeError: ranks exchanged different units, or in a different order: on all of them.
+    """
+    digest = zlib.crc32(bytes(torch.tensor(order, dtype=torch.int32).view(torch.uint8).tolist()))
+    said = torch.tensor([digest, -digest])
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+    highest, lowest = said.tolist()
+    if highest != -lowest:
+        rule = "through the same modules in the same order"
+        checks.fail(
+            OP, "every rank", rule, "different ones on some", RuntimeError, verb="go backward"
+        )
 
 
 class FullyShardState:
@@ -76,7 +106,7 @@ class FullyShardState:
         names = tuple(piece.name for piece in unit.pieces)
         sizes = tuple(piece.padded for piece in unit.pieces)
         ranks = self._group.size()
-        transport = selection.transport_for(self._transport, self.settings, sum(sizes), ranks)
+        transport = transport_for(self._transport, self.settings, sum(sizes), ranks)
         plan = BucketPlan(names, sizes, self.settings, transport, ranks)
         return Bucket(plan, self._group, self._device, packed, states)
 
@@ -111,7 +141,7 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload, as far as it has looked.
         """
         self._ledger.require_intact()
-        why = selection.reason(self._transport, self._plans)
+        why = transport_reason(self._transport, self._plans)
         return plan_table(self._plans, why, self._device)
 
     def stats(self) -> dict[str, float | int | None]:
@@ -206,7 +236,7 @@ class FullyShardState:
 
     def _entry(self) -> dict[str, Any]:
         """This replica's part of a checkpoint, as of now."""
-        owners = selection.keeps_owners(self._transport, self.settings, self._group.size())
+        owners = keeps_owners(self._transport, self.settings, self._group.size())
         parameters = {}
         for bucket, unit in zip(self._buckets, self._units, strict=True):
             states, packed = bucket.states(), bucket.codec.step

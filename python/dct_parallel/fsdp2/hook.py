@@ -10,17 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from ..agreement import refusing
-from ..exchange.codec import Settings
 from ..exchange.loss_scale import LossScale
-from ..exchange.selection import require_transport
-from ..groups import require_group
+from ..exchange.plan import require_transport
+from ..exchange.settings import Settings
+from ..groups import refusing, require_group
 from ..mesh import require_mesh
-from .step_consensus import OP
 
 if TYPE_CHECKING:
     from .state import FullyShardState
 
+OP = "dct_fully_shard_hook"  # in errors of this folder
 DIMENSIONS = ("replicate", "shard")
 
 

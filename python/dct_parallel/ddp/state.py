@@ -28,21 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from ..agreement import refusing
 from ..compressor import warn_of_eager
 from ..exchange import checkpoint
 from ..exchange.bucket import parameter_stats
-from ..exchange.codec import Settings
+from ..exchange.checkpoint import SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
-from ..exchange.parameters import describe
-from ..exchange.plan import node_sentence, plan_table
-from ..exchange.segment_state import SegmentState
-from ..exchange.selection import require_transport
-from . import ddp_parameters
+from ..exchange.plan import describe, node_sentence, plan_table, require_transport
+from ..exchange.settings import Settings
+from ..groups import refusing
 from .buckets import Buckets, reduce_parts
 from .executors import Executor, executor_for
-from .topology import Topology
+from .node import Topology
+from .parameters import device_of, has_hook, named_parameters
 
 
 class DCTState:
@@ -137,10 +135,10 @@ class DCTState:
             self._require_usable("bind")
         group = self._group_with(ddp)
         with refusing("DCTState", group):
-            names = ddp_parameters.named_parameters(ddp)
+            names = named_parameters(ddp)
             if self._names:
                 checks.fail("DCTState", "state", "bound to one DDP only", "a second")
-            device = ddp_parameters.device_of(names)
+            device = device_of(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
         self._ledger = StepLedger(
@@ -195,7 +193,7 @@ class DCTState:
             RuntimeError: a payload was damaged, as far as this rank has looked.
         """
         self._require_usable("plan")
-        device = ddp_parameters.device_of(self._names)
+        device = device_of(self._names)
         plans = self._buckets.plans()
         table = plan_table(plans, self._buckets.reason(), device)
         if self._mesh is None:
@@ -363,7 +361,7 @@ class DCTState:
 
     def _warn_if_unused(self) -> None:
         ddp = self._ddp()
-        if self._warned or ddp is None or ddp_parameters.has_hook(ddp):
+        if self._warned or ddp is None or has_hook(ddp):
             return
         if any(parameter.grad is not None for parameter in self._names):
             self._warned = True

@@ -1,12 +1,17 @@
-"""The parameters that a DDP averages: their names, and whether they can be compressed."""
+"""Residuals of parameters whose memory is not in the order of their indices, as of channels_last.
+
+DDP's buckets hold dense parameters in the order of their memory, and so do buckets' residuals. A
+checkpoint is in the order of indices, whatever the format.
+"""
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
-from ..exchange.parameters import unwrapped
+from ..exchange.plan import unwrapped
 
 
 def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
@@ -40,3 +45,26 @@ def has_hook(ddp: DistributedDataParallel) -> bool:
     note."""
     hooks = getattr(ddp, "_comm_hooks", [(None, None)])
     return any(not getattr(state, "copied", False) for _, state in hooks)
+
+
+def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:
+    """`flat` [numel], as a bucket has it, in the order of the parameter's indices."""
+    if not _differs(parameter):
+        return flat
+    return flat.as_strided(parameter.shape, parameter.stride()).flatten()
+
+
+def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
+    """The reverse of `to_logical`."""
+    if not _differs(parameter):
+        return flat
+    moved = torch.empty_like(flat)
+    moved.as_strided(parameter.shape, parameter.stride()).copy_(flat.view(parameter.shape))
+    return moved
+
+
+def _differs(parameter: Tensor) -> bool:
+    """Whether DDP keeps an order that is not that of the indices: only of dense memory."""
+    if parameter.is_contiguous():
+        return False
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
-from ..exchange.parameters import unwrapped
-from .step_consensus import OP
+from ..exchange.plan import unwrapped
+from .hook import OP
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,12 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
-from ..exchange import selection
 from ..exchange.bucket import Bucket
-from ..exchange.codec import Settings
-from ..exchange.plan import BucketPlan
-from ..exchange.segment_state import SegmentState
-from . import layout
-from .node_bucket import NodeBucket
-from .topology import Topology
+from ..exchange.checkpoint import SegmentState
+from ..exchange.plan import BucketPlan, transport_for, transport_reason
+from ..exchange.settings import Settings
+from .node import NodeBucket, Topology
+from .parameters import to_logical, to_physical
 
 
 class Buckets:
@@ -106,7 +104,7 @@ class Buckets:
 
     def reason(self) -> str:
         """Why buckets take the transports of `plans`."""
-        return selection.reason(self._transport, self.plans())
+        return transport_reason(self._transport, self.plans())
 
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy of its parameter's state}, of all parameters."""
@@ -116,7 +114,7 @@ class Buckets:
         states = {}
         for parameter, name in self._names.items():
             state = known.get(name, SegmentState(torch.zeros(parameter.numel())))
-            states[name] = state.map(partial(layout.to_logical, parameter=parameter))
+            states[name] = state.map(partial(to_logical, parameter=parameter))
         return {name: state.map(torch.clone) for name, state in states.items()}
 
     def names(self) -> list[list[str]]:
@@ -131,7 +129,7 @@ class Buckets:
         self._loaded, saved = True, [[parameters[name] for name in own] for own in names]
         self._layouts = {i: (own, self._plan_of(own)) for i, own in enumerate(saved)}
         self._parked = {
-            name: states[name].map(partial(layout.to_physical, parameter=parameter))
+            name: states[name].map(partial(to_physical, parameter=parameter))
             for parameter, name in self._names.items()
             if name in states
         }
@@ -163,7 +161,7 @@ class Buckets:
             tuple(names[piece.index] for piece in pieces),
             own,
             self._settings,
-            selection.transport_for(self._transport, self._settings, longest, ranks),
+            transport_for(self._transport, self._settings, longest, ranks),
             ranks,
         )
 

@@ -18,26 +18,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
-from ..exchange import fields
-from ..exchange.checkpoint import ENTRY, IS_VERSION, VERSION
-from ..exchange.segment_state import OWNER_RESIDUAL, RESIDUAL, SegmentState
+from ..exchange import checkpoint
+from ..exchange.checkpoint import ENTRY, IS_VERSION, OWNER_RESIDUAL, RESIDUAL, VERSION, SegmentState
 from .units import Piece
 
 Entry = dict[str, Any]  # one replica's part of a checkpoint, of which each rank holds a shard
 _ENTRY = ENTRY | {
-    "replicas": fields.integer(1),
-    "shards": fields.integer(1),
-    "transport": fields.TEXT,
-    "reduction": fields.TEXT,  # see Unit.reduction
+    "replicas": checkpoint.integer(1),
+    "shards": checkpoint.integer(1),
+    "transport": checkpoint.TEXT,
+    "reduction": checkpoint.TEXT,  # see Unit.reduction
 }
-_STATE = IS_VERSION | {"replicas": fields.BY_NAME}
+_STATE = IS_VERSION | {"replicas": checkpoint.BY_NAME}
 
 
-def _like(own: Tensor | int) -> fields.Field:
+def _like(own: Tensor | int) -> checkpoint.Field:
     """The rule for a value, from the one that this run would save now."""
     if not isinstance(own, DTensor):
-        return fields.integer(0)
-    here = fields.tensor(own.to_local().shape)
+        return checkpoint.integer(0)
+    here = checkpoint.tensor(own.to_local().shape)
 
     def flaw(value: object) -> object:
         if not isinstance(value, DTensor):
@@ -47,7 +46,7 @@ def _like(own: Tensor | int) -> fields.Field:
         return here.flaw(value.to_local())
 
     rule = f"a DTensor of {list(own.shape)}, its local part {here.rule}"
-    return fields.Field(f"{rule} (torch.distributed.checkpoint reshards)", flaw)
+    return checkpoint.Field(f"{rule} (torch.distributed.checkpoint reshards)", flaw)
 
 
 def make(replica: int | str, entry: Entry) -> dict[str, Any]:
@@ -102,12 +101,12 @@ def find(state: object, replica: int, here: Entry, pieces: Sequence[Piece]) -> E
         pieces: of all parameters of this model.
     """
     op = "load_state_dict"
-    replicas = fields.checked(op, state, _STATE)["replicas"]
+    replicas = checkpoint.checked(op, state, _STATE)["replicas"]
     saved = replicas.get(str(replica))
     if saved is None:
         got = f"that of replica {', '.join(replicas)}"
         checks.fail(op, "state", f"replica {replica}'s own", got)
-    entry = fields.checked(op, saved, _ENTRY)
+    entry = checkpoint.checked(op, saved, _ENTRY)
     if entry["replicas"] != here["replicas"]:
         rule = f"{here['replicas']}, as in this run (load_merged takes any number)"
         checks.fail(op, "replicas", rule, entry["replicas"])
@@ -143,7 +142,7 @@ def _require_fit(op: str, entry: Entry, here: Entry, pieces: Sequence[Piece]) ->
     for piece in pieces:
         own = here["parameters"][piece.name]
         table = {key: _like(value) for key, value in own.items()}
-        found = fields.checked(op, entry["parameters"][piece.name], table, f" of {piece.name}")
+        found = checkpoint.checked(op, entry["parameters"][piece.name], table, f" of {piece.name}")
         theirs, ours = _local(found["shard"]), _local(own["shard"])
         if entry["shards"] == here["shards"] and not torch.equal(theirs, ours):
             got = f"that of shard {theirs[0]:.0f}"
@@ -201,7 +200,7 @@ def read(
         except dcp.CheckpointException as error:  # a BaseException, on all ranks alike
             why = next(iter(error.failures.values()))[0]
             checks.fail(op, "folder", f"a state that fits this model in {key!r}", why, verb="hold")
-        entry = fields.checked(op, state["replicas"][replica], _ENTRY)
+        entry = checkpoint.checked(op, state["replicas"][replica], _ENTRY)
         if len(found) != entry["replicas"]:
             rule = f"all {entry['replicas']} replicas"
             checks.fail(op, "folder", rule, f"only {', '.join(found)}", verb="hold")
