@@ -20,7 +20,8 @@ from dct_embeddings import (
     plan_shards,
 )
 from dct_kernels import payload_layout, quantized_payload_bytes
-from dct_parallel.exchange import all_gather, reduce_scatter
+from dct_parallel.exchange import reduce_scatter
+from dct_parallel.exchange import transport as all_gather
 from ranks import assert_same, gathered, on_ranks, run_ranks
 from wire_meter import WireMeter
 

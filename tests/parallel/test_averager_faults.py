@@ -11,7 +11,7 @@ from torch import nn
 
 from averaged import uneven
 from dct_parallel import DCTAverager
-from dct_parallel.exchange import all_gather as by_all_gather
+from dct_parallel.exchange import transport as by_all_gather
 from ranks import assert_same, entry, gathered, on_ranks, run_ranks, weights
 
 

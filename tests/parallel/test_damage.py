@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dct_kernels import payload_layout
 from dct_parallel import collectives
-from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
+from dct_parallel.exchange import transport as by_all_gather
 from dct_parallel.local_steps import averager
 from entry_points import Hook, LocalSteps, NodeMesh, Sharded
 from nodes import sum_of_all

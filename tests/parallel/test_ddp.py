@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.exchange import all_gather as by_all_gather
 from dct_parallel.exchange import reduce_scatter as by_reduce_scatter
+from dct_parallel.exchange import transport as by_all_gather
 from ranks import (
     Dictated,
     assert_same,

@@ -45,7 +45,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dct_embeddings.torchrec import compress_dense, qcomm_codecs, replica_sync
 from dct_kernels.layout import payload_layout, quantized_payload_bytes, range_bounds
 from dct_parallel import RowFormat
-from dct_parallel.exchange import all_gather
+from dct_parallel.exchange import transport as all_gather
 from dct_parallel.exchange.settings import FORMATS
 from wire_meter import WireMeter
 
