@@ -15,7 +15,7 @@ from dct_parallel.exchange import quantized
 from dct_parallel.exchange.bucket import Bucket
 from dct_parallel.exchange.checkpoint import OWNER_RESIDUAL, RESIDUAL, SegmentState
 from dct_parallel.exchange.ledger import StepLedger
-from dct_parallel.exchange.plan import BucketPlan, require_transport, transport_for
+from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 
 _OP = "replica_sync"
@@ -63,10 +63,9 @@ def replica_sync(
     checks.require_type(_OP, "dmp", dmp, DMPCollection, "a DMPCollection")
     if density is None and format not in quantized.FEW_BITS:
         density = 0.01
-    settings = Settings.checked(_OP, density, format)
-    require_transport(_OP, transport)
+    settings = Settings.checked(_OP, density, format, transport)
     _require_hook(dmp)
-    deltas = ReplicaDeltas(dmp, settings, transport)
+    deltas = ReplicaDeltas(dmp, settings)
     dmp.set_all_reduce_hook(deltas)
     return deltas
 
@@ -82,12 +81,12 @@ class ReplicaDeltas:
     load a checkpoint into a new model then.
     """
 
-    def __init__(self, dmp: DMPCollection, settings: Settings, transport: str | None) -> None:
+    def __init__(self, dmp: DMPCollection, settings: Settings) -> None:
         self._weights: dict[tuple[int, ...], _Weights] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of optimizer state
         for ctx in dmp._ctxs:
             for tensors in ctx.weights_by_dtype.values():
-                weights = _Weights(tensors, ctx.replica_pg, settings, transport)
+                weights = _Weights(tensors, ctx.replica_pg, settings)
                 self._weights[_key(tensors)] = weights
             for tensors in ctx.optimizer_tensors_by_dtype.values():
                 self._groups[_key(tensors)] = ctx.replica_pg
@@ -158,15 +157,13 @@ class _Weights:
         tensors: Sequence[Tensor],
         group: dist.ProcessGroup,
         settings: Settings,
-        transport: str | None,
     ) -> None:
         self._tensors, self._group = [tensor.detach() for tensor in tensors], group
         for tensor in self._tensors:
             checks.require_dtype(_OP, "weights of dmp", tensor.dtype, (torch.float32,))
         numel, ranks = sum(tensor.numel() for tensor in self._tensors), group.size()
-        chosen = transport_for(transport, settings, numel, ranks)
-        self._plan = BucketPlan((_NAME,), (numel,), settings, chosen, ranks)
-        self._layout = f"{numel} elements by {chosen} between {ranks} replicas"
+        self._plan = plan_bucket([_NAME], [numel], settings, ranks)
+        self._layout = f"{numel} elements by {self._plan.transport} between {ranks} replicas"
         told, device = {"layout": self._layout}, self._tensors[0].device
         self.ledger = StepLedger(_OP, group, device, settings, told, step_name="sync")
         for tensor in self._tensors:
@@ -183,12 +180,13 @@ class _Weights:
             return
         mean = self._flat() - self._base
         if everything:
-            self._bucket.add_owed(mean)
+            self._bucket.add_pending(mean)
             mean = dense_mean(mean, mean.dtype, self._group)
             torch._foreach_zero_(self._bucket.residuals())
         else:
             self.ledger.begin()
-            self.ledger.reduction(0, self._bucket)(mean)
+            self.ledger.start(self._bucket, mean)
+            self._bucket.finish(mean)
             self.ledger.finish()
         self._base += mean
         parts = self._base.split([tensor.numel() for tensor in self._tensors])

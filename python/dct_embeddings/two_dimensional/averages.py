@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dct_kernels import checks
 from dct_parallel.collectives import all_gather, dense_mean
-from dct_parallel.exchange.bucket import Bucket
-from dct_parallel.exchange.plan import BucketPlan, transport_for
+from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
+from dct_parallel.exchange.plan import plan_bucket
 from dct_parallel.exchange.settings import Settings
 
 from .touched_rows import TouchedRows
@@ -60,7 +60,6 @@ class MeanOfChanges(Average):
     Args:
         settings: of a bucket, made anew at each sync because its rows differ. None: changes are
             rounded to bfloat16 and summed by an all-reduce, and rounding errors are lost.
-        transport: of that bucket, or None.
 
     Attributes:
         rows: int32 [n], ascending, the same on every replica.
@@ -76,10 +75,9 @@ class MeanOfChanges(Average):
         weight: Tensor,
         group: dist.ProcessGroup,
         settings: Settings | None,
-        transport: str | None,
     ) -> None:
         super().__init__(weight, group)
-        self._settings, self._transport = settings, transport
+        self._settings = settings
         self._start_anew(weight)
 
     def sync(self, weight: Tensor, state: Tensor | None, everything: bool) -> Tensor:
@@ -112,17 +110,14 @@ class MeanOfChanges(Average):
 
     def _exchange(self, moved: Tensor, settings: Settings) -> Tensor:
         """Replace `moved` [numel] by its mean over replicas; returns what this one has not sent."""
-        ranks, numel = self._group.size(), moved.numel()
-        transport = transport_for(self._transport, settings, numel, ranks)
-        plan = BucketPlan(("rows",), (numel,), settings, transport, ranks)
+        plan = plan_bucket(["rows"], [moved.numel()], settings, self._group.size())
         bucket = Bucket(plan, self._group, moved.device, self._syncs, {})
         bucket.reduce(moved)
-        result = bucket.take_result()
-        assert result is not None  # of this `reduce`
-        self._damaged = "; ".join(result.damaged)
+        self._damaged = "; ".join(StepResults({0: bucket}, run_now).read()[0].damaged)
         self._require_intact()
-        bucket.add_owed(owed := torch.zeros_like(moved))
-        return owed
+        pending = torch.zeros_like(moved)
+        bucket.add_pending(pending)
+        return pending
 
     def _require_intact(self) -> None:
         if self._damaged:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dct_kernels import checks
-from dct_parallel.exchange.plan import require_transport
 from dct_parallel.exchange.settings import Settings
 from dct_parallel.groups import refusing
 
@@ -65,8 +64,7 @@ class ReplicaSync:
         checks.require_type(_OP, "bags", bags, ShardedEmbeddingBags, "ShardedEmbeddingBags")
         with refusing(_OP, *bags.mesh.get_all_groups()):
             checks.require_int(_OP, "every", every, 1, 2**63 - 1)
-            settings = Settings.checked(_OP, density, format)
-            require_transport(_OP, transport)
+            settings = Settings.checked(_OP, density, format, transport)
             compresses = density is not None or settings.every_entry
             if compresses:
                 arg = "weight of bags, with a density or in few bits,"
@@ -82,7 +80,7 @@ class ReplicaSync:
         self._average = Average(weight, group)
         if group.size() > 1 and (compresses or settings.format == "bfloat16"):
             of_bucket = settings if compresses else None
-            self._average = MeanOfChanges(weight, group, of_bucket, transport)
+            self._average = MeanOfChanges(weight, group, of_bucket)
         self._steps = 0
         optimizer.register_step_pre_hook(self._before_step)
         _averaged.add(bags)

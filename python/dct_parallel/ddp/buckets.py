@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
-from ..exchange.bucket import Bucket
+from ..exchange.bucket import Bucket, Complete
 from ..exchange.checkpoint import SegmentState
-from ..exchange.plan import BucketPlan, transport_for, transport_reason
+from ..exchange.plan import BucketPlan, plan_bucket
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
 from .parameters import to_logical, to_physical
@@ -25,7 +25,6 @@ class Buckets:
     Args:
         names: {parameter: name} of the parameters that DDP averages.
         settings: of the user.
-        transport: as given by the user, or None.
         topology: of the ranks to average over, opened.
         device: of the gradients.
     """
@@ -34,12 +33,11 @@ class Buckets:
         self,
         names: dict[Parameter, str],
         settings: Settings,
-        transport: str | None,
         topology: Topology,
         device: torch.device,
     ) -> None:
         self._names, self._device = names, device
-        self._settings, self._transport = settings, transport
+        self._settings = settings
         self._node, self._group = topology.node, topology.between
         self._layouts: dict[int, tuple[list[Parameter], BucketPlan]] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -102,10 +100,6 @@ class Buckets:
             return [bucket.plan for bucket in self.in_order()]
         return [self._plan_of(self._names)]
 
-    def reason(self) -> str:
-        """Why buckets take the transports of `plans`."""
-        return transport_reason(self._transport, self.plans())
-
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy of its parameter's state}, of all parameters."""
         known = dict(self._parked)
@@ -154,34 +148,34 @@ class Buckets:
     def _plan_of(self, parameters: Iterable[Parameter]) -> BucketPlan:
         names, sizes = zip(*[(self._names[p], p.numel()) for p in parameters], strict=True)
         pieces = self._node.slices(sizes)
-        ranks, own = self._group.size(), tuple(piece.high - piece.low for piece in pieces)
-        # By the longest part, because all ranks of a node use the same transport.
-        longest = -(-sum(sizes) // self._node.size)
-        return BucketPlan(
-            tuple(names[piece.index] for piece in pieces),
-            own,
+        return plan_bucket(
+            [names[piece.index] for piece in pieces],
+            [piece.high - piece.low for piece in pieces],
             self._settings,
-            transport_for(self._transport, self._settings, longest, ranks),
-            ranks,
+            self._group.size(),
+            -(-sum(sizes) // self._node.size),  # the longest part: one transport for the node
         )
 
 
 def reduce_parts(
     order: Sequence[Tensor],
-    reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Tensor]]],
+    reductions: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Complete | None]]],
     buffer: Tensor,
-) -> Tensor:
+) -> None:
     """Reduce a buffer, of parameters in this order, in place, part by part.
 
     Args:
-        reductions: (parameters of a part, what reduces their gradients as one flat tensor).
+        reductions: (parameters of a part, `Bucket.launch` of their gradients as one flat tensor).
     """
     pieces = dict(zip(order, buffer.split([p.numel() for p in order]), strict=True))
-    for own, reduce in reductions:
-        mean = reduce(torch.cat([pieces[p] for p in own]))
-        for parameter, piece in zip(own, mean.split([p.numel() for p in own]), strict=True):
-            pieces[parameter].copy_(piece)
-    return buffer
+    for parameters, launch in reductions:
+        flat = torch.cat([pieces[p] for p in parameters])
+        complete = launch(flat)
+        if complete is not None:
+            complete()
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            pieces[parameter].copy_(part)
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -9,21 +9,35 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.futures import Future
 
-_Result = TypeVar("_Result")
-_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]  # None: the end
+from .._torch import below_autograd
+from ..exchange.bucket import Complete
 
-EXIT_SECONDS = 5  # to finish; if it takes longer, its peers are gone
+_Result = TypeVar("_Result")
+# Does the work of a job, or starts it and returns a function that completes it.
+Start = Callable[[], Complete | None]
+
+EXIT_SECONDS = 5  # to finish; if it takes longer, other ranks are gone
+
+
+class _Job(NamedTuple):
+    start: Start
+    result: Any
+    done: Future[Any]
+
+
+_Jobs = queue.SimpleQueue[_Job | None]  # None: the end
 
 
 class ThreadExecutor:
     """One thread, first in first out: for CPU tensors, whose collectives block their caller.
 
-    `close()` ends it once its jobs are done; Python's exit calls it at the latest.
+    While a started job waits for its message, the next one starts. `close()` ends the thread once
+    its jobs are done; Python's exit calls it at the latest.
     """
 
     def __init__(self) -> None:
@@ -33,13 +47,13 @@ class ThreadExecutor:
         thread.start()
         self.close = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
 
-    def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
-        """A future of the job's result, or of the exception it raises."""
+    def submit(self, start: Start, result: _Result) -> Future[_Result]:
+        """A future of `result` once the job is complete, or of the exception it raises."""
         done: Future[_Result] = Future()
         # DDP reads the future in C++, which knows an exception for one only from a callback.
-        result = done.then(Future.value)
-        self._jobs.put((job, done))
-        return result
+        value = done.then(Future.value)
+        self._jobs.put(_Job(start, result, done))
+        return value
 
 
 class StreamExecutor:
@@ -49,12 +63,15 @@ class StreamExecutor:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
-        """A future of the job's result: its wait makes the current stream wait for this one."""
+    def submit(self, start: Start, result: _Result) -> Future[_Result]:
+        """A future of `result`: its wait makes the current stream wait for this one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future[_Result] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream):
-            done.set_result(job())
+        with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
+            complete = start()
+            if complete is not None:
+                complete()
+            done.set_result(result)
         return done
 
     def close(self) -> None:
@@ -78,15 +95,32 @@ def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
 
 
 def _serve(jobs: _Jobs) -> None:
-    while (item := jobs.get()) is not None:
-        _run(*item)
-        del item  # an idle thread must not keep the last job's tensors, nor its executor, alive
+    under_way: tuple[Complete, _Job] | None = None  # started, not complete
+    with torch.no_grad(), below_autograd():
+        while True:
+            if under_way is not None and jobs.empty():
+                _complete(*under_way)
+                under_way = None
+            job = jobs.get()
+            before, under_way = under_way, None if job is None else _start(job)
+            if before is not None:
+                _complete(*before)
+            if job is None:
+                return
+            del job, before  # an idle thread must not keep the last job's tensors alive
 
 
-def _run(job: Callable[[], _Result], done: Future[_Result]) -> None:
+def _start(job: _Job) -> tuple[Complete, _Job] | None:
     try:
-        result = job()
+        complete = job.start()
     except Exception as error:
-        done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
-    else:
-        done.set_result(result)
+        job.done.set_exception(error)
+        return None
+    if complete is not None:
+        return complete, job
+    job.done.set_result(job.result)
+    return None
+
+
+def _complete(complete: Complete, job: _Job) -> None:
+    _start(_Job(complete, job.result, job.done))

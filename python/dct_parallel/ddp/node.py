@@ -8,11 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from dct_kernels import checks
 
 from .. import groups
+from .._torch import span
 from ..collectives import all_gather, all_reduce_bytes, dense_mean, reduce_scatter
 from ..exchange.bucket import Bucket
 from ..exchange.checkpoint import SegmentState
@@ -53,7 +53,7 @@ class Node:
         length = self._length(buffer.numel())
         part = buffer.new_empty(length)
         padded = F.pad(buffer, (0, self.size * length - buffer.numel()))
-        with record_function("dct::reduce_scatter"):
+        with span("dct::reduce_scatter"):
             reduce_scatter(part, padded, self.group)
         return part
 
@@ -69,7 +69,7 @@ class Node:
         if self.group is None or self.size == 1:
             return
         padded = part.new_empty(self.size, part.numel())
-        with record_function("dct::gather_parts"):
+        with span("dct::gather_parts"):
             all_gather(padded, part, self.group)
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
@@ -121,6 +121,12 @@ class NodeBucket(Bucket):
         own = {name: self._cut(name, states[name]) for name in self._pieces if name in states}
         super().__init__(plan, group, device, step, own)
         self._others: Tensor | None = torch.cat([self._of_others(name, states) for name in names])
+
+    def launch(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> None:
+        """See `reduce`, which is complete on return: the node gathers its parts."""
+        self.reduce(buffer, scale, inv_scale)
 
     def reduce(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
@@ -222,10 +228,9 @@ class Topology:
         self.between, *inside = self._given
         self.node = Node(*inside)
 
-    def dense_mean(self, buffer: Tensor) -> Tensor:
+    def reduce_densely(self, buffer: Tensor) -> None:
         """Replace `buffer` by its mean over all ranks, sent to other nodes in bfloat16."""
         part = self.node.mean_part(buffer)
-        with record_function("dct::exchange_dense"):
+        with span("dct::exchange_dense"):
             part.copy_(dense_mean(part, torch.bfloat16, self.between))
         self.node.gather(part, buffer)
-        return buffer

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn import Parameter
@@ -28,17 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
+from .._torch import NO_PASS, at_end_of_backward, backward_pass
 from ..compressor import warn_of_eager
 from ..exchange import checkpoint
-from ..exchange.bucket import parameter_stats
+from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import SegmentState
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale
-from ..exchange.plan import describe, node_sentence, plan_table, require_transport
+from ..exchange.loss_scale import LossScale, Optimizers
+from ..exchange.plan import describe, node_sentence, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
 from .buckets import Buckets, reduce_parts
-from .executors import Executor, executor_for
+from .executors import Executor, Start, executor_for
 from .node import Topology
 from .parameters import device_of, has_hook, named_parameters
 
@@ -65,9 +67,10 @@ class DCTState:
         process_group: ranks to average over, this one among them; default those of `ddp`.
         mesh: the ranks of `ddp` as a DeviceMesh of dimensions ("node", "local"): dense inside a
             node, compressed between nodes. See `node_mesh` and docs/guide/cluster.md.
-        grad_scaler: the GradScaler that scales the loss, if one does; a disabled one counts as
-            none. If it skips the optimizer of these parameters, for an overflow in whichever of
-            its gradients, the entries that were sent return to the residual.
+        grad_scaler: the GradScaler that scales the loss, or None. If it skips a step, the entries
+            that were sent return to the residual.
+        optimizer: the optimizer of these parameters, or a list of several; needed with an enabled
+            `grad_scaler`, to see which steps it skips.
         start_step: steps before compression; they average in bfloat16.
         policy: "fresh": the threshold is sampled in every step; or "fixed", the paper's way: in
             every `refresh_every`-th, and after a load; see `Compressor`.
@@ -99,6 +102,7 @@ class DCTState:
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         grad_scaler: GradScaler | None = None,
+        optimizer: Optimizers | None = None,
         start_step: int = 2,
         policy: str = "fresh",
         refresh_every: int = 1000,
@@ -106,13 +110,15 @@ class DCTState:
         op = "DCTState"
         self._process_group, self._mesh = process_group, mesh
         with refusing(op, self._group_with(ddp)):
-            self.settings = Settings.checked(op, density, format, policy, refresh_every)
-            require_transport(op, transport)
+            self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
             if mesh is not None and process_group is not None:
                 checks.fail(op, "process_group", "None with a mesh", process_group)
-            self._loss_scale = LossScale(op, grad_scaler)
+            self._loss_scale = LossScale(op, grad_scaler, optimizer)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
-        self._transport, self.start_step, self._next_index = transport, start_step, 0
+        self.start_step = start_step
+        self._in_step = False  # from the first bucket of a backward pass to its end
+        self._next_index = 0
+        self._pass = NO_PASS  # the backward pass whose end is awaited
 
         # Once bound to a DDP:
         self._names: dict[Parameter, str] = {}
@@ -146,15 +152,16 @@ class DCTState:
             topology.everyone,
             device,
             self.settings,
-            {"model": describe(names), "transport": self._transport, "mesh": topology.layout},
+            {"model": describe(names), "mesh": topology.layout},
             self._loss_scale,
             self.start_step,
         )
         self._loss_scale.watch(names)
         topology.open(self._ledger.run_id)
-        self._buckets = Buckets(names, self.settings, self._transport, topology, device)
+        self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
         self._executor = executor_for(device)
+        self._ledger.submit = partial(self._executor.submit, result=None)
         self._names = names  # bound
         self._ddp = weakref.ref(ddp)
 
@@ -177,7 +184,7 @@ class DCTState:
         """
         if self._executor is not None:
             self._executor.close()
-            self._executor = None
+            self._executor, self._ledger.submit = None, run_now
             self._topology.close()
         if self._names:
             self._finish_last_step("close")
@@ -195,7 +202,7 @@ class DCTState:
         self._require_usable("plan")
         device = device_of(self._names)
         plans = self._buckets.plans()
-        table = plan_table(plans, self._buckets.reason(), device)
+        table = plan_table(plans, device)
         if self._mesh is None:
             ranks = dist.get_process_group_ranks(self._topology.everyone)
             less = "mesh=node_mesh() sends less (docs/guide/cluster.md)"
@@ -306,7 +313,7 @@ class DCTState:
         ranks = self._topology.everyone.size(), self._topology.node.size
         entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, *ranks)
         self._ledger.load(entry)
-        self._next_index = 0
+        self._in_step = False
         parameters = entry["parameters"].items()
         states = {name: SegmentState.from_dict(saved) for name, saved in parameters}
         self._buckets.load(states, entry["buckets"])
@@ -326,31 +333,50 @@ class DCTState:
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
-            got = f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
-            checks.fail("dct_hook", "bucket", "a torch.distributed.GradBucket", got, TypeError)
+            raise TypeError(
+                "dct::dct_hook: bucket must be a torch.distributed.GradBucket, got "
+                f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
+            )
         self._require_usable("dct_hook")
         if self._executor is None:
-            checks.fail("dct_hook", "state", "open", "a closed one")
+            raise ValueError("dct::dct_hook: state must be open, got a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
-        # DDP goes through its buckets in order, and may leave out any, also the first or last.
-        if not 0 < self._next_index <= index:
-            self._finish_last_step("dct_hook")
+        increment_version(buffer)
+        # DDP's buckets are in order within a backward pass.
+        if not self._in_step or index < self._next_index:
             self._ledger.begin()
             self._buckets.begin()
+            self._in_step, self._pass = True, NO_PASS
+        self._next_index = index + 1
         parts = self._buckets.parts(index, bucket)
         if parts is None:
-            job = partial(self._reduction(index), buffer)
+            job: Start = partial(self._reduction(index), buffer)
         else:
-            reductions = [(own, self._reduction(number)) for number, own in parts.items()]
+            reductions = [(part, self._reduction(number)) for number, part in parts.items()]
             job = partial(reduce_parts, bucket.parameters(), reductions, buffer)
-        self._next_index = 0 if bucket.is_last() else index + 1
-        return self._executor.submit(job)
+        mean = self._executor.submit(job, buffer)
+        self._await_end(bucket)
+        return mean
 
-    def _reduction(self, number: int) -> Callable[[Tensor], Tensor]:
-        """What reduces the gradients of a bucket in this step, as one flat tensor."""
+    def _await_end(self, bucket: dist.GradBucket) -> None:
+        """Call `_end_step` at the end of the backward pass that this bucket is of."""
+        backward = backward_pass()
+        if backward == NO_PASS:  # for a rank that has joined, DDP calls the hook for each bucket
+            if bucket.is_last():
+                self._end_step()
+        elif backward != self._pass:
+            self._pass = backward
+            at_end_of_backward(self._end_step)
+
+    def _end_step(self) -> None:
+        self._in_step = False
+        self._ledger.end()
+
+    def _reduction(self, number: int) -> Callable[[Tensor], Complete | None]:
+        """Reduces the gradients of a bucket in this step, as one flat tensor."""
         if not self._ledger.compresses:
-            return self._topology.dense_mean
+            return self._topology.reduce_densely
         bucket = self._buckets.bucket(number, self._ledger.packed)
         return self._ledger.reduction(number, bucket)
 

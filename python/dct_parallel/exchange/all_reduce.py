@@ -12,8 +12,8 @@ from torch.distributed import ReduceOp
 from dct_kernels import checks
 
 from ..groups import require_group
-from .bucket import Bucket
-from .plan import BucketPlan, transport_for
+from .bucket import Bucket, StepResults, run_now
+from .plan import plan_bucket
 from .settings import Settings
 
 _OP = "all_reduce_compressed"
@@ -45,10 +45,10 @@ class CompressedWork:
             with self._returning():
                 self._bucket.finish(self._flat, self._scale)
             if self._keeps:
-                self._bucket.keep_owed()
-            result = self._bucket.take_result()
-            if result is not None and result.damaged:
-                got = "; ".join(result.damaged)
+                self._bucket.merge_owned()
+            damaged = StepResults({0: self._bucket}, run_now).read()[0].damaged
+            if damaged:
+                got = "; ".join(damaged)
                 self._error = f"dct::{_OP}: every payload must be intact, got {got}"
         if self._error:
             raise RuntimeError(self._error)
@@ -118,9 +118,8 @@ def all_reduce_compressed(
     if isinstance(op, int) or op not in (ReduceOp.SUM, ReduceOp.AVG):
         checks.fail(_OP, "op", "ReduceOp.SUM or ReduceOp.AVG", op)
     group = require_group(_OP, group)
-    ranks, numel, device = group.size(), tensor.numel(), tensor.device
-    transport = transport_for(None, settings, numel, ranks)
-    plan = BucketPlan(("tensor",), (numel,), settings, transport, ranks)
+    ranks, device = group.size(), tensor.device
+    plan = plan_bucket(["tensor"], [tensor.numel()], settings, ranks)
     bucket = Bucket(plan, group, device, 0, {})
     scale = None if op == ReduceOp.AVG else torch.full((1,), float(ranks), device=device)
     work = CompressedWork(bucket, tensor, residual, scale)

@@ -1,16 +1,18 @@
 """One bucket: a flat tensor packed, exchanged and unpacked in place."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
+from torch.futures import Future
 
+from .._torch import span
 from .checkpoint import SegmentState
 from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
-from .results import ExchangeResult, Readback
+from .results import ExchangeResult
 from .transport import AllGather, Transport
 
 
@@ -19,6 +21,10 @@ def parameter_stats(buckets: Iterable["Bucket"]) -> dict[str, dict[str, float]]:
     return {
         name: figures for bucket in buckets for name, figures in bucket.parameter_stats().items()
     }
+
+
+Complete = Callable[[], None]  # completes an exchange that was launched
+Submit = Callable[[Callable[[], None]], Future[None] | None]
 
 
 class Bucket:
@@ -30,8 +36,11 @@ class Bucket:
         device: of the gradients.
         step: compressed steps taken so far.
         states: {name: from `states`} to start from; missing names start from zero.
+
     Attributes:
         transports: by name. A simulation has others.
+        words: of the last exchange, on the device, for `transport.result`; the next `start`
+            overwrites them.
     """
 
     transports: Mapping[str, type[Transport]] = {
@@ -49,89 +58,88 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.codec = plan.settings.codec(plan.numel, plan.ranges, device, step)
-        self._transport = self.transports[plan.transport](plan, self.codec, group)
+        self.transport = self.transports[plan.transport](plan, self.codec, group)
         for index, name in enumerate(plan.names):
             if name in states:
                 self._load(index, states[name])
-        self._readback = Readback()
-        self._raw_status: Sequence[Tensor] = ()  # of the last `reduce`
-        self._fresh = False  # not read by `take_result` yet
+        self.words: Sequence[Tensor] = ()
         self._first_step = step
 
-    def reduce(
+    def launch(
         self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
-    ) -> None:
-        """Replace this rank's gradients in `buffer` by their mean over the group.
+    ) -> Complete | None:
+        """Start to replace this rank's gradients in `buffer` by their mean over the group.
 
         Args:
             buffer: float32, bfloat16 or float16 [numel], in units of `scale`.
             scale, inv_scale: a GradScaler's scale and its inverse, or None.
+
+        Returns:
+            A function that completes it. Other buckets may be launched before it is called. None if
+            it is complete already.
         """
-        self._pack(buffer, inv_scale)
+        self.start(buffer, inv_scale)
+        if self.transport.sends_once:
+            return partial(self.finish, buffer, scale)
+        self.finish(buffer, scale)
+        return None
+
+    def reduce(
+        self, buffer: Tensor, scale: Tensor | None = None, inv_scale: Tensor | None = None
+    ) -> None:
+        """Replace this rank's gradients in `buffer` by their mean; arguments as of `launch`."""
+        self.start(buffer, inv_scale)
         self.finish(buffer, scale)
 
-    def start(self, buffer: Tensor) -> None:
-        """Pack `buffer`, which is free then, and begin to send. Call `finish` before the next
-        `start`, because the payload is sent from its own memory."""
-        self._pack(buffer)
-        self._transport.start()
+    def start(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
+        """Pack `buffer`, which may then be overwritten, and start to send the payload.
 
-    def _pack(self, buffer: Tensor, inv_scale: Tensor | None = None) -> None:
-        with record_function("dct::pack"):
+        Call `finish` before the next `start`, because the payload is sent from its own memory.
+        """
+        self.words = ()
+        with span("dct::pack"):
             self.codec.pack(buffer, inv_scale)
+        self.transport.start()
 
     def finish(self, out: Tensor, scale: Tensor | None = None) -> None:
         """Write the mean over the group of all ranks' payloads into `out`."""
-        self._raw_status = self._transport.reduce(out, scale)
-        with record_function("dct::read_back"):
-            self._readback.post(*self._raw_status)
-        self._fresh = True
-
-    def take_result(self) -> ExchangeResult | None:
-        """The result of the last `reduce`, once; None if there is nothing new.
-
-        Call it before the next `reduce`, which overwrites the result.
-        """
-        if not self._fresh:
-            return None
-        self._fresh = False
-        return self._transport.result(self._readback.wait())
+        self.words = self.transport.finish(out, scale)
 
     def take_back(self) -> None:
         """Return the entries of the last `reduce` to the residual, for a step not applied."""
-        self._transport.take_back()
+        self.transport.take_back()
 
     def residuals(self) -> list[Tensor]:
-        """This rank's own, and that of the range it owns, in units of the mean, if it owns one."""
-        owned = self._transport.owned
+        """This rank's residual and, if it owns a range, its residual as the owner."""
+        owned = self.transport.owned
         return [self.codec.residual] if owned is None else [self.codec.residual, owned[1]]
 
-    def add_owed(self, total: Tensor) -> None:
-        """Add all that this rank has not sent [numel], in units of the group's sum."""
+    def add_pending(self, total: Tensor) -> None:
+        """Add the entries that this rank has not sent to `total` [numel], in units of the sum."""
         total += self.codec.residual
-        if self._transport.owned is not None:
-            low, residual = self._transport.owned
+        if self.transport.owned is not None:
+            low, residual = self.transport.owned
             total[low : low + len(residual)] += self.plan.ranks * residual
 
-    def keep_owed(self) -> None:
-        """Move what this rank has not sent as an owner to its own residual."""
-        if self._transport.owned is not None:
-            low, residual = self._transport.owned
+    def merge_owned(self) -> None:
+        """Move the residual as an owner to this rank's own residual."""
+        if self.transport.owned is not None:
+            low, residual = self.transport.owned
             self.codec.residual[low : low + len(residual)] += self.plan.ranks * residual
             residual.zero_()
 
     def drop(self, where: Tensor) -> None:
-        """Lose what has not been sent of these entries, a bool [numel]."""
+        """Set the residuals of these entries to 0; a bool [numel]."""
         self.codec.residual.masked_fill_(where, 0)
-        if self._transport.owned is not None:
-            low, residual = self._transport.owned
+        if self.transport.owned is not None:
+            low, residual = self.transport.owned
             residual.masked_fill_(where[low : low + len(residual)], 0)
 
     def states(self) -> dict[str, SegmentState]:
         """{name: a copy, on the CPU, of the parameter's state}."""
         residuals = self.codec.residual.split(self.plan.sizes)
         return {
-            name: SegmentState(residual.to("cpu", copy=True), self._transport.owner_state(index))
+            name: SegmentState(residual.to("cpu", copy=True), self.transport.owner_state(index))
             for index, (name, residual) in enumerate(zip(self.plan.names, residuals, strict=True))
         }
 
@@ -139,7 +147,7 @@ class Bucket:
         residual = self.codec.residual.split(self.plan.sizes)[index]
         residual.copy_(state.residual)
         if state.owner is not None:
-            others = self._transport.load_owner(index, state.owner)
+            others = self.transport.load_owner(index, state.owner)
             residual += (self.plan.ranks * others).to(residual.device)  # each rank counts 1 / P
 
     def parameter_stats(self) -> dict[str, dict[str, float]]:
@@ -162,3 +170,55 @@ class Bucket:
             name: dict(zip(columns, row, strict=True))
             for name, row in zip(self.plan.names, rows, strict=True)
         }
+
+
+def run_now(call: Callable[[], None]) -> None:
+    call()
+
+
+class StepResults:
+    """The results of the exchanges of one step, copied to the host in one message.
+
+    On CUDA this queues a kernel, which joins the words of all buckets, and one copy to pinned
+    memory. `read` blocks until the copy is done.
+
+    Args:
+        buckets: {number: bucket}.
+        submit: runs a function after the exchanges, maybe later.
+    """
+
+    def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
+        self._buckets = sorted(buckets.items())
+        self._exchanged: list[tuple[int, Transport, int]] = []  # number, transport, rows of words
+        self._host = torch.empty(0, 0, dtype=torch.int32)
+        self._copied: torch.cuda.Event | None = None
+        self._posted = submit(self._post)
+
+    def _post(self) -> None:
+        words: list[Tensor] = []
+        for number, bucket in self._buckets:
+            if bucket.words:  # or else its exchange failed, and raised
+                words += bucket.words
+                rows = sum(map(len, bucket.words))
+                self._exchanged.append((number, bucket.transport, rows))
+        if not words:
+            return
+        with span("dct::read_back"):
+            self._host = joined = torch.cat(words)
+            if joined.is_cuda:
+                self._host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+                self._host.copy_(joined, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def read(self) -> dict[int, ExchangeResult]:
+        """{number: the result of its exchange}. Waits for the exchanges."""
+        if self._posted is not None:
+            self._posted.wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows, results, at = self._host.tolist(), {}, 0
+        for number, transport, length in self._exchanged:
+            results[number] = transport.result(rows[at : at + length])
+            at += length
+        return results

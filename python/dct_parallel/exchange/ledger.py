@@ -1,8 +1,8 @@
 """The cycle of a step, written once: it begins, buckets are reduced, the host reads the results.
 
-Results are read before the next step. A rank that received a damaged payload raises then, and in
-every later call; it tells nobody, so the others fail as if it were gone. What is not finite is
-known to all ranks.
+The host reads the results of a step at the end of the next backward pass, or when the user asks. A
+rank that received a damaged payload raises then, and in every later call. Other ranks are not
+notified: they fail when this rank exits, or when the process group times out.
 """
 
 import uuid
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from dct_kernels import __version__
 
+from .._torch import span
 from ..groups import exchange, refusing, require_same, timeout_of
-from .bucket import Bucket
+from .bucket import Bucket, Complete, StepResults, Submit, run_now
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .results import RecentStats
@@ -34,23 +34,24 @@ class StepLedger:
     Args:
         op: for errors.
         group: the ranks; all of them make one.
-        device: the timeout of its backend bounds the wait for the others.
+        device: the timeout of its backend bounds the wait for other ranks.
         settings: of the codecs.
-        told: {name: value that JSON can hold}, with `settings` the same on every rank.
+        to_compare: {name: value that JSON can hold}; like `settings` the same on every rank.
         loss_scale: of the gradients, if they are scaled.
         start_step: steps before compression.
         step_name: the unit of `step`, for errors.
-        shards: if what `group` reduces is one of several shards, the ranks that hold this rank's
-            others. They go on with it: all that ranks compare is the same there, but told["shard"].
+        shards: if `group` reduces one of several shards, the ranks that hold the other shards. They
+            compare everything but to_compare["shard"] with this rank.
 
     Attributes:
-        run_id: made by the first rank as training begins, and kept in checkpoints.
+        run_id: made by the first rank when training starts, and kept in checkpoints.
         step: steps begun.
-        non_finite: whether a gradient of the last step was not finite, as far as was looked.
+        submit: runs a function after the exchanges of the step so far, if they run elsewhere.
+        non_finite: whether a gradient of the step that was read last was not finite.
 
     Raises:
-        ValueError: settings differ; it names every rank's.
-        PeerError: some rank refuses, or does not tell its own within the group's timeout.
+        ValueError: settings differ; the text names the ranks and their values.
+        RuntimeError: a rank refuses, or does not compare within the group's timeout.
     """
 
     def __init__(
@@ -59,43 +60,48 @@ class StepLedger:
         group: dist.ProcessGroup,
         device: torch.device,
         settings: Settings,
-        told: Mapping[str, Any],
+        to_compare: Mapping[str, Any],
         loss_scale: LossScale | None = None,
         start_step: int = 0,
         step_name: str = "step",
         shards: dist.ProcessGroup | None = None,
     ) -> None:
-        self._op, self._step_name, self._start_step = op, step_name, start_step
+        self._op = op
+        self._step_name = step_name
+        self._start_step = start_step
         self._group, self._shards, self._device = group, shards, device
         self._loss_scale = LossScale(op, None) if loss_scale is None else loss_scale
+        self.submit: Submit = run_now
         self._recent = RecentStats()
-        own = {"version": __version__, **told, **settings.as_told(), "start_step": start_step}
-        own |= {"grad_scaler": self._loss_scale.as_told()}
+        values = {"version": __version__, **to_compare, **settings.to_compare()}
+        values |= {"start_step": start_step, "grad_scaler": self._loss_scale.to_compare()}
         self.run_id = uuid.uuid4().hex
         with refusing(op, shards):
-            self._join(own, group)
-        if shards is not None:  # whose first rank has the id of its group by now
-            self._join({name: own[name] for name in own if name != "shard"}, shards)
-        self._checkpoint, self._start = "none", 0  # what this rank goes on from
+            self._join(values, group)
+        if shards is not None:  # its first rank has the id of its group by now
+            self._join({name: values[name] for name in values if name != "shard"}, shards)
+        self._checkpoint, self._start = "none", 0  # what this rank resumes from
         self._damage: str | None = None  # the error that every later call raises
-        self._go_on_at(0)
+        self._resume_at(0)
 
-    def _join(self, own: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    def _join(self, values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         """Compare settings with the ranks of a group, and take the first one's run id."""
-        everyone = self._everyones(self._op, {**own, "run_id": self.run_id}, group)
+        everyone = self._exchange(self._op, {**values, "run_id": self.run_id}, group)
         ids = [values.pop("run_id") for values in everyone.values()]
         require_same(self._op, everyone)
         self.run_id = ids[0]
 
-    def _everyones(
-        self, op: str, own: Mapping[str, Any], group: dist.ProcessGroup
+    def _exchange(
+        self, op: str, values: Mapping[str, Any], group: dist.ProcessGroup
     ) -> dict[int, dict[str, Any]]:
-        return exchange(op, own, group, timeout_of(group, self._device))
+        return exchange(op, values, group, timeout_of(group, self._device))
 
-    def _go_on_at(self, step: int) -> None:
+    def _resume_at(self, step: int) -> None:
         self.step, self._number, self.non_finite = step, step, False
         self._sent: dict[int, Bucket] = {}  # of the last step, until taken back
-        self._compared = False  # whether ranks know that they go on from the same step
+        self._unread = False  # whether the results of the last step are not posted
+        self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
+        self._compared = False  # whether ranks resume from the same step
 
     @property
     def compresses(self) -> bool:
@@ -108,82 +114,110 @@ class StepLedger:
         return self.step - self._start_step - 1
 
     def begin(self, number: int | None = None) -> None:
-        """Begin a step: after `finish`, and on every rank.
+        """Begin a step, on every rank. Does not wait for the exchanges of the last one.
 
         Args:
             number: as errors call it; by default steps are counted from 0.
 
         Raises:
-            ValueError: ranks do not go on from the same step of the same run.
+            ValueError: ranks do not resume from the same step of the same run.
+            RuntimeError: it is not known whether the last step was skipped.
         """
-        self._number = self.step if number is None else number
         self.compare()
+        self._post()
+        self._settle()
+        self._number = self.step if number is None else number
         self._loss_scale.begin()
         self._sent = {}  # is applied, or was taken back
+        self._unread = True
         self.non_finite = False
         self.step += 1
 
     def compare(self) -> None:
-        """Raise on every rank if they do not go on from the same step of the same run.
+        """Raise on every rank if they do not resume from the same step of the same run.
 
         Only the first time, and after a load: then it waits for all ranks, to the group's timeout.
         """
         if not self._compared:
-            own = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
+            values = {"checkpoint": self._checkpoint, "run_id": self.run_id, "step": self._start}
             op = "load_state_dict"
             with refusing(op, self._shards):
-                require_same(op, self._everyones(op, own, self._group))
+                require_same(op, self._exchange(op, values, self._group))
             if self._shards is not None:
-                require_same(op, self._everyones(op, own, self._shards))
+                require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
 
-    def reduction(self, number: int, bucket: Bucket) -> Callable[[Tensor], Tensor]:
-        """A function that reduces a buffer by this bucket of the step, on any thread."""
+    def reduction(self, number: int, bucket: Bucket) -> Callable[[Tensor], Complete | None]:
+        """`Bucket.launch` of this bucket in this step, for any thread."""
         self._sent[number] = bucket
-        return partial(self._reduce, bucket)
+        scale = self._loss_scale
+        return partial(bucket.launch, scale=scale.value, inv_scale=scale.inverse)
 
     def start(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Begin to send a step's only bucket: see `Bucket.start`."""
+        """Start to send a step's only bucket: see `Bucket.start`."""
         self._sent[0] = bucket
         bucket.start(buffer)
 
-    def _reduce(self, bucket: Bucket, buffer: Tensor) -> Tensor:
-        bucket.reduce(buffer, self._loss_scale.value, self._loss_scale.inverse)
-        return buffer
+    def end(self) -> None:
+        """The backward pass has ended: read the results of the step before, and post this one's.
+
+        Waits for the exchanges of the step before.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload in the step before, or earlier.
+        """
+        self.read()
+        self.require_intact()
+        self._post()
 
     def look(self) -> None:
-        """Learn how the last step went on this rank. Waits for its exchanges."""
-        with record_function("dct::wait"):
-            taken = {number: bucket.take_result() for number, bucket in sorted(self._sent.items())}
-        results = {number: result for number, result in taken.items() if result is not None}
-        if not results:
+        """Read the results of all steps. Waits for their exchanges; does not raise."""
+        self.read()
+        self._post()
+        self.read()
+
+    def _post(self) -> None:
+        """Copy the results of the last step to the host, unless that was done."""
+        if self._unread:
+            self.read()  # of the step before, if its end was not seen
+            self._unread = False
+            self._results = self._number, StepResults(self._sent, self.submit)
+
+    def read(self) -> None:
+        """Read the results that were posted, if there are any; waits for their exchanges."""
+        if self._results is None:
             return
-        self._recent.note(list(results.values()))
-        # Buckets may have been read before the step's end.
+        (number, posted), self._results = self._results, None
+        with span("dct::wait"):
+            results = posted.read()
+        self._recent.add(list(results.values()))
         self.non_finite |= any(result.non_finite for result in results.values())
         damaged = [
-            f"{what} in bucket {n}" for n, result in results.items() for what in result.damaged
+            f"{what} in bucket {index}" for index, r in results.items() for what in r.damaged
         ]
         if damaged:
             self._damage = (
-                f"dct::{self._op}: every payload of {self._step_name} {self._number} must be "
+                f"dct::{self._op}: every payload of {self._step_name} {number} must be "
                 f"intact, got {'; '.join(damaged)}: load a checkpoint into a new state"
             )
 
     def require_intact(self) -> None:
-        """Raise if a payload was damaged, in any step that was looked at."""
+        """Raise if a payload was damaged, in any step that was read."""
         if self._damage is not None:
             raise RuntimeError(self._damage)
 
     def finish(self) -> None:
-        """Finish the last step: take back the entries of one that a GradScaler skipped.
+        """Finish the last step: read its results, and take back the entries of a skipped one.
 
         Raises:
-            RuntimeError: a payload was damaged, now or before; or it cannot be told whether the
-                step was skipped.
+            RuntimeError: a payload was damaged, now or before; or it is not known whether the step
+                was skipped.
         """
         self.look()
         self.require_intact()
+        self._settle()
+
+    def _settle(self) -> None:
         if self._loss_scale.skipped():
             self.take_back()
 
@@ -202,7 +236,7 @@ class StepLedger:
         }
 
     def load(self, entry: Mapping[str, Any], step: int | None = None) -> None:
-        """Go on from a checkpoint's entry; at `step`, if the entry's counts something else.
+        """Resume from a checkpoint's entry; at `step`, if the entry counts something else.
 
         All ranks call it, each at its own time.
         """
@@ -210,4 +244,4 @@ class StepLedger:
         self._checkpoint = f"one of {entry['world_size']} ranks"
         self._start = entry["step"]
         self._recent = RecentStats()
-        self._go_on_at(entry["step"] if step is None else step)
+        self._resume_at(entry["step"] if step is None else step)

@@ -1,4 +1,4 @@
-"""Parameters by their names in the unwrapped model, the same on every rank."""
+"""Sizes of buckets, payloads and messages: arithmetic on parameter sizes, no tensors."""
 
 import dataclasses
 import hashlib
@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dct_kernels import backend_of, checks
+from dct_kernels import backend_of
 from dct_kernels.layout import BLOCK, range_bounds
 
 from ..collectives import all_gather_bytes, all_reduce_bytes
 from ..compressor import HEADROOM
 from ..formats import DTYPES
-from .settings import Settings
+from .settings import TRANSPORTS, Settings
 
 
 class Slice(NamedTuple):
@@ -134,9 +134,7 @@ def node_sentence(plans: Sequence[BucketPlan], ranks: Sequence[int], less: str) 
     return f"\n{who} sends {sent:,} bytes to others, {ring:,} in the ring all-reduce: {less}."
 
 
-def plan_table(
-    plans: Sequence[BucketPlan], transport_reason: str, device: torch.device, each: str = "step"
-) -> str:
+def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "step") -> str:
     """The plan as text, one line per bucket; bytes are sent per rank and step, or `each`."""
     settings, ranks = plans[0].settings, plans[0].ranks
     transports = ", ".join(dict.fromkeys(plan.transport for plan in plans))
@@ -154,7 +152,7 @@ def plan_table(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"DCT: density {settings.density}, {settings.format} values, ranks: {ranks}, "
-        f"buckets: {len(plans)}, transport: {transports} ({transport_reason}), "
+        f"buckets: {len(plans)}, transport: {transports} ({transport_reason(plans)}), "
         f"backend: {backend_of(device)}"
     ]
     for name, *cells in rows:
@@ -174,54 +172,61 @@ def plan_table(
     return "\n".join(lines)
 
 
-TRANSPORTS = ("all_gather", "reduce_scatter")
-
-# By default the largest entries go to everybody up to so many ranks, and beyond that in buckets of
-# fewer blocks per rank, whose ranges are too short to repay a second collective. Where every entry
-# is sent, bytes decide.
+# By default the largest entries are gathered by up to GATHER_RANKS ranks. Above that, buckets of
+# at least LEAST_BLOCKS blocks per rank are reduce-scattered; the ranges of smaller ones are too
+# short to repay a second collective. If every entry is sent, the bytes decide.
 GATHER_RANKS, LEAST_BLOCKS = 8, 4
 
 
-def require_transport(op: str, transport: str | None) -> None:
-    """Raise unless this is the name of a transport, or None."""
-    # A list, because it also compares values that cannot be hashed.
-    if transport is not None and transport not in TRANSPORTS:
-        rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
-        checks.fail(op, "transport", rule, repr(transport))
+def plan_bucket(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    settings: Settings,
+    ranks: int,
+    numel: int | None = None,
+) -> BucketPlan:
+    """The plan of a bucket between `ranks` ranks.
+
+    Args:
+        numel: the elements by which to choose the transport, if ranks have buckets of different
+            sizes; default the sum of sizes.
+    """
+    transport = transport_for(settings, sum(sizes) if numel is None else numel, ranks)
+    return BucketPlan(tuple(names), tuple(sizes), settings, transport, ranks)
 
 
-def transport_for(transport: str | None, settings: Settings, numel: int, ranks: int) -> str:
-    """The transport of a bucket of so many elements between so many ranks."""
-    if transport is not None:
-        return transport
+def transport_for(settings: Settings, numel: int, ranks: int) -> str:
+    """The transport of a bucket of `numel` elements between `ranks` ranks."""
+    if settings.transport is not None:
+        return settings.transport
     if settings.every_entry:
         plans = [BucketPlan(("",), (numel,), settings, name, ranks) for name in TRANSPORTS]
         return min(plans, key=lambda plan: plan.wire_bytes).transport  # the first of equal ones
-    few = ranks <= GATHER_RANKS or numel < _least(ranks)
-    return "all_gather" if few else "reduce_scatter"
+    gathers = ranks <= GATHER_RANKS or numel < _least_numel(ranks)
+    return "all_gather" if gathers else "reduce_scatter"
 
 
-def keeps_owners(transport: str | None, settings: Settings, ranks: int) -> bool:
+def keeps_owners(settings: Settings, ranks: int) -> bool:
     """Whether buckets may have owners, whose residuals are then part of a state."""
-    return transport_for(transport, settings, _least(ranks), ranks) == "reduce_scatter"
+    return transport_for(settings, _least_numel(ranks), ranks) == "reduce_scatter"
 
 
-def transport_reason(transport: str | None, plans: Sequence[BucketPlan]) -> str:
+def transport_reason(plans: Sequence[BucketPlan]) -> str:
     """Why these plans have their transports."""
-    if transport is not None:
+    settings, ranks = plans[0].settings, plans[0].ranks
+    if settings.transport is not None:
         return "as asked"
-    if plans[0].settings.every_entry:
+    if settings.every_entry:
         return "fewer bytes"
-    ranks = plans[0].ranks
     if ranks <= GATHER_RANKS:
         return f"up to {GATHER_RANKS} ranks"
     why = f"more than {GATHER_RANKS} ranks"
     if any(plan.transport == "all_gather" for plan in plans):
-        why += f"; all_gather below {_least(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
+        why += f"; all_gather below {_least_numel(ranks):,} elements, {LEAST_BLOCKS} blocks a rank"
     return why
 
 
-def _least(ranks: int) -> int:
+def _least_numel(ranks: int) -> int:
     """Elements of the smallest bucket for a reduce-scatter."""
     return LEAST_BLOCKS * ranks * BLOCK
 

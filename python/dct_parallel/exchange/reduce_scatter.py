@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
+from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan, Slice
-from .results import ExchangeResult, headers, read_headers
+from .results import ExchangeResult, header_words, read_headers, status_words
 from .settings import Codec
 from .transport import Transport
 
@@ -38,64 +38,54 @@ class ReduceScatter(Transport):
         device = codec.residual.device
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
-        self._packed = False  # the mean of what has arrived, by the owner
+        self._packed = False  # the mean of the arrived payloads, by the owner
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         rows = codec.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
         self._arrived = rows.new_zeros(ranks if high > low else 0, rows.shape[1])
         self._results = torch.zeros_like(rows)
         self._no_status = torch.zeros(ranks, dtype=torch.int32, device=device)
-        self._headers = [*headers(codec.payload), *headers(self._results)]
+        self._headers = header_words(codec.payload), header_words(self._results)
         self._started: dist.Work | None = None
 
     def start(self) -> None:
         self._packed = False
-        self._started = self._to_owners(async_op=True)
+        received = [len(self._arrived) // self._group.size()] * self._group.size()
+        self._started = dist.all_to_all_single(
+            self._arrived, self._sent, received, self._splits, self._group, async_op=True
+        )
 
-    def reduce(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
-        self._packed = False
-        with record_function("dct::exchange"):
-            if self._started is None:
-                self._to_owners()
-            else:
-                self._started.wait()  # on CUDA it is the stream that waits
-                self._started = None
-        with record_function("dct::sum"):
+    def finish(self, out: Tensor, out_scale: Tensor | None = None) -> Sequence[Tensor]:
+        with span("dct::exchange"):
+            self._wait()
+        with span("dct::sum"):
             status, packed = self._compress_mean()
-        with record_function("dct::gather_results"):
-            self._to_everybody(packed)
-        with record_function("dct::unpack"):
+        with span("dct::gather_results"):
+            self._gather_results(packed)
+        with span("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
-        return status, result, *self._headers
+        return status_words(status), status_words(result), *self._headers
 
-    def result(self, raw_status: Sequence[Tensor]) -> ExchangeResult:
-        status, result, *words = raw_status
-        damaged = self._damaged(status.tolist())
-        half = len(words) // 2  # sent to owners, and by owners
-        sent, results = read_headers(words[:half]), read_headers(words[half:])
-        if result.item():  # headers of damaged payloads are ignored
-            damaged += self._damaged_results()
-            results = []
-        owners = sum(self._splits)
+    def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
+        ranks = len(self._ranks)
+        damaged = self._damaged([row[0] for row in words[:ranks]])
+        headers = read_headers(words[ranks + 1 :])
+        sent, results = headers[:ranks], headers[ranks:]  # to owners, and by owners
+        owners, code = sum(self._splits), words[ranks][0]
+        if code:  # of all owners together; the next exchange may have overwritten their payloads
+            senders = ", ".join(map(str, self._ranks[:owners]))
+            damaged.append(f"status {code} from one of ranks {senders}, of the mean")
+            results = []  # headers of damaged payloads are ignored
         payloads = [*sent[:owners], *results[:owners]]
         return ExchangeResult(
             damaged=damaged,
-            # Of what an owner received, or lost, there is a NaN or Inf in its sum.
+            # If an owner received or dropped a NaN or Inf, there is one in its sum.
             non_finite=any(header.non_finite for header in results),
             counts=[header.count for header in sent],
             numel=self._plan.numel,
             overflowed=sum(header.overflow for header in payloads),
             payloads=len(payloads),
         )
-
-    def _damaged_results(self) -> list[str]:
-        """The owners whose payloads cannot be read: unpacked one by one, only after damage."""
-        codes = []
-        for owner, result in enumerate(self._results):
-            codec = self._codec_of(owner, 0)
-            nowhere = torch.empty_like(codec.residual)
-            codes += codec.unpack(result.unsqueeze(0), nowhere).tolist()
-        return self._damaged(codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
         """A codec of this owner's range alone, with payloads as long as the longest range's."""
@@ -129,13 +119,11 @@ class ReduceScatter(Transport):
         others[piece.low : piece.high] = 0
         return others
 
-    def _to_owners(self, async_op: bool = False) -> dist.Work | None:
-        """The ranges of the payload to their owners."""
-        received = [len(self._arrived) // self._group.size()] * self._group.size()
-        work: dist.Work | None = dist.all_to_all_single(
-            self._arrived, self._sent, received, self._splits, self._group, async_op
-        )
-        return work
+    def _wait(self) -> None:
+        """Wait for the payloads of the range that this rank owns. On CUDA the stream waits."""
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
 
     def _compress_mean(self) -> tuple[Tensor, Tensor]:
         """(the senders' status, the payload) of the mean of this rank's own range."""
@@ -146,6 +134,6 @@ class ReduceScatter(Transport):
         self._packed = True
         return status, packed
 
-    def _to_everybody(self, packed: Tensor) -> None:
-        """This owner's payload to all ranks, and theirs here."""
+    def _gather_results(self, packed: Tensor) -> None:
+        """Send this owner's payload to all ranks, and receive theirs."""
         all_gather(self._results, packed, self._group)

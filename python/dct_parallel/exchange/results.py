@@ -1,4 +1,4 @@
-"""Statistics of the last steps."""
+"""The result of an exchange, from words that the host copies from the device once per step."""
 
 import warnings
 from collections import deque
@@ -8,109 +8,77 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW, HEADER, HEADER_BYTES
+from dct_kernels.layout import FLAG_NON_FINITE, FLAG_OVERFLOW
+
+RECENT_STEPS = 100
+
+# A sampled threshold has an error, so with a quarter of headroom 10 to 20 % of the payloads
+# overflow by a little, and different payloads in the next step. Above half, something is wrong.
+OVERFLOW_WARNING = 0.5
+
+_FIRST, _WORDS = 1, 5  # words 1 to 5 of a header, from the one with its flags to its count
 
 
 class ExchangeResult(NamedTuple):
-    """What this rank received, and the entries that were sent."""
+    """The payloads that this rank received in one exchange, and the entries that it sent."""
 
     damaged: Sequence[str]  # payloads that this rank could not use, each with its sender
-    non_finite: bool  # whether some sender saw a NaN or Inf
+    non_finite: bool  # whether a sender had a NaN or Inf
     counts: Sequence[int]  # entries that this rank packed, per range
     numel: int  # elements of these ranges
-    overflowed: int  # payloads without room for all entries that passed
+    overflowed: int  # payloads with less capacity than entries above the threshold
     payloads: int  # all payloads
 
 
 class Header(NamedTuple):
     """Flags and count of a payload's header."""
 
-    flags: int
+    overflow: bool
+    non_finite: bool
     count: int  # type: ignore[assignment]  # in place of tuple.count
 
-    @property
-    def overflow(self) -> bool:
-        return bool(self.flags & FLAG_OVERFLOW)
 
-    @property
-    def non_finite(self) -> bool:
-        return bool(self.flags & FLAG_NON_FINITE)
+def header_words(payloads: Tensor) -> Tensor:
+    """A view of the headers of `payloads` [..., nbytes], int32 [n, words]."""
+    rows = payloads.view(torch.int32).view(-1, payloads.shape[-1] // 4)
+    return rows[:, _FIRST : _FIRST + _WORDS]
 
 
-def headers(payload: Tensor) -> list[Tensor]:
-    """Views of the header of every row of `payload` [..., nbytes], int32 [16] each."""
-    return list(payload.view(torch.int32).view(-1, payload.shape[-1] // 4)[:, : HEADER_BYTES // 4])
+def status_words(status: Tensor) -> Tensor:
+    """A view of the status [n] that an op returned, int32 [n, words]."""
+    return status.unsqueeze(1).expand(-1, _WORDS)
 
 
-def read_headers(words: Sequence[Tensor]) -> list[Header]:
-    """Views from `headers`, copied to the host, as numbers."""
-    fields = HEADER.iter_unpack(bytes(torch.cat(list(words)).view(torch.uint8).tolist()))
-    return [Header(flags, count) for _, _, _, flags, _, _, count, _ in fields]
-
-
-class Readback:
-    """One message from the device to the host at a time: `post`, and later `wait`.
-
-    On CUDA `post` queues one kernel, which joins the tensors, and one copy to pinned memory, on the
-    current stream; `wait` blocks until they are done. A step later they are, so the host does not
-    stop and the queue does not drain.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._host = torch.empty(0, dtype=torch.int32)
-        self._copied: torch.cuda.Event | None = None
-
-    def post(self, *tensors: Tensor) -> None:
-        """Copy these, int32 of one dimension and always of the same sizes, over the last ones."""
-        words = torch.cat(tensors)
-        if not self._sizes:
-            self._sizes = [tensor.numel() for tensor in tensors]
-            self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
-            self._copied = torch.cuda.Event() if words.is_cuda else None
-        self._host.copy_(words, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """The tensors posted last, on the host, until the next are posted."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        tensors: tuple[Tensor, ...] = self._host.split(self._sizes)
-        return tensors
-
-
-RECENT_STEPS = 100
-
-# Thresholds have the error of their samples, so with a quarter of headroom some 10 to 20 % of
-# payloads overflow, by little, and different ones in the next step. Beyond half it is the rule.
-OVERFLOW_WARNING = 0.5
+def read_headers(rows: Sequence[Sequence[int]]) -> list[Header]:
+    """The headers whose words these are."""
+    flags = [row[0] >> 24 for row in rows]  # the last byte of the first word
+    return [
+        Header(bool(flag & FLAG_OVERFLOW), bool(flag & FLAG_NON_FINITE), row[-1] & 0xFFFFFFFF)
+        for flag, row in zip(flags, rows, strict=True)
+    ]
 
 
 class RecentStats:
-    """Density and overflow of the last 100 steps; warns once if most payloads overflowed."""
+    """Density and overflow of the last 100 steps. Warns once if most payloads overflowed."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._warned = False
 
-    def note(self, results: Sequence[ExchangeResult]) -> None:
-        """Note a step, from the result of each bucket; nothing if there was no payload in it."""
-        payloads = sum(one.payloads for one in results)
-        if payloads:
-            sent = sum(sum(one.counts) for one in results)
-            numel = sum(one.numel for one in results)
-            late = sum(one.overflowed for one in results)
-            self.add(density=sent / max(numel, 1), overflow=late / payloads)
-
-    def add(self, density: float, overflow: float) -> None:
-        """Note a step: the fraction of entries sent, and of payloads without room for all."""
-        self._steps.append((density, overflow))
-        late = self.overflow or 0.0
-        if late > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS and not self._warned:
+    def add(self, results: Sequence[ExchangeResult]) -> None:
+        """Add a step, from the result of each bucket. A step without payloads is left out."""
+        payloads = sum(result.payloads for result in results)
+        if not payloads:
+            return
+        sent = sum(sum(result.counts) for result in results)
+        numel = sum(result.numel for result in results)
+        overflowed = sum(result.overflowed for result in results)
+        self._steps.append((sent / max(numel, 1), overflowed / payloads))
+        overflow = self.overflow or 0.0
+        if overflow > OVERFLOW_WARNING and len(self._steps) == RECENT_STEPS and not self._warned:
             self._warned = True
             warnings.warn(
-                f"DCT: {late:.0%} of the payloads of the last {RECENT_STEPS} steps had "
+                f"DCT: {overflow:.0%} of the payloads of the last {RECENT_STEPS} steps had "
                 "no room for all entries above the threshold: the rest is sent in later steps. "
                 "Use policy 'fresh', a smaller refresh_every or a higher density.",
                 stacklevel=2,
@@ -123,5 +91,5 @@ class RecentStats:
 
     @property
     def overflow(self) -> float | None:
-        """Fraction of payloads with less room than entries that passed; None before the first."""
+        """Fraction of payloads that overflowed; None before the first step."""
         return sum(o for _, o in self._steps) / len(self._steps) if self._steps else None

@@ -20,6 +20,7 @@ from . import quantized
 # In the first two of them by default this fraction of the entries, in the others every one.
 FORMATS = quantized.FORMATS
 DENSITY, FORMAT = 0.005, "bfloat16"
+TRANSPORTS = ("all_gather", "reduce_scatter")
 
 # Packs a flat tensor, or each of its ranges, and keeps the residual.
 Codec = Compressor | quantized.Quantized
@@ -27,22 +28,29 @@ Codec = Compressor | quantized.Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The user's settings, for every bucket alike; makes the codec, and knows its sizes."""
+    """The user's settings, the same for every bucket. Makes the codec, and computes its sizes.
+
+    Attributes:
+        format: one of FORMATS.
+        transport: one of TRANSPORTS; None: `plan_bucket` chooses.
+    """
 
     density: float
-    format: str  # one of FORMATS
+    format: str
     policy: str = "fresh"
     refresh_every: int = 1000
+    transport: str | None = None
 
     @staticmethod
     def checked(
         op: str,
         density: float | None,
         format: str | torch.dtype | None,
+        transport: str | None = None,
         policy: str = "fresh",
         refresh_every: int = 1000,
     ) -> "Settings":
-        """From the arguments of an entry point, which errors call `op`.
+        """Check the arguments of an entry point, which errors call `op`.
 
         Args:
             density: None: the format's own, 1 in few bits and otherwise 0.005.
@@ -50,8 +58,11 @@ class Settings:
                 and may have been meant as 1 %.
 
         Raises:
-            ValueError, TypeError: one of them is out of its range; the text names it.
+            ValueError, TypeError: an argument is out of its range; the text names it.
         """
+        if transport not in (None, *TRANSPORTS):
+            rule = f"None, {' or '.join(map(repr, TRANSPORTS))}"
+            raise ValueError(f"dct::{op}: transport must be {rule}, got {transport!r}")
         named = format is not None
         format = require_format(op, "format", FORMAT if format is None else format, FORMATS)
         few_bits = format in quantized.FEW_BITS
@@ -66,10 +77,10 @@ class Settings:
                 f'If you mean 1, say format="{FORMAT}"; "int4" sends a quarter of its bytes.',
                 stacklevel=3,  # of an entry point's caller
             )
-        return Settings(float(density), format, policy, refresh_every)
+        return Settings(float(density), format, policy, refresh_every, transport)
 
-    def as_told(self) -> dict[str, str]:
-        """The settings as texts, for ranks to compare."""
+    def to_compare(self) -> dict[str, str]:
+        """The settings as texts, which must be the same on every rank."""
         return {name: str(value) for name, value in dataclasses.asdict(self).items()}
 
     @property

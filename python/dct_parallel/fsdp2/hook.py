@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dct_kernels import checks
 
-from ..exchange.loss_scale import LossScale
-from ..exchange.plan import require_transport
+from ..exchange.loss_scale import LossScale, Optimizers
 from ..exchange.settings import Settings
 from ..groups import refusing, require_group
 from ..mesh import require_mesh
@@ -31,6 +30,7 @@ def dct_fully_shard_hook(
     transport: str | None = None,
     mesh: DeviceMesh,
     grad_scaler: GradScaler | None = None,
+    optimizer: Optimizers | None = None,
     start_step: int = 2,
     policy: str = "fresh",
     refresh_every: int = 1000,
@@ -58,6 +58,7 @@ def dct_fully_shard_hook(
         transport: between replicas; see `DCTState`.
         mesh: of all ranks, with dimensions "replicate" and "shard".
         grad_scaler: see `DCTState`.
+        optimizer: see `DCTState`.
         start_step: see `DCTState`.
         policy: see `DCTState`.
         refresh_every: see `DCTState`.
@@ -76,12 +77,11 @@ def dct_fully_shard_hook(
     from .units import units_of
 
     with refusing(OP, require_group(OP, None)):
-        settings = Settings.checked(OP, density, format, policy, refresh_every)
-        require_transport(OP, transport)
-        loss_scale = LossScale(OP, grad_scaler)
+        settings = Settings.checked(OP, density, format, transport, policy, refresh_every)
+        loss_scale = LossScale(OP, grad_scaler, optimizer)
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
             checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
         units = units_of(model, mesh)
-    return FullyShardState(units, mesh, settings, transport, loss_scale, start_step)
+    return FullyShardState(units, mesh, settings, loss_scale, start_step)

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from dct_kernels import checks
 
 from .. import groups
+from .._torch import at_end_of_backward, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, parameter_stats
 from ..exchange.checkpoint import SegmentState
@@ -30,9 +29,8 @@ from ..exchange.plan import (
     BucketPlan,
     describe,
     keeps_owners,
+    plan_bucket,
     plan_table,
-    transport_for,
-    transport_reason,
 )
 from ..exchange.settings import Settings
 from . import checkpoint
@@ -72,26 +70,24 @@ class FullyShardState:
         units: list[Unit],
         mesh: DeviceMesh,
         settings: Settings,
-        transport: str | None,
         loss_scale: LossScale,
         start_step: int,
     ) -> None:
         self.settings, self.start_step = settings, start_step
         self._units, self._device = units, units[0].device
         self._pieces = [piece for unit in units for piece in unit.pieces]
-        self._transport = transport
         self._replica = mesh.get_local_rank("replicate")
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False  # whether a backward pass goes on
-        self._order: list[int] = []  # units of the last step, until that is finished
+        self._order: list[int] = []  # units of this step
+        self._last_order: list[int] = []  # of the last step, until ranks have compared it
 
         world = groups.require_group(OP, None)
         told = {
             "model": describe({piece.parameter: piece.name for piece in self._pieces}),
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
-            "transport": transport,
         }
         self._ledger = StepLedger(OP, world, self._device, settings, told, loss_scale, start_step)
         timeout = groups.timeout_of(world, self._device)
@@ -103,11 +99,9 @@ class FullyShardState:
             unit.hook(partial(self._reduce, index))
 
     def _bucket(self, unit: Unit, packed: int, states: dict[str, SegmentState]) -> Bucket:
-        names = tuple(piece.name for piece in unit.pieces)
-        sizes = tuple(piece.padded for piece in unit.pieces)
-        ranks = self._group.size()
-        transport = transport_for(self._transport, self.settings, sum(sizes), ranks)
-        plan = BucketPlan(names, sizes, self.settings, transport, ranks)
+        names = [piece.name for piece in unit.pieces]
+        sizes = [piece.padded for piece in unit.pieces]
+        plan = plan_bucket(names, sizes, self.settings, self._group.size())
         return Bucket(plan, self._group, self._device, packed, states)
 
     @property
@@ -141,8 +135,7 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload, as far as it has looked.
         """
         self._ledger.require_intact()
-        why = transport_reason(self._transport, self._plans)
-        return plan_table(self._plans, why, self._device)
+        return plan_table(self._plans, self._device)
 
     def stats(self) -> dict[str, float | int | None]:
         """Means of the last 100 steps on this rank, and the bytes of a step; see `DCTState.stats`.
@@ -236,7 +229,7 @@ class FullyShardState:
 
     def _entry(self) -> dict[str, Any]:
         """This replica's part of a checkpoint, as of now."""
-        owners = keeps_owners(self._transport, self.settings, self._group.size())
+        owners = keeps_owners(self.settings, self._group.size())
         parameters = {}
         for bucket, unit in zip(self._buckets, self._units, strict=True):
             states, packed = bucket.states(), bucket.codec.step
@@ -262,7 +255,7 @@ class FullyShardState:
 
     def _go_on(self, entry: dict[str, Any], segments: dict[str, SegmentState]) -> None:
         self._ledger.load(entry)
-        self._in_step, self._order = False, []
+        self._in_step, self._order, self._last_order = False, [], []
         parameters = entry["parameters"]
         for index, unit in enumerate(self._units):
             own = {piece.name: segments[piece.name] for piece in unit.pieces}
@@ -280,33 +273,49 @@ class FullyShardState:
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.compresses:
-            self._ledger.reduction(index, self._buckets[index])(flat)
+            complete = self._ledger.reduction(index, self._buckets[index])(flat)
+            if complete is not None:
+                complete()
         else:
-            with record_function("dct::exchange_dense"):
+            with span("dct::exchange_dense"):
                 flat.copy_(dense_mean(flat, torch.bfloat16, self._group))
 
     def _begin_step(self) -> None:
-        self._finish_last_step()
         self._ledger.begin()
+        if self._order:  # the end of the last step was not seen
+            self._last_order, self._order = self._order, []
         self._in_step = True
-        # As FSDP does, which may reduce gradients there: the last to be queued by then come first.
-        queue = Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._end_step))
+        # FSDP may reduce gradients in a callback at the end of the backward pass. A callback that
+        # is queued there comes last.
+        at_end_of_backward(lambda: at_end_of_backward(self._end_step))
 
     def _end_step(self) -> None:
         # Reentrant checkpointing nests backward passes: this may be the end of an inner one.
         self._in_step = any(unit.in_backward for unit in self._units)
+        if not self._in_step:
+            self._compare_last_step()
+            self._last_order, self._order = self._order, []
+            self._ledger.end()
+
+    def _compare_last_step(self) -> None:
+        """Compare the units of the last step. Collective.
+
+        Raises:
+            RuntimeError: this rank received a damaged payload, in the last step or before; then the
+                other ranks wait here.
+        """
+        self._ledger.read()
+        self._ledger.require_intact()
+        if self._last_order:
+            order, self._last_order = self._last_order, []
+            agree(order, self._after_step)
 
     def _finish_last_step(self) -> None:
-        """Learn how it went on every rank; collective, after equally many steps.
+        """Read the results of the last step on every rank, and compare its units. Collective.
 
         Raises:
             RuntimeError: this rank received a damaged payload, in this step or before.
         """
         self._ledger.look()
-        self._ledger.require_intact()
-        self._in_step = False
-        if self._order:
-            order, self._order = self._order, []
-            agree(order, self._after_step)
+        self._compare_last_step()
         self._ledger.finish()

@@ -20,12 +20,9 @@ from ..exchange.bucket import Bucket
 from ..exchange.checkpoint import OWNER_RESIDUAL, SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import (
-    BucketPlan,
     node_sentence,
+    plan_bucket,
     plan_table,
-    require_transport,
-    transport_for,
-    transport_reason,
 )
 from ..exchange.settings import Settings
 from ..groups import refusing
@@ -158,9 +155,10 @@ class DCTAverager(ModelAverager):
         with refusing(_OP, group, *shard_groups(module)):
             density = 1.0 if density is None else density
             format = format or ("ternary" if density == 1 else "bfloat16")
-            self._settings = Settings.checked(_OP, density, format, policy, refresh_every)
+            self._settings = Settings.checked(
+                _OP, density, format, transport, policy, refresh_every
+            )
             checks.require_int(_OP, "period", period, 1, 2**31 - 1)
-            require_transport(_OP, transport)
             checks.require_type(_OP, "step_ahead", step_ahead, bool, "a bool")
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
@@ -168,14 +166,16 @@ class DCTAverager(ModelAverager):
         # Whether ranks' weights differ after an averaging as well.
         self._differ = step_ahead and group.size() > 1 and self._settings.keeps_residuals
         self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
-        names, sizes = tuple(self._weights.names.values()), self._weights.sizes
-        numel, ranks = self._weights.numel, group.size()
-        self._transport = transport
-        chosen = transport_for(transport, self._settings, numel, ranks)
-        self._plan = BucketPlan(names, sizes, self._settings, chosen, ranks)
+        self._plan = plan_bucket(
+            list(self._weights.names.values()),
+            self._weights.sizes,
+            self._settings,
+            group.size(),
+            self._weights.numel,
+        )
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
-        told = {**self._weights.told(), "transport": chosen, **self._own}
+        told = {**self._weights.told(), **self._own}
         others = self._weights.shard_group
         self._shard_groups = () if others is None else (others,)
         self._ledger = StepLedger(
@@ -243,7 +243,7 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._bucket.add_owed(owed := self._weights.moved_from(self._start(self._base)))
+        self._bucket.add_pending(owed := self._weights.moved_from(self._start(self._base)))
         base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
         if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
             checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
@@ -260,8 +260,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        reason = transport_reason(self._transport, [self._plan])
-        table = plan_table([self._plan], reason, self._device, "averaging")
+        table = plan_table([self._plan], self._device, "averaging")
         ranks = dist.get_process_group_ranks(self.process_group)
         table += node_sentence([self._plan], ranks, "fewer bits send less (docs/guide/cluster.md)")
         dense = all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
@@ -412,6 +411,6 @@ class DCTAverager(ModelAverager):
 
     def _drop_what_overflows(self, base: Tensor) -> None:
         """From the residuals what would not fit into the weights the next time, either."""
-        self._bucket.add_owed(most := torch.zeros_like(self._base))
+        self._bucket.add_pending(most := torch.zeros_like(self._base))
         most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
         self._bucket.drop(~(self._weights.can_be(base) | self._weights.can_be(most)))
