@@ -190,7 +190,7 @@ class StepResults:
     def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
         self._buckets = sorted(buckets.items())
         self._exchanged: list[tuple[int, Transport, int]] = []  # number, transport, rows of words
-        self._host = torch.empty(0, 0, dtype=torch.int32)
+        self._host = torch.empty(0, 2, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
         self._posted = submit(self._post)
 

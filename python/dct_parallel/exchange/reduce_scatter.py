@@ -9,7 +9,7 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan, Slice
-from .results import ExchangeResult, header_words, read_headers, status_words
+from .results import ExchangeResult, counts, header_words, non_finite, overflowed, status_words
 from .settings import Codec
 from .transport import Transport
 
@@ -67,11 +67,10 @@ class ReduceScatter(Transport):
         return status_words(status), status_words(result), *self._headers
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
-        ranks = len(self._ranks)
+        ranks, owners = len(self._ranks), sum(self._splits)
         damaged = self._damaged([row[0] for row in words[:ranks]])
-        headers = read_headers(words[ranks + 1 :])
+        code, headers = words[ranks][0], words[ranks + 1 :]
         sent, results = headers[:ranks], headers[ranks:]  # to owners, and by owners
-        owners, code = sum(self._splits), words[ranks][0]
         if code:  # of all owners together; the next exchange may have overwritten their payloads
             senders = ", ".join(map(str, self._ranks[:owners]))
             damaged.append(f"status {code} from one of ranks {senders}, of the mean")
@@ -80,10 +79,10 @@ class ReduceScatter(Transport):
         return ExchangeResult(
             damaged=damaged,
             # If an owner received or dropped a NaN or Inf, there is one in its sum.
-            non_finite=any(header.non_finite for header in results),
-            counts=[header.count for header in sent],
+            non_finite=non_finite(results),
+            counts=counts(sent),
             numel=self._plan.numel,
-            overflowed=sum(header.overflow for header in payloads),
+            overflowed=overflowed(payloads),
             payloads=len(payloads),
         )
 

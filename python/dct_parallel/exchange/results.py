@@ -16,7 +16,7 @@ RECENT_STEPS = 100
 # overflow by a little, and different payloads in the next step. Above half, something is wrong.
 OVERFLOW_WARNING = 0.5
 
-_FIRST, _WORDS = 1, 5  # words 1 to 5 of a header, from the one with its flags to its count
+_OVERFLOW, _NON_FINITE = FLAG_OVERFLOW << 24, FLAG_NON_FINITE << 24
 
 
 class ExchangeResult(NamedTuple):
@@ -30,32 +30,30 @@ class ExchangeResult(NamedTuple):
     payloads: int  # all payloads
 
 
-class Header(NamedTuple):
-    """Flags and count of a payload's header."""
-
-    overflow: bool
-    non_finite: bool
-    count: int  # type: ignore[assignment]  # in place of tuple.count
-
-
 def header_words(payloads: Tensor) -> Tensor:
-    """A view of the headers of `payloads` [..., nbytes], int32 [n, words]."""
+    """A view of the headers of `payloads` [..., nbytes]: int32 [n, 2], flags and count."""
     rows = payloads.view(torch.int32).view(-1, payloads.shape[-1] // 4)
-    return rows[:, _FIRST : _FIRST + _WORDS]
+    return rows[:, 1:6:4]  # of a header's words, 1 has the flags in its last byte, 5 is the count
 
 
 def status_words(status: Tensor) -> Tensor:
-    """A view of the status [n] that an op returned, int32 [n, words]."""
-    return status.unsqueeze(1).expand(-1, _WORDS)
+    """A view of the status [n] that an op returned: int32 [n, 2], each twice."""
+    return status.unsqueeze(1).expand(-1, 2)
 
 
-def read_headers(rows: Sequence[Sequence[int]]) -> list[Header]:
-    """The headers whose words these are."""
-    flags = [row[0] >> 24 for row in rows]  # the last byte of the first word
-    return [
-        Header(bool(flag & FLAG_OVERFLOW), bool(flag & FLAG_NON_FINITE), row[-1] & 0xFFFFFFFF)
-        for flag, row in zip(flags, rows, strict=True)
-    ]
+def overflowed(headers: Sequence[Sequence[int]]) -> int:
+    """How many of these headers, as rows on the host, say that the payload overflowed."""
+    return sum(row[0] & _OVERFLOW != 0 for row in headers)
+
+
+def non_finite(headers: Sequence[Sequence[int]]) -> bool:
+    """Whether one of these headers says that there was a NaN or Inf."""
+    return any(row[0] & _NON_FINITE for row in headers)
+
+
+def counts(headers: Sequence[Sequence[int]]) -> list[int]:
+    """Entries in the payload of each header."""
+    return [row[1] & 0xFFFFFFFF for row in headers]
 
 
 class RecentStats:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._torch import span
 from ..collectives import all_gather
 from .plan import BucketPlan
-from .results import ExchangeResult, header_words, read_headers, status_words
+from .results import ExchangeResult, counts, header_words, non_finite, overflowed, status_words
 from .settings import Codec
 
 
@@ -108,15 +108,16 @@ class AllGather(Transport):
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
         ranks = len(self._ranks)
-        codes, sent = [row[0] for row in words[:ranks]], read_headers(words[ranks:])
-        # Headers of damaged payloads are ignored.
-        intact = [header for header, code in zip(sent, codes, strict=True) if not code]
+        codes, headers = [row[0] for row in words[:ranks]], words[ranks:]
+        sent = headers[self._group.rank()]
+        if any(codes):  # headers of damaged payloads are ignored
+            headers = [header for header, code in zip(headers, codes, strict=True) if not code]
         return ExchangeResult(
             damaged=self._damaged(codes),
-            non_finite=any(header.non_finite for header in intact),
-            counts=[sent[self._group.rank()].count],
+            non_finite=non_finite(headers),
+            counts=counts([sent]),
             numel=self._plan.numel,
-            overflowed=sum(header.overflow for header in intact),
+            overflowed=overflowed(headers),
             payloads=ranks,
         )
 
