@@ -112,9 +112,9 @@ class LossScale:
         handled = {
             key for key, stage in stages.items() if stage is not self._before.get(key, _FRESH)
         } | self._stepped.keys()
-        over = notes is not optimizer_notes(self._scaler)  # the scaler was updated
-        if not over and (not handled or any(stages.get(k) is not _STEPPED for k in handled)):
-            return False
+        if notes is optimizer_notes(self._scaler):  # the scaler was not updated yet
+            if handled != ours or any(stage is not _STEPPED for stage in stages.values()):
+                return False
         self._notes = None
         flags = [self._stepped.get(key, _SKIPPED) for key in handled]
         skipped = [flag is not None and flag.item() for flag in flags]
