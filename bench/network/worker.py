@@ -144,7 +144,7 @@ class Worker:
         dist.barrier()  # until the other ranks have sent their last messages
         after = self._counted()
         if method.period:
-            state.flush()  # or it warns that its last steps were not averaged
+            state.flush()
         if isinstance(model, ShardedDLRM):
             model.close()
         return {

@@ -143,3 +143,21 @@ def test_a_step_that_one_ranks_scaler_skips_is_one_that_it_did_not_move_in(rank)
     assert torch.equal(weights(model), before + ((before - 1) - before) / 2)
     (saved,) = entry(averager.state_dict())["parameters"].values()
     assert not saved["residual"].any()
+
+
+@on_ranks(2)
+def test_steps_since_the_last_averaging_are_counted(rank):
+    model = uneven()
+    averager = DCTAverager(model, period=3)
+    optimizer, seen = adamw(model), []
+    for step in range(6):
+        train(model, optimizer, averager, rank, [step])
+        seen.append(averager.stats()["unaveraged"])
+    assert seen == [1, 2, 0, 1, 2, 0]
+    train(model, optimizer, averager, rank, [6])
+    saved = averager.state_dict()
+    assert entry(saved)["unaveraged"] == averager.stats()["unaveraged"] == seen[-1] + 1
+    averager.flush()
+    assert averager.stats()["unaveraged"] == entry(averager.state_dict())["unaveraged"] == 0
+    averager.load_state_dict(saved)
+    assert averager.stats()["unaveraged"] == seen[-1] + 1

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import quantized_payload_bytes
 from dct_parallel.exchange import plan as selection
-from dct_parallel.exchange.plan import BucketPlan, node_sentence
 from dct_parallel.exchange.settings import Settings
 from nodes import owed_by_all
 from ranks import Dictated, gathered, hooked, integers, on_ranks
@@ -53,58 +52,6 @@ def test_every_entry_goes_where_it_costs_fewer_bytes(format):
         assert (taken == "all_gather") == (ranks < 3 or blocks == 1 or (ranks, blocks) == (3, 2))
     assert not selection.keeps_owners(None, every_entry, 2)
     assert selection.keeps_owners(None, every_entry, 3)
-
-
-def _leaves(plan, local):
-    """Bytes that leave the node that sends most, message by message."""
-    nodes = [rank // local for rank in range(plan.ranks)]
-    payloads = [0] * (nodes[-1] + 1)
-    if plan.transport == "reduce_scatter":
-        for sender, owner in itertools.product(range(plan.ranks), range(plan.owners)):
-            payloads[nodes[sender]] += nodes[sender] != nodes[owner]
-    # A ring: everything passes the last rank of a node, but for what its neighbour contributed.
-    return (max(payloads) + plan.ranks - 1) * plan.payload_bytes
-
-
-@pytest.mark.parametrize("transport", selection.TRANSPORTS)
-def test_a_plan_tells_where_nodes_send_more_than_a_ring(transport, monkeypatch):
-    told = set()
-    formats = [(1, "float32"), (1, "bfloat16"), (1, "int8"), (1, "int4"), (0.05, "bfloat16")]
-    for (nodes, local), setting, blocks in itertools.product(
-        [(2, 1), (1, 8), (2, 2), (2, 8), (16, 8), (3, 16)], formats, (3, 400)
-    ):
-        ranks, numel = nodes * local, blocks * BLOCK
-        plan = BucketPlan(("p",), (numel,), Settings(*setting), transport, ranks)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        sent, ring = 2 * _leaves(plan, local), 2 * (ranks - 1) * 4 * 2 * numel // ranks
-        more = nodes > 1 and local > 1 and sent > ring
-        text = f"\nA node of {local} ranks sends {sent:,} bytes to others, {ring:,} in the ring"
-        text = f"{text} all-reduce: x." if more else ""
-        assert node_sentence([plan, plan], range(ranks), "x") == text
-        told.add(more)
-    assert told == {False, True}
-
-
-@pytest.mark.parametrize(
-    ("of_node", "ranks", "text"),
-    [
-        # 64 + 16 x 2,048 bytes for each of 16 blocks: 8 x 8 to owners on the other node, and 15.
-        ("8", range(16), "2,593,728 bytes to others, 1,966,080 in the ring all-reduce"),
-        ("16", range(16), ""),  # one node
-        (None, range(16), ""),  # no torchrun: nothing is known of nodes
-        ("x", range(16), ""),
-        ("0", range(16), ""),
-        ("8", range(0, 128, 8), ""),  # one rank of every node, as of replicas of shards
-        ("8", range(4, 20), ""),  # nodes are not equal
-    ],
-)
-def test_ranks_of_a_node_are_those_that_torchrun_starts_there(of_node, ranks, text, monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if of_node is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", of_node)
-    plan = BucketPlan(("p",), (16 * BLOCK,), Settings(1, "bfloat16"), "reduce_scatter", 16)
-    told = f"\nA node of 8 ranks sends {text}: x." if text else ""
-    assert node_sentence([plan], ranks, "x") == told
 
 
 def _model(**options):

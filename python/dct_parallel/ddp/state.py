@@ -36,7 +36,7 @@ from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale, Optimizers
-from ..exchange.plan import describe, node_sentence, plan_table
+from ..exchange.plan import describe, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
 from .buckets import Buckets, reduce_parts
@@ -203,10 +203,6 @@ class DCTState:
         device = device_of(self._names)
         plans = self._buckets.plans()
         table = plan_table(plans, device)
-        if self._mesh is None:
-            ranks = dist.get_process_group_ranks(self._topology.everyone)
-            less = "mesh=node_mesh() sends less (docs/guide/cluster.md)"
-            table += node_sentence(plans, ranks, less)
         table += self._topology.node.sentence(self._buckets.node_bytes())
         if not self._buckets.in_order():
             table += "\nOne bucket is assumed: DDP's are known from the first compressed step on."

@@ -12,7 +12,7 @@ from .._torch import span
 from .checkpoint import SegmentState
 from .plan import BucketPlan
 from .reduce_scatter import ReduceScatter
-from .results import ExchangeResult
+from .results import ExchangeResult, HostCopy
 from .transport import AllGather, Transport
 
 
@@ -190,8 +190,7 @@ class StepResults:
     def __init__(self, buckets: Mapping[int, Bucket], submit: Submit) -> None:
         self._buckets = sorted(buckets.items())
         self._exchanged: list[tuple[int, Transport, int]] = []  # number, transport, rows of words
-        self._host = torch.empty(0, 2, dtype=torch.int32)
-        self._copied: torch.cuda.Event | None = None
+        self._words: HostCopy | None = None
         self._posted = submit(self._post)
 
     def _post(self) -> None:
@@ -201,23 +200,15 @@ class StepResults:
                 words += bucket.words
                 rows = sum(map(len, bucket.words))
                 self._exchanged.append((number, bucket.transport, rows))
-        if not words:
-            return
-        with span("dct::read_back"):
-            self._host = joined = torch.cat(words)
-            if joined.is_cuda:
-                self._host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-                self._host.copy_(joined, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+        if words:
+            with span("dct::read_back"):
+                self._words = HostCopy(torch.cat(words))
 
     def read(self) -> dict[int, ExchangeResult]:
         """{number: the result of its exchange}. Waits for the exchanges."""
         if self._posted is not None:
             self._posted.wait()
-        if self._copied is not None:
-            self._copied.synchronize()
-        rows, results, at = self._host.tolist(), {}, 0
+        rows, results, at = self._words.tolist() if self._words else [], {}, 0
         for number, transport, length in self._exchanged:
             results[number] = transport.result(rows[at : at + length])
             at += length

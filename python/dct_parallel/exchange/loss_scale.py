@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .._torch import optimizer_notes, scale_of
+from .results import HostCopy
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -44,7 +45,7 @@ class LossScale:
         self._notes: dict[int, dict[str, Any]] | None = None  # the scaler's, of the last pass
         self._before: dict[int, object] = {}  # its stages, as the pass began
         # {id of an optimizer that stepped: whether a fused one was to skip, as the device knows}
-        self._stepped: dict[int, _Flag | None] = {}
+        self._stepped: dict[int, HostCopy | None] = {}
 
     def _checked(self, optimizer: Optimizers | None) -> list[Optimizer]:
         if optimizer is None:
@@ -112,12 +113,12 @@ class LossScale:
         handled = {
             key for key, stage in stages.items() if stage is not self._before.get(key, _FRESH)
         } | self._stepped.keys()
-        if notes is optimizer_notes(self._scaler):  # the scaler was not updated yet
-            if handled != ours or any(stage is not _STEPPED for stage in stages.values()):
-                return False
+        updated = notes is not optimizer_notes(self._scaler)
+        if not updated and (handled != ours or {*stages.values()} != {_STEPPED}):
+            return False
         self._notes = None
         flags = [self._stepped.get(key, _SKIPPED) for key in handled]
-        skipped = [flag is not None and flag.item() for flag in flags]
+        skipped = [flag is not None and flag.tolist()[0] for flag in flags]
         if any(skipped) and not all(skipped):
             raise RuntimeError(
                 f"dct::{self._op}: parameters must have one optimizer, or optimizers that the "
@@ -134,7 +135,7 @@ class LossScale:
         found_inf = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = None
         if isinstance(found_inf, Tensor):
-            self._stepped[id(optimizer)] = _Flag(found_inf != 0)
+            self._stepped[id(optimizer)] = HostCopy((found_inf != 0).view(1))
 
 
 def _call(method: WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: Any) -> None:
@@ -143,23 +144,5 @@ def _call(method: WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer,
         alive(optimizer)
 
 
-class _Flag:
-    """A bool of the device, copied to the host. `item` waits for it."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._host = flag
-        if flag.is_cuda:
-            self._host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-            self._host.copy_(flag, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def item(self) -> bool:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return bool(self._host.item())
-
-
 _FRESH, _STEPPED = OptState.READY, OptState.STEPPED
-_SKIPPED = _Flag(torch.tensor(True))
+_SKIPPED = HostCopy(torch.tensor([True]))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -94,14 +92,6 @@ class BucketPlan:
         # And before that to all other owners; a rank that owns nothing sends to all of them.
         return min(self.owners, self.ranks - 1) * self.payload_bytes + everybody
 
-    def node_bytes(self, local: int) -> int:
-        """Bytes per step that leave the last of equal nodes of so many ranks, which sends most."""
-        gathered = (self.ranks - 1) * self.payload_bytes  # in a ring, which leaves a node once
-        if self.transport == "all_gather":
-            return gathered
-        # Before that from each of its ranks to owners elsewhere; the first ranks are owners.
-        return local * min(self.owners, self.ranks - local) * self.payload_bytes + gathered
-
     def slices(self, index: int) -> Iterator[Slice]:
         """Range `index` as slices of parameters, in the bucket's order."""
         yield from slices(self.sizes, *self.range_bounds[index : index + 2])
@@ -110,28 +100,6 @@ class BucketPlan:
 def step_bytes(plans: Sequence[BucketPlan]) -> int:
     """Bytes per compressed step, of the rank that sends most."""
     return sum(plan.wire_bytes for plan in plans)
-
-
-def node_sentence(plans: Sequence[BucketPlan], ranks: Sequence[int], less: str) -> str:
-    """The line after a plan's table if nodes send more than in a float32 ring; else none.
-
-    Args:
-        plans: of an exchange that knows of no nodes.
-        ranks: that take part, as numbered by torchrun, LOCAL_WORLD_SIZE to a node.
-        less: what sends less.
-    """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    of_node = max(int(told), 1) if told.isdecimal() else 1
-    nodes = Counter(rank // of_node for rank in ranks)
-    local, *others = set(nodes.values())
-    if local == 1 or others or len(nodes) == 1:  # every rank has a link, or none is in between
-        return ""
-    sent = sum(plan.node_bytes(local) for plan in plans)
-    ring = all_reduce_bytes(4 * sum(plan.numel for plan in plans), len(ranks))
-    if sent <= ring:
-        return ""
-    who = f"A node of {local} ranks"
-    return f"\n{who} sends {sent:,} bytes to others, {ring:,} in the ring all-reduce: {less}."
 
 
 def plan_table(plans: Sequence[BucketPlan], device: torch.device, each: str = "step") -> str:

@@ -3,7 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ class ExchangeResult(NamedTuple):
     numel: int  # elements of these ranges
     overflowed: int  # payloads with less capacity than entries above the threshold
     payloads: int  # all payloads
+
+
+class HostCopy:
+    """A tensor of the device, copied to the host beside its work. `tolist` waits for the copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tolist(self) -> list[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
 
 
 def header_words(payloads: Tensor) -> Tensor:

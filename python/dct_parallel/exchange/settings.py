@@ -88,11 +88,6 @@ class Settings:
         """Whether every entry is sent, and no positions."""
         return self.density == 1
 
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether something may be left to send."""
-        return not (self.every_entry and self.format == "float32")
-
     def capacity(self, numel: int) -> int:
         """Entries of room in the payload of a range of so many elements."""
         return default_capacity(numel, self.density)

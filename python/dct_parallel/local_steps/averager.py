@@ -1,7 +1,5 @@
 """Weights of ranks that train on their own, averaged every few steps by compressed changes."""
 
-import warnings
-import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -20,68 +18,12 @@ from ..exchange.bucket import Bucket
 from ..exchange.checkpoint import OWNER_RESIDUAL, SegmentState
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import (
-    node_sentence,
     plan_bucket,
     plan_table,
 )
 from ..exchange.settings import Settings
 from ..groups import refusing
 from .weights import FlatWeights, shard_groups
-
-
-class OwnSteps:
-    """Counts the steps since the last averaging, and warns where a run may not know of them.
-
-    Args:
-        averager: whose steps they are; its end may be that of a run.
-        parameters: of its module.
-        first: whether this is the first rank, which alone warns at the end.
-
-    Attributes:
-        count: steps since the last averaging.
-        ahead: whether this rank's weights differ from the others' after it as well.
-    """
-
-    def __init__(self, averager: object, parameters: Iterable[Parameter], first: bool) -> None:
-        self.count, self.ahead = 0, False
-        self._called = False  # average_parameters, in this run or the one that it goes on from
-        self._saved = True
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        if first:
-            weakref.finalize(averager, self._at_the_end)
-
-    def add(self) -> None:
-        self.count, self._called, self._saved = self.count + 1, True, False
-
-    def save(self) -> int:
-        """The count, for a saved state, from which a run may go on."""
-        self._saved = True
-        return self.count
-
-    def load(self, count: int) -> None:
-        self.count, self._called, self._saved = count, True, True
-
-    def warn_if_never_called(self) -> None:
-        """Warn, once, if there are gradients and no call of `average_parameters` yet."""
-        found = (parameter() for parameter in self._parameters)
-        if not self._called and any(p is not None and p.grad is not None for p in found):
-            self._called = True
-            warnings.warn(
-                "DCT: there are gradients, but average_parameters() was never called, so each "
-                "rank trains alone: call averager.average_parameters() after optimizer.step().",
-                stacklevel=3,
-            )
-
-    def _at_the_end(self) -> None:
-        self.warn_if_never_called()
-        if (self.count or self.ahead) and not self._saved:
-            what = f"the run's last {self.count} steps" if self.count else "the residuals"
-            warnings.warn(
-                f"DCT: {what} were not averaged, so weights differ between ranks: "
-                "call averager.flush() at its end, or save state_dict() to go on.",
-                stacklevel=2,
-            )
-
 
 _OP = "DCTAverager"
 
@@ -163,8 +105,6 @@ class DCTAverager(ModelAverager):
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
         self._step_ahead = step_ahead
-        # Whether ranks' weights differ after an averaging as well.
-        self._differ = step_ahead and group.size() > 1 and self._settings.keeps_residuals
         self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
         self._plan = plan_bucket(
             list(self._weights.names.values()),
@@ -189,7 +129,7 @@ class DCTAverager(ModelAverager):
         )
         self._weights.take_those_of_first_rank(group)
         self._base = self._weights.read()
-        self._own_steps = OwnSteps(self, self._weights.names, first=group.rank() == 0)
+        self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
 
     @torch.no_grad()
@@ -222,7 +162,7 @@ class DCTAverager(ModelAverager):
         if averages:
             self._weights.require_same("average_parameters")
         self.step += 1
-        self._own_steps.add()
+        self._unaveraged += 1
         if averages:
             self._average()
 
@@ -250,8 +190,7 @@ class DCTAverager(ModelAverager):
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
         self._weights.write(base)
-        self._own_steps.count, self._own_steps.ahead = 0, False
-        self._own_steps.warn_if_never_called()
+        self._unaveraged = 0
 
     def plan(self) -> str:
         """The bytes of an averaging, as a table, and the bytes per step.
@@ -261,8 +200,6 @@ class DCTAverager(ModelAverager):
         """
         self._ledger.require_intact()
         table = plan_table([self._plan], self._device, "averaging")
-        ranks = dist.get_process_group_ranks(self.process_group)
-        table += node_sentence([self._plan], ranks, "fewer bits send less (docs/guide/cluster.md)")
         dense = all_reduce_bytes(4 * self._plan.numel, self._plan.ranks)
         line = f"\nEvery {self.period} steps: {self.wire_bytes / self.period:,.0f} bytes a step"
         fewer = dense * self.period / self.wire_bytes if self.wire_bytes else 0
@@ -281,8 +218,7 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        self._own_steps.warn_if_never_called()
-        own = {"step": self.step, "unaveraged": self._own_steps.count}
+        own = {"step": self.step, "unaveraged": self._unaveraged}
         return {**self._ledger.stats([self._plan]), **own}
 
     @torch.no_grad()
@@ -297,7 +233,6 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        self._own_steps.warn_if_never_called()
         parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
         parts = zip(parameters.values(), self._base.split(self._plan.sizes), strict=True)
         for parameter, part in parts:
@@ -308,7 +243,7 @@ class DCTAverager(ModelAverager):
             "world_size": self.process_group.size(),
             "local_size": 1,
             "density": self._settings.density,
-            "unaveraged": self._own_steps.save(),
+            "unaveraged": self._unaveraged,
             **self._own,
             "parameters": parameters,
         }
@@ -345,8 +280,8 @@ class DCTAverager(ModelAverager):
         self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(saved)
         self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
-        self._own_steps.load(entry.get("unaveraged", self.step % self.period))
-        if self._step_ahead and not self._own_steps.count:
+        self._unaveraged = entry.get("unaveraged", self.step % self.period)
+        if self._step_ahead and not self._unaveraged:
             # Those saved, to the bit, where this rank was given others since (as it was made, say).
             self._weights.write(self._start(self._base))
 
@@ -382,7 +317,7 @@ class DCTAverager(ModelAverager):
             raise
         self._base = base
         self._weights.write(start)
-        self._own_steps.count, self._own_steps.ahead = 0, self._differ
+        self._unaveraged = 0
 
     def _start(self, base: Tensor) -> Tensor:
         """The weights of this rank after an averaging: the base, or ahead of it where they can."""
