@@ -24,12 +24,8 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 NO_PASS = -1
-
-
-def backward_pass() -> int:
-    """The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its
-    own number."""
-    return torch._C._current_graph_task_id()
+# The number of the backward pass under way in this thread, or NO_PASS. A nested pass has its own.
+backward_pass = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

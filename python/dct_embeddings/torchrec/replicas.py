@@ -185,8 +185,8 @@ class _Weights:
             torch._foreach_zero_(self._bucket.residuals())
         else:
             self.ledger.begin()
-            self.ledger.start(self._bucket, mean)
-            self._bucket.finish(mean)
+            self.ledger.sent[0] = self._bucket
+            self._bucket.reduce(mean)
             self.ledger.finish()
         self._base += mean
         parts = self._base.split([tensor.numel() for tensor in self._tensors])

@@ -145,6 +145,7 @@ class DCTState:
             if self._names:
                 checks.fail("DCTState", "state", "bound to one DDP only", "a second")
             device = device_of(names)
+            self._loss_scale.watch(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
         self._ledger = StepLedger(
@@ -156,7 +157,6 @@ class DCTState:
             self._loss_scale,
             self.start_step,
         )
-        self._loss_scale.watch(names)
         topology.open(self._ledger.run_id)
         self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
@@ -347,10 +347,10 @@ class DCTState:
         self._next_index = index + 1
         parts = self._buckets.parts(index, bucket)
         if parts is None:
-            job: Start = partial(self._reduction(index), buffer)
+            job: Start = partial(self._launch(index), buffer)
         else:
-            reductions = [(part, self._reduction(number)) for number, part in parts.items()]
-            job = partial(reduce_parts, bucket.parameters(), reductions, buffer)
+            launches = [(parameters, self._launch(number)) for number, parameters in parts.items()]
+            job = partial(reduce_parts, bucket.parameters(), launches, buffer)
         mean = self._executor.submit(job, buffer)
         self._await_end(bucket)
         return mean
@@ -369,12 +369,13 @@ class DCTState:
         self._in_step = False
         self._ledger.end()
 
-    def _reduction(self, number: int) -> Callable[[Tensor], Complete | None]:
-        """Reduces the gradients of a bucket in this step, as one flat tensor."""
+    def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
+        """Starts to reduce the gradients of a bucket in this step, as one flat tensor."""
         if not self._ledger.compresses:
             return self._topology.reduce_densely
-        bucket = self._buckets.bucket(number, self._ledger.packed)
-        return self._ledger.reduction(number, bucket)
+        self._ledger.sent[number] = bucket = self._buckets.bucket(number, self._ledger.packed)
+        scale, inv_scale = self._ledger.scales
+        return partial(bucket.launch, scale=scale, inv_scale=inv_scale)
 
     def _finish_last_step(self, op: str) -> None:
         self._require_usable(op)

@@ -6,8 +6,7 @@ notified: they fail when this rank exits, or when the process group times out.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dct_kernels import __version__
 
 from .._torch import span
 from ..groups import exchange, refusing, require_same, timeout_of
-from .bucket import Bucket, Complete, StepResults, Submit, run_now
+from .bucket import Bucket, StepResults, Submit, run_now
 from .loss_scale import LossScale
 from .plan import BucketPlan, step_bytes
 from .results import RecentStats
@@ -46,6 +45,8 @@ class StepLedger:
     Attributes:
         run_id: made by the first rank when training starts, and kept in checkpoints.
         step: steps begun.
+        sent: {number: bucket} of the step, in which its buckets are entered as they are sent.
+        scales: of the gradients of the step, and its inverse; None if there is none.
         submit: runs a function after the exchanges of the step so far, if they run elsewhere.
         non_finite: whether a gradient of the step that was read last was not finite.
 
@@ -98,7 +99,8 @@ class StepLedger:
 
     def _resume_at(self, step: int) -> None:
         self.step, self._number, self.non_finite = step, step, False
-        self._sent: dict[int, Bucket] = {}  # of the last step, until taken back
+        self.sent: dict[int, Bucket] = {}
+        self.scales: tuple[Tensor | None, Tensor | None] = None, None
         self._unread = False  # whether the results of the last step are not posted
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
@@ -128,7 +130,8 @@ class StepLedger:
         self._settle()
         self._number = self.step if number is None else number
         self._loss_scale.begin()
-        self._sent = {}  # is applied, or was taken back
+        self.scales = self._loss_scale.value, self._loss_scale.inverse
+        self.sent = {}  # those of the last step were applied, or taken back
         self._unread = True
         self.non_finite = False
         self.step += 1
@@ -146,17 +149,6 @@ class StepLedger:
             if self._shards is not None:
                 require_same(op, self._exchange(op, values, self._shards))
             self._compared = True
-
-    def reduction(self, number: int, bucket: Bucket) -> Callable[[Tensor], Complete | None]:
-        """`Bucket.launch` of this bucket in this step, for any thread."""
-        self._sent[number] = bucket
-        scale = self._loss_scale
-        return partial(bucket.launch, scale=scale.value, inv_scale=scale.inverse)
-
-    def start(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Start to send a step's only bucket: see `Bucket.start`."""
-        self._sent[0] = bucket
-        bucket.start(buffer)
 
     def end(self) -> None:
         """The backward pass has ended: read the results of the step before, and post this one's.
@@ -181,7 +173,7 @@ class StepLedger:
         if self._unread:
             self.read()  # of the step before, if its end was not seen
             self._unread = False
-            self._results = self._number, StepResults(self._sent, self.submit)
+            self._results = self._number, StepResults(self.sent, self.submit)
 
     def read(self) -> None:
         """Read the results that were posted, if there are any; waits for their exchanges."""
@@ -223,8 +215,8 @@ class StepLedger:
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals. Idempotent."""
-        while self._sent:
-            self._sent.popitem()[1].take_back()
+        while self.sent:
+            self.sent.popitem()[1].take_back()
 
     def stats(self, plans: Sequence[BucketPlan]) -> dict[str, float | int | None]:
         """Means of the last 100 steps, and the bytes of a step: see `DCTState.stats`."""

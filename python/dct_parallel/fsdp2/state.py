@@ -273,9 +273,8 @@ class FullyShardState:
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.compresses:
-            complete = self._ledger.reduction(index, self._buckets[index])(flat)
-            if complete is not None:
-                complete()
+            self._ledger.sent[index] = self._buckets[index]
+            self._buckets[index].reduce(flat, *self._ledger.scales)
         else:
             with span("dct::exchange_dense"):
                 flat.copy_(dense_mean(flat, torch.bfloat16, self._group))

@@ -300,7 +300,8 @@ class DCTAverager(ModelAverager):
         self._ledger.begin(self.step // self.period)
         base = None
         try:
-            self._ledger.start(self._bucket, moved)
+            self._ledger.sent[0] = self._bucket
+            self._bucket.start(moved)
             del moved  # is in the residual; the mean needs as much memory
             base = self._receive()
             start = self._start(base)  # needs memory, so before ranks agree
