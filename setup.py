@@ -1,5 +1,5 @@
-"""Builds libraries against the stable ABI of the torch that is installed: dct_kernels/_C.abi3.so,
-and with CUDA kernels dct_kernels/_cuda.abi3.so beside it, which only a CUDA torch loads.
+"""Builds dct_kernels/_C.abi3.so against the stable ABI of the installed torch. A build with CUDA
+kernels adds dct_kernels/_cuda.abi3.so, which only a CUDA torch loads.
 
     pip install --no-build-isolation .    CPU kernels, and CUDA's with a CUDA torch and nvcc
     DCT_CUDA=0 or 1                       never build CUDA kernels, or stop if it cannot be done
@@ -7,9 +7,6 @@ and with CUDA kernels dct_kernels/_cuda.abi3.so beside it, which only a CUDA tor
     DCT_DEBUG=1                           -O0 -g
     DCT_SANITIZE=address,undefined        instrumented; runs under LD_PRELOAD of the runtimes
     TORCH_CUDA_ARCH_LIST="9.0"            CUDA architectures; default 8.0;9.0;10.0+PTX
-
-Without a C++ compiler the build stops, unless DCT_BUILD=0 asks for pure Python. Everything else
-about the package is in pyproject.toml; the sources are listed in csrc/sources.txt.
 """
 
 import importlib.metadata
@@ -20,260 +17,141 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
 import setuptools
 
 ROOT = Path(__file__).parent.resolve()
-OLDEST_SETUPTOOLS = 64
-OLDEST_TORCH = "2.11"  # that loads the library
-
-
-def flag(name: str) -> bool | None:
-    """True, False, or None where the environment does not say."""
-    value = os.environ.get(name)
-    if value not in (None, "0", "1"):
-        stop(f"{name} must be 0 or 1, got {value!r}")
-    return None if value is None else value == "1"
+TORCH = "torch>=2.11"
 
 
 def stop(text: str) -> NoReturn:
     sys.exit(f"setup.py: {text}")
 
 
-def note(text: str) -> None:
-    print(f"setup.py: {text}", file=sys.stderr)
+def flag(name: str) -> bool | None:
+    """The value of an environment variable, or None if it is not set."""
+    value = os.environ.get(name)
+    if value not in (None, "0", "1"):
+        stop(f"{name} must be 0 or 1, got {value!r}")
+    return None if value is None else value == "1"
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Major and minor."""
+    """The major and the minor number."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def check_setuptools() -> None:
-    """Without build isolation nobody compares it with what pyproject.toml requires."""
-    version = setuptools.__version__
-    if numbers(version)[0] < OLDEST_SETUPTOOLS:
-        wanted = f'"setuptools>={OLDEST_SETUPTOOLS},<82" wheel'  # torch 2.11 refuses 82
-        stop(f"setuptools {version} is older than {OLDEST_SETUPTOOLS}: pip install {wanted}")
-    if not makes_wheels():
-        stop(f"setuptools {version} needs the package wheel: pip install wheel")
-
-
-def makes_wheels() -> bool:
-    """From 70.1 on by itself, before with the package `wheel`."""
-    from setuptools.errors import ModuleError  # which the oldest do not have
-
+def require(requirement: str, advice: str) -> None:
+    """Check an installed package, because without build isolation pip does not."""
+    package, _, oldest = requirement.partition(">=")
     try:
-        setuptools.Distribution().get_command_class("bdist_wheel")
-    except ModuleError:
-        return False
-    return True
-
-
-def check_torch() -> None:
-    """Stop before pip replaces a torch that is too old, and its CUDA libraries with it."""
-    try:
-        version = importlib.metadata.version("torch")
+        found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return
-    if numbers(version) < numbers(OLDEST_TORCH):
-        stop(f"torch {version} is older than {OLDEST_TORCH}: pip install --upgrade torch")
+        stop(f"the build needs {requirement}, found none: {advice}")
+    if numbers(found) < numbers(oldest):
+        stop(f"the build needs {requirement}, found {found}: {advice}")
 
 
 def check_compiler() -> None:
-    """Stop where there is none: without kernels a step takes some hundred times as long."""
-    command = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
-    name = shlex.split(command)[0]
+    name = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
     if shutil.which(name) is None:
         stop(
-            f"there is no C++ compiler ({name} is not on PATH): apt-get install g++, or name yours "
-            "in CXX; DCT_BUILD=0 installs without kernels, some hundred times slower"
+            f"there is no C++ compiler ({name} is not on PATH): apt-get install g++, or set CXX; "
+            "DCT_BUILD=0 builds no kernels, which makes the ops about 100 times slower"
         )
 
 
-def toolkits() -> list[Path]:
-    """Where the CUDA toolkit may be: what the environment says, or where it usually is."""
+def cuda_home() -> str:
+    """The folder of the CUDA toolkit. The nvcc on PATH may be a script outside that folder."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return [Path(home)]
-    found = []
-    nvcc = shutil.which("nvcc")
-    if nvcc is not None:
-        # It may be a link or a script, far from its toolkit, and says itself where that is.
-        plan = output(nvcc, "--dryrun", "-x", "cu", os.devnull)
-        found = [Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.*)$", plan, re.MULTILINE)]
-        found.append(Path(nvcc).parents[1])
-    return [*found, Path("/usr/local/cuda")]
+    if not home:
+        plan = subprocess.getoutput("nvcc --dryrun -x cu /dev/null")
+        top = re.search(r"^#\$ TOP=(.*)$", plan, re.MULTILINE)
+        home = os.path.realpath(top[1]) if top else "/usr/local/cuda"
+    return home
 
 
-def why_not(toolkit: Path, cuda: str) -> str | None:
-    """Why the toolkit does not build for a torch of this CUDA version, or None."""
-    nvcc = toolkit / "bin" / "nvcc"
-    if not nvcc.exists():
-        return f"{toolkit} has no bin/nvcc"
-    # Conda's compilers look into targets/.
-    headers = ("include/cuda_runtime_api.h", "targets/*/include/cuda_runtime_api.h")
-    if not any(any(toolkit.glob(header)) for header in headers):
-        return f"{toolkit} has no include/cuda_runtime_api.h"
-    release = re.search(r"release (\d+)\.", output(nvcc, "--version"))
-    if release is None or int(release[1]) != numbers(cuda)[0]:
-        return f"{toolkit} is CUDA {release[1] if release else 'of no known version'}"
-    return None
-
-
-def output(*command: str | Path) -> str:
-    """stdout and stderr: nvcc writes its plan to the latter."""
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    ).stdout
-
-
-def find_toolkit(cuda: str) -> tuple[Path | None, str]:
-    """The first that will do for a torch of this CUDA version, or why the first of all will not."""
-    reasons = []
-    for toolkit in toolkits():
-        reason = why_not(toolkit, cuda)
-        if reason is None:
-            return toolkit, ""
-        reasons.append(reason)
-    return None, reasons[0]
-
-
-def cuda_toolkit(torch) -> Path | None:
-    """The toolkit to build CUDA kernels with, or None if there are to be none."""
-    # Not torch.cuda.is_available(): build machines often have no GPU.
-    wanted, cuda = flag("DCT_CUDA"), torch.version.cuda
-    if wanted is False or (wanted is None and cuda is None):
-        return None
-    toolkit, missing = None, []
-    if cuda is None:
-        missing.append("a torch built for CUDA")
-    else:
-        toolkit, reason = find_toolkit(cuda)
-        if toolkit is None:
-            name = f"the toolkit of CUDA {numbers(cuda)[0]}"
-            missing.append(f"{name} ({reason}; CUDA_HOME says where it is)")
-    if wanted and missing:
-        stop(f"DCT_CUDA=1, but these are missing: {', '.join(missing)}")
-    if missing:
-        note(f"no CUDA kernels are built, these are missing: {', '.join(missing)}")
-        return None
-    return toolkit
-
-
-def sources() -> list[str]:
-    return (ROOT / "csrc" / "sources.txt").read_text().split()
+def find_cuda(version: str | None) -> bool:
+    """Return whether to build CUDA kernels, and set CUDA_HOME for torch. No GPU is needed."""
+    wanted = flag("DCT_CUDA")
+    if wanted is False or (wanted is None and version is None):
+        return False
+    home = os.environ["CUDA_HOME"] = cuda_home()
+    nvcc = f"{home}/bin/nvcc"
+    release = re.search(r"release ([\d.]+)", subprocess.getoutput(shlex.join([nvcc, "--version"])))
+    found = release[1] if release else "missing"
+    matches = version is not None and numbers(version)[:1] == numbers(found)[:1]
+    versions = f"CUDA is {version or 'missing'} in torch and {found} in {nvcc}"
+    if wanted and not matches:
+        stop(f"DCT_CUDA=1, but {versions}: install a CUDA torch, and set CUDA_HOME to its toolkit")
+    kernels = "CUDA kernels" if matches else "no CUDA kernels"
+    advice = "DCT_CUDA=0 skips them" if matches else "CUDA_HOME selects the toolkit"
+    print(f"setup.py: building {kernels}, because {versions}; {advice}", file=sys.stderr)
+    return matches
 
 
 def sources_of(library: str) -> list[str]:
-    """Of `_C` or `_cuda`: its kernels, its registrations, and the bindings that both have."""
-    other = (
-        ("csrc/cuda/", "csrc/bindings/cuda.")
-        if library == "_C"
-        else ("csrc/cpu/", "csrc/bindings/cpu.")
-    )
-    return [source for source in sources() if not source.startswith(other)]
+    """The sources of `_C`, which has no CUDA kernels, or of `_cuda`, which has no CPU kernels."""
+    other = {"_C": "cuda", "_cuda": "cpu"}[library]
+    sources = (ROOT / "csrc/sources.txt").read_text().split()
+    return [s for s in sources if not s.startswith((f"csrc/{other}/", f"csrc/bindings/{other}."))]
 
 
-def extensions():
-    try:
-        import torch
-    except ImportError as error:
-        stop(
-            "the build needs your torch: pip install --no-build-isolation . "
-            f"(and before it pip install 'torch>={OLDEST_TORCH}', if you have none: {error})"
-        )
-    toolkit = cuda_toolkit(torch)
-    if toolkit is not None:
-        os.environ["CUDA_HOME"] = str(toolkit)  # read by the import that follows
-    from torch.utils import cpp_extension
+def extensions() -> dict:
+    require(TORCH, f"pip install '{TORCH}', and then pip install --no-build-isolation .")
+    check_compiler()
+    import torch
 
-    debug = flag("DCT_DEBUG")
-    sanitizers = os.environ.get("DCT_SANITIZE", "")
-    define = ["-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*numbers(OLDEST_TORCH))]
-    common = [*define, "-std=c++17", *(["-O0", "-g"] if debug else ["-O3"])]
-    torch_folder = Path(torch.__file__).parent
-    # The compiler names a header behind a link by where it really lies.
-    sources = [ROOT, torch_folder, torch_folder.resolve()]
-    cxx = [
-        *common,
-        *([] if debug else ["-g0"]),
-        "-Wall",
-        "-Wextra",
-        "-ffp-contract=off",  # equal bits on every backend: no fused multiply-add
-        "-fvisibility=hidden",
-        *(f"-ffile-prefix-map={path}/=" for path in sources),  # none of this machine in messages
-        *(f"-isystem{path}" for path in cpp_extension.include_paths()),  # no warnings of theirs
-    ]
-    link = []
-    if sanitizers:
-        cxx += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-O1", "-g"]
-        link += [f"-fsanitize={sanitizers}"]
+    cuda = find_cuda(torch.version.cuda)
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension, include_paths
+
+    target = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*numbers(TORCH))
+    common = [target, "-std=c++17", *(["-O0", "-g"] if flag("DCT_DEBUG") else ["-O3"])]
     nvcc = [*common, "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-    makes = {"_C": cpp_extension.CppExtension}
-    build = cpp_extension.BuildExtension
-    if toolkit is not None:
+    cxx = ["-g0", *common, "-Wall", "-Wextra", "-fvisibility=hidden"]
+    cxx += ["-ffp-contract=off"]  # equal bits on every backend: no fused multiply-add
+    cxx += [f"-isystem{path}" for path in include_paths()]  # no warnings from torch's headers
+    # Error messages contain no folder of this machine. The compiler resolves links to headers.
+    headers = Path(torch.__file__).parent
+    cxx += [f"-ffile-prefix-map={path}/=" for path in (ROOT, headers, headers.resolve())]
+    sanitize = [f"-fsanitize={names}" for names in os.environ.get("DCT_SANITIZE", "").split()]
+    cxx += [*sanitize, "-fno-omit-frame-pointer", "-O1", "-g"] if sanitize else []
+    options = {
+        "depends": glob("csrc/**/*.*", root_dir=ROOT, recursive=True),
+        "extra_compile_args": {"cxx": cxx, "nvcc": nvcc},
+        "extra_link_args": sanitize,
+        "py_limited_api": True,
+    }
+    modules = [CppExtension("dct_kernels._C", sources_of("_C"), **options)]
+    if cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
-        makes["_cuda"] = cpp_extension.CUDAExtension
-        build = with_hint(build)
-    return [
-        make(
-            name=f"dct_kernels.{library}",
-            sources=sources_of(library),
-            depends=[
-                "csrc/sources.txt",
-                *(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*h")),
-            ],
-            extra_compile_args={
-                "cxx": [*cxx, *(["-DUSE_CUDA"] if library == "_cuda" else [])],
-                "nvcc": [*nvcc, "-DUSE_CUDA"],
-            },
-            extra_link_args=link,
-            py_limited_api=True,
-        )
-        for library, make in makes.items()
-    ], build
-
-
-def with_hint(build: type) -> type:
-    """The same command; where it fails, its last line says how to do without CUDA kernels."""
-
-    class Build(build):
-        def run(self) -> None:
-            try:
-                super().run()
-            except Exception as error:  # the compiler has said why
-                stop(f"{error}; DCT_CUDA=0 builds without CUDA kernels")
-
-    return Build
+        options["define_macros"] = [("USE_CUDA", None)]
+        modules += [CUDAExtension("dct_kernels._cuda", sources_of("_cuda"), **options)]
+    return {
+        "ext_modules": modules,
+        "cmdclass": {"build_ext": BuildExtension},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
 
 
 def link_packages() -> None:
-    """All packages under python/: an editable install is then a path, which wins over a folder
-    dct_kernels beside a user's program (a checkout's parent has one), where a finder would not."""
+    """Collect all packages under python/, so that an editable install adds a folder to sys.path.
+    With an import finder, a folder dct_kernels beside the user's program would hide the package."""
     link = ROOT / "python/dct_kernels"
-    if not link.is_dir():
-        link.unlink(missing_ok=True)
+    if not link.exists():
         link.symlink_to("../dct_kernels")
 
 
 def main() -> None:
-    check_setuptools()
+    tools = 'pip install "setuptools>=64,<82" wheel'  # torch 2.11 refuses setuptools 82
+    require("setuptools>=64", tools)
+    if numbers(setuptools.__version__) < (70, 1):  # later versions make wheels without it
+        require("wheel", tools)
     link_packages()
-    check_torch()
-    built = {}
-    if flag("DCT_BUILD") is False:
-        note("DCT_BUILD=0: nothing is compiled, dct_kernels will run without kernels of its own")
-    else:
-        check_compiler()
-        modules, build_ext = extensions()
-        built = {
-            "ext_modules": modules,
-            "cmdclass": {"build_ext": build_ext},
-            "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
-        }
+    built = {} if flag("DCT_BUILD") is False else extensions()
     # In pyproject.toml, setuptools before 77 want the license in a form that later ones warn of.
     setuptools.setup(license="BSD-3-Clause", **built)
 
