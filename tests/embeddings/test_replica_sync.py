@@ -353,9 +353,12 @@ def test_a_damaged_payload_is_not_added(rank, transport, sender, settings):
     module = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[transport]
     gather = module.all_gather
 
-    def damaging(output, tensor, group):
-        gather(output, tensor, group)
+    def damaging(output, tensor, group, **options):
+        work = gather(output, tensor, group, **options)
+        if work is not None:
+            work.wait()
         output.view(2, -1)[sender, 0] += 1
+        return work
 
     bags = _bags()
     optimizer = OPTIMIZERS["sgd"]([bags.weight])

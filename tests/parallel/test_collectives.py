@@ -39,27 +39,35 @@ def test_dense_mean(rank):
 
 
 def test_a_worker_keeps_the_order_and_hands_on_errors():
+    """Jobs start in order, and are completed in order, after the next one has started at most."""
     worker, done = ThreadExecutor(), []
 
     def job(index):
         time.sleep(0.002 * (index % 3))
-        done.append((index, threading.current_thread().name))
+        done.append(("start", index, threading.current_thread().name))
         if index == 5:
             raise ValueError("job 5 fails")
-        return torch.tensor(index)
+        return (lambda: done.append(("complete", index, None))) if index % 4 else None
 
-    futures = [worker.submit(lambda index=index: job(index)) for index in range(10)]
+    futures = [worker.submit(lambda index=index: job(index), index) for index in range(10)]
+    worker.submit_after(lambda: done.append(("after", 10, None))).wait()
     with pytest.raises(RuntimeError, match="job 5 fails"):
         futures[5].wait()
-    assert [f.wait().item() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
-    assert done == [(index, "dct") for index in range(10)]
+    assert [f.wait() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert [(n, name) for what, n, name in done if what == "start"] == [
+        (index, "dct") for index in range(10)
+    ]
+    assert [n for what, n, _ in done if what != "start"] == [1, 2, 3, 6, 7, 9, 10]
+    for index in (1, 2, 3, 6, 7, 9):
+        at = done.index(("complete", index, None))
+        assert [n for what, n, _ in done[:at] if what == "start"][-1] in (index, index + 1)
 
 
 def test_a_worker_ends_with_its_owner_and_keeps_nothing_alive():
     before = set(threading.enumerate())  # some of these may end meanwhile
     worker, owned = ThreadExecutor(), torch.ones(3)
     watch = weakref.ref(owned)
-    worker.submit(lambda owned=owned: owned + 1).wait()
+    worker.submit(lambda owned=owned: (owned.add_(1), None)[1], None).wait()
     del owned
     for _ in range(100):  # the thread lets go of a job just after completing its future
         gc.collect()

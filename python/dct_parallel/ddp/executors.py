@@ -8,6 +8,7 @@ its own, in the order of arrival, which differs between ranks, so a collective i
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +34,23 @@ class _Job(NamedTuple):
 _Jobs = queue.SimpleQueue[_Job | None]  # None: the end
 
 
-class ThreadExecutor:
+class Executor(ABC):
+    """Runs jobs in the order of submission, without gradients."""
+
+    @abstractmethod
+    def submit(self, start: Start, result: _Result) -> Future[_Result]:
+        """A future of `result` once the job is complete, or of the exception that it raises."""
+
+    def submit_after(self, call: Complete) -> Future[None]:
+        """Call this once all earlier jobs are complete."""
+        return self.submit(lambda: call, None)
+
+    @abstractmethod
+    def close(self) -> object:
+        """Finish the jobs, and end."""
+
+
+class ThreadExecutor(Executor):
     """One thread, first in first out: for CPU tensors, whose collectives block their caller.
 
     While a started job waits for its message, the next one starts. `close()` ends the thread once
@@ -45,26 +62,30 @@ class ThreadExecutor:
         # A daemon: a rank whose peers are gone must be able to exit from within a collective.
         thread = threading.Thread(target=_serve, args=(self._jobs,), name="dct", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
+        self._end = weakref.finalize(self, _stop, self._jobs, thread)  # also at exit
 
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        """A future of `result` once the job is complete, or of the exception it raises."""
         done: Future[_Result] = Future()
         # DDP reads the future in C++, which knows an exception for one only from a callback.
         value = done.then(Future.value)
         self._jobs.put(_Job(start, result, done))
         return value
 
+    def close(self) -> None:
+        self._end()
 
-class StreamExecutor:
-    """A CUDA stream. Its collectives return at once, so the submitting thread can queue them."""
+
+class StreamExecutor(Executor):
+    """A CUDA stream, to which the submitting thread queues jobs.
+
+    Waiting for the future of a job makes the current stream wait for this one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, start: Start, result: _Result) -> Future[_Result]:
-        """A future of `result`: its wait makes the current stream wait for this one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future[_Result] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream), torch.no_grad(), below_autograd():
@@ -75,10 +96,7 @@ class StreamExecutor:
         return done
 
     def close(self) -> None:
-        """Nothing to end: the stream is torch's."""
-
-
-Executor = ThreadExecutor | StreamExecutor
+        """Do nothing: the stream is torch's."""
 
 
 def executor_for(device: torch.device) -> Executor:

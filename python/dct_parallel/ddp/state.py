@@ -161,7 +161,7 @@ class DCTState:
         self._buckets = Buckets(names, self.settings, topology, device)
         self._topology, self.node_group = topology, topology.node.group
         self._executor = executor_for(device)
-        self._ledger.submit = partial(self._executor.submit, result=None)
+        self._ledger.submit = self._executor.submit_after
         self._names = names  # bound
         self._ddp = weakref.ref(ddp)
 

@@ -39,6 +39,7 @@ class ReduceScatter(Transport):
         self._owner = self._codec_of(rank, codec.step)
         self.owned = low, self._owner.residual
         self._packed = False  # the mean of the arrived payloads, by the owner
+        self._overwritten = False  # whether a new exchange may have overwritten them
         self._splits = [int(index < plan.owners) for index in range(ranks)]
         rows = codec.payload.view(ranks, -1)
         self._sent = rows[: plan.owners]
@@ -49,7 +50,7 @@ class ReduceScatter(Transport):
         self._started: dist.Work | None = None
 
     def start(self) -> None:
-        self._packed = False
+        self._packed, self._overwritten = False, True
         received = [len(self._arrived) // self._group.size()] * self._group.size()
         self._started = dist.all_to_all_single(
             self._arrived, self._sent, received, self._splits, self._group, async_op=True
@@ -64,6 +65,7 @@ class ReduceScatter(Transport):
             self._gather_results(packed)
         with span("dct::unpack"):
             result = self._codec.unpack(self._results.unsqueeze(0), out, out_scale)
+        self._overwritten = False
         return status_words(status), status_words(result), *self._headers
 
     def result(self, words: Sequence[Sequence[int]]) -> ExchangeResult:
@@ -71,9 +73,8 @@ class ReduceScatter(Transport):
         damaged = self._damaged([row[0] for row in words[:ranks]])
         code, headers = words[ranks][0], words[ranks + 1 :]
         sent, results = headers[:ranks], headers[ranks:]  # to owners, and by owners
-        if code:  # of all owners together; the next exchange may have overwritten their payloads
-            senders = ", ".join(map(str, self._ranks[:owners]))
-            damaged.append(f"status {code} from one of ranks {senders}, of the mean")
+        if code:
+            damaged += self._damaged_results(code)
             results = []  # headers of damaged payloads are ignored
         payloads = [*sent[:owners], *results[:owners]]
         return ExchangeResult(
@@ -85,6 +86,20 @@ class ReduceScatter(Transport):
             overflowed=overflowed(payloads),
             payloads=len(payloads),
         )
+
+    def _damaged_results(self, code: int) -> list[str]:
+        """The owners whose payloads cannot be read, by the status of all of them together.
+
+        If the payloads are still there, they are unpacked one by one.
+        """
+        if self._overwritten:
+            ranks = ", ".join(map(str, self._ranks))
+            return [f"status {code} from one of ranks {ranks}, of the mean"]
+        codes: list[int] = []
+        for owner, result in enumerate(self._results):
+            codec = self._codec_of(owner, 0)
+            codes += codec.unpack(result.unsqueeze(0), torch.empty_like(codec.residual)).tolist()
+        return self._damaged(codes, ", of the mean")
 
     def _codec_of(self, owner: int, step: int) -> Codec:
         """A codec of this owner's range alone, with payloads as long as the longest range's."""
