@@ -1,10 +1,11 @@
-"""Mixed precision: bfloat16 autocast, and a GradScaler that the hook's state knows.
+"""Mixed precision: bfloat16 autocast, and a GradScaler whose skipped steps lose no gradients.
 
     torchrun --nproc-per-node 2 examples/amp.py
 
-Rank 1 meets an infinity at step 5. Both ranks see it in their gradients, both skip the step and
-halve the scale, and what had been sent in that step goes back to the residuals. Every rank prints
-the step that was skipped, and the sum of its weights, which is the same to the last digit.
+At step 5 the batch of rank 1 contains an infinity, so the gradients of both ranks overflow. Both
+ranks skip the step and halve the scale, and the entries that were sent in that step return to the
+residuals. Every rank prints the skipped step and the sum of its weights, which is the same on all
+ranks to the last digit.
 """
 
 import gc
@@ -23,9 +24,9 @@ def train(rank):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = DCTState(ddp, density=0.05, grad_scaler=scaler)
-    ddp.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    state = DCTState(ddp, density=0.05, grad_scaler=scaler, optimizer=optimizer)
+    ddp.register_comm_hook(state, dct_hook)
 
     for step in range(10):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))

@@ -43,7 +43,7 @@ def ddp(rank: int, device: str, backend: str, transport: str, scaled: bool) -> l
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.5)
     scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    given = {"grad_scaler": scaler} if scaled else {}
+    given = {"grad_scaler": scaler, "optimizer": optimizer}
     state = DCTState(model, density=0.01, transport=transport, **given)
     model.register_comm_hook(state, dct_hook)
     got = []

@@ -45,7 +45,9 @@ def train(folder, local_steps):
         parts = {"model": model, "optimizer": optimizer, "averager": dct}
     else:
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
-        dct = DCTState(model, format="int4", grad_scaler=accelerator.scaler)  # None without float16
+        # The scaler is None without float16. The state takes the optimizer inside Accelerate's.
+        scaled = {"grad_scaler": accelerator.scaler, "optimizer": optimizer.optimizer}
+        dct = DCTState(model, format="int4", **scaled)
         model.register_comm_hook(dct, dct_hook)
         parts = {"hook": dct}
     accelerator.register_for_checkpointing(rate)

@@ -36,7 +36,8 @@ class Hook(Callback):
     def on_train_start(self, trainer, module):
         ddp = trainer.strategy.model
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.state = DCTState(ddp, format="int4", grad_scaler=scaler)
+        scaled = {"grad_scaler": scaler, "optimizer": trainer.optimizers}
+        self.state = DCTState(ddp, format="int4", **scaled)
         ddp.register_comm_hook(self.state, dct_hook)
         if trainer.ckpt_path:
             self.state.load_state_dict(torch.load(self.path(trainer), weights_only=True))

@@ -46,7 +46,10 @@ class DCT(TrainerCallback):
             self.parts = {"model": model, "optimizer": optimizer, "averager": self.dct}
         else:
             ddp = self.trainer.model_wrapped  # `model` is the module inside
-            self.dct = DCTState(ddp, format="int4", grad_scaler=self.trainer.accelerator.scaler)
+            scaler = self.trainer.accelerator.scaler  # None without float16
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # the one inside Accelerate's
+            scaled = {"grad_scaler": scaler, "optimizer": optimizer}
+            self.dct = DCTState(ddp, format="int4", **scaled)
             ddp.register_comm_hook(self.dct, dct_hook)
             self.parts = {"hook": self.dct}
         if progress.global_step:

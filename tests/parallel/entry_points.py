@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_parallel import DCTAverager, dct_fully_shard_hook
-from nodes import meshed_model, owed_by_all
+from nodes import meshed_state, owed_by_all
 from ranks import Dictated, gathered, owed, shard_mesh, through_a_file, weights
 
 
@@ -19,7 +20,10 @@ class Hook:
     local_size = None  # how many ranks reduce densely, before the exchange
 
     def __init__(self, sizes, bucket_cap_mb=25, **settings):
-        self.model, self.state = meshed_model(sizes, self.local_size, bucket_cap_mb, **settings)
+        self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        settings = {"optimizer": self.optimizer, **settings}
+        self.state = meshed_state(self.model, self.local_size, **settings)
         self.parameters = list(self.model.module.p)
         self.group = self.state._topology.between
         self.applied = 0  # the sum of all results, in float64
@@ -77,6 +81,8 @@ class Sharded(Hook):
         self.mesh = shard_mesh(*mesh)
         self.model = fully_shard(Dictated(sizes), mesh=self.mesh["shard"])
         self.parameters = list(self.model.p)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        settings = {"optimizer": self.optimizer, **settings}
         self.state = dct_fully_shard_hook(self.model, mesh=self.mesh, **settings)
         self.group = self.mesh["replicate"].get_group()
         self.applied = 0

@@ -15,10 +15,14 @@ TRANSPORTS = ("all_gather", "reduce_scatter")
 
 def meshed_model(sizes, local_size, bucket_cap_mb=25, **options):
     model = DDP(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
+    return model, meshed_state(model, local_size, **options)
+
+
+def meshed_state(model, local_size, **options):
     mesh = None if local_size is None else node_mesh(local_size, "cpu")
     state = DCTState(model, **{"density": 0.05, "mesh": mesh} | options)
     model.register_comm_hook(state, dct_hook)
-    return model, state
+    return state
 
 
 def same_step(model, grads):

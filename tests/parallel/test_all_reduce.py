@@ -167,7 +167,7 @@ def test_failures_lose_nothing(rank):
             if name == "all_to_all":
                 patch.setattr(dist, "all_to_all_single", fails)
             else:
-                for module in ("all_gather", "reduce_scatter"):
+                for module in ("transport", "reduce_scatter"):
                     patch.setattr(f"dct_parallel.exchange.{module}.all_gather", fails)
             with pytest.raises(Gone):
                 all_reduce_compressed(x, residual, format="int4")

@@ -77,7 +77,6 @@ def _skips(rank, make, cases):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=by_scaler)
         settings = {"start_step": 0, "transport": transport, "grad_scaler": scaler}
         point = make(PARAMETERS, density=0.05, **settings)
-        optimizer = torch.optim.SGD(point.model.parameters(), lr=1.0)
         total = torch.zeros(sum(PARAMETERS))
         for step in range(9):
             everyone = [torch.cat(integers(PARAMETERS, step, r)) for r in range(ranks)]
@@ -86,10 +85,10 @@ def _skips(rank, make, cases):
             before = point.weights()
             scaler.scale(point.loss(everyone[rank])).backward()
             if by_scaler:
-                scaler.step(optimizer)
+                scaler.step(point.optimizer)
                 scaler.update()
             elif _norm(point).isfinite():
-                optimizer.step()
+                point.optimizer.step()
             else:
                 point.state.take_back()
                 point.state.take_back()  # again: nothing

@@ -199,13 +199,12 @@ def test_damage_in_a_step_that_a_scaler_skips(rank):
     scaler, network = torch.amp.GradScaler("cpu", init_scale=16.0), Network(victims=[0])
     network.damage("gather")
     point = Hook(SIZES, density=0.05, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(point.model.parameters(), lr=0.1)
     for step in range(STEP + 1):
         numbers, network.bad = _numbers(step), step == STEP
         if step == STEP and rank == 0:
             numbers[7] = torch.inf
         scaler.scale(point.loss(numbers)).backward()
-        scaler.step(optimizer)
+        scaler.step(point.optimizer)
         scaler.update()
     assert scaler.get_scale() == 8.0
     if rank == 0:
@@ -295,5 +294,5 @@ def test_local_steps_that_cannot_be_averaged_are_kept(rank):
             calls = [state.average_parameters, state.flush, state.state_dict, state.stats]
             _raises(text, *calls, state.plan, lambda state=state: state.load_state_dict({}))
         owed = torch.zeros(NUMEL, dtype=torch.float64)
-        point.state._bucket.add_owed(owed)
+        point.state._bucket.add_pending(owed)
         assert torch.equal(sum_of_all(moved.double() - owed), 2 * base.double())

@@ -87,9 +87,9 @@ def test_ranks_stay_bitwise_equal_whatever_their_pace(rank, steps, transport):
 
     all_gather = by_all_gather.all_gather
 
-    def slow_gather(*args):
+    def slow_gather(*args, **options):
         time.sleep(dice.random() * 0.004)
-        all_gather(*args)
+        return all_gather(*args, **options)
 
     by_all_gather.all_gather = by_reduce_scatter.all_gather = slow_gather
     model.register_comm_hook(state, hook)
@@ -237,9 +237,9 @@ def test_exchanges_run_beside_the_backward_pass(rank, transport):
 
     all_gather = by_all_gather.all_gather
 
-    def waiting(*args):
+    def waiting(*args, **options):
         exchanged.append(came.wait(20))  # in vain, if the backward pass waited for this exchange
-        all_gather(*args)
+        return all_gather(*args, **options)
 
     model.register_comm_hook(state, hook)
     for step in range(4):

@@ -7,8 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dct_parallel import DCTState, dct_hook
-from ranks import Dictated, assert_same, batch, ddp, entry, integers, mlp, on_ranks, weights
+from ranks import (
+    Dictated,
+    assert_same,
+    batch,
+    ddp,
+    entry,
+    hooked,
+    integers,
+    mlp,
+    on_ranks,
+    weights,
+)
 
 SIZES = (2000, 30, 5000)
 NAMES = {f"p.{index}": index for index in range(len(SIZES))}
@@ -25,9 +35,9 @@ def test_accumulation_with_an_overflow_loses_no_finite_gradient(rank, no_sync, b
     """Two backward passes a step; one rank's overflow in either of them skips the step."""
     model = ddp(Dictated(SIZES))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    state = DCTState(model, density=0.05, grad_scaler=scaler, start_step=0)
-    model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"grad_scaler": scaler, "optimizer": optimizer, "start_step": 0}
+    model, state = hooked(model, density=0.05, **options)
     total = [torch.zeros(n) for n in SIZES]
     skipped = 0
     for step in range(9):
@@ -63,9 +73,9 @@ def test_float16_autocast_trains_through_overflowing_first_steps(rank):
     """float16 autocast whose first scales overflow: several steps in a row are skipped."""
     model = ddp(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
-    state = DCTState(model, density=0.1, grad_scaler=scaler, start_step=0)
-    model.register_comm_hook(state, dct_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"grad_scaler": scaler, "optimizer": optimizer, "start_step": 0}
+    model, state = hooked(model, density=0.1, **options)
     losses, skipped = [], 0
     for step in range(60):
         x, y = batch(step % 4, rank)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import payload_info
 from dct_parallel import DCTState, dct_hook
-from dct_parallel.exchange.results import RecentStats
+from dct_parallel.exchange.results import ExchangeResult, RecentStats
 from ranks import (
     Dictated,
     ddp,
@@ -88,14 +88,17 @@ def test_parameter_stats_tell_what_each_parameter_does(rank):
 
 
 def test_overflow_as_a_rule_warns_once():
+    def step(overflowed):
+        return [ExchangeResult([], False, [1], 100, overflowed, 4)]
+
     history = RecentStats()
     for _ in range(300):
-        history.add(0.01, 0.25)
+        history.add(step(1))
     assert history.overflow == 0.25
     history = RecentStats()
     with pytest.warns(UserWarning, match="51% of the payloads of the last 100 steps") as caught:
-        for step in range(300):
-            history.add(0.01, float(step % 100 < 51))
+        for number in range(300):
+            history.add(step(4 * (number % 100 < 51)))
     assert len(caught) == 1
     assert history.density == pytest.approx(0.01)
 

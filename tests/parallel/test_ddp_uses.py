@@ -242,8 +242,9 @@ def test_a_disabled_scaler_is_no_scaler(rank):
 @on_ranks(2)
 def test_a_copy_has_the_settings_only(rank):
     """As AveragedModel makes it. The original trains as before; a copy says what to do."""
-    scaler = torch.amp.GradScaler("cpu")
-    model, state = hooked(ddp(mlp()), density=0.8, grad_scaler=scaler)
+    scaler, model = torch.amp.GradScaler("cpu"), ddp(mlp())
+    optimizer = torch.optim.SGD(model.parameters())
+    model, state = hooked(model, density=0.8, grad_scaler=scaler, optimizer=optimizer)
     scaler.scale(model(batch(0, rank)[0]).sum()).backward()
     text = "must be one made by DCTState.*, got a copy, which has the settings only: make a new"
     for copied in (copy.deepcopy(model), through_a_file(model, weights_only=False)):

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dct_kernels import quantized_payload_bytes
-from dct_parallel.exchange import plan as selection
+from dct_parallel.exchange import plan
 from dct_parallel.exchange.settings import Settings
 from nodes import owed_by_all
 from ranks import Dictated, gathered, hooked, integers, on_ranks
 from wire_meter import WireMeter
 
 BLOCK = 16_384
-LARGEST_ENTRIES = Settings(0.005, "bfloat16")
 SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nine
 
 
@@ -34,7 +33,8 @@ SIZES = (1000, 500, 9 * BLOCK)  # two buckets: one of a single block, one of nin
     ],
 )
 def test_the_transport_goes_by_ranks_and_size(asked, ranks, numel, taken):
-    assert selection.transport_for(asked, LARGEST_ENTRIES, numel, ranks) == taken
+    settings = Settings(0.005, "bfloat16", transport=asked)
+    assert plan.transport_for(settings, numel, ranks) == taken
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "ternary"])
@@ -43,19 +43,19 @@ def test_every_entry_goes_where_it_costs_fewer_bytes(format):
     every_entry = Settings(1, format)
     row = quantized_payload_bytes(1024, format) - 64
     for ranks, blocks in itertools.product((1, 2, 3, 8, 100, 128), (1, 2, 3, 15, 16, 400)):
-        taken = selection.transport_for(None, every_entry, blocks * BLOCK, ranks)
+        taken = plan.transport_for(every_entry, blocks * BLOCK, ranks)
         each = -(-blocks // ranks)  # blocks of a range
         owners = -(-blocks // each)
         gathered = (ranks - 1) * (64 + 16 * row * blocks)
         scattered = (min(owners, ranks - 1) + ranks - 1) * (64 + 16 * row * each)
         assert taken == ("reduce_scatter" if scattered < gathered else "all_gather")
         assert (taken == "all_gather") == (ranks < 3 or blocks == 1 or (ranks, blocks) == (3, 2))
-    assert not selection.keeps_owners(None, every_entry, 2)
-    assert selection.keeps_owners(None, every_entry, 3)
+    assert not plan.keeps_owners(every_entry, 2)
+    assert plan.keeps_owners(every_entry, 3)
 
 
 def _model(**options):
-    selection.GATHER_RANKS = 1  # as if two were many
+    plan.GATHER_RANKS = 1  # as if two were many
     return hooked(DDP(Dictated(SIZES), bucket_cap_mb=0.1), density=0.05, **options)
 
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_parallel import DCTState
-from dct_parallel.exchange.bucket import Bucket
+from dct_parallel.exchange.bucket import Bucket, StepResults, run_now
 from dct_parallel.exchange.plan import BucketPlan
 from ranks import Dictated, batch, ddp, hooked, mlp, on_ranks, train, train_step
 
@@ -39,7 +39,7 @@ class Counted(TorchDispatchMode):
 
 
 def _bucket(sizes, scaled, transport):
-    """(kernels, memsets, copies to the host, collectives) of a step."""
+    """(kernels, memsets, copies on the device, collectives) of a step; one copy to the host more."""
     model = DDP(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
@@ -48,9 +48,9 @@ def _bucket(sizes, scaled, transport):
     scale = torch.full((1,), 8.0) if scaled else None
     inverse = None if scale is None else 1 / scale
     bucket.reduce(torch.randn(numel), scale, inverse)
-    assert bucket.take_result() is not None
     with Counted() as counted:
         bucket.reduce(torch.randn(numel), scale, inverse)
+        assert StepResults({0: bucket}, run_now).read()[0].damaged == []
     launches = TORCH | stated()
     kernels = memsets = copies = collectives = 0
     for name, times in counted.calls.items():
@@ -70,13 +70,13 @@ def _bucket(sizes, scaled, transport):
 def test_kernels_memsets_copies_and_collectives_of_a_bucket(rank):
     """With a scaler or without; what is sharded is packed, summed, packed again and unpacked."""
     for sizes, scaled in itertools.product(([5000, 30_000], [100, 30]), (False, True)):
-        assert _bucket(sizes, scaled, "all_gather") == (5, 1, 1, 1)
+        assert _bucket(sizes, scaled, "all_gather") == (5, 1, 0, 1)
         # Of the last bucket, all small, rank 1 owns nothing.
         owns_nothing = rank == 1 and sizes == [100, 30]
-        expected = (8, 1, 1, 2) if owns_nothing else (9, 2, 1, 2)
+        expected = (8, 1, 0, 2) if owns_nothing else (9, 2, 0, 2)
         assert _bucket(sizes, scaled, "reduce_scatter") == expected
     # 7 blocks: 4 are rank 0's, 3 rank 1's, whose range is put together from pieces of rows.
-    expected = (9, 2, 1, 2), (10, 2, 3, 2)
+    expected = (9, 2, 0, 2), (10, 2, 2, 2)
     assert _bucket([100_000], False, "reduce_scatter") == expected[rank]
 
 
@@ -112,6 +112,6 @@ def test_phases_have_a_span_each_in_the_profiler(rank):
     averages = {event.key: event.count for event in profiler.key_averages()}
     phases = {name: averages[f"dct::{name}"] for name in ("pack", "exchange", "unpack")}
     assert phases == dict.fromkeys(phases, 3 * buckets)  # 2 dense steps of 5
-    assert averages["dct::read_back"] == 3 * buckets
+    assert averages["dct::read_back"] == 3
     assert averages["dct::exchange_dense"] >= 2
-    assert averages["dct::wait"] == 5
+    assert averages["dct::wait"] == 2  # at the end of each pass after a compressed one

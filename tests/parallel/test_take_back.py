@@ -18,8 +18,10 @@ def _gradients(step, rank):
 
 
 def _make(**kwargs):
-    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, **{"start_step": 0, **kwargs})
-    return model, state, torch.optim.SGD(model.parameters(), lr=1.0)
+    model = ddp(Dictated(SIZES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    kwargs = {"start_step": 0, "optimizer": optimizer, **kwargs}
+    return *hooked(model, density=0.05, **kwargs), optimizer
 
 
 def _guarded_step(model, state, optimizer, grads):

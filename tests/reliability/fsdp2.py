@@ -110,12 +110,11 @@ class Door(GradientDoor):
         fully_shard(self._model, mesh=self._mesh["shard"])
         self._all = list(self._model.parameters())
         self._parameters = [p for p in self._all if p.requires_grad]
-        self._state = dct_fully_shard_hook(
-            self._model, mesh=self._mesh, grad_scaler=self._scaler, **self._options
-        )
         outside = DTensor.from_local(torch.zeros(3), self._mesh["shard"], [Replicate()])
         self._outside = nn.Parameter(outside)  # torch mixes none with other tensors
         self._optimizer = torch.optim.SGD([*self._parameters, self._outside], lr=1.0)
+        scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
+        self._state = dct_fully_shard_hook(self._model, mesh=self._mesh, **scaled, **self._options)
         self._layout = self._place()
 
     def _place(self):

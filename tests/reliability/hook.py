@@ -96,10 +96,11 @@ class Door(GradientDoor):
             self._set(weights)
         group = self._group
         self._ddp = DistributedDataParallel(self._model, process_group=group, **self._ddp_options)
-        self._state = DCTState(self._ddp, grad_scaler=self._scaler, **self._options)
-        self._ddp.register_comm_hook(self._state, dct_hook)
         self._outside = nn.Parameter(torch.zeros(3))
         self._optimizer = torch.optim.SGD([*self._parameters, self._outside], lr=1.0)
+        scaled = {"grad_scaler": self._scaler, "optimizer": self._optimizer}
+        self._state = DCTState(self._ddp, **scaled, **self._options)
+        self._ddp.register_comm_hook(self._state, dct_hook)
         self._exchanged = 0  # passes: after its first DDP deals its parameters out anew
 
     def _set(self, weights):
