@@ -366,8 +366,9 @@ class DCTState:
             at_end_of_backward(self._end_step)
 
     def _end_step(self) -> None:
-        self._in_step = False
-        self._ledger.end()
+        if self._in_step:  # not if called twice, in a pass with others nested in it
+            self._in_step = False
+            self._ledger.end()
 
     def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
         """Starts to reduce the gradients of a bucket in this step, as one flat tensor."""

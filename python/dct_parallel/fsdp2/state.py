@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dct_kernels import checks
 
 from .. import groups
-from .._torch import at_end_of_backward, span
+from .._torch import NO_PASS, at_end_of_backward, backward_pass, span
 from ..collectives import dense_mean
 from ..exchange.bucket import Bucket, parameter_stats
 from ..exchange.checkpoint import SegmentState
@@ -80,6 +80,7 @@ class FullyShardState:
         self._group = mesh["replicate"].get_group()
         self._shards = mesh["shard"].size()
         self._open, self._in_step = True, False  # whether a backward pass goes on
+        self._pass = NO_PASS  # the backward pass whose end is awaited
         self._order: list[int] = []  # units of this step
         self._last_order: list[int] = []  # of the last step, until ranks have compared it
 
@@ -270,6 +271,7 @@ class FullyShardState:
         if not self._in_step or index in self._order:
             self._begin_step()
         self._order.append(index)
+        self._await_end()
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if self._ledger.compresses:
@@ -281,20 +283,33 @@ class FullyShardState:
 
     def _begin_step(self) -> None:
         self._ledger.begin()
-        if self._order:  # the end of the last step was not seen
-            self._last_order, self._order = self._order, []
-        self._in_step = True
-        # FSDP may reduce gradients in a callback at the end of the backward pass. A callback that
-        # is queued there comes last.
-        at_end_of_backward(lambda: at_end_of_backward(self._end_step))
+        self._end_order()  # if the end of the last step was not seen
+        self._in_step, self._pass = True, NO_PASS
+
+    def _await_end(self) -> None:
+        """Call `_end_step` at the end of the backward pass under way, if that is not nested."""
+        backward = backward_pass()
+        if backward != self._pass:
+            self._pass = backward
+            # FSDP may reduce gradients in a callback at the end of the backward pass. A callback
+            # that is queued there comes last.
+            at_end_of_backward(lambda: at_end_of_backward(self._end_step))
 
     def _end_step(self) -> None:
+        if not self._in_step:  # called twice in a pass with others nested in it
+            return
         # Reentrant checkpointing nests backward passes: this may be the end of an inner one.
         self._in_step = any(unit.in_backward for unit in self._units)
         if not self._in_step:
+            self._end_order()
+            self._ledger.end()
+
+    def _end_order(self) -> None:
+        """Compare the units of the step before, and keep this step's for later. Collective."""
+        self._in_step = False
+        if self._order:
             self._compare_last_step()
             self._last_order, self._order = self._order, []
-            self._ledger.end()
 
     def _compare_last_step(self) -> None:
         """Compare the units of the last step. Collective.
@@ -316,5 +331,6 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload, in this step or before.
         """
         self._ledger.look()
+        self._end_order()
         self._compare_last_step()
         self._ledger.finish()
