@@ -19,9 +19,9 @@ class Hook:
 
     local_size = None  # how many ranks reduce densely, before the exchange
 
-    def __init__(self, sizes, bucket_cap_mb=25, **settings):
+    def __init__(self, sizes, bucket_cap_mb=25, fused=False, **settings):
         self.model = DistributedDataParallel(Dictated(sizes), bucket_cap_mb=bucket_cap_mb)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, fused=fused)
         settings = {"optimizer": self.optimizer, **settings}
         self.state = meshed_state(self.model, self.local_size, **settings)
         self.parameters = list(self.model.module.p)

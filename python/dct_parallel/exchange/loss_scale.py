@@ -48,11 +48,11 @@ class LossScale:
         self._stepped: dict[int, HostCopy | None] = {}
 
     def _checked(self, optimizer: Optimizers | None) -> list[Optimizer]:
-        if optimizer is None:
+        if optimizer is None or optimizer in ([], ()):
             raise ValueError(
                 f"dct::{self._op}: optimizer must be given with an enabled grad_scaler, to see "
                 "which steps the scaler skips (write grad_scaler=scaler, optimizer=optimizer), "
-                "got None"
+                f"got {optimizer}"
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         for each in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
