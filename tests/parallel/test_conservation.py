@@ -85,6 +85,8 @@ def _skips(rank, make, cases):
             before = point.weights()
             scaler.scale(point.loss(everyone[rank])).backward()
             if by_scaler:
+                if step == BAD_STEP and poison == "flood":
+                    point.state.take_back()  # as the scaler does: once
                 scaler.step(point.optimizer)
                 scaler.update()
             elif _norm(point).isfinite():

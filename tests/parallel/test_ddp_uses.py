@@ -23,7 +23,6 @@ from ranks import (
     mlp,
     on_ranks,
     owed,
-    run_ranks,
     through_a_file,
     train,
     weights,
@@ -124,49 +123,6 @@ def test_backward_with_create_graph(rank):
     assert left.count_nonzero() and applied.count_nonzero()
 
 
-def _left_out(rank, unused):
-    """DDP sends no bucket of parameters that no rank uses: it may be the first, or the last."""
-    sizes = (6000, 6000, 6000)
-    model = ddp(Dictated(sizes), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    state = DCTState(model, density=0.05, start_step=1)
-    indices = []
-
-    def hook(state, bucket):
-        indices.append((bucket.index(), bucket.is_last()))
-        return dct_hook(state, bucket)
-
-    model.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    used = [i for i in range(3) if i != unused]
-    model.module.forward = lambda *grads: sum((model.module.p[i] * grads[i]).sum() for i in used)
-    total = [torch.zeros(n) for n in sizes]
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(6):
-        optimizer.zero_grad()
-        grads = [torch.randint(-8, 9, (n,), generator=generator).float() for n in sizes]
-        model(*grads).backward()
-        if step == 4:  # a step that nobody applies: what was sent in it comes back, and no more
-            state.take_back()
-        else:
-            optimizer.step()
-        for index in used:
-            total[index] += grads[index]
-        assert state.step == step + 1
-    for index in range(3):
-        left, own = _left(state, index), total[index]
-        dist.all_reduce(left)
-        dist.all_reduce(own)
-        assert torch.equal(left - 2 * model.module.p[index].detach(), own), index
-    return len(set(indices)), min(indices)[0], any(last for _, last in indices)
-
-
-@pytest.mark.parametrize("unused", [0, 2], ids=["last", "first"])
-def test_buckets_that_ddp_leaves_out(unused):
-    # DDP's buckets are in reverse order of the parameters.
-    expected = (2, 0, False) if unused == 0 else (2, 1, True)
-    assert run_ranks(_left_out, 2, unused) == [expected] * 2
-
-
 @pytest.mark.parametrize("format", ["bfloat16", "int4", "ternary"])
 @on_ranks(2)
 def test_what_is_sent_of_a_parameter_that_no_rank_uses_is_lost(rank, format):
@@ -221,22 +177,24 @@ def test_parts_of_a_model_may_have_densities_of_their_own(rank):
 
 
 @on_ranks(2)
-def test_a_disabled_scaler_is_no_scaler(rank):
-    """GradScaler(enabled=False), so that one script serves with and without AMP."""
-    results = []
-    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
-        model, state = hooked(ddp(Dictated(SIZES)), density=0.05, grad_scaler=scaler)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for step in range(6):
-            optimizer.zero_grad()
-            grads = _integers(step, rank)
-            if step == 4 and rank == 0:
-                grads[2][11] = torch.inf  # nothing skips the step: nothing is taken back
-            loss = model(*grads)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            optimizer.step()
-        results.append([weights(model), *(_left(state, index) for index in range(3))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def test_take_back_where_nothing_was_sent(rank):
+    """Before compression, and between a load and the next step."""
+    with pytest.raises(ValueError, match="dct::take_back: state must be bound to its DDP"):
+        DCTState(density=0.05).take_back()
+    model, state = hooked(ddp(Dictated(SIZES)), density=0.05, start_step=1)
+    state.take_back()
+    model(*(torch.full((n,), torch.nan) for n in SIZES)).backward()
+    state.take_back()
+    assert not any(part.any() for part in owed(state.state_dict()).values())
+    for step in range(3):
+        model.zero_grad()
+        model(*_integers(step, rank)).backward()
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    state.take_back()
+    after = owed(state.state_dict())
+    assert all(torch.equal(part, after[name]) for name, part in owed(saved).items())
+    assert any(part.any() for part in after.values())
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
+from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook, dct_hook
 from dct_parallel.exchange.loss_scale import LossScale
 from entry_points import Hook, Sharded
 from nodes import owed_by_all, sum_of_all
@@ -144,29 +144,36 @@ def test_two_optimizers_of_one_model(rank, together):
 
 @on_ranks(2)
 def test_branches_that_are_used_in_turn(rank):
-    """A step exchanges one bucket, the next one another: each counts, has its scale, and returns."""
-    sizes, scaler = (6000, 6000), _scaler(init_scale=4.0, growth_interval=1)
+    """DDP exchanges other buckets in every step. Each step counts, has its scale, and returns."""
+    sizes, scaler = (6000, 6000, 6000), _scaler(init_scale=4.0, growth_interval=1)
     model = ddp(Dictated(sizes), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    optimizer, (a, b) = SGD(model.parameters(), lr=1.0), model.module.p
+    parameters, indices = model.module.p, set()
+    optimizer = SGD(parameters, lr=1.0)
     options = {"grad_scaler": scaler, "optimizer": optimizer}
-    model, state = hooked(model, density=0.05, start_step=0, **options)
-    total = torch.zeros(sum(sizes))
-    for step in range(9):
+    state = DCTState(model, density=0.05, start_step=1, **options)
+    model.register_comm_hook(
+        state, lambda state, bucket: indices.add(bucket.index()) or dct_hook(state, bucket)
+    )
+    total, skipped = torch.zeros(3, 6000), 0
+    for step in range(12):
         optimizer.zero_grad()
-        used = step % 2
-        numbers = _numbers(step, rank, sizes).view(2, -1) * torch.tensor([[1 - used], [used]])
-        total += numbers.flatten()
-        model.module.forward = lambda n, used=used: ((a, b)[used] * n[used]).sum()
+        used = [(0, 1), (2,), (1, 2), (0,)][step % 4]
+        numbers = _numbers(step, rank, sizes).view(3, -1)
+        total[[*used]] += numbers[[*used]]
+        model.module.forward = lambda n, used=used: sum((parameters[i] * n[i]).sum() for i in used)
         scaler.scale(model(numbers)).backward()
-        if step == 5:
+        assert state.step == step + 1
+        if step in (4, 9):
             state.take_back()
             continue
-        if step == 3:
-            b.grad[0] = torch.inf
+        if step in (3, 6):
+            parameters[used[0]].grad[0] = torch.inf
+        before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-    assert state.step == 9
-    _assert_conserved(owed_by_all(state.state_dict()), weights(model), total)
+        skipped += scaler.get_scale() < before
+    assert indices == {0, 1, 2} and skipped == 2
+    _assert_conserved(owed_by_all(state.state_dict()), weights(model), total.flatten())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -214,13 +221,13 @@ def test_optimizers_that_cannot_be_watched_are_refused(rank):
         r"\(write grad_scaler=scaler, optimizer=optimizer\), got "
     )
     other = SGD([torch.nn.Parameter(torch.zeros(1))])
-    hook = "a torch.optim.Optimizer, or a list of them \\(of a wrapper, the optimizer inside\\), got "
+    hook = r"a torch.optim.Optimizer, or a list of them \(of a wrapper, the optimizer inside\)"
     for optimizer, error, text in [
         (None, ValueError, missing + "None"),
         ([], ValueError, missing + r"\[\]"),
         (other, ValueError, "optimizer must be of the parameters that are averaged, got SGD of "),
-        (wrapper, TypeError, f"optimizer must be {hook}PostLocalSGDOptimizer"),
-        ([other, 3], TypeError, f"optimizer must be {hook}int"),
+        (wrapper, TypeError, f"optimizer must be {hook}, got PostLocalSGDOptimizer"),
+        ([other, 3], TypeError, f"optimizer must be {hook}, got int"),
     ]:
         options = {"grad_scaler": scaler, "optimizer": optimizer}
         with pytest.raises(error, match=f"^dct::DCTState: {text}"):

@@ -39,7 +39,7 @@ class Counted(TorchDispatchMode):
 
 
 def _bucket(sizes, scaled, transport):
-    """(kernels, memsets, copies on the device, collectives) of a step; one copy to the host more."""
+    """(kernels, memsets, copies on the device, collectives) of a step."""
     model = DDP(Dictated(sizes))
     state = DCTState(model, density=0.01, transport=transport)
     plan = state._buckets.plans()[0]
