@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from dct_kernels import checks
-
 from ..exchange.bucket import Bucket, Complete
 from ..exchange.checkpoint import SegmentState
 from ..exchange.plan import BucketPlan, plan_bucket
@@ -130,11 +128,15 @@ class Buckets:
 
     def _new_plan(self, bucket: dist.GradBucket, parameters: Sequence[Parameter]) -> BucketPlan:
         if any(parameter not in self._names for parameter in parameters):
-            rule = "made from the DDP that the hook is registered with"
-            checks.fail("dct_hook", "state", rule, "a bucket of a different model")
+            raise ValueError(
+                "dct::dct_hook: state must be made from the DDP that the hook is registered with"
+                ", got a bucket of a different model"
+            )
         if bucket.buffer().layout != torch.strided:
-            got = "a sparse one: build embeddings with sparse=False"
-            checks.fail("dct_hook", "gradient", "dense", got)
+            raise ValueError(
+                "dct::dct_hook: gradient must be dense, got a sparse one: build embeddings with "
+                "sparse=False"
+            )
         return self._plan_of(parameters)
 
     def node_bytes(self) -> int:

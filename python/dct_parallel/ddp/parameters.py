@@ -21,8 +21,9 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
         TypeError, ValueError: not a DDP, or a parameter that cannot be compressed, by name.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        got = type(ddp).__name__
-        checks.fail("DCTState", "ddp", "a DistributedDataParallel", got, TypeError)
+        raise TypeError(
+            f"dct::DCTState: ddp must be a DistributedDataParallel, got {type(ddp).__name__}"
+        )
     names = {}
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and name not in ddp.parameters_to_ignore:
@@ -31,7 +32,7 @@ def named_parameters(ddp: DistributedDataParallel) -> dict[Parameter, str]:
             names[parameter] = name
     device = device_of(names)
     if device.type not in ("cpu", "cuda"):
-        checks.fail("DCTState", "ddp", "on the CPU or on CUDA", device)
+        raise ValueError(f"dct::DCTState: ddp must be on the CPU or on CUDA, got {device}")
     return names
 
 

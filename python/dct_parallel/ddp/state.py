@@ -112,7 +112,9 @@ class DCTState:
         with refusing(op, self._group_with(ddp)):
             self.settings = Settings.checked(op, density, format, transport, policy, refresh_every)
             if mesh is not None and process_group is not None:
-                checks.fail(op, "process_group", "None with a mesh", process_group)
+                raise ValueError(
+                    f"dct::{op}: process_group must be None with a mesh, got {process_group}"
+                )
             self._loss_scale = LossScale(op, grad_scaler, optimizer)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
         self.start_step = start_step
@@ -143,7 +145,7 @@ class DCTState:
         with refusing("DCTState", group):
             names = named_parameters(ddp)
             if self._names:
-                checks.fail("DCTState", "state", "bound to one DDP only", "a second")
+                raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")
             device = device_of(names)
             self._loss_scale.watch(names)
             topology = Topology("DCTState", group, self._mesh, device)
@@ -321,10 +323,14 @@ class DCTState:
 
     def _require_usable(self, op: str) -> None:
         if self.copied:
-            rule = "one made by DCTState(ddp)"
-            checks.fail(op, "state", rule, "a copy, which has the settings only: make a new one")
+            raise ValueError(
+                f"dct::{op}: state must be one made by DCTState(ddp), got a copy, which has the "
+                "settings only: make a new one"
+            )
         if not self._names:
-            checks.fail(op, "state", "bound to its DDP by state.bind(ddp)", "an unbound one")
+            raise ValueError(
+                f"dct::{op}: state must be bound to its DDP by state.bind(ddp), got an unbound one"
+            )
         self._ledger.require_intact()
 
     def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -417,6 +423,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> Future[Tensor]:
             state.
     """
     if not isinstance(state, DCTState):
-        rule = "a DCTState, as in ddp.register_comm_hook(DCTState(ddp), dct_hook)"
-        checks.fail("dct_hook", "state", rule, type(state).__name__, TypeError)
+        raise TypeError(
+            "dct::dct_hook: state must be a DCTState, as in "
+            f"ddp.register_comm_hook(DCTState(ddp), dct_hook), got {type(state).__name__}"
+        )
     return state._reduce(bucket)

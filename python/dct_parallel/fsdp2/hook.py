@@ -82,6 +82,8 @@ def dct_fully_shard_hook(
         checks.require_int(OP, "start_step", start_step, 0, 2**63 - 1)
         require_mesh(OP, mesh, DIMENSIONS)
         if mesh.size() != dist.get_world_size():
-            checks.fail(OP, "mesh", f"all {dist.get_world_size()} ranks", mesh.size(), verb="have")
+            raise ValueError(
+                f"dct::{OP}: mesh must have all {dist.get_world_size()} ranks, got {mesh.size()}"
+            )
         units = units_of(model, mesh)
     return FullyShardState(units, mesh, settings, loss_scale, start_step)

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dct_kernels import checks
-
 from .. import groups
 from .._torch import at_end_of_backward, span
 from ..collectives import dense_mean
@@ -53,9 +51,9 @@ def agree(order: Sequence[int], group: dist.ProcessGroup) -> None:
     dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
     highest, lowest = said.tolist()
     if highest != -lowest:
-        rule = "through the same modules in the same order"
-        checks.fail(
-            OP, "every rank", rule, "different ones on some", RuntimeError, verb="go backward"
+        raise RuntimeError(
+            f"dct::{OP}: every rank must go backward through the same modules in the same order, "
+            "got different ones on some"
         )
 
 

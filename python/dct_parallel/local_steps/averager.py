@@ -105,7 +105,11 @@ class DCTAverager(ModelAverager):
             self._weights = FlatWeights(_OP, module, group)
         self.period = period
         self._step_ahead = step_ahead
-        self._own = {"period": period, "shard": self._weights.shard, "step_ahead": step_ahead}
+        self._run_settings = {
+            "period": period,
+            "shard": self._weights.shard,
+            "step_ahead": step_ahead,
+        }
         self._plan = plan_bucket(
             list(self._weights.names.values()),
             self._weights.sizes,
@@ -115,7 +119,7 @@ class DCTAverager(ModelAverager):
         )
         self.wire_bytes = self._plan.wire_bytes
         self._device = self._weights.device
-        told = {**self._weights.told(), **self._own}
+        to_compare = {**self._weights.to_compare(), **self._run_settings}
         others = self._weights.shard_group
         self._shard_groups = () if others is None else (others,)
         self._ledger = StepLedger(
@@ -123,11 +127,11 @@ class DCTAverager(ModelAverager):
             group,
             self._device,
             self._settings,
-            told,
+            to_compare,
             step_name="averaging",  # its steps are averagings
             shards=others,
         )
-        self._weights.take_those_of_first_rank(group)
+        self._weights.broadcast_from_first_rank(group)
         self._base = self._weights.read()
         self._unaveraged = 0  # steps since the last averaging
         self._bucket = self._new_bucket({})
@@ -183,10 +187,13 @@ class DCTAverager(ModelAverager):
         self._ledger.require_intact()
         self._weights.require_same("flush")
         self._ledger.compare()
-        self._bucket.add_pending(owed := self._weights.moved_from(self._start(self._base)))
-        base = dense_mean(owed, torch.float32, self.process_group).add_(self._base)
-        if on_any(not self._weights.can_be(base).all(), self._device, *self._shard_groups):
-            checks.fail("flush", "weights", "finite on every rank", "NaN or Inf", RuntimeError)
+        pending = self._weights.change_from(self._start(self._base))
+        self._bucket.add_pending(pending)
+        base = dense_mean(pending, torch.float32, self.process_group).add_(self._base)
+        if on_any(
+            not self._weights.is_representable(base).all(), self._device, *self._shard_groups
+        ):
+            raise RuntimeError("dct::flush: weights must be finite on every rank, got NaN or Inf")
         torch._foreach_zero_(self._bucket.residuals())
         self._base = base
         self._weights.write(base)
@@ -244,7 +251,7 @@ class DCTAverager(ModelAverager):
             "local_size": 1,
             "density": self._settings.density,
             "unaveraged": self._unaveraged,
-            **self._own,
+            **self._run_settings,
             "parameters": parameters,
         }
         return checkpoint.make(dist.get_rank(), entry)
@@ -268,14 +275,16 @@ class DCTAverager(ModelAverager):
         sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
         ranks = self.process_group.size()
         entry = checkpoint.find(
-            state, dist.get_rank(), self._settings, sizes, ranks, averager=self._own
+            state, dist.get_rank(), self._settings, sizes, ranks, averager=self._run_settings
         )
         saved = entry["parameters"]
         owned = any(owner.any() for part in saved.values() for owner in part[OWNER_RESIDUAL])
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # The owner's residual would become this rank's, and its weights not be as far ahead.
-            rule = "reduce_scatter, as in the saved run, with step_ahead (or flush, and start anew)"
-            checks.fail("load_state_dict", "transport", rule, "all_gather")
+            raise ValueError(
+                "dct::load_state_dict: transport must be reduce_scatter, as in the saved run, "
+                "with step_ahead (or flush, and start anew), got all_gather"
+            )
         self.step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
         self._bucket = self._new_bucket(saved)
@@ -286,8 +295,10 @@ class DCTAverager(ModelAverager):
             self._weights.write(self._start(self._base))
 
     def __getstate__(self) -> NoReturn:
-        rule = "be copied or pickled (save its state_dict())"
-        checks.fail(_OP, "an averager", rule, "a copy", TypeError, verb="not")
+        raise TypeError(
+            f"dct::{_OP}: an averager must not be copied or pickled (save its state_dict()), got "
+            "a copy"
+        )
 
     def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
         states = {name: SegmentState.from_dict(state) for name, state in saved.items()}
@@ -295,8 +306,8 @@ class DCTAverager(ModelAverager):
         return Bucket(self._plan, group, self._device, averagings, states)
 
     def _average(self) -> None:
-        """Exchange what weights have moved by; if that fails, as if it had not begun."""
-        moved = self._weights.moved_from(self._start(self._base))
+        """Exchange the changes of the weights. If that fails, undo it."""
+        moved = self._weights.change_from(self._start(self._base))
         self._ledger.begin(self.step // self.period)
         base = None
         try:
@@ -307,13 +318,14 @@ class DCTAverager(ModelAverager):
             start = self._start(base)  # needs memory, so before ranks agree
             self._agree()
             if self._ledger.non_finite:
-                op, arg = "average_parameters", f"weights at averaging {self.step // self.period}"
-                got = self._weights.cause(base)
-                checks.fail(op, arg, "finite on every rank", got, RuntimeError)
+                raise RuntimeError(
+                    f"dct::average_parameters: weights at averaging {self.step // self.period} "
+                    f"must be finite on every rank, got {self._weights.cause(base)}"
+                )
         except BaseException:
             self._ledger.take_back()
             if base is not None and self._ledger.non_finite:
-                self._drop_what_overflows(base)
+                self._drop_overflow(base)
             self._weights.write(self._start(self._base))
             raise
         self._base = base
@@ -321,11 +333,11 @@ class DCTAverager(ModelAverager):
         self._unaveraged = 0
 
     def _start(self, base: Tensor) -> Tensor:
-        """The weights of this rank after an averaging: the base, or ahead of it where they can."""
+        """The weights of this rank after an averaging: the base, plus the residual if ahead."""
         if not self._step_ahead:
             return base
         ahead = base + self._bucket.codec.residual
-        return torch.where(self._weights.can_be(ahead), ahead, base, out=ahead)
+        return torch.where(self._weights.is_representable(ahead), ahead, base, out=ahead)
 
     def _receive(self) -> Tensor:
         """The base after the exchange. Waits for the payloads; changes no weights."""
@@ -333,20 +345,23 @@ class DCTAverager(ModelAverager):
         self._bucket.finish(mean)
         self._ledger.look()
         base = mean.add_(self._base)
-        self._ledger.non_finite |= not self._weights.can_be(base).all()
+        self._ledger.non_finite |= not self._weights.is_representable(base).all()
         return base
 
     def _agree(self) -> None:
-        """Wait until all ranks have received all payloads; learn whether one had NaN or Inf.
+        """Wait until all ranks have received all payloads; then every rank knows of a NaN or Inf.
 
-        A rank that received damage does not come: then no rank applies this averaging.
+        A rank that received a damaged payload raises before, so no rank applies this averaging.
         """
         self._ledger.require_intact()
         among = self.process_group, *self._shard_groups
         self._ledger.non_finite = on_any(self._ledger.non_finite, self._device, *among)
 
-    def _drop_what_overflows(self, base: Tensor) -> None:
-        """From the residuals what would not fit into the weights the next time, either."""
-        self._bucket.add_pending(most := torch.zeros_like(self._base))
+    def _drop_overflow(self, base: Tensor) -> None:
+        """Drop the entries of residuals that would overflow the weights again."""
+        most = torch.zeros_like(self._base)
+        self._bucket.add_pending(most)
         most.mul_(2 * self._plan.ranks).add_(self._base)  # rounding doubles it, at most
-        self._bucket.drop(~(self._weights.can_be(base) | self._weights.can_be(most)))
+        self._bucket.drop(
+            ~(self._weights.is_representable(base) | self._weights.is_representable(most))
+        )
