@@ -3,28 +3,18 @@
 import re
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from dct_parallel import DCTAverager, DCTState, dct_fully_shard_hook
+from dct_parallel import DCTState
 from dct_parallel.exchange import ledger as ledger_module
 from dct_parallel.groups import PeerError, exchange, refusing, require_same
-from ranks import (
-    batch,
-    ddp,
-    entry,
-    hooked,
-    mlp,
-    on_ranks,
-    shard_mesh,
-    shorten_timeouts,
-    train,
-    train_step,
-)
+from entry_points import Hook, LocalSteps, Sharded
+from ranks import batch, ddp, entry, hooked, mlp, on_ranks, shorten_timeouts, train, train_step
 
 MUST = "must be the same on every rank, got"
 REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wrong here"
@@ -35,30 +25,27 @@ def test_settings_that_differ_are_named_by_every_rank(rank):
     """Every setting that must be equal, one after another. Then a training works."""
     last = rank == 2
 
-    def refused(name, others, value, make):
+    def refused(name, others, value, module, **settings):
         with pytest.raises(ValueError) as error:
-            make()
+            DCTState(ddp(module), **settings)
         text = re.sub("shapes [0-9a-f]{12} on", "shapes X on", str(error.value))
         got = f"{others} on rank 0, {others} on rank 1, {value} on rank 2"
         assert text == f"dct::DCTState: {name} {MUST} {got}"
 
-    for key, value, other, texts in [
-        ("density", 0.1, 0.10001, ("0.1", "0.10001")),
-        ("format", torch.bfloat16, torch.float32, ("bfloat16", "float32")),
-        ("policy", "fresh", "fixed", ("fresh", "fixed")),
-        ("refresh_every", 1000, 999, ("1000", "999")),
-        ("start_step", 2, 4, ("2", "4")),
-        ("grad_scaler", None, torch.amp.GradScaler("cpu"), ("none", "given")),
+    for key, value, other, *texts in [
+        ("density", 0.1, 0.10001, "0.1", "0.10001"),
+        ("format", torch.bfloat16, torch.float32, "bfloat16", "float32"),
+        ("policy", "fresh", "fixed", "fresh", "fixed"),
+        ("refresh_every", 1000, 999, "1000", "999"),
+        ("start_step", 2, 4, "2", "4"),
+        ("grad_scaler", None, torch.amp.GradScaler("cpu"), "none", "given"),
     ]:
-        settings = {"density": 0.1, key: other if last else value}
-        refused(key, *texts, lambda given=settings: DCTState(ddp(mlp()), **given))
+        refused(key, *texts, mlp(), **{"density": 0.1, key: other if last else value})
     with pytest.MonkeyPatch.context() as patch:
-        version = ledger_module.__version__
-        patch.setattr(ledger_module, "__version__", "9.9" if last else version)
-        refused("version", version, "9.9", lambda: DCTState(ddp(mlp())))
-    layers = nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)})
+        patch.setattr(ledger_module, "__version__", "9.9" if last else "9.8")
+        refused("version", "9.8", "9.9", mlp())
     model = "2 parameters of 20 elements, names and shapes X"
-    refused("model", model, model, lambda: DCTState(ddp(layers)))
+    refused("model", model, model, nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)}))
     _trained(rank, 4)
 
 
@@ -92,53 +79,25 @@ def test_loads_that_differ_are_named_by_every_rank(rank):
         assert str(error.value) == f"dct::load_state_dict: {rule}"
 
 
-def _hooked():
-    return _trained(dist.get_rank(), 4)
-
-
-def _averaged():
-    averager = DCTAverager(mlp(), period=1)
-    averager.average_parameters()
-    return averager, averager.average_parameters
-
-
-def _sharded():
-    mesh = shard_mesh(2, 1)
-    model = fully_shard(mlp(), mesh=mesh["shard"])
-    state = dct_fully_shard_hook(model, mesh=mesh, density=0.1)
-
-    def step():
-        model(torch.ones(2, 64)).sum().backward()
-
-    step()
-    return state, step
-
-
-@pytest.mark.parametrize("make", [_hooked, _averaged, _sharded])
+@pytest.mark.parametrize("point", [Hook, LocalSteps, partial(Sharded, mesh=(2, 1))])
 @on_ranks(2)
-def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, make):
+def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, point):
     """Rank 0 loads during training. Rank 1 does not, so it starts the step's collective."""
-    state, step = make()
+    training = point([5000], start_step=0, density=0.1)
+    training.step(torch.ones(5000))
+    saved = training.state.state_dict()
     shorten_timeouts(1)
     if rank == 0:
-        state.load_state_dict(state.state_dict())
+        training.state.load_state_dict(saved)
         text = "every rank must do the same within 1 s, got nothing from rank 1"
     else:
-        if make is _sharded:
-            state.state_dict()  # a collective
         text = r"(?i)timed? ?out|closed by peer|reset by peer"
     with pytest.raises(RuntimeError, match=text):
-        step()
+        training.step(torch.ones(5000))
 
 
 def _exchange(values, seconds=100, op="test", group=None):
     return exchange(op, values, group or dist.group.WORLD, timedelta(seconds=seconds))
-
-
-def _refuse():
-    with pytest.raises(ValueError, match="^wrong here$"):
-        with refusing("test", dist.group.WORLD, None, "not a group"):
-            raise ValueError("wrong here")
 
 
 @on_ranks(3)
@@ -156,16 +115,17 @@ def test_every_comparison_of_a_group_is_its_own(rank):
 
 @on_ranks(3)
 def test_if_all_ranks_fail_alike_the_next_attempt_works(rank):
+    op = ("this", "that", "that")[rank]
+    ops = "this on rank 0, that on rank 1, that on rank 2"
     for attempt in range(3):
-        _refuse()
-        assert _exchange({"attempt": attempt}) == dict.fromkeys(range(3), {"attempt": attempt})
+        with pytest.raises(ValueError), refusing("test", dist.group.WORLD, None, "not a group"):
+            raise ValueError("wrong here")
+        assert _exchange({"x": attempt}) == {r: {"x": attempt} for r in range(3)}
         with pytest.raises(ValueError) as error:
-            _exchange({}, op=("this", "that", "that")[rank])
-        got = "this on rank 0, that on rank 1, that on rank 2"
-        op = ("this", "that", "that")[rank]
-        assert str(error.value) == f"dct::{op}: every rank must do the same, got {got}"
-        with pytest.raises(ValueError, match=f"^dct::test: x {MUST} 0 on rank 0, 0 on rank 1, 2 "):
-            require_same("test", _exchange({"same": 1, "x": rank // 2 * 2}))
+            _exchange({}, op=op)
+        assert str(error.value) == f"dct::{op}: every rank must do the same, got {ops}"
+        with pytest.raises(ValueError, match=f"dct::test: x {MUST} 0 on rank 0, 0 on rank 1, 1 on"):
+            require_same("test", _exchange({"same": 1, "x": rank // 2}))
 
 
 @on_ranks(3)
