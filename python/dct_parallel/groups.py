@@ -163,9 +163,9 @@ def refusing(op: str, *groups: dist.ProcessGroup | None) -> Iterator[None]:
         if not isinstance(error, PeerError):  # that one names the rank it comes from
             got = f"{type(error).__name__} from rank {dist.get_rank()}: {error}".removesuffix(": ")
             text = f"dct::{op}: every rank must take part, got {got}"
-        with contextlib.suppress(Exception):  # the store is gone; this error matters more
-            for group in groups:
-                if isinstance(group, dist.ProcessGroup):
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup):
+                with contextlib.suppress(Exception):  # the store is gone; this error matters more
                     _publish(group, {"op": op, "error": text})
         raise
 

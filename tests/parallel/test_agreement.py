@@ -118,7 +118,7 @@ def test_if_all_ranks_fail_alike_the_next_attempt_works(rank):
     op = ("this", "that", "that")[rank]
     ops = "this on rank 0, that on rank 1, that on rank 2"
     for attempt in range(3):
-        with pytest.raises(ValueError), refusing("test", dist.group.WORLD, None, "not a group"):
+        with pytest.raises(ValueError), refusing("test", dist.group.WORLD):
             raise ValueError("wrong here")
         assert _exchange({"x": attempt}) == {r: {"x": attempt} for r in range(3)}
         with pytest.raises(ValueError) as error:
@@ -135,7 +135,7 @@ def test_a_refusal_reaches_the_ranks_of_other_groups(rank):
     with pytest.raises((PeerError, ValueError)) as error:
         if rank == 2:
             _exchange({}, group=second)
-        with refusing("test", first if rank == 1 else second):
+        with refusing("test", None, "not a group", first if rank == 1 else second):
             if rank == 1:
                 raise ValueError("wrong here")
             _exchange({}, group=first)
