@@ -14,8 +14,9 @@ from dct_parallel import DCTState
 from dct_parallel.exchange import ledger as ledger_module
 from dct_parallel.groups import PeerError, exchange, refusing, require_same
 from entry_points import Hook, LocalSteps, Sharded
-from ranks import batch, ddp, entry, hooked, mlp, on_ranks, shorten_timeouts, train, train_step
+from ranks import ddp, entry, mlp, on_ranks, shorten_timeouts
 
+SIZES, NUMBERS = [5000], torch.ones(5000)
 MUST = "must be the same on every rank, got"
 REFUSAL = "dct::test: every rank must take part, got ValueError from rank 1: wrong here"
 
@@ -46,36 +47,29 @@ def test_settings_that_differ_are_named_by_every_rank(rank):
         refused("version", "9.8", "9.9", mlp())
     model = "2 parameters of 20 elements, names and shapes X"
     refused("model", model, model, nn.ModuleDict({"b" if last else "a": nn.Linear(4, 4)}))
-    _trained(rank, 4)
-
-
-def _trained(rank, steps):
-    model, state = hooked(ddp(mlp()), density=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    train(model, optimizer, rank, range(steps))
-    return state, lambda: train_step(model, optimizer, *batch(steps, rank))
+    Hook(SIZES, density=0.1).step(NUMBERS)
 
 
 @on_ranks(2)
 def test_loads_that_differ_are_named_by_every_rank(rank):
     """Checkpoints that differ between ranks, and one that only rank 0 loads, before training."""
-    state, step = _trained(rank, 3)
-    at_3 = state.state_dict()
-    step()
-    at_4 = state.state_dict()
-    other_run = _trained(rank, 3)[0].state_dict()
-    ids = [entry(saved)["run_id"] for saved in (at_3, other_run)]
+    run, other = (Hook(SIZES, density=0.1) for _ in range(2))
+    saved = []
+    for training in (run, run, other):
+        training.step(NUMBERS)
+        saved.append(training.state.state_dict())
+    ids = [entry(saved[index])["run_id"] for index in (0, 2)]
     assert ids[0] != ids[1]
     for first, second, rule in [
-        (at_3, None, f"checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1"),
-        (at_3, at_4, f"step {MUST} 3 on rank 0, 4 on rank 1"),
-        (at_3, other_run, f"run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1"),
+        (saved[0], None, f"checkpoint {MUST} one of 2 ranks on rank 0, none on rank 1"),
+        (saved[0], saved[1], f"step {MUST} 1 on rank 0, 2 on rank 1"),
+        (saved[0], saved[2], f"run_id {MUST} {ids[0]} on rank 0, {ids[1]} on rank 1"),
     ]:
-        state, step = _trained(rank, 0)
+        training = Hook(SIZES, density=0.1)
         if (first, second)[rank] is not None:
-            state.load_state_dict((first, second)[rank])
+            training.state.load_state_dict((first, second)[rank])
         with pytest.raises(ValueError) as error:
-            step()
+            training.step(NUMBERS)
         assert str(error.value) == f"dct::load_state_dict: {rule}"
 
 
@@ -83,8 +77,8 @@ def test_loads_that_differ_are_named_by_every_rank(rank):
 @on_ranks(2)
 def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, point):
     """Rank 0 loads during training. Rank 1 does not, so it starts the step's collective."""
-    training = point([5000], start_step=0, density=0.1)
-    training.step(torch.ones(5000))
+    training = point(SIZES, start_step=0, density=0.1)
+    training.step(NUMBERS)
     saved = training.state.state_dict()
     shorten_timeouts(1)
     if rank == 0:
@@ -93,7 +87,7 @@ def test_if_one_rank_loads_alone_every_rank_fails_at_the_timeout(rank, point):
     else:
         text = r"(?i)timed? ?out|closed by peer|reset by peer"
     with pytest.raises(RuntimeError, match=text):
-        training.step(torch.ones(5000))
+        training.step(NUMBERS)
 
 
 def _exchange(values, seconds=100, op="test", group=None):
