@@ -206,7 +206,7 @@ class FlatWeights:
         return moved
 
     def is_representable(self, flat: Tensor) -> Tensor:
-        """Whether each element of `flat` is finite in the dtype of its parameter, as a bool [numel]."""
+        """For each element of `flat`, whether it is finite in the dtype of its parameter."""
         parts = zip(self._own(), flat.split(self.sizes), strict=True)
         return torch.cat([part.to(own.dtype).isfinite() for own, part in parts])
 
