@@ -7,15 +7,20 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:  # or else it takes a second to import
+    from torch.distributed.fsdp import FSDPModule
 
 # A context that names a span for the profiler. Without a profiler it costs less than 1 us, and
 # torch.profiler.record_function 6 to 15 us.
@@ -93,3 +98,38 @@ def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer calls hooks in `step`; a wrapper may not."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def comm_hook_states(ddp: DistributedDataParallel) -> list[Any]:
+    """The states of the communication hooks that were registered with this DDP."""
+    return [state for _, state in getattr(ddp, "_comm_hooks", [(None, None)])]
+
+
+def fsdp_groups(module: "FSDPModule") -> list[Any]:
+    """FSDP2's groups of parameters of this module, each with one flat gradient."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    only = state._fsdp_param_group  # before torch 2.13 there is at most one
+    return [only] if only is not None else []
+
+
+def fsdp_parameters(group: Any) -> list[nn.Parameter]:
+    """The sharded parameters of a group, in the order of its flat gradient."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in infos]
+
+
+def fsdp_hook(group: Any) -> object:
+    """The all-reduce hook of a group, or None."""
+    return group._all_reduce_hook
+
+
+def fsdp_in_backward(module: "FSDPModule") -> bool:
+    """Whether FSDP2's backward pass is under way; others may be nested in it."""
+    return module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_kernels import checks
 
+from .._torch import comm_hook_states
 from ..exchange.plan import unwrapped
 
 
@@ -44,8 +45,7 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 def has_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a hook is registered, as far as DDP notes that; not with a copy, which only has the
     note."""
-    hooks = getattr(ddp, "_comm_hooks", [(None, None)])
-    return any(not getattr(state, "copied", False) for _, state in hooks)
+    return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 
 def to_logical(flat: Tensor, parameter: Tensor) -> Tensor:

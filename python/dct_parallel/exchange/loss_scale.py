@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .._torch import optimizer_notes, scale_of
+from .._torch import has_step_hooks, optimizer_notes, scale_of
 from .results import HostCopy
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -56,7 +56,7 @@ class LossScale:
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         for each in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-            if not isinstance(each, Optimizer) or not hasattr(each, "_optimizer_step_post_hooks"):
+            if not isinstance(each, Optimizer) or not has_step_hooks(each):
                 raise TypeError(
                     f"dct::{self._op}: optimizer must be a torch.optim.Optimizer, or a list of "
                     f"them (of a wrapper, the optimizer inside), got {type(each).__name__}"

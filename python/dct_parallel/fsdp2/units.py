@@ -1,7 +1,7 @@
 """The units in which torch's fully_shard communicates, and the layout of their gradients.
 
-The one place that reads private attributes of FSDP2: which parameters a module's group holds, in
-which order, how their gradients are divided, and whether a backward pass is under way.
+It reads from FSDP2 which parameters a module's group holds, in which order, how their gradients are
+divided, and whether a backward pass is under way.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dct_kernels import checks
 
+from .._torch import fsdp_groups, fsdp_hook, fsdp_in_backward, fsdp_parameters
 from ..exchange.plan import unwrapped
 from .hook import OP
 
@@ -77,7 +78,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """Whether FSDP's backward pass is under way; others may be nested in it."""
-        return self._module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+        return fsdp_in_backward(self._module)
 
     @property
     def reduction(self) -> str:
@@ -100,7 +101,7 @@ class Unit:
         Raises:
             ValueError: there is a hook already.
         """
-        if self._group._all_reduce_hook not in (None, closed):
+        if fsdp_hook(self._group) not in (None, closed):
             raise ValueError(
                 f"dct::{OP}: model must have no all-reduce hook on {self._label}, got one"
             )
@@ -151,16 +152,15 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     names = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
     units: dict[int, Unit] = {}  # {id of FSDP's group: unit}; modules wrapped together share one
     for name, module in modules:
-        groups = _groups(module)
+        groups = fsdp_groups(module)
         if len(groups) > 1:
             raise ValueError(
                 f"dct::{OP}: model must have one mesh for all parameters of module "
                 f"{name or '(root)'}, got {len(groups)} parameter groups"
             )
         for group in groups:
-            infos = [p._module_info for p in group.fsdp_params]
-            held = [getattr(info.module, info.param_name) for info in infos]
-            pieces = tuple(_piece(names[p], p, mesh) for p in held if p.requires_grad)
+            parameters = [p for p in fsdp_parameters(group) if p.requires_grad]
+            pieces = tuple(_piece(names[p], p, mesh) for p in parameters)
             if pieces and id(group) not in units:
                 units[id(group)] = Unit(name, pieces, module, group)
     covered = {piece.name for unit in units.values() for piece in unit.pieces}
@@ -172,14 +172,6 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     if not units:
         raise ValueError(f"dct::{OP}: model must have parameters that require grad, got none")
     return list(units.values())
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    only = state._fsdp_param_group  # before torch 2.13 there is at most one
-    return [only] if only is not None else []
 
 
 def _piece(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Piece:
