@@ -1,7 +1,8 @@
-"""Residuals of parameters whose memory is not in the order of their indices, as of channels_last.
+"""The parameters that a DDP averages, and the order of their elements.
 
-DDP's buckets hold dense parameters in the order of their memory, and so do buckets' residuals. A
-checkpoint is in the order of indices, whatever the format.
+DDP's buckets hold dense parameters in the order of their memory, which differs from the order of
+their indices for, say, channels_last. Residuals have the order of the bucket; checkpoints have the
+order of the indices.
 """
 
 import torch
@@ -43,8 +44,8 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered, as far as DDP notes that; not with a copy, which only has the
-    note."""
+    """Whether a hook is registered with this DDP. A copy of a DDP has a record of it, but no hook.
+    """
     return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 
@@ -65,7 +66,7 @@ def to_physical(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _differs(parameter: Tensor) -> bool:
-    """Whether DDP keeps an order that is not that of the indices: only of dense memory."""
+    """Whether DDP keeps the elements in a different order than that of the indices."""
     if parameter.is_contiguous():
         return False
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
