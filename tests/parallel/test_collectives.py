@@ -39,7 +39,10 @@ def test_dense_mean(rank):
 
 
 def test_a_worker_keeps_the_order_and_hands_on_errors():
-    """Jobs start in order, and are completed in order, after the next one has started at most."""
+    """Jobs start in order, and are completed in order, after the next one has started at most.
+
+    What is to come after a job, as the copy of its results, comes before the next one.
+    """
     worker, done = ThreadExecutor(), []
 
     def job(index):
@@ -50,7 +53,9 @@ def test_a_worker_keeps_the_order_and_hands_on_errors():
         return (lambda: done.append(("complete", index, None))) if index % 4 else None
 
     futures = [worker.submit(lambda index=index: job(index), index) for index in range(10)]
-    worker.submit_after(lambda: done.append(("after", 10, None))).wait()
+    worker.submit_after(lambda: time.sleep(0.01) or done.append(("after", 10, None)))
+    worker.submit(lambda: done.append(("start", 11, "dct")), None).wait()
+    assert done.pop() == ("start", 11, "dct")
     with pytest.raises(RuntimeError, match="job 5 fails"):
         futures[5].wait()
     assert [f.wait() for f in futures if f is not futures[5]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]

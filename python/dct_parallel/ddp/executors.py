@@ -29,6 +29,7 @@ class _Job(NamedTuple):
     start: Start
     result: Any
     done: Future[Any]
+    ahead: bool = True  # whether the next job may start before this one is complete
 
 
 _Jobs = queue.SimpleQueue[_Job | None]  # None: the end
@@ -70,6 +71,11 @@ class ThreadExecutor(Executor):
         value = done.then(Future.value)
         self._jobs.put(_Job(start, result, done))
         return value
+
+    def submit_after(self, call: Complete) -> Future[None]:
+        done: Future[None] = Future()
+        self._jobs.put(_Job(lambda: call, None, done, ahead=False))
+        return done
 
     def close(self) -> None:
         self._end()
@@ -116,7 +122,7 @@ def _serve(jobs: _Jobs) -> None:
     under_way: tuple[Complete, _Job] | None = None  # started, not complete
     with torch.no_grad(), below_autograd():
         while True:
-            if under_way is not None and jobs.empty():
+            if under_way is not None and (jobs.empty() or not under_way[1].ahead):
                 _complete(*under_way)
                 under_way = None
             job = jobs.get()
