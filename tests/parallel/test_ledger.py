@@ -1,4 +1,4 @@
-"""The ledger of a step without a network: what buckets say of it, and when they are asked."""
+"""The ledger of a step without a network: results of buckets, and when they are read."""
 
 import contextlib
 
@@ -15,15 +15,18 @@ FINE = ExchangeResult([], False, [1], 10, 0, 1)
 
 
 class _Bucket:
-    """One that is reduced by now, and says so."""
+    """Is reduced already, with this result; its own transport."""
+
+    words = (torch.zeros(1, 2, dtype=torch.int32),)
 
     def __init__(self, result):
-        self.result = result
+        self._result = result
+        self.transport = self
         self.taken_back = 0
 
-    def take_result(self):
-        result, self.result = self.result, None
-        return result
+    def result(self, words):
+        assert words == [[0, 0]]
+        return self._result
 
     def take_back(self):
         self.taken_back += 1
@@ -34,12 +37,10 @@ def _begun():
     scaler.scale(torch.zeros(()))
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter])
-    group = torch.distributed.group.WORLD
-    settings = Settings(0.1, "bfloat16")
-    cpu = torch.device("cpu")
-    loss_scale = LossScale("op", scaler)
+    loss_scale = LossScale("op", scaler, optimizer)
     loss_scale.watch([parameter])
-    ledger = StepLedger("op", group, cpu, settings, {}, loss_scale)
+    group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
+    ledger = StepLedger("op", group, cpu, Settings(0.1, "bfloat16"), {}, loss_scale)
     ledger.begin()
 
     def skip():
@@ -50,19 +51,34 @@ def _begun():
     return ledger, skip
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
 @on_ranks(1)
-def test_what_a_step_says_before_its_end_is_not_forgotten(rank):
-    """Somebody asks for statistics between two buckets: the second does not take it back."""
+def test_results_of_a_step_that_are_read_before_its_end(rank, damaged):
+    """Somebody asks for statistics between two buckets; either is damaged."""
     ledger, _ = _begun()
     result = FINE._replace(non_finite=True, damaged=["a hole from rank 3"])
-    for number, bucket in enumerate([_Bucket(result), _Bucket(FINE)]):
-        ledger.reduction(number, bucket)
+    for number in range(2):
+        ledger.sent[number] = _Bucket(result if number == damaged else FINE)
         with contextlib.suppress(RuntimeError):
             ledger.finish()
     assert ledger.non_finite
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="a hole from rank 3 in bucket 0"):
-            ledger.finish()
+    for call in (ledger.finish, ledger.finish, ledger.end):
+        with pytest.raises(RuntimeError, match=f"a hole from rank 3 in bucket {damaged}"):
+            call()
+
+
+@on_ranks(1)
+def test_damage_raises_at_the_end_of_the_next_backward_pass(rank):
+    """Or where the next step begins, if nobody sees the end of a pass."""
+    for seen in (True, False):
+        ledger, _ = _begun()
+        ledger.sent[0] = _Bucket(FINE._replace(damaged=["a hole from rank 3"]))
+        calls = [ledger.end, ledger.begin, ledger.end] if seen else [ledger.begin, ledger.begin]
+        for call in calls[:-1]:
+            call()
+            ledger.sent[0] = _Bucket(FINE)
+        with pytest.raises(RuntimeError, match="payload of step 0 must be intact, got a hole"):
+            calls[-1]()
 
 
 @on_ranks(1)
@@ -70,7 +86,7 @@ def test_a_skipped_step_is_taken_back_once(rank):
     ledger, skip = _begun()
     buckets = [_Bucket(FINE._replace(non_finite=True)), _Bucket(FINE)]
     for number, bucket in enumerate(buckets):
-        ledger.reduction(number, bucket)
+        ledger.sent[number] = bucket
         ledger.finish()
     assert [bucket.taken_back for bucket in buckets] == [0, 0]
     skip()
@@ -82,10 +98,10 @@ def test_a_skipped_step_is_taken_back_once(rank):
 def test_a_step_without_payloads_is_not_in_the_statistics():
     """As on a rank whose parts of all buckets are empty."""
     recent = RecentStats()
-    recent.note([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
+    recent.add([FINE._replace(counts=[0, 0], numel=0, payloads=0)])
     assert recent.density is None
     steps = [
         FINE._replace(counts=counts, numel=6, overflowed=1, payloads=4) for counts in ([1, 2], [3])
     ]
-    recent.note(steps)
+    recent.add(steps)
     assert (recent.density, recent.overflow) == (0.5, 0.25)

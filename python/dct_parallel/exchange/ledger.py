@@ -101,7 +101,7 @@ class StepLedger:
         self.step, self._number, self.non_finite = step, step, False
         self.sent: dict[int, Bucket] = {}
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
-        self._unread = False  # whether the results of the last step are not posted
+        self._posted = 0  # buckets of the step whose results are posted, or read
         self._results: tuple[int, StepResults] | None = None  # posted, of the step of this number
         self._compared = False  # whether ranks resume from the same step
 
@@ -123,16 +123,17 @@ class StepLedger:
 
         Raises:
             ValueError: ranks do not resume from the same step of the same run.
-            RuntimeError: it is not known whether the last step was skipped.
+            RuntimeError: this rank received a damaged payload in a step that was read, or it is not
+                known whether the last step was skipped.
         """
         self.compare()
         self._post()
+        self.require_intact()
         self._settle()
         self._number = self.step if number is None else number
         self._loss_scale.begin()
         self.scales = self._loss_scale.value, self._loss_scale.inverse
-        self.sent = {}  # those of the last step were applied, or taken back
-        self._unread = True
+        self.sent, self._posted = {}, 0  # those of the last step were applied, or taken back
         self.non_finite = False
         self.step += 1
 
@@ -169,10 +170,13 @@ class StepLedger:
         self.read()
 
     def _post(self) -> None:
-        """Copy the results of the last step to the host, unless that was done."""
-        if self._unread:
+        """Copy the results of the last step to the host, unless that was done.
+
+        Twice if a call read them between two of its buckets.
+        """
+        if len(self.sent) > self._posted:
             self.read()  # of the step before, if its end was not seen
-            self._unread = False
+            self._posted = len(self.sent)
             self._results = self._number, StepResults(self.sent, self.submit)
 
     def read(self) -> None:
