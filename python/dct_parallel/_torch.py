@@ -67,9 +67,9 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
     return scaler._scale
 
 
-def optimizer_notes(scaler: GradScaler | None) -> dict[int, dict[str, Any]]:
+def optimizer_notes(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """{id of an optimizer: its stage since the last `update`}, which replaces the dict."""
-    return {} if scaler is None else scaler._per_optimizer_states
+    return scaler._per_optimizer_states
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -100,9 +100,9 @@ def new_gloo_group(group: dist.ProcessGroup, name: str, timeout: timedelta) -> d
     return made
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the optimizer calls hooks in `step`; a wrapper may not."""
-    return hasattr(optimizer, "_optimizer_step_post_hooks")
+def has_step_hooks(optimizer: object) -> bool:
+    """Whether this is an optimizer that calls hooks in `step`; a wrapper may not."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def comm_hook_states(ddp: DistributedDataParallel) -> list[Any]:

@@ -44,8 +44,7 @@ def device_of(names: dict[Parameter, str]) -> torch.device:
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook is registered with this DDP. A copy of a DDP has a record of it, but no hook.
-    """
+    """Whether a hook is registered with this DDP. A copy of it has the record, but no hook."""
     return any(not getattr(state, "copied", False) for state in comm_hook_states(ddp))
 
 

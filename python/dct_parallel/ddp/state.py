@@ -35,7 +35,7 @@ from ..exchange import checkpoint
 from ..exchange.bucket import Complete, parameter_stats, run_now
 from ..exchange.checkpoint import SegmentState
 from ..exchange.ledger import StepLedger
-from ..exchange.loss_scale import LossScale, Optimizers
+from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, plan_table
 from ..exchange.settings import Settings
 from ..groups import refusing
@@ -115,7 +115,7 @@ class DCTState:
                 raise ValueError(
                     f"dct::{op}: process_group must be None with a mesh, got {process_group}"
                 )
-            self._loss_scale = LossScale(op, grad_scaler, optimizer)
+            self._loss_scale = loss_scale_of(op, grad_scaler, optimizer)
             checks.require_int(op, "start_step", start_step, 0, 2**63 - 1)
         self.start_step = start_step
         self._in_step = False  # from the first bucket of a backward pass to its end
@@ -147,7 +147,8 @@ class DCTState:
             if self._names:
                 raise ValueError("dct::DCTState: state must be bound to one DDP only, got a second")
             device = device_of(names)
-            self._loss_scale.watch(names)
+            if self._loss_scale is not None:
+                self._loss_scale.watch(names)
             topology = Topology("DCTState", group, self._mesh, device)
         warn_of_eager(device.type)
         self._ledger = StepLedger(
@@ -339,17 +340,15 @@ class DCTState:
                 "dct::dct_hook: bucket must be a torch.distributed.GradBucket, got "
                 f"{type(bucket).__name__}, as with torch._dynamo's optimize_ddp='python_reducer'"
             )
-        self._require_usable("dct_hook")
         if self._executor is None:
+            self._require_usable("dct_hook")
             raise ValueError("dct::dct_hook: state must be open, got a closed one")
         # Detached: with create_graph=True DDP's buffer has a graph, and is written here.
         index, buffer = bucket.index(), bucket.buffer().detach()
         increment_version(buffer)
         # DDP's buckets are in order within a backward pass.
         if not self._in_step or index < self._next_index:
-            self._ledger.begin()
-            self._buckets.begin()
-            self._in_step, self._pass = True, NO_PASS
+            self._begin_step()
         self._next_index = index + 1
         parts = self._buckets.parts(index, bucket)
         if parts is None:
@@ -360,6 +359,11 @@ class DCTState:
         mean = self._executor.submit(job, buffer)
         self._await_end(bucket)
         return mean
+
+    def _begin_step(self) -> None:
+        self._ledger.begin()
+        self._buckets.begin()
+        self._in_step, self._pass = True, NO_PASS
 
     def _await_end(self, bucket: dist.GradBucket) -> None:
         """Call `_end_step` at the end of the backward pass that this bucket is of."""
@@ -377,7 +381,7 @@ class DCTState:
 
     def _launch(self, number: int) -> Callable[[Tensor], Complete | None]:
         """Starts to reduce the gradients of a bucket in this step, as one flat tensor."""
-        if not self._ledger.compresses:
+        if self._ledger.packed < 0:
             return self._topology.reduce_densely
         self._ledger.sent[number] = bucket = self._buckets.bucket(number, self._ledger.packed)
         scale, inv_scale = self._ledger.scales

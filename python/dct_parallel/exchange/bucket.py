@@ -197,7 +197,8 @@ class StepResults:
         words: list[Tensor] = []
         for number, bucket in self._buckets:
             if bucket.words:  # or else its exchange failed, and raised
-                words += bucket.words
+                # A status [n] as [n, 2], as long as the words of a header.
+                words += [w if w.dim() == 2 else w.unsqueeze(1).expand(-1, 2) for w in bucket.words]
                 rows = sum(map(len, bucket.words))
                 self._exchanged.append((number, bucket.transport, rows))
         if words:

@@ -53,11 +53,6 @@ def header_words(payloads: Tensor) -> Tensor:
     return rows[:, 1:6:4]  # of a header's words, 1 has the flags in its last byte, 5 is the count
 
 
-def status_words(status: Tensor) -> Tensor:
-    """A view of the status [n] that an op returned: int32 [n, 2], each twice."""
-    return status.unsqueeze(1).expand(-1, 2)
-
-
 def overflowed(headers: Sequence[Sequence[int]]) -> int:
     """How many of these headers, as rows on the host, say that the payload overflowed."""
     return sum(row[0] & _OVERFLOW != 0 for row in headers)

@@ -68,7 +68,7 @@ class FullyShardState:
         units: list[Unit],
         mesh: DeviceMesh,
         settings: Settings,
-        loss_scale: LossScale,
+        loss_scale: LossScale | None,
         start_step: int,
     ) -> None:
         self.settings, self.start_step = settings, start_step
@@ -92,7 +92,6 @@ class FullyShardState:
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._end_group = groups.ending(self, self._after_step)
         self._buckets = [self._bucket(unit, 0, {}) for unit in units]
-        loss_scale.watch(piece.parameter for piece in self._pieces)
         for index, unit in enumerate(units):
             unit.hook(partial(self._reduce, index))
 
@@ -270,7 +269,7 @@ class FullyShardState:
         self._order.append(index)
         if flat.is_cuda:  # FSDP calls this on a different stream than that of the memory
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if self._ledger.compresses:
+        if self._ledger.packed >= 0:
             self._ledger.sent[index] = self._buckets[index]
             self._buckets[index].reduce(flat, *self._ledger.scales)
         else:
