@@ -205,10 +205,14 @@ class StepResults:
             with span("dct::read_back"):
                 self._words = HostCopy(torch.cat(words))
 
-    def read(self) -> dict[int, ExchangeResult]:
-        """{number: the result of its exchange}. Waits for the exchanges."""
+    def wait_posted(self) -> None:
+        """Wait until the words are read from payloads. On CUDA the current stream waits."""
         if self._posted is not None:
             self._posted.wait()
+
+    def read(self) -> dict[int, ExchangeResult]:
+        """{number: the result of its exchange}. Waits for the exchanges."""
+        self.wait_posted()
         rows, results, at = self._words.tolist() if self._words else [], {}, 0
         for number, transport, length in self._exchanged:
             results[number] = transport.result(rows[at : at + length])

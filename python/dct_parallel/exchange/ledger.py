@@ -211,6 +211,8 @@ class StepLedger:
 
     def take_back(self) -> None:
         """Return the entries of the last step to the residuals. Idempotent."""
+        if self._results is not None:
+            self._results[1].wait_posted()  # taking back overwrites headers
         while self.sent:
             self.sent.popitem()[1].take_back()
 
