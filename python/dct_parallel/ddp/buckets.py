@@ -11,8 +11,7 @@ from torch.nn import Parameter
 
 from dct_kernels import checks
 
-from ..exchange.bucket import Bucket
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.plan import BucketPlan, transport_for, transport_reason
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
@@ -123,7 +122,15 @@ class Buckets:
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Start from these, once there are buckets; `names` are of the saved run."""
+        """Start from these, once there are buckets; `names` are of the saved run.
+
+        Raises:
+            ValueError: `names` has others than this model's, or one twice. Nothing has changed.
+        """
+        every = [name for own in names for name in own]
+        if len(set(every)) < len(every) or set(every) - set(self._names.values()):
+            rule = "lists of parameters of this model, each of them once"
+            checks.fail("load_state_dict", "buckets", rule, ", ".join(every))
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._loaded, saved = True, [[parameters[name] for name in own] for own in names]
