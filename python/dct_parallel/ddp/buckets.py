@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..exchange.bucket import Bucket, Complete
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, Complete, SegmentState
 from ..exchange.plan import BucketPlan, plan_bucket
 from ..exchange.settings import Settings
 from .node import NodeBucket, Topology
@@ -115,7 +114,17 @@ class Buckets:
         return [[self._names[p] for p in parameters] for parameters in layouts]
 
     def load(self, states: dict[str, SegmentState], names: Sequence[Sequence[str]]) -> None:
-        """Start from these, once there are buckets; `names` are of the saved run."""
+        """Start from these, once there are buckets; `names` are of the saved run.
+
+        Raises:
+            ValueError: `names` has others than this model's, or one twice. Nothing has changed.
+        """
+        every = [name for own in names for name in own]
+        if len(set(every)) < len(every) or set(every) - set(self._names.values()):
+            raise ValueError(
+                "dct::load_state_dict: buckets must be lists of parameters of this model, each of "
+                f"them once, got {', '.join(every)}"
+            )
         self._buckets.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._loaded, saved = True, [[parameters[name] for name in own] for own in names]

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import groups
 from .._torch import span
 from ..collectives import all_gather, all_reduce_bytes, dense_mean, reduce_scatter
-from ..exchange.bucket import Bucket
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, SegmentState
 from ..exchange.plan import BucketPlan, Slice, slices
 from ..mesh import NODES, require_mesh
 

@@ -31,9 +31,8 @@ from dct_kernels import checks
 
 from .._torch import NO_PASS, at_end_of_backward, backward_pass
 from ..compressor import warn_of_eager
-from ..exchange import checkpoint
 from ..exchange.bucket import Complete, parameter_stats, run_now
-from ..exchange.checkpoint import SegmentState
+from ..exchange.checkpoint import Flat, Run
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import Optimizers, loss_scale_of
 from ..exchange.plan import describe, plan_table
@@ -282,17 +281,12 @@ class DCTState:
             RuntimeError: a payload was damaged.
         """
         self._finish_last_step("state_dict")
-        states = self._buckets.states().items()
-        entry = {
-            "world_size": self._topology.everyone.size(),
-            "local_size": self._topology.node.size,
-            "run_id": self._ledger.run_id,
-            "step": self.step,
-            "density": self.settings.density,
-            "buckets": self._buckets.names(),
-            "parameters": {name: state.as_dict() for name, state in states},
-        }
-        return checkpoint.make(dist.get_rank(), entry)
+        return self._run().save(
+            self._buckets.states(),
+            run_id=self._ledger.run_id,
+            step=self.step,
+            buckets=self._buckets.names(),
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
@@ -308,14 +302,20 @@ class DCTState:
             RuntimeError: this state received a damaged payload: load into a new one.
         """
         self._require_usable("load_state_dict")
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        ranks = self._topology.everyone.size(), self._topology.node.size
-        entry = checkpoint.find(state, dist.get_rank(), self.settings, sizes, *ranks)
+        entry, states = self._run().find(state)
+        self._buckets.load(states, entry["buckets"])  # before what cannot fail
         self._ledger.load(entry)
         self._in_step = False
-        parameters = entry["parameters"].items()
-        states = {name: SegmentState.from_dict(saved) for name, saved in parameters}
-        self._buckets.load(states, entry["buckets"])
+
+    def _run(self) -> Run:
+        """This rank, for checkpoints."""
+        same = {
+            "density": self.settings.density,
+            "world_size": self._topology.everyone.size(),
+            "local_size": self._topology.node.size,
+        }
+        sizes = {name: Flat(parameter.numel()) for parameter, name in self._names.items()}
+        return Run("rank", dist.get_rank(), same, sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings, because DDP, process groups and threads cannot be copied."""

@@ -7,7 +7,7 @@ replicas, and unpacked in place. The result (damage, overflow) is read before th
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import groups
 from .._torch import at_end_of_backward, span
 from ..collectives import dense_mean
-from ..exchange.bucket import Bucket, parameter_stats
-from ..exchange.checkpoint import SegmentState
+from ..exchange.bucket import Bucket, SegmentState, parameter_stats
+from ..exchange.checkpoint import Entry, Run, Sharded, States
 from ..exchange.ledger import StepLedger
 from ..exchange.loss_scale import LossScale
 from ..exchange.plan import (
@@ -31,7 +31,6 @@ from ..exchange.plan import (
     plan_table,
 )
 from ..exchange.settings import Settings
-from . import checkpoint
 from .hook import OP
 from .units import Unit
 
@@ -178,7 +177,19 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload.
         """
         self._finish_last_step()
-        return checkpoint.make(self._replica, self._entry())
+        owners = keeps_owners(self._transport, self.settings, self._group.size())
+        states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
+        for name, own in states.items():
+            if owners and own.owner is None:
+                states[name] = SegmentState(own.residual, torch.zeros_like(own.residual))
+        return self._run().save(
+            states,
+            run_id=self._ledger.run_id,
+            step=self.step,
+            world_size=self._group.size() * self._shards,
+            shards=self._shards,
+            transport="reduce_scatter" if owners else "all_gather",
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
@@ -194,8 +205,7 @@ class FullyShardState:
             RuntimeError: this state received a damaged payload: load into a new one.
         """
         self._ledger.require_intact()
-        entry = checkpoint.find(state, self._replica, self._entry(), self._pieces)
-        self._go_on(entry, self._segments(entry))
+        self._resume(*self._run().find(state))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
         """Go on from states of any number of replicas and shards, and of either transport.
@@ -214,49 +224,29 @@ class FullyShardState:
             ValueError: there is no such state, or a replica's is missing; or as `load_state_dict`.
         """
         self._ledger.require_intact()
-        entries: list[dict[str, Any]] = []
+        self._resume(*self._run().find_mean(folder, key))
 
-        def each() -> Iterator[dict[str, SegmentState]]:
-            for entry in checkpoint.read(folder, key, self._entry(), self._pieces):
-                entries.append(entry)
-                yield self._segments(entry)
-
-        mean = checkpoint.mean(each())
-        self._go_on(entries[-1], mean)
-
-    def _entry(self) -> dict[str, Any]:
-        """This replica's part of a checkpoint, as of now."""
-        owners = keeps_owners(self.settings, self._group.size())
-        parameters = {}
-        for bucket, unit in zip(self._buckets, self._units, strict=True):
-            states, packed = bucket.states(), bucket.codec.step
-            for piece in unit.pieces:
-                state = states[piece.name]
-                state = state.with_owner() if owners else state
-                parameters[piece.name] = checkpoint.spread(piece, state, packed)
-        return {
-            "run_id": self._ledger.run_id,
-            "world_size": self._group.size() * self._shards,
-            "replicas": self._group.size(),
-            "shards": self._shards,
-            "step": self.step,
+    def _run(self) -> Run:
+        """This replica, for checkpoints."""
+        same = {
             "density": self.settings.density,
-            "transport": "reduce_scatter" if owners else "all_gather",
+            "replicas": self._group.size(),
             "reduction": ", ".join(dict.fromkeys(unit.reduction for unit in self._units)),
-            "parameters": parameters,
         }
+        parameters = {
+            piece.name: Sharded(piece, bucket.codec.step)
+            for bucket, unit in zip(self._buckets, self._units, strict=True)
+            for piece in unit.pieces
+        }
+        return Run("replica", self._replica, same, parameters)
 
-    def _segments(self, entry: dict[str, Any]) -> dict[str, SegmentState]:
-        parameters = entry["parameters"]
-        return {p.name: checkpoint.gather_up(p, parameters[p.name]) for p in self._pieces}
-
-    def _go_on(self, entry: dict[str, Any], segments: dict[str, SegmentState]) -> None:
+    def _resume(self, entry: Entry, states: States) -> None:
         self._ledger.load(entry)
         self._in_step, self._order, self._last_order = False, [], []
-        parameters = entry["parameters"]
+        saved = entry["parameters"]
         for index, unit in enumerate(self._units):
-            own = {piece.name: segments[piece.name] for piece in unit.pieces}
-            packed = max(parameters[name]["packed"] for name in own)
+            own = {piece.name: states[piece.name] for piece in unit.pieces}
+            packed = max(saved[name]["packed"] for name in own)
             self._buckets[index] = self._bucket(unit, packed, own)
 
     # In the backward pass:

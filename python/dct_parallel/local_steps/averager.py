@@ -13,9 +13,8 @@ from dct_kernels import checks
 
 from .. import groups
 from ..collectives import all_reduce_bytes, dense_mean, on_any
-from ..exchange import checkpoint
-from ..exchange.bucket import Bucket
-from ..exchange.checkpoint import OWNER_RESIDUAL, SegmentState
+from ..exchange.bucket import Bucket, SegmentState
+from ..exchange.checkpoint import Flat, Run, States
 from ..exchange.ledger import StepLedger
 from ..exchange.plan import (
     plan_bucket,
@@ -240,21 +239,13 @@ class DCTAverager(ModelAverager):
             RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
-        parameters = {name: state.as_dict() for name, state in self._bucket.states().items()}
-        parts = zip(parameters.values(), self._base.split(self._plan.sizes), strict=True)
-        for parameter, part in parts:
-            parameter[checkpoint.BASE] = part.to("cpu", copy=True)
-        entry = {
-            "run_id": self._ledger.run_id,
-            "step": self.step,
-            "world_size": self.process_group.size(),
-            "local_size": 1,
-            "density": self._settings.density,
-            "unaveraged": self._unaveraged,
-            **self._run_settings,
-            "parameters": parameters,
+        parts = zip(self._bucket.states().items(), self._base.split(self._plan.sizes), strict=True)
+        states = {
+            name: SegmentState(state.residual, state.owner, base.to("cpu", copy=True))
+            for (name, state), base in parts
         }
-        return checkpoint.make(dist.get_rank(), entry)
+        numbers = {"run_id": self._ledger.run_id, "step": self.step}
+        return self._run().save(states, **numbers, unaveraged=self._unaveraged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
@@ -272,13 +263,8 @@ class DCTAverager(ModelAverager):
             RuntimeError: this averager received a damaged payload: load into a new one.
         """
         self._ledger.require_intact()
-        sizes = dict(zip(self._plan.names, self._plan.sizes, strict=True))
-        ranks = self.process_group.size()
-        entry = checkpoint.find(
-            state, dist.get_rank(), self._settings, sizes, ranks, averager=self._run_settings
-        )
-        saved = entry["parameters"]
-        owned = any(owner.any() for part in saved.values() for owner in part[OWNER_RESIDUAL])
+        entry, states = self._run().find(state)
+        owned = any(own.owner is not None and own.owner.any() for own in states.values())
         if self._step_ahead and owned and self._plan.transport == "all_gather":
             # The owner's residual would become this rank's, and its weights not be as far ahead.
             raise ValueError(
@@ -287,12 +273,20 @@ class DCTAverager(ModelAverager):
             )
         self.step = entry["step"]
         self._ledger.load(entry, self.step // self.period)
-        self._bucket = self._new_bucket(saved)
-        self._base = torch.cat([saved[name][checkpoint.BASE] for name in sizes]).to(self._device)
-        self._unaveraged = entry.get("unaveraged", self.step % self.period)
+        self._bucket = self._new_bucket(states)
+        bases = [base for name in self._plan.names if (base := states[name].base) is not None]
+        self._base = torch.cat(bases).to(self._device)
+        self._unaveraged = entry["unaveraged"]
         if self._step_ahead and not self._unaveraged:
             # Those saved, to the bit, where this rank was given others since (as it was made, say).
             self._weights.write(self._start(self._base))
+
+    def _run(self) -> Run:
+        """This rank, for checkpoints."""
+        sizes = zip(self._plan.names, self._plan.sizes, strict=True)
+        ranks = {"world_size": self.process_group.size(), "local_size": 1}
+        same = {**self._run_settings, "density": self._settings.density, **ranks}
+        return Run("rank", dist.get_rank(), same, {name: Flat(numel) for name, numel in sizes})
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -300,8 +294,7 @@ class DCTAverager(ModelAverager):
             "a copy"
         )
 
-    def _new_bucket(self, saved: dict[str, dict[str, Tensor]]) -> Bucket:
-        states = {name: SegmentState.from_dict(state) for name, state in saved.items()}
+    def _new_bucket(self, states: States) -> Bucket:
         group, averagings = self.process_group, self._ledger.step
         return Bucket(self._plan, group, self._device, averagings, states)
 
