@@ -177,7 +177,7 @@ class FullyShardState:
             RuntimeError: this rank received a damaged payload.
         """
         self._finish_last_step()
-        owners = keeps_owners(self._transport, self.settings, self._group.size())
+        owners = keeps_owners(self.settings, self._group.size())
         states = {name: s for bucket in self._buckets for name, s in bucket.states().items()}
         for name, own in states.items():
             if owners and own.owner is None:
