@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from . import _contract, reference
-from ._schemas import OPS, library
+from . import _torch, reference
+from ._ops import CHECKS, OPS, library
 
 BACKENDS = ("eager", "cpp", "cuda", "triton")
 REQUESTED = os.environ.get("DCT_BACKEND")
@@ -72,8 +72,8 @@ def setup() -> None:
 
 
 def checked(backend: object, name: str) -> Callable[..., Any]:
-    """An op of a backend in Python, which gets only arguments that keep to the contract."""
-    check, op = getattr(_contract, name), getattr(backend, name)
+    """An op of a backend in Python, which gets only arguments that pass its checks."""
+    check, op = CHECKS[name], getattr(backend, name)
 
     def checked_op(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
@@ -136,7 +136,7 @@ def _why_no_extension() -> str:
 
 def _has_kernel(key: str) -> bool:
     """Whether the ops have a kernel of their own, not eager's, for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("dct::mask_pack", key)
+    return _torch.has_kernel("dct::mask_pack", key)
 
 
 def _register_triton() -> None:
