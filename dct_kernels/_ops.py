@@ -10,6 +10,7 @@ same checks. The compiled backends check again what memory safety needs, and say
 the op really runs.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -23,6 +24,7 @@ P = ParamSpec("P")
 # Kept alive for the life of the process: a Library takes its registrations with it when collected.
 library = torch.library.Library("dct", "DEF")
 
+SCHEMAS: list[str] = []
 CHECKS: dict[str, Callable[..., None]] = {}
 
 INT32, FLOAT32, UINT8 = (torch.int32,), (torch.float32,), (torch.uint8,)
@@ -39,6 +41,7 @@ def define(
         name = check.__name__
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         library.define(name + schema, tags=tags)
+        SCHEMAS.append(name + schema)
         torch.library.register_fake(f"dct::{name}", fake, lib=library)
         CHECKS[name] = check
         run = getattr(torch.ops.dct, name).default  # which also makes dir(torch.ops.dct) list it
@@ -251,6 +254,9 @@ def row_dequantize(rows: Tensor, width: int, format: str, dtype: torch.dtype) ->
 
 
 OPS = tuple(CHECKS)
+
+# A compiled library holds the digest of the schemas that it was written for (built_with.cpp).
+SCHEMAS_DIGEST = f"{zlib.crc32(' '.join(SCHEMAS).encode()):08x}"
 
 
 def _require_ranges(op: str, arg: str, payload: Tensor, dims: int) -> int:

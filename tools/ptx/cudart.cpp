@@ -73,6 +73,10 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ho
   return static_cast<cudaError_t>(
       ptx::launch(registered()[host], grid.x, block.x, config->dynamicSmemBytes, arguments));
 }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // a hint
   constexpr int kMaxBytes = 163 << 10;  // of sm_80, the smallest that the kernels are built for
