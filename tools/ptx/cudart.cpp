@@ -83,7 +83,9 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kMaxBytes) {
     return cudaErrorInvalidValue;
   }
-  runtime().kernels.at(registered().at(host)).max_dynamic_shared = value;
+  int64_t& allowed = runtime().kernels.at(registered().at(host)).max_dynamic_shared;
+  if (allowed == value) return cudaErrorInvalidValue;  // launchers ask once per kernel
+  allowed = value;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
