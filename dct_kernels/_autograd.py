@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from . import _torch, checks
 from ._ops import OPS, library
-from ._torch import DispatchKeySet, Op
+from ._torch import AFTER_INPLACE, BelowInplace, DispatchKeySet, Op
 
 
 class _RowOp(_torch.SingleLevelFunction):
@@ -26,8 +26,9 @@ class _RowOp(_torch.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: DispatchKeySet, op: Op, x: Tensor, *args: Any) -> Any:
-        with torch.enable_grad():  # autograd disabled grad mode; an outer transform needs it
-            output = _run_below(keyset, op, x, *args)
+        # Autograd disabled grad mode; an outer transform needs it.
+        with torch.enable_grad(), BelowInplace():
+            output = op.redispatch(keyset & AFTER_INPLACE, x, *args)
         ctx.save_for_backward(output[1] if op is _PACK else args[0])
         ctx.op, ctx.size, ctx.dtype = op, x.shape[1], x.dtype
         return output
@@ -42,11 +43,14 @@ class _RowOp(_torch.SingleLevelFunction):
 
 
 def _differentiate(op: Op) -> None:
+    redispatch = _torch.redispatch_of(op)
+
     def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
         if _torch.forward_mode_is_on():
             _refuse_tangents(op, args)
         if not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
-            return _run_below(keyset, op, *args)
+            with BelowInplace():
+                return redispatch(keyset & AFTER_INPLACE, *args)
         with _torch.enable_single_level_autograd_function():
             return _RowOp.apply(keyset, op, *args)  # type: ignore[attr-defined]
 
@@ -61,18 +65,21 @@ def _guard(op: Op) -> None:
     """
     infos = [argument.alias_info for argument in op._schema.arguments]
     written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+    redispatch = _torch.redispatch_of(op)
 
     def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
         if _torch.forward_mode_is_on():
             _refuse_tangents(op, args)
-        if written:
-            tensors = [args[index] for index in written if args[index] is not None]
-            if torch.is_grad_enabled() and _torch.any_requires_grad(*tensors):
-                index = next(i for i in written if _torch.any_requires_grad(args[i]))
+        for index in written:
+            tensor = args[index]
+            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
                 rule = "require grad outside torch.no_grad(), because the op writes to it"
                 _fail(op, index, rule, "requires_grad=True", "not")
-            _torch.increment_versions(tensors)
-        return _run_below(keyset, op, *args)
+        for index in written:
+            if args[index] is not None:
+                _torch.increment_versions((args[index],))
+        with BelowInplace():
+            return redispatch(keyset & AFTER_INPLACE, *args)
 
     def refuse_vmap(info: object, in_dims: tuple[int | None, ...], *args: object) -> NoReturn:
         batched = next(index for index, dim in enumerate(in_dims) if dim is not None)
@@ -82,12 +89,6 @@ def _guard(op: Op) -> None:
     library.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
     if written:
         torch.library.register_vmap(op, refuse_vmap, lib=library)
-
-
-def _run_below(keyset: DispatchKeySet, op: Op, *args: Any) -> Any:
-    """Redispatch to the kernel, below autograd and the version counters."""
-    with _torch.BelowInplace():
-        return op.redispatch(keyset & _torch.AFTER_INPLACE, *args)
 
 
 def _refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:

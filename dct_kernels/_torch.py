@@ -3,6 +3,7 @@
 Tested with torch 2.11 (the oldest that is supported), 2.13.0 and 2.14.1.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import _C, _is_functional_tensor
@@ -23,6 +24,12 @@ has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 increment_versions = _C._increment_version
 is_functional = _is_functional_tensor
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor  # by a transform such as torch.vmap
+
+
+def redispatch_of(op: Op) -> Callable[..., Any]:
+    """`op.redispatch`, without a Python call in between."""
+    redispatch: Callable[..., Any] = op._handle.redispatch_boxed
+    return redispatch
 
 
 def forward_mode_is_on() -> bool:
