@@ -44,10 +44,12 @@ def qcomm_codecs(
     >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs(64))
     """
     checks.require_int(_OP, "width", width, 1, 2**31 - 1)
-    form = RowFormat.of(_OP, format)
-    if form.density is not None:
-        checks.fail(_OP, "format", "without a density: every entry is sent", form)
-    codecs = QuantizedCommCodecs(*(TorchRecCodec(width, f) for f in form.both(torch.float32)))
+    row_format = RowFormat.parse(_OP, format)
+    if row_format.density is not None:
+        checks.fail(_OP, "format", "without a density: every entry is sent", row_format)
+    codecs = QuantizedCommCodecs(
+        *(TorchRecCodec(width, f) for f in row_format.formats(torch.float32))
+    )
     ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
     return _Registry({op.name: codecs for op in ops})
 
