@@ -1,9 +1,4 @@
-"""Rows to every rank: a layer whose features are split over ranks.
-
-DCT, model-parallel side (arXiv 2010.08899), for tensor parallelism: each rank packs its own slice
-of the features, so the owner of a slice chooses its mask. The use for this collective, exactly k
-entries per row, and the wire format are our reconstruction.
-"""
+"""Rows to every rank: a layer whose features are split over ranks."""
 
 from collections.abc import Sequence
 
@@ -36,9 +31,9 @@ def all_gather_rows(
     """Every rank's features of the same rows, side by side, compressed. Differentiable in x.
 
     For tensor parallelism. Each rank sends its part of a row as in `all_to_all_rows`; with a
-    density, k = ceil(density * its width) entries of it. As with torch's own all-gather, the
-    gradient of a part is the sum over all ranks. If all ranks compute the same loss, divide the
-    loss by their number. The sum is in rank order and in float32, so it is deterministic.
+    density, its k = ceil(density * d) largest entries. As with torch's own all-gather, the gradient
+    of a part is the sum over all ranks. If all ranks compute the same loss, divide the loss by
+    their number. The sum is in rank order and in float32, so it is deterministic.
 
     Forward is one all-gather, padded to the longest part. Backward is one all-to-all, which sends
     the gradient of each part to its rank. Both need every rank, and `widths` has the role of
@@ -47,18 +42,15 @@ def all_gather_rows(
     Args:
         x: float32, bfloat16 or float16 [B, d], the same B on every rank; not mutated.
         widths: every rank's d; given on every rank or on none.
-        format: as in `all_to_all_rows`.
-        group: as in `all_to_all_rows`.
+        format, group: as in `all_to_all_rows`.
 
     Returns:
         [B, sum of every rank's d] of x's dtype, in rank order.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range on this rank. The other ranks raise
-            an error when the group's timeout ends.
-        ValueError: B, a setting or requires_grad differ between ranks. Raised on every rank, with
-            the values of all ranks; not with `widths`.
-        RuntimeError: from the collective, if a rank is missing.
+        ValueError, TypeError, RuntimeError: as in `all_to_all_rows`; B must be the same.
+
+    Source: as of `all_to_all_rows`; its use for this collective is our reconstruction.
     """
     return all_gather_rows_async(x, widths, format=format, group=group).wait()
 

@@ -1,10 +1,4 @@
-"""Rows to the ranks they belong to: the pooled-embedding exchange of a recommender.
-
-DCT, model-parallel side (arXiv 2010.08899): the k largest entries of every row are sent, and the
-backward pass sends the gradients of the same entries. Exactly k entries per row, so that the size
-of every message is known in advance, and the wire format are our reconstruction. If that loses
-quality, every entry can be sent in few bits.
-"""
+"""Rows to the ranks they belong to: the pooled-embedding exchange of a recommender."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,16 +25,15 @@ def all_to_all_rows(
 
     Like torch.distributed.all_to_all_single with uneven splits, but compresses rows and gradients.
     With a density, the gradient of a row is that of its sent entries. Otherwise it is
-    straight-through, quantized on its way. Deterministic. With density 1 or every entry, in x's own
-    dtype, the result has the same bits as the uncompressed exchange.
+    straight-through, quantized on its way. With density 1 or every entry, in x's own dtype, the
+    result has the same bits as the uncompressed exchange. Deterministic.
 
     Forward and backward are one collective each. Every rank of the group must call this function,
-    even if it has no rows. If x needs a gradient, every rank must run the backward pass.
-
-    Without `output_splits`, an all-to-all of 40 bytes to every rank comes first, which checks that
-    the ranks agree. The host waits for its result, so the call cannot be captured in a CUDA graph.
-    With `output_splits`, ranks that disagree may hang or receive wrong values, but they never read
-    out of bounds.
+    even if it has no rows. If x needs a gradient, every rank must run the backward pass. Without
+    `output_splits`, an all-to-all of 40 bytes to every rank comes first, which checks that the
+    ranks agree. The host waits for its result, so the call cannot be captured in a CUDA graph. With
+    `output_splits`, ranks that disagree may hang or receive wrong values, but never read out of
+    bounds.
 
     Args:
         x: float32, bfloat16 or float16 [sum(splits), d], ordered by destination; not mutated.
@@ -60,6 +53,9 @@ def all_to_all_rows(
         ValueError: d, a setting or requires_grad differ between ranks. Raised on every rank, with
             the values of all ranks; not with `output_splits`.
         RuntimeError: from the collective, if a rank is missing.
+
+    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row, few bits, and
+    the wire format are our reconstruction.
     """
     return all_to_all_rows_async(x, splits, output_splits, format=format, group=group).wait()
 

@@ -13,17 +13,14 @@ from dct_kernels.row_layout import position_bytes, row_bytes
 from ..formats import DTYPES
 from .packing import row_k
 
-# Dynamo does not trace the checks of dct_kernels.row_quantize in a backward pass; the op itself
-# makes the same checks.
+# Dynamo does not trace the checks of dct_kernels.row_quantize in a backward pass.
 _ops = torch.ops.dct
 
 
 class RowCodec:
     """Encodes rows [B, width] and their gradients. This one leaves rows of any dtype unchanged.
 
-    Attributes:
-        message_bytes: per row. Subclasses encode rows as uint8 [B, message_bytes].
-        gradient_bytes: per row of gradients.
+    Subclasses encode them as uint8 [B, message_bytes] and [B, gradient_bytes].
     """
 
     message_bytes: int

@@ -1,10 +1,4 @@
-"""The k largest entries of every row of activations, and the gradients of these entries.
-
-Dynamic Communication Thresholding, model-parallel side (arXiv 2010.08899): the selection is per row
-(per sample), and the backward pass uses the mask of the forward pass. There is no error feedback,
-because rows of different samples are unrelated. The paper uses a threshold. Exactly k entries per
-row are our reconstruction, so that the size of every message is known in advance.
-"""
+"""The k largest entries of every row of activations, and the gradients of these entries."""
 
 import math
 
@@ -37,11 +31,11 @@ def row_k(width: int, density: float) -> int:
 def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude of every row, and their positions. Differentiable in x.
 
-    DCT, model-parallel side (arXiv 2010.08899). Rows lie along the last dimension; the others are
-    kept. The gradient of the values goes back to the same positions, with zeros elsewhere. So a
-    transport sends both tensors forward, and one of the values' shape and dtype back.
-    Deterministic, bitwise the same on every backend; ties go to the lower column. Safe in CUDA
-    graphs and torch.compile like `dct_kernels.row_pack`.
+    Rows lie along the last dimension; the others are kept. The gradient of the values goes back to
+    the same positions, with zeros elsewhere. So a transport sends both tensors forward, and one of
+    the values' shape and dtype back. There is no error feedback, because rows of different samples
+    are unrelated. Deterministic, bitwise the same on every backend; ties go to the lower column.
+    Safe in CUDA graphs and torch.compile like `dct_kernels.row_pack`.
 
     Args:
         x: float32, bfloat16 or float16 [..., d], not mutated.
@@ -55,6 +49,9 @@ def pack_rows(x: Tensor, k: int, format: str | torch.dtype | None = None) -> tup
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: DCT, model-parallel side (arXiv 2010.08899). Exactly k entries per row instead of a
+    threshold are our reconstruction, so that the size of every message is known in advance.
 
     >>> pack_rows(torch.tensor([0.0, -2.0, 1.0, 3.0]), 2)
     (tensor([-2.,  3.]), tensor([10], dtype=torch.uint8))

@@ -1,9 +1,4 @@
-"""Rows in few bits at a cut between two modules, for any transport that sends a tensor.
-
-Every entry is sent, with one scale per row. This takes as few bytes as sending only the largest
-entries, which may lose more quality. The gradient is straight-through and quantized. Our
-reconstruction of row-wise quantized exchange (FBGEMM).
-"""
+"""Rows in few bits at a cut between two modules, for any transport that sends a tensor."""
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +19,12 @@ _CARRIER = torch.bfloat16
 class RowQuantize(nn.Module):
     """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
 
-    The message is bytes viewed as bfloat16. Send, receive or copy it, but do not compute with it.
-    Give it to only one module, a `RowDequantize` of the same formats. Its gradient is also a
-    message. Quantizes in eval mode as well. Has no parameters and no state. Deterministic, bitwise
-    the same on every backend. Works with torch.compile, torch.vmap, and torch.func.grad, which has
-    no second derivative here.
+    Sends every entry, with one scale per row. The gradient is straight-through, and quantized. The
+    message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it. Give
+    it to only one module, a `RowDequantize` of the same formats. Its gradient is also a message.
+    Quantizes in eval mode as well. Has no parameters and no state. Deterministic, bitwise the same
+    on every backend. Works with torch.compile, torch.vmap and torch.func.grad; there is no second
+    derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or
@@ -36,6 +32,8 @@ class RowQuantize(nn.Module):
 
     Raises:
         ValueError, TypeError: an argument is out of its range; the text names it.
+
+    Source: our reconstruction of row-wise quantized exchange (FBGEMM).
     """
 
     def __init__(self, format: str | torch.dtype | RowFormat) -> None:
@@ -50,6 +48,7 @@ class RowQuantize(nn.Module):
             got = f"{x.dim()}-D {str(x.dtype).removeprefix('torch.')}"
             raise ValueError(f"dct::RowQuantize: x must be {rule}, got {got}")
         width, dtype = x.shape[-1], x.dtype
+        checks.require_int("RowQuantize", "x.shape[-1]", width, 1, 2**31 - 1)
         forward_format, backward_format = self.format.formats(dtype)
         size = _message_size(width, forward_format, backward_format)
         return with_gradient(

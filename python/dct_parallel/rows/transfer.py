@@ -95,8 +95,10 @@ class _Gradient(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(op: str, x: Tensor, forward: TensorFunction, *_: Any) -> Tensor:
-        return forward(x)
+    def forward(
+        op: str, x: Tensor, forward: TensorFunction, backward: Any, row_wise: Any
+    ) -> Tensor:
+        return forward(x)  # all arguments are named, because Dynamo counts them
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
