@@ -111,9 +111,9 @@ def test_exchanges_under_torch_func(rank, format):
         result, pull_back = torch.func.vjp(exchange, x)
         (cotangent,) = torch.func.vjp(_loss, result)[1](torch.tensor(1.0))
         assert torch.equal(result, y) and torch.equal(*pull_back(cotangent), gradient)
-        with pytest.raises(ValueError, match="dct::all_.*_rows: the input must be a single tensor"):
+        with pytest.raises(ValueError, match="_rows: the input must be a single tensor"):
             torch.func.vmap(exchange)(x[None])
         y = x.clone().requires_grad_()
         (once,) = torch.autograd.grad(_loss(exchange(y)), y, create_graph=True)
-        with pytest.raises(RuntimeError, match="dct::all_.*_rows: the gradient must not be diff"):
+        with pytest.raises(RuntimeError, match="_rows: the gradient must not be differ"):
             once.sum().backward()

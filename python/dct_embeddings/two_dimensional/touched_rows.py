@@ -1,17 +1,15 @@
-"""The rows of a table that the optimizer has changed, and their values before."""
+"""The rows of a table that the optimizer has changed, and their previous values."""
 
 import torch
 from torch import Tensor
 
 
 class TouchedRows:
-    """Rows since the last `take`, each once. The cost of a step grows with its rows, not the table.
-
-    The host waits in `add`, for the number of new rows.
+    """Distinct rows since the last `take`. The cost of a step depends on its rows, not the table.
 
     Args:
-        weight: the table [rows, d]; one byte for each row is kept.
-        keep: whether the values before are kept.
+        weight: the table [rows, d]; this object keeps one byte per row.
+        keep: whether to keep the previous values.
     """
 
     def __init__(self, weight: Tensor, keep: bool) -> None:
@@ -21,7 +19,7 @@ class TouchedRows:
         self._before: list[Tensor] = []
 
     def add(self, rows: Tensor, weight: Tensor) -> None:
-        """Note `rows` [n], and keep the values of those that are new."""
+        """Add `rows` [n], and keep the values of new ones. The host waits for their number."""
         distinct = rows.unique()
         new = distinct[~self._known[distinct]]
         self._known[new] = True
@@ -30,7 +28,7 @@ class TouchedRows:
             self._before.append(weight[new])
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows, int32 [n] in no order, and the values before: [n, d] if kept, else [0, d]."""
+        """The rows, int32 [n] in no order; their previous values, [n, d] if kept, else [0, d]."""
         rows = torch.cat([self._known.new_empty(0, dtype=torch.int32), *self._rows])
         before = torch.cat([weight[:0], *self._before])
         self._known[rows] = False
