@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,12 +59,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             for name in ("sum", "pending") if group.get("delayed") else ("sum",):
                 self.state[weight][name] = weight.detach().new_zeros(len(weight))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every weight that has a gradient. Returns the loss of the closure, if given."""
         loss = None
         if closure is not None:
@@ -153,18 +149,16 @@ class MomentumScaledRowWiseAdagrad(RowWiseAdagrad):
         v[r] += mean(G ** 2)
         w[r] -= lr * G / sqrt(v[r] / c + eps)
 
-    *The scale c.* Let g_i be the gradient of a row in replica i. One group with all samples would
-    accumulate mean(g_i) ** 2; averaged replicas accumulate mean(g_i ** 2). That is M times as much
-    if one replica at a time uses the row, and if gradients are independent noise; it is the same if
-    all g_i are equal. So c = M is right for rare and noisy rows, which most rows of a recommender
-    are, and 1 for frequent clean rows. A constant c is the same as lr * sqrt(c) and eps * c. It may
-    change in training, because only the division uses it.
+    Let g_i be the gradient of a row in replica i. One group with all samples would accumulate
+    mean(g_i) ** 2; averaged replicas accumulate mean(g_i ** 2). That is M times as much if one
+    replica at a time uses the row, or if gradients are independent noise; it is the same if all g_i
+    are equal. So c = M is right for rare and noisy rows, which most rows of a recommender are, and
+    1 for frequent clean rows. c may change in training, because only the division uses it.
 
-    *The delay.* Replicas with different accumulators do not average to a step by their averaged
-    gradient. With `delayed`, all replicas divide by v as of the last sync, and keep newer squares
-    in a second accumulator until the next sync. Averaged weights are then exactly the last synced
-    ones minus lr * mean(sum of gradients) / sqrt(v / c + eps). A row whose v is 0, because it was
-    not used before the last sync, is divided by the second accumulator.
+    With `delayed`, all replicas divide by v as of the last sync, and keep newer squares in a second
+    accumulator until the next sync. Averaged weights are then exactly the last synced ones minus
+    lr * mean(sum of gradients) / sqrt(v / c + eps). The second accumulator divides rows whose v is
+    0, which were not used before the last sync.
 
     Deterministic like `RowWiseAdagrad`.
 

@@ -78,6 +78,7 @@ def test_vmap_of_quantized_rows(dim):
     assert torch.equal(jacobian, one_hot)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_second_derivatives_and_forward_mode_of_quantized_rows_are_refused():
     x = torch.randn(2, WIDTH)
 

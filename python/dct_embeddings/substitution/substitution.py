@@ -99,12 +99,11 @@ class EquivalentSubstitution(nn.Module):
             are not mutated; in training mode DynamicFeatureRows gets rows for new features.
 
         Raises:
-            ValueError, TypeError: an argument is out of its range; on every rank, with details on
-                the ranks that have it.
+            ValueError, TypeError: an argument is out of its range on some rank. Raised on every
+                rank, and so is the next error.
             ValueError: batch, fields, training mode of the rows, the set of parameters with
-                gradients, or with "all_reduce" the ids differ between ranks; on every rank.
-            ValueError: a rank has too little capacity for the rows of new features; on every rank,
-                before any rank makes a row.
+                gradients, or with "all_reduce" the ids differ between ranks; or a rank has too
+                little capacity for the rows of new features, of which then none is made.
             ValueError: received lengths do not add up to the received ids.
         """
         names, bags, tight = self._bags(ids, lengths)

@@ -19,12 +19,12 @@ _CARRIER = torch.bfloat16
 class RowQuantize(nn.Module):
     """The last module of a stage: [..., d] in, a message [..., m] out, m in units of 2 bytes.
 
-    Sends every entry, with one scale per row. The gradient is straight-through, and quantized. The
-    message is bytes viewed as bfloat16: send, receive or copy it, but do not compute with it. Give
-    it to only one module, a `RowDequantize` of the same formats. Its gradient is also a message.
-    Quantizes in eval mode as well. Has no parameters and no state. Deterministic, bitwise the same
-    on every backend. Works with torch.compile, torch.vmap and torch.func.grad; there is no second
-    derivative.
+    Takes float32, bfloat16 or float16, which it does not mutate, and sends every entry, with one
+    scale per row. The gradient is straight-through, and quantized. The message is bytes viewed as
+    bfloat16: send, receive or copy it, but do not compute with it. Give it to only one module, a
+    `RowDequantize` of the same formats. Its gradient is also a message. Quantizes in eval mode as
+    well. Has no parameters and no state. Deterministic, bitwise the same on every backend. Works
+    with torch.compile, torch.vmap and torch.func.grad; there is no second derivative.
 
     Args:
         format: a name, a torch dtype, or a `RowFormat` without a density: "int4", or
@@ -41,7 +41,6 @@ class RowQuantize(nn.Module):
         self.format = _require_every_entry("RowQuantize", format)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The message of x, float32, bfloat16 or float16; not mutated."""
         checks.require_type("RowQuantize", "x", x, Tensor, "a tensor")
         if x.dim() == 0 or x.dtype not in checks.FLOATS:
             rule = "float32, bfloat16 or float16, at least 1-D"
