@@ -109,7 +109,7 @@ class Buckets:
         return {name: state.map(torch.clone) for name, state in states.items()}
 
     def names(self) -> list[list[str]]:
-        """The names of each bucket's parameters, as far as buckets are known."""
+        """The names of the parameters of each known bucket."""
         layouts = [parameters for _, (parameters, _) in sorted(self._layouts.items())]
         return [[self._names[p] for p in parameters] for parameters in layouts]
 

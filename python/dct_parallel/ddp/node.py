@@ -71,7 +71,7 @@ class Node:
         buffer.copy_(padded.view(-1)[: buffer.numel()])
 
     def wire_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes sent per rank and step inside the node for a bucket of so many elements."""
+        """Bytes sent per rank and step inside the node for a bucket of `numel` elements."""
         part = self._length(numel) * itemsize
         return all_reduce_bytes(self.size * part, self.size)  # in two halves
 

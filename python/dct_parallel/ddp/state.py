@@ -3,8 +3,8 @@
     state = DCTState(ddp, density=0.005)
     ddp.register_comm_hook(state, dct_hook)
 
-In a step every bucket is packed, exchanged and unpacked beside the backward pass, in bucket order
-on every rank. The result (damage, overflow) is read before the next step.
+In a step every bucket is packed, exchanged and unpacked during the backward pass, in the same order
+on every rank. The host reads the results of a step (damage, overflow) at the end of the next one.
 """
 
 import warnings
@@ -85,8 +85,7 @@ class DCTState:
         ValueError, TypeError: an argument is out of its range, a parameter cannot be compressed, or
             ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its state
-            within the group's timeout. Restart the process then; where all ranks raised alike,
-            they can try again.
+            within the group's timeout.
     """
 
     copied = False  # by deepcopy or pickle
@@ -199,7 +198,7 @@ class DCTState:
 
         Raises:
             ValueError: the state is not bound to a DDP yet.
-            RuntimeError: a payload was damaged, as far as this rank has looked.
+            RuntimeError: this rank received a damaged payload.
         """
         self._require_usable("plan")
         device = device_of(self._names)
@@ -289,7 +288,7 @@ class DCTState:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, each rank from its own, or all from one of `merge_states`.
+        """Resume from a `state_dict`, each rank from its own, or all from one of `merge_states`.
 
         Every rank loads before any of them takes a step. The next step compares run and step, and
         waits for late ranks, up to the group's timeout. A refused dict changes nothing.

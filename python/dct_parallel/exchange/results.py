@@ -31,7 +31,7 @@ class ExchangeResult(NamedTuple):
 
 
 class HostCopy:
-    """A tensor of the device, copied to the host beside its work. `tolist` waits for the copy."""
+    """A tensor of the device, copied to the host asynchronously. `tolist` waits for the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._copied = tensor, None

@@ -92,11 +92,11 @@ class Settings:
         return self.density == 1
 
     def capacity(self, numel: int) -> int:
-        """Entries of room in the payload of a range of so many elements."""
+        """The most entries in the payload of a range of `numel` elements."""
         return default_capacity(numel, self.density)
 
     def payload_bytes(self, numel: int, ranges: int, longest: int) -> int:
-        """Bytes of the payload of one range; the longest has so many elements."""
+        """Bytes of the payload of one range. The longest range has `longest` elements."""
         if self.every_entry:
             return quantized_payload_bytes(longest, self.format)
         capacity, dtype = self.capacity(longest), DTYPES[self.format]

@@ -2,7 +2,7 @@
 
 FSDP reduces each module's gradient over the ranks that share a model's shards, and calls the hook
 with this rank's shard. It is packed, exchanged with the ranks that hold the same shard in other
-replicas, and unpacked in place. The result (damage, overflow) is read before the next step.
+replicas, and unpacked in place. The host reads the results of a step at the end of the next one.
 """
 
 import os
@@ -81,12 +81,14 @@ class FullyShardState:
         self._last_order: list[int] = []  # of the last step, until ranks have compared it
 
         world = groups.require_group(OP, None)
-        told = {
+        to_compare = {
             "model": describe({piece.parameter: piece.name for piece in self._pieces}),
             "modules": ", ".join(unit.name for unit in units),
             "mesh": str(mesh.mesh.tolist()),
         }
-        self._ledger = StepLedger(OP, world, self._device, settings, told, loss_scale, start_step)
+        self._ledger = StepLedger(
+            OP, world, self._device, settings, to_compare, loss_scale, start_step
+        )
         timeout = groups.timeout_of(world, self._device)
         self._after_step = groups.separate_group(world, self._ledger.run_id, timeout)
         self._end_group = groups.ending(self, self._after_step)
@@ -128,7 +130,7 @@ class FullyShardState:
         A bucket is a module that was wrapped by itself; sizes are a shard's.
 
         Raises:
-            RuntimeError: this rank received a damaged payload, as far as it has looked.
+            RuntimeError: this rank received a damaged payload.
         """
         self._ledger.require_intact()
         return plan_table(self._plans, self._device)
@@ -192,7 +194,7 @@ class FullyShardState:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, each replica from its own; on every rank, before any steps.
+        """Resume from a `state_dict`, each replica from its own; on every rank, before any steps.
 
         torch.distributed.checkpoint reshards residuals from any number of shards. The next step
         compares run and step between ranks. A refused state changes nothing.
@@ -208,7 +210,7 @@ class FullyShardState:
         self._resume(*self._run().find(state))
 
     def load_merged(self, folder: str | os.PathLike[str], key: str = "dct") -> None:
-        """Go on from states of any number of replicas and shards, and of either transport.
+        """Resume from states of any number of replicas and shards, and of either transport.
 
         Every replica starts from the mean of their residuals. A step applies the mean over replicas
         of their messages, so the pending updates of the model stay the same, to float32 rounding

@@ -108,7 +108,7 @@ class Unit:
         self._module.set_all_reduce_hook(hook)
 
     def close(self) -> None:
-        """Let the next gradient raise: training must not go on without the replicas'."""
+        """Make the next gradient raise, because replicas would train without each other."""
         self._module.set_all_reduce_hook(closed)
 
     def require(self, flat: Tensor) -> None:

@@ -64,7 +64,7 @@ class DCTAverager(ModelAverager):
             that hold the same shard in other replicas (docs/guide/fsdp2.md).
         policy: "fresh": the threshold is sampled at every averaging; or "fixed"; see `Compressor`.
         refresh_every: averagings between samples of the threshold, with policy "fixed".
-        step_ahead: go on from weights with this rank's residual (docs/guide/choosing.md).
+        step_ahead: continue from weights plus this rank's residual (docs/guide/choosing.md).
 
     Attributes:
         step: calls of `average_parameters`.
@@ -75,7 +75,7 @@ class DCTAverager(ModelAverager):
     Raises:
         ValueError, TypeError: an argument is out of its range, or ranks differ; the text names it.
         RuntimeError: a different rank raised, as the text says, or did not construct its averager
-            within the group's timeout. Restart it then; where all raised alike, they can try again.
+            within the group's timeout.
     """
 
     def __init__(
@@ -144,21 +144,21 @@ class DCTAverager(ModelAverager):
         Collective at an averaging. Mutates the weights of the module.
 
         Args:
-            params: ignored: always those of `module`. Torch's averagers have it.
+            params: ignored, because the parameters are those of `module`. Torch's averagers have it.
 
         Raises:
-            ValueError: at an averaging, different parameters require grad than when this was made;
-                on this rank. Nothing was averaged, and the step is not counted. Other ranks wait
-                until the group's timeout: go back to a checkpoint then.
-            RuntimeError: some rank had NaN or infinite weights, or the sum of finite changes
-                overflows. Every rank raises. The base is that of the last averaging; the change
-                of weights since then is in the residual. So training can go on. NaN, Inf and what
-                overflowed are lost, and in few bits the changes of 64 weights beside a NaN or Inf.
-                Or a rank is gone: the others raise the same way, at the group's timeout at the
-                latest. They lose nothing, and `state_dict` saves it; this group cannot be used
-                again.
-                Or this rank received a damaged payload. It raises, and in every later call: load a
-                checkpoint into a new averager. The others raise as if it were gone.
+            ValueError: at an averaging, different parameters of this rank require grad than when
+                this was made. Nothing was averaged, and the step is not counted. Other ranks raise
+                at the group's timeout; load a checkpoint then.
+            RuntimeError: a rank had NaN or infinite weights, or the sum of finite changes
+                overflows. Every rank raises, and training can continue: the base is that of the
+                last averaging, and the changes since then are in the residual. Non-finite and
+                overflowed changes are dropped. In the few-bit formats, the whole group of 64
+                entries that contains a NaN or Inf is dropped.
+            RuntimeError: a rank is gone. The other ranks raise at the group's timeout at the
+                latest. They lose nothing, and `state_dict` works; the group cannot be used again.
+            RuntimeError: this rank received a damaged payload. It raises now and in every later
+                call: load a checkpoint into a new averager. Other ranks raise as if it were gone.
         """
         self._ledger.require_intact()
         averages = (self.step + 1) % self.period == 0
@@ -173,14 +173,15 @@ class DCTAverager(ModelAverager):
     def flush(self) -> None:
         """Average weights and residuals now, densely in float32, at the end of training.
 
-        On every rank, after any step; it counts as none. Weights are then bitwise the same on all
-        ranks, and no residual is left; a ring sends 8 (P - 1) / P bytes per element.
+        Call it on every rank, after any step. It does not count as a step. Afterwards weights are
+        bitwise the same on all ranks, and residuals are 0. A ring sends 8 (P - 1) / P bytes per
+        element.
 
         Raises:
-            ValueError: ranks do not go on from the same step, after a load. Or different parameters
-                require grad than when this was made, on this rank: other ranks wait until the
-                group's timeout.
-            RuntimeError: some rank has NaN or infinite weights, or a mean overflows. Every rank
+            ValueError: ranks do not resume from the same step, after a load.
+            ValueError: different parameters of this rank require grad than when this was made.
+                Other ranks raise at the group's timeout.
+            RuntimeError: a rank has NaN or infinite weights, or a mean overflows. Every rank
                 raises; nothing has changed. Or this rank received a damaged payload.
         """
         self._ledger.require_intact()
@@ -231,9 +232,9 @@ class DCTAverager(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals (an owner's as well) and step, and the base. Copies, on the CPU.
 
-        One file per rank, beside the rank's weights and optimizer, which differ between averagings:
-        the entry's "unaveraged" says how many steps only this rank's weights have. With
-        `step_ahead` weights differ at 0 as well, but after a flush.
+        Save one file per rank, together with the rank's weights and optimizer, because these differ
+        between averagings. The entry's "unaveraged" counts the steps since the last averaging. With
+        `step_ahead` weights differ right after an averaging as well, until a flush.
 
         Raises:
             RuntimeError: this rank received a damaged payload.
@@ -248,17 +249,18 @@ class DCTAverager(ModelAverager):
         return self._run().save(states, **numbers, unaveraged=self._unaveraged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's `state_dict`, bit for bit, with the weights saved beside it.
+        """Resume from this rank's `state_dict`, bit for bit, with the weights saved with it.
 
-        Load these after making the averager, which broadcasts weights, and before this. (With
-        policy "fixed" a new threshold is sampled, so that bits may differ.) With `step_ahead`, a
-        state saved right after an averaging brings the weights. A refused dict changes nothing.
+        First make the averager, which broadcasts weights, then load the weights, then call this.
+        (With policy "fixed" a new threshold is sampled, so bits may differ.) With `step_ahead`, a
+        state that was saved right after an averaging restores the weights. A refused dict changes
+        nothing.
 
         Raises:
             ValueError: made with a different version, density, period, step_ahead or number of
                 ranks, by a different rank, or for a different model; or something in it is missing,
-                of a wrong type or shape or not finite. With `step_ahead`, merged, or by a transport
-                that this one cannot go on from.
+                of a wrong type or shape or not finite. With `step_ahead`: a merged state, or one of
+                a transport that this averager cannot resume from.
             TypeError: not a state dict.
             RuntimeError: this averager received a damaged payload: load into a new one.
         """

@@ -42,7 +42,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def shard_groups(module: object) -> list[dist.ProcessGroup]:
-    """This rank's shard group, if the module may have one: for ranks to be told of errors."""
+    """This rank's shard group, if the module may have one; its ranks are notified of errors."""
     found = _sharded(module) if isinstance(module, nn.Module) else {}
     meshes = [parameter.device_mesh for parameter in found.values()]
     return [meshes[0].get_group()] if meshes and meshes[0].ndim == 1 else []
