@@ -144,7 +144,7 @@ class DCTAverager(ModelAverager):
         Collective at an averaging. Mutates the weights of the module.
 
         Args:
-            params: ignored, because the parameters are those of `module`. Torch's averagers have it.
+            params: ignored, as the parameters are those of `module`. Torch's averagers have it.
 
         Raises:
             ValueError: at an averaging, different parameters of this rank require grad than when
