@@ -17,8 +17,13 @@ def require_format(
     `why` ends the rule.
     """
     if not isinstance(format, (str, torch.dtype)):
-        checks.fail(op, arg, "a string or a torch.dtype", type(format).__name__, TypeError)
+        raise TypeError(
+            f"dct::{op}: {arg} must be a string or a torch.dtype, got {type(format).__name__}"
+        )
     name = next((name for name, dtype in DTYPES.items() if dtype == format), str(format))
     if name not in formats:
-        checks.fail(op, arg, checks.either([repr(known) for known in formats]) + why, repr(format))
+        raise ValueError(
+            f"dct::{op}: {arg} must be {checks.either([repr(known) for known in formats]) + why}, "
+            f"got {format!r}"
+        )
     return name
